@@ -1,0 +1,119 @@
+"""The errors that zero_trial raises: each says where, what it got, what it expected, and how to mend it.
+
+A user mistake ends in exactly one of these, printed as a few lines and turned into an exit code; a traceback is for our own faults only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ZeroTrialError(Exception):
+    """Base of all errors that a user may see.
+
+    ``what`` is one sentence; ``where`` is a dotted ds_config key, a file with its line, or a rank and an operation; ``got`` and ``expected``
+    are short values; ``fix`` is a line that can be pasted or done. ``exit_code`` is what a command line ends with.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        got: object = None,
+        expected: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.got = got
+        self.expected = expected
+        self.fix = fix
+        super().__init__(self.describe())
+
+    def describe(self) -> str:
+        """The message as it is shown: ``where: what: got G, expected E. Fix.``"""
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        facts = []
+        if self.got is not None:
+            facts.append(f"got {self.got}")
+        if self.expected is not None:
+            facts.append(f"expected {self.expected}")
+        text = head.rstrip(".")
+        if facts:
+            text += ": " + ", ".join(facts)
+        text += "." if not text.endswith((".", "?", "!")) else ""
+        return f"{text} {self.fix}" if self.fix else text
+
+
+class ConfigError(ZeroTrialError):
+    """Something in ds_config, the experiment YAML or the hyperparameters cannot be used."""
+
+    exit_code = 2
+
+    faults: tuple[ConfigError, ...] = ()
+
+    @classmethod
+    def many(cls, faults: Iterable[ConfigError]) -> ConfigError:
+        """One error that holds all faults of a file, so that they can be mended in one go; a single fault is returned as it is."""
+        listed = tuple(faults)
+        if len(listed) == 1:
+            return listed[0]
+        error = cls(f"{len(listed)} faults:\n" + "\n".join(f"  {fault.describe()}" for fault in listed))
+        error.faults = listed
+        return error
+
+    def describe(self) -> str:
+        return self.what if "\n" in self.what else super().describe()
+
+
+class InvalidHP(ConfigError):
+    """This combination of hyperparameters cannot be trained; a search goes on without it."""
+
+
+class DataError(ZeroTrialError):
+    """A data loader or a batch is not what training needs."""
+
+    exit_code = 2
+
+
+class TrialError(ZeroTrialError):
+    """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without a backward ...)."""
+
+    exit_code = 2
+
+
+class DoesNotFit(ZeroTrialError):
+    """The model, its state and its activations do not fit into the memory that there is."""
+
+    exit_code = 3
+
+
+class Diverged(ZeroTrialError):
+    """Training cannot go on: the loss or the gradients are not finite."""
+
+    exit_code = 4
+
+
+class MeshError(ZeroTrialError):
+    """Ranks disagree, one is missing, or a collective did not finish in time."""
+
+    exit_code = 5
+
+
+class CheckpointError(ZeroTrialError):
+    """A checkpoint cannot be written, verified or loaded into this model."""
+
+    exit_code = 5
+
+
+class KernelUnavailable(ZeroTrialError):
+    """A native kernel cannot be built or loaded here; the pure-torch reference is used instead, and said so."""
+
+
+class Preempted(ZeroTrialError):
+    """The run was asked to stop; it has saved and can be resumed."""
+
+    exit_code = 75

@@ -1,0 +1,116 @@
+"""The batch triangle: train_batch_size = micro batch size x accumulation steps x data-parallel ranks, solved or refused with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_trial.errors import ConfigError
+
+_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class BatchTriple:
+    """A solved triangle; ``how`` says for each of the three ds_config names how its value came about."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    how: Mapping[str, str]
+
+
+def solve_batch(
+    train_batch_size: int | None,
+    micro_batch_size: int | None,
+    accumulation: int | None,
+    dp_world: int,
+    *,
+    given_by: Mapping[str, str] | None = None,
+) -> BatchTriple:
+    """The triple that agrees with what is given, for ``dp_world`` data-parallel ranks (world size divided by pipeline and model axes).
+
+    ``given_by`` names where given values stand ("ds_config.json:3"), by ds_config key. Pure. Raises ConfigError when the given values
+    contradict each other, do not divide, or say nothing about a batch; the message lists the nearest legal triples.
+    """
+    batch, micro, steps = train_batch_size, micro_batch_size, accumulation
+    places = given_by or {}
+    how = {
+        name: places.get(name, "given") for name, value in zip(_NAMES, (batch, micro, steps), strict=True) if value is not None
+    }
+    _check_positive(batch, micro, steps, dp_world, places)
+    if batch is None and micro is None:
+        raise ConfigError(
+            "no batch size is given",
+            where="train_batch_size",
+            expected="train_batch_size or train_micro_batch_size_per_gpu",
+            fix="Set train_micro_batch_size_per_gpu: 1, or train_batch_size (global_batch_size in a trial).",
+        )
+    if steps is None:
+        if batch is not None and micro is not None:
+            steps = max(batch // (micro * dp_world), 1)
+            how[_NAMES[2]] = f"derived: {batch} // {micro} // {dp_world} ranks"
+        else:
+            steps = 1
+            how[_NAMES[2]] = "derived: 1, because only one batch size is given"
+    if micro is None and batch is not None:
+        micro = max(batch // (dp_world * steps), 1)
+        how[_NAMES[1]] = f"derived: {batch} // {dp_world} ranks // {steps}"
+    if batch is None and micro is not None:
+        batch = micro * steps * dp_world
+        how[_NAMES[0]] = f"derived: {micro} x {steps} x {dp_world} ranks"
+    if batch is None or micro is None:
+        raise ConfigError("the batch triangle has no solution", where="train_batch_size")
+    if batch != micro * steps * dp_world:
+        raise _contradiction(batch, micro, steps, dp_world, how)
+    return BatchTriple(batch, micro, steps, how)
+
+
+def _check_positive(
+    batch: int | None, micro: int | None, steps: int | None, dp_world: int, places: Mapping[str, str]
+) -> None:
+    for name, value in zip((*_NAMES, "data-parallel ranks"), (batch, micro, steps, dp_world), strict=True):
+        if value is not None and value < 1:
+            place = places.get(name)
+            raise ConfigError(
+                "not a batch size", where=f"{place} {name}" if place else name, got=value, expected="a positive integer"
+            )
+
+
+def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, str]) -> ConfigError:
+    """The refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 = 8``, with each value's origin and ways out."""
+    product = micro * steps * dp_world
+    if how[_NAMES[1]].startswith("derived") or how[_NAMES[2]].startswith("derived"):
+        first = ""
+    else:
+        first = f"Set train_batch_size: {product}, or remove it and it is derived. "
+    near = nearest_triples(batch, micro, steps, dp_world, how)
+    listed = "; ".join(f"{b} = {m} x {s} x {dp_world}" for b, m, s in near)
+    origins = ", ".join(f"{name} {value} ({how[name]})" for name, value in zip(_NAMES, (batch, micro, steps), strict=True))
+    return ConfigError(
+        f"train_batch_size {batch} ≠ micro {micro} × accumulation {steps} × ranks {dp_world} = {product}",
+        fix=f"{first}Values: {origins}. Nearest that fit (batch = micro x accumulation x ranks): {listed}.",
+    )
+
+
+def nearest_triples(
+    batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, str], count: int = 3
+) -> tuple[tuple[int, int, int], ...]:
+    """The legal (batch, micro, accumulation) closest to what was asked: first those that keep the batch, then those that keep most else."""
+    found: set[tuple[int, int, int]] = {(micro * steps * dp_world, micro, steps)}
+    per_rank = {max(batch // dp_world, 1), batch // dp_world + 1}
+    for share in per_rank:
+        found.update((share * dp_world, share // s, s) for s in _divisors_near(share, steps))
+        found.update((share * dp_world, m, share // m) for m in _divisors_near(share, micro))
+
+    def distance(triple: tuple[int, int, int]) -> tuple[float, float, float]:
+        kept_micro = 0.0 if how.get(_NAMES[1], "").startswith("derived") else abs(triple[1] - micro) / micro
+        return abs(triple[0] - batch) / batch, kept_micro, abs(triple[2] - steps) / steps
+
+    return tuple(sorted(found, key=distance)[:count])
+
+
+def _divisors_near(number: int, wanted: int, reach: int = 64) -> list[int]:
+    """Up to two divisors of ``number`` around ``wanted``; looks ``reach`` to both sides, so that a huge batch costs nothing."""
+    candidates = [d for d in range(max(wanted - reach, 1), wanted + reach + 1) if number % d == 0]
+    return sorted(candidates, key=lambda d: abs(d - wanted))[:2] or [1]

@@ -1,0 +1,42 @@
+# Each target does its own set-up in .venv; all that a fresh machine needs is python3 (with venv), gcc and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.zero_trial_installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: run test lint format bench setup clean help
+
+run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks
+	$(BIN)/zero-trial run experiments/quickstart/const.yaml model_defs/gpt
+
+test: setup  ## Run every test
+	$(BIN)/python -m pytest
+
+lint: setup  ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## Rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## Measure against peers; those that are not installed are named and left out
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/engine.py
+
+setup: $(STAMP)  ## Make .venv and install zero_trial with its extras into it
+
+# torch first and under the constraints, so that nothing that comes later can choose another build of it.
+$(STAMP): setup.py pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) -e '.[determined,tensorboard,test]'
+	touch $@
+
+clean:  ## Remove the environment and the caches, not the runs
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+help:  ## Say what each target does
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'

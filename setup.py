@@ -1,0 +1,73 @@
+"""How zero_trial is installed: its name, what it needs, what it offers on the command line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+EXTRAS = {
+    # The cluster's own package; everything but the Determined platform works without it.
+    "determined": ["determined==0.38.1"],
+    "tensorboard": ["tensorboard"],
+    "test": [
+        "hypothesis",
+        "mypy",
+        "psutil",
+        "pytest",
+        "ruff",
+        "tensorboard",
+        "types-PyYAML",
+        "types-psutil",
+        "types-tqdm",
+    ],
+    # Peers that benchmarks/ measures against.
+    "bench": ["deepspeed==0.19.8", "psutil"],
+}
+
+
+def version() -> str:
+    """The version as zero_trial/__init__.py states it, read without importing the package."""
+    text = (HERE / "zero_trial" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("zero_trial/__init__.py: no __version__ line")
+    return found.group(1)
+
+
+setup(
+    name="zero_trial",
+    version=version(),
+    description="Sharded, offloaded and pipeline-parallel PyTorch training under one trial class, from a laptop CPU to a cluster.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["zero_trial", "zero_trial.*"]),
+    package_data={"zero_trial": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "safetensors",
+        "pyyaml",
+        "tqdm",
+        # The package `attrdict` does not import on Python >= 3.10; this fork provides the module of that name.
+        "attrdict3",
+    ],
+    extras_require=EXTRAS,
+    entry_points={
+        "console_scripts": [
+            "zero-trial = zero_trial.cli.main:main",
+            "zt = zero_trial.cli.main:main",
+        ]
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Typing :: Typed",
+    ],
+)

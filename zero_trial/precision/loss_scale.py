@@ -1,0 +1,203 @@
+"""Loss scaling as pure state machines: a frozen state and an overflow flag give the next state and what happened.
+
+Small fp16 gradients vanish below 6e-8, so the loss is multiplied by a scale before backward and the gradients are
+divided by it in the optimizer (Micikevicius et al. 2018, section 3.2). The dynamic machine follows DeepSpeed 0.19.8's
+rules, overflow by overflow:
+
+    overflow, hysteresis left > 1     scale stays, one hysteresis less           HYSTERESIS
+    overflow, hysteresis left = 1     scale / 2, not below the minimum           REDUCED
+    overflow at the minimum           nothing left to give: the run ends         AT_MINIMUM (`update.error`)
+    a clean step after `window` more  scale * 2, hysteresis refilled             GROWN
+
+One difference: the scale stops growing at 2**127, the largest power of two of an fp32 loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from zero_trial.errors import ConfigError, Diverged
+
+SCALE_FACTOR = 2.0
+LARGEST_SCALE = 2.0**127  # twice this is inf in fp32, and the scaled loss is fp32
+
+
+class ScaleEvent(Enum):
+    """What one update did to the scale."""
+
+    KEPT = "kept"
+    GROWN = "grown"
+    HYSTERESIS = "hysteresis"
+    REDUCED = "reduced"
+    AT_MINIMUM = "at minimum"
+
+
+class AtMinimum(Enum):
+    """What an overflow at the smallest scale means: the end of the run (DeepSpeed's way), or one more skipped step."""
+
+    RAISE = "raise"
+    GO_ON = "go on"
+
+
+class ScaleUpdate(NamedTuple):
+    """The next state, what happened, and the error that the engine raises on all ranks (None: go on)."""
+
+    state: LossScale
+    event: ScaleEvent
+    error: Diverged | None = None
+
+
+@dataclass(frozen=True)
+class StaticScale:
+    """A scale that never changes; 1.0 is no scaling. A step with an overflow is skipped and the scale stays."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self.scale, "fp16.loss_scale", "a finite number above 0 (0 itself asks for dynamic scaling)")
+
+    def update(self, overflow: bool) -> ScaleUpdate:
+        return ScaleUpdate(self, ScaleEvent.KEPT)
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": "static", "scale": self.scale}
+
+    def restored(self, state: Mapping[str, object]) -> StaticScale:
+        """The configured scale: a static scale has no history, so what ds_config says now wins over the checkpoint."""
+        return self
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """The scale of the next step and the counters that move it; ``update`` once per optimizer step, skipped ones
+    too."""
+
+    scale: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    at_minimum: AtMinimum = AtMinimum.RAISE
+    hysteresis_left: int = -1  # -1: full, that is ``hysteresis``
+    iteration: int = 0
+    last_overflow: int = -1
+
+    def __post_init__(self) -> None:
+        _require_positive(self.scale, "fp16.initial_scale_power", "a power that gives a finite scale above 0")
+        _require_positive(self.min_scale, "fp16.min_loss_scale", "a finite number above 0")
+        _require_count(self.window, "fp16.loss_scale_window")
+        _require_count(self.hysteresis, "fp16.hysteresis")
+        if self.hysteresis_left == -1:
+            object.__setattr__(self, "hysteresis_left", self.hysteresis)
+
+    def update(self, overflow: bool) -> ScaleUpdate:
+        """``overflow``: some gradient of the step was not finite, on any rank. Pure; every rank computes the same."""
+        return self._after_overflow() if overflow else self._after_clean_step()
+
+    def _after_overflow(self) -> ScaleUpdate:
+        seen = replace(self, iteration=self.iteration + 1, last_overflow=self.iteration)
+        if self.hysteresis != 1 and self.hysteresis_left != 1:
+            return ScaleUpdate(replace(seen, hysteresis_left=self.hysteresis_left - 1), ScaleEvent.HYSTERESIS)
+        if self.scale <= self.min_scale:
+            error = self._minimum_error() if self.at_minimum is AtMinimum.RAISE else None
+            return ScaleUpdate(seen, ScaleEvent.AT_MINIMUM, error)
+        # the hysteresis is not refilled here: until a clean window, every further overflow halves the scale
+        return ScaleUpdate(replace(seen, scale=max(self.scale / SCALE_FACTOR, self.min_scale)), ScaleEvent.REDUCED)
+
+    def _after_clean_step(self) -> ScaleUpdate:
+        clean_steps = self.iteration - self.last_overflow - 1  # before this one
+        grows = clean_steps > 0 and clean_steps % self.window == 0
+        refill = self.consecutive_hysteresis or grows
+        after = replace(
+            self,
+            iteration=self.iteration + 1,
+            scale=min(self.scale * SCALE_FACTOR, LARGEST_SCALE) if grows else self.scale,
+            hysteresis_left=self.hysteresis if refill else self.hysteresis_left,
+        )
+        return ScaleUpdate(after, ScaleEvent.GROWN if grows else ScaleEvent.KEPT)
+
+    def _minimum_error(self) -> Diverged:
+        return Diverged(
+            "gradients are not finite although the fp16 loss scale is already at its minimum",
+            where=f"loss scale, optimizer step attempt {self.iteration}",
+            got=f"scale {self.scale:g}",
+            expected=f"a scale above fp16.min_loss_scale = {self.min_scale:g} to halve",
+            fix="Look for inf or NaN in the loss itself, lower the learning rate, or use bf16.",
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """What changes during a run; the settings come from ds_config when it is loaded."""
+        return {
+            "kind": "dynamic",
+            "scale": self.scale,
+            "hysteresis_left": self.hysteresis_left,
+            "iteration": self.iteration,
+            "last_overflow": self.last_overflow,
+        }
+
+    def restored(self, state: Mapping[str, object]) -> DynamicScale:
+        """This machine's settings with a checkpoint's counters; a checkpoint of a static scale has none, and changes
+        nothing."""
+        if state.get("kind") != "dynamic":
+            return self
+        return replace(
+            self,
+            scale=float(str(state["scale"])),
+            hysteresis_left=min(int(str(state["hysteresis_left"])), self.hysteresis),
+            iteration=int(str(state["iteration"])),
+            last_overflow=int(str(state["last_overflow"])),
+        )
+
+
+LossScale = StaticScale | DynamicScale
+
+
+def fp16_loss_scale(
+    loss_scale: float = 0.0,
+    *,
+    initial_scale_power: int = 16,
+    loss_scale_window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    min_loss_scale: float = 1.0,
+    at_minimum: AtMinimum = AtMinimum.RAISE,
+) -> LossScale:
+    """The machine that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is dynamic, any other value static."""
+    if isinstance(loss_scale, bool) or not math.isfinite(loss_scale) or loss_scale < 0:
+        raise ConfigError(
+            "not a loss scale",
+            where="fp16.loss_scale",
+            got=loss_scale,
+            expected="0 (dynamic) or a finite number above 0",
+        )
+    if loss_scale != 0:
+        return StaticScale(float(loss_scale))
+    if not -126 <= initial_scale_power <= 127:
+        raise ConfigError(
+            "not an exponent of an fp32 scale",
+            where="fp16.initial_scale_power",
+            got=initial_scale_power,
+            expected="-126 to 127",
+        )
+    return DynamicScale(
+        scale=2.0**initial_scale_power,
+        window=loss_scale_window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive_hysteresis,
+        min_scale=float(min_loss_scale),
+        at_minimum=at_minimum,
+    )
+
+
+def _require_positive(value: float, where: str, expected: str) -> None:
+    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ConfigError("not a loss scale", where=where, got=value, expected=expected)
+
+
+def _require_count(value: int, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("not a number of steps", where=where, got=value, expected="a positive integer")

@@ -1,0 +1,26 @@
+"""JSON-able values between ranks, over an injected all-gather of bytes."""
+
+from __future__ import annotations
+
+from zero_trial.platform.collectives import JsonDistributed
+from zero_trial.platform.in_memory import run_ranks
+from zero_trial.platform.protocols import Distributed
+
+
+def test_alone_every_collective_answers_at_once() -> None:
+    ranks = JsonDistributed()
+    assert ranks.allgather({"a": (1, 2)}) == [{"a": [1, 2]}]
+    assert ranks.gather(3) == [3]
+    assert ranks.broadcast("x") == "x"
+    ranks.barrier()
+
+
+def test_three_ranks_in_order() -> None:
+    def work(ranks: Distributed) -> list[object]:
+        return [ranks.allgather(ranks.rank), ranks.gather(ranks.rank * 10), ranks.broadcast(f"from {ranks.rank}")]
+
+    assert run_ranks(3, work) == [
+        [[0, 1, 2], [0, 10, 20], "from 0"],
+        [[0, 1, 2], None, "from 0"],
+        [[0, 1, 2], None, "from 0"],
+    ]

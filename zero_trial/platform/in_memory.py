@@ -1,0 +1,184 @@
+"""A platform without files but for checkpoints, and ranks that are threads of one process: for tests."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero_trial.errors import CheckpointError, MeshError
+from zero_trial.platform.collectives import JsonDistributed
+from zero_trial.platform.local import LocalCheckpoints
+from zero_trial.platform.protocols import Distributed
+
+Result = TypeVar("Result")
+
+
+class Meeting:
+    """Where ``size`` threads exchange bytes. One that never comes ends the wait of all others with MeshError."""
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = size
+        self._slots: list[bytes] = [b""] * size
+        self._barrier = threading.Barrier(size, timeout=timeout)
+
+    def all_gather(self, rank: int, payload: bytes) -> list[bytes]:
+        self._slots[rank] = payload
+        self._wait(rank)
+        values = list(self._slots)
+        self._wait(rank)  # everybody has read before anybody writes again
+        return values
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+    def _wait(self, rank: int) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise MeshError("another rank has failed or did not arrive", where=f"rank {rank}, all_gather") from error
+
+    def distributed(self, rank: int) -> JsonDistributed:
+        return JsonDistributed(rank, self.size, rank, lambda payload: self.all_gather(rank, payload))
+
+
+def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
+    """``work`` on ``size`` threads that are each other's ranks; their results, or what they raised, in rank order."""
+    meeting = Meeting(size)
+    outcomes: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = work(meeting.distributed(rank))
+        except BaseException as error:
+            outcomes[rank] = error
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@dataclass
+class Record:
+    """Everything that a trial reported. Shared by the ranks of one trial."""
+
+    training: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    validation: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    early_exits: list[str] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    preempt_from_poll: int | None = None
+    polls: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.training.append((steps_completed, dict(metrics)))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.validation.append((steps_completed, dict(metrics)))
+
+    def report_progress(self, fraction: float) -> None:
+        self.progress.append(fraction)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        self.events.append(dict(event))
+
+
+@dataclass(frozen=True)
+class InMemoryCheckpoints:
+    """Checkpoints in a temporary folder; the record notes their storage ids."""
+
+    files: LocalCheckpoints
+    record: Record
+    distributed: Distributed
+
+    @contextmanager
+    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        with self.files.store_path(metadata) as (path, storage_id):
+            yield path, storage_id
+        if self.distributed.rank == 0:
+            self.record.checkpoints.append(storage_id)
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        with self.files.restore_path(storage_id) as path:
+            yield path
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        self.files.retain(storage_ids)
+
+
+@dataclass(frozen=True)
+class InMemoryPreemption:
+    """Preempts from the n-th poll on, if the record says so."""
+
+    record: Record
+    distributed: Distributed
+
+    def should_preempt(self) -> bool:
+        answer = False
+        if self.distributed.rank == 0:
+            self.record.polls += 1
+            first = self.record.preempt_from_poll
+            answer = first is not None and self.record.polls >= first
+        return bool(self.distributed.broadcast(answer))
+
+
+@dataclass
+class InMemoryPlatform:
+    """One rank's view; give the same ``record`` and ``storage`` to all ranks, and to the run that resumes."""
+
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    model_dir: Path = field(default_factory=Path)
+    seed: int = 0
+    trial_id: str = "1"
+    experiment_id: str = "1"
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    tensorboard_path: Path | None = None
+    distributed: Distributed = field(default_factory=JsonDistributed)
+    record: Record = field(default_factory=Record)
+    storage: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.storage is None:
+            if self.distributed.size > 1:
+                raise CheckpointError(
+                    "ranks need one storage folder in common", fix="Pass storage=tmp_path to every rank."
+                )
+            self.storage = Path(tempfile.mkdtemp(prefix="zero-trial-"))
+        self.checkpoints = InMemoryCheckpoints(
+            LocalCheckpoints(self.storage, self.distributed), self.record, self.distributed
+        )
+        self.preemption = InMemoryPreemption(self.record, self.distributed)
+
+    @property
+    def metrics(self) -> Record:
+        return self.record
+
+    @property
+    def progress(self) -> Record:
+        return self.record
+
+    def best_validation(self) -> float | None:
+        searcher = self.experiment.get("searcher") or {}
+        name = searcher.get("metric")
+        values = [float(metrics[name]) for _, metrics in self.record.validation if name in metrics]
+        if not values:
+            return None
+        return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+    def report_early_exit(self, reason: str) -> None:
+        with self.record.lock:
+            if not self.record.early_exits:
+                self.record.early_exits.append(reason)

@@ -1,0 +1,202 @@
+"""A run in a folder of this machine: events, metrics, checkpoints and summary as plain files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import CheckpointError
+from zero_trial.platform.collectives import JsonDistributed
+from zero_trial.platform.protocols import Distributed
+from zero_trial.platform.run_folder import RunFolder, append_line, read_lines, write_json
+
+METADATA = "metadata.json"
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step that a finished checkpoint folder is named after; None for anything else (temporary ones among them)."""
+    head, _, digits = path.name.partition("-")
+    return int(digits) if head == "step" and digits.isdigit() and (path / METADATA).is_file() else None
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The finished checkpoint with the highest step. There is no pointer file that could be torn."""
+    if not folder.is_dir():
+        return None
+    found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
+    return max(found)[1] if found else None
+
+
+@dataclass(frozen=True)
+class LocalMetrics:
+    """Reported metrics, one JSON line each, in ``metrics.jsonl``."""
+
+    folder: RunFolder
+    clock: Callable[[], float] = time.time
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self._report("training", steps_completed, metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self._report("validation", steps_completed, metrics)
+
+    def _report(self, group: str, step: int, metrics: Mapping[str, Any]) -> None:
+        append_line(self.folder.metrics, {"group": group, "step": step, "time": self.clock(), "metrics": dict(metrics)})
+
+
+@dataclass(frozen=True)
+class LocalCheckpoints:
+    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by rank 0."""
+
+    folder: Path
+    distributed: Distributed
+
+    @contextmanager
+    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        """Collective.
+
+        A rank that fails inside the block leaves at once, without a collective: the others may be in one of the
+        engine's.
+        """
+        name = f"step-{int(metadata['steps_completed']):06d}"
+        temporary = self.folder / self.distributed.broadcast(f"{name}.tmp-{uuid.uuid4().hex[:8]}")
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            yield temporary, name
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint cannot be written ({error.strerror or error})",
+                where=f"rank {self.distributed.rank}, {temporary}",
+                fix="Free some space or choose another run folder; the checkpoints before this one are untouched.",
+            ) from error
+        self.distributed.barrier()  # all files are there
+        if self.distributed.rank == 0:
+            write_json(temporary / METADATA, metadata)
+            publish(temporary, self.folder / name)
+        self.distributed.barrier()  # nobody looks for it before it has its name
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        path = self.folder / storage_id  # an absolute storage id replaces the folder
+        if checkpoint_step(path) is None:
+            raise CheckpointError(
+                "there is no finished checkpoint here", where=str(path), fix="Name a folder step-NNNNNN."
+            )
+        yield path
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.name not in storage_ids and checkpoint_step(path) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Rank 0, before training: temporary folders that a killed run left behind."""
+        for path in self.folder.glob("step-*.*-*") if self.folder.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """``temporary`` gets its final name; an older folder of that name steps aside first.
+
+    The parent is flushed, so that the name survives.
+    """
+    aside = None
+    if final.exists():
+        aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex[:8]}")
+        final.rename(aside)
+    temporary.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class LocalPreemption:
+    """Stop as soon as the file ``preempt`` appears in the run folder."""
+
+    folder: RunFolder
+    distributed: Distributed
+
+    def should_preempt(self) -> bool:
+        return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.folder.preempt.exists()))
+
+
+@dataclass(frozen=True)
+class LocalProgress:
+    """Events, one JSON line each, in ``events.jsonl``, for whoever shows them."""
+
+    folder: RunFolder
+    clock: Callable[[], float] = time.time
+
+    def report_progress(self, fraction: float) -> None:
+        """Nothing: the steps in the events say it already."""
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        append_line(self.folder.events, {"time": self.clock(), **event})
+
+
+@dataclass(frozen=True)
+class LocalPlatform:
+    """One rank's view of a run in a folder. ``distributed`` is injected; alone by default."""
+
+    run_dir: Path
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    model_dir: Path = field(default_factory=Path)
+    seed: int = 0
+    trial_id: str = "1"
+    experiment_id: str = "1"
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    distributed: Distributed = field(default_factory=JsonDistributed)
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_dir)
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.folder.tensorboard
+
+    @cached_property
+    def metrics(self) -> LocalMetrics:
+        return LocalMetrics(self.folder)
+
+    @cached_property
+    def checkpoints(self) -> LocalCheckpoints:
+        return LocalCheckpoints(self.folder.checkpoints, self.distributed)
+
+    @cached_property
+    def preemption(self) -> LocalPreemption:
+        return LocalPreemption(self.folder, self.distributed)
+
+    @cached_property
+    def progress(self) -> LocalProgress:
+        return LocalProgress(self.folder)
+
+    def best_validation(self) -> float | None:
+        searcher = self.experiment.get("searcher") or {}
+        reported = (line["metrics"] for line in read_lines(self.folder.metrics) if line.get("group") == "validation")
+        values = [float(metrics[searcher.get("metric")]) for metrics in reported if searcher.get("metric") in metrics]
+        if not values:
+            return None
+        return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+    def report_early_exit(self, reason: str) -> None:
+        try:
+            with (self.run_dir / "early_exit.json").open("x") as file:  # whoever comes first; exactly one
+                file.write(f'{{"reason": "{reason}", "rank": {self.distributed.rank}}}\n')
+        except FileExistsError:
+            pass

@@ -1,0 +1,107 @@
+"""The folder of one run: its files, appended line by line or replaced whole, never left half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ZeroTrialError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Names of the files in a run's folder, and the two ways to write them."""
+
+    path: Path
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def preempt(self) -> Path:
+        """Whoever wants the run to save and stop creates this file."""
+        return self.path / "preempt"
+
+    def error(self, rank: int) -> Path:
+        return self.path / "errors" / f"rank-{rank}.json"
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """One JSON line at the end of ``path``, in a single write, so that a reader never sees half a line followed by
+    another's.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(record) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; a torn last line (the writer was killed) is left out.
+
+    A missing file has none.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """``value`` as the whole content of ``path``: written beside it, flushed to disk and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def error_record(error: BaseException, rank: int, step: int | None, now: float) -> dict[str, Any]:
+    """What ``errors/rank-<r>.json`` says of a failure."""
+    known = isinstance(error, ZeroTrialError)
+    return {
+        "rank": rank,
+        "step": step,
+        "type": type(error).__name__,
+        "message": str(error) if known else f"{type(error).__name__}: {error}",
+        "exit_code": error.exit_code if isinstance(error, ZeroTrialError) else 1,
+        "expected": known,
+        "time": now,
+    }

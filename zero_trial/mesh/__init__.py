@@ -1,0 +1,25 @@
+"""The named axes that ranks live on, and the only door to torch.distributed."""
+
+from __future__ import annotations
+
+from zero_trial.mesh.comm import AxisComm, Pending
+from zero_trial.mesh.counters import CommCounters
+from zero_trial.mesh.env import RankEnv, read_rank_env
+from zero_trial.mesh.mesh import Mesh, build_mesh
+from zero_trial.mesh.topology import AXES, MeshShape
+from zero_trial.mesh.world import destroy_distributed, init_distributed, is_distributed
+
+__all__ = [
+    "AXES",
+    "AxisComm",
+    "CommCounters",
+    "Mesh",
+    "MeshShape",
+    "Pending",
+    "RankEnv",
+    "build_mesh",
+    "destroy_distributed",
+    "init_distributed",
+    "is_distributed",
+    "read_rank_env",
+]

@@ -1,0 +1,207 @@
+"""Collectives along one axis: the only caller of torch.distributed, and the place where traffic is counted and silence becomes an error.
+
+Every verb is collective over the axis: all its ranks must call it in the same order. An axis of one rank communicates nothing and costs nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from zero_trial.errors import MeshError
+from zero_trial.mesh.board import Board
+from zero_trial.mesh.counters import CommCounters
+from zero_trial.mesh.diagnosis import explain
+from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Transport, Works
+
+
+class Pending:
+    """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched."""
+
+    def __init__(self, comm: AxisComm | None, label: str, works: Works, finish: Finish | None) -> None:
+        self._comm = comm
+        self._label = label
+        self._works = works
+        self._finish = finish
+        self._next: Pending | None = None
+        self.received: dict[int, torch.Tensor] = {}  # by axis index: contributions of a direct reduce-scatter, until released
+
+    def turn(self) -> None:
+        """Finishes the part under way and starts what follows it (the gather half of an all-reduce), without waiting for that."""
+        if self._finish is None:
+            return
+        for work in self._works:
+            self._comm._await(work, self._label)  # type: ignore[union-attr]
+        finish, self._finish, self._works = self._finish, None, []
+        result = finish()
+        if isinstance(result, Pending):
+            self._next = result
+        elif isinstance(result, dict):
+            self.received = result
+
+    def wait(self) -> None:
+        """Returns when the result is there. May be called again."""
+        self.turn()
+        if self._next is not None:
+            self._next.wait()
+            self._next = None
+
+
+class AxisComm:
+    """One axis of the mesh as this rank sees it: its size, this rank's index on it, and the collectives along it.
+
+    ``timeout`` (seconds) bounds every wait; then a MeshError names this rank, the operation, the step and the rank that is missing.
+    """
+
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], index: int, group: Any, counters: CommCounters, board: Board, timeout: float
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.index = index
+        self.size = len(ranks)
+        self.group = group
+        self.counters = counters
+        self.board = board
+        self.timeout = timeout
+        self._sequence = 0
+        self._native = NativeTransport(group)
+        self._direct = DirectTransport(group, ranks, index)
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
+        """Sums ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that part of ``full``. Moves n (N-1)/N elements."""
+        return self._start("reduce_scatter", full, out, label, 1)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
+        """Puts every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this rank's part of ``full``. Moves n (N-1)/N."""
+        return self._start("all_gather", full, shard, label, 1)
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Pending:
+        """Sums ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, so that its bits are theirs. Moves 2n (N-1)/N."""
+        if self.size == 1:
+            return _DONE
+        own = full.view(self.size, -1)[self.index]
+        self.counters.add("all_reduce", self.name, 2 * full.numel() * (self.size - 1) // self.size, full.element_size())
+        return self._launch("all_reduce", full, own, label, then=lambda: self._launch("all_gather", full, own, label))
+
+    def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
+        """Sum, max or min of a few numbers in place, waited for. Sums are made in rank order on the CPU path too (gloo's ring is fixed)."""
+        if self.size == 1:
+            return
+        self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+        self._now("all_reduce", label, lambda: dist.all_reduce(values, reduce_op, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Overwrites ``tensor`` with that of axis index ``source``, waited for."""
+        if self.size == 1:
+            return
+        self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
+        self._now("broadcast", label, lambda: dist.broadcast(tensor, self.ranks[source], group=self.group, async_op=True))
+
+    def gather_json(self, value: Any, label: str) -> list[Any]:
+        """Every rank's ``value`` (anything that JSON holds), in rank order, on every rank. For rare, small things."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        device = self._control_device()
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+        lengths[self.index] = data.numel()
+        self.all_reduce_small(lengths, label)
+        sizes = [int(n) for n in lengths.tolist()]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded[: data.numel()] = data.to(device)
+        rows = [torch.empty_like(padded) for _ in range(self.size)]
+        self._now("all_gather", label, lambda: dist.all_gather(rows, padded, group=self.group, async_op=True))
+        return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
+
+    def barrier(self, label: str) -> None:
+        """Returns when every rank of the axis has arrived."""
+        if self.size > 1:
+            self.all_reduce_small(torch.zeros(1, device=self._control_device()), label)
+
+    def _start(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int) -> Pending:
+        if self.size == 1:
+            if part.data_ptr() != full.data_ptr():
+                source, target = (full, part) if kind == "reduce_scatter" else (part, full)
+                target.copy_(source)
+            return _DONE
+        moved = factor * full.numel() * (self.size - 1) // self.size
+        self.counters.add(kind, self.name, moved, full.element_size())
+        return self._launch(kind, full, part, label)
+
+    def _launch(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, then: Callable[[], Pending] | None = None) -> Pending:
+        """Starts a collective; ``then`` starts the one that follows when the first is done."""
+        transport: Transport = self._direct if full.device.type == "cpu" else self._native
+        name = f"{kind}({label}) over {self.name}"
+        self.board.enter(name)
+        self._sequence = (self._sequence + 1) % (1 << 24)
+        verb = transport.all_gather if kind == "all_gather" else transport.reduce_scatter
+        try:
+            works, finish = verb(full, part, self._sequence)
+        except RuntimeError as error:
+            self._fail(name, error)
+        self.board.leave()
+        if then is None:
+            return Pending(self, name, works, finish)
+
+        def finish_and_follow() -> Pending:
+            finish()
+            return then()
+
+        return Pending(self, name, works, finish_and_follow)
+
+    def _now(self, kind: str, label: str, call: Callable[[], Any]) -> None:
+        name = f"{kind}({label}) over {self.name}"
+        self.board.enter(name)
+        try:
+            work = call()
+        except RuntimeError as error:
+            self._fail(name, error)
+        self._await(work, name)
+        self.board.leave()
+
+    def _await(self, work: Any, name: str) -> None:
+        self.board.waiting(name)
+        try:
+            if self.on_cpu:
+                work.wait(datetime.timedelta(seconds=self.timeout))
+            else:
+                work.wait()  # on CUDA this orders streams and does not block; NCCL's watchdog bounds it
+        except RuntimeError as error:
+            self._fail(name, error)
+        self.board.leave()
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._control_device().type == "cpu"
+
+    def _control_device(self) -> torch.device:
+        """Where small control values live so that this group's backend can move them."""
+        if self.group is None or "gloo" in str(dist.get_backend(self.group)):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _fail(self, name: str, error: RuntimeError) -> NoReturn:
+        raise explain(self.board, self.ranks, name, error, self.timeout) from error
+
+
+class _Done(Pending):
+    def __init__(self) -> None:
+        super().__init__(None, "", [], None)
+
+
+_DONE = _Done()
+
+
+def wait_all(pendings: Sequence[Pending]) -> None:
+    """Waits for several collectives, starting the second halves of all before waiting for any."""
+    for pending in pendings:
+        pending.turn()
+    for pending in pendings:
+        pending.wait()

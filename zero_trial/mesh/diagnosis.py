@@ -1,0 +1,54 @@
+"""Turning a collective that failed or never ended into one error that names the rank, the operation, the step, and who is missing."""
+
+from __future__ import annotations
+
+import time
+
+from zero_trial.errors import MeshError
+from zero_trial.mesh.board import PERIOD_SECONDS, Board, Position
+
+_GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
+
+
+def explain(board: Board, ranks: tuple[int, ...], operation: str, error: RuntimeError, timeout: float) -> MeshError:
+    """The MeshError for ``operation`` on this rank, from what every rank last published."""
+    time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks' boards publish where they are now
+    positions = {rank: position for rank, position in board.positions().items() if rank in ranks}
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    lost = any(word in text.lower() for word in _GONE_WORDS)
+    here = f"rank {board.rank}, step {board.step}, {operation}"
+    late = behind(positions, board.rank)
+    if lost:
+        return MeshError(
+            "another rank ended while this one waited for it",
+            where=here,
+            fix=f"Look for that rank's own error: {listing(positions, board.rank)}. ({text[:160]})",
+        )
+    if late:
+        names = ", ".join(f"rank {rank}" for rank in late)
+        return MeshError(
+            f"waited {timeout:g} s for {names}, which never reached this collective",
+            where=here,
+            fix=f"{listing(positions, board.rank, late)}. Every rank must run the same number of batches and collective calls; "
+            "if it is only slow, raise comm_timeout_seconds in ds_config.",
+        )
+    return MeshError(
+        "a collective failed", where=here, got=text[:200], fix=f"Ranks: {listing(positions, board.rank)}. Look for an earlier error in another rank's log."
+    )
+
+
+def behind(positions: dict[int, Position | None], own: int) -> list[int]:
+    """The ranks that have entered fewer collectives than ``own``, or have said nothing at all."""
+    mine = positions[own]
+    reached = mine.sequence if mine is not None else 0
+    return [rank for rank, at in positions.items() if rank != own and (at is None or at.sequence < reached)]
+
+
+def listing(positions: dict[int, Position | None], own: int, only: list[int] | None = None) -> str:
+    """``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other ranks."""
+    chosen = only if only is not None else [rank for rank in positions if rank != own]
+    texts = []
+    for rank in chosen:
+        at = positions[rank]
+        texts.append(f"rank {rank} {at.describe() if at is not None else 'has reported nothing'}")
+    return "; ".join(texts) or "no other rank"

@@ -1,0 +1,68 @@
+"""What the launcher told this process about its rank: the only reader of rank variables.
+
+torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun all end in one of these variable sets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zero_trial.errors import MeshError
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """Where this process stands: global rank, ranks in all, and the same within its host."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False  # True when a launcher set the variables, False for a plain `python script.py`
+
+
+# (rank, world size, local rank, ranks on this host); the first set whose rank and size are both present wins.
+_VARIABLE_SETS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
+    """Reads the rank variables (from ``os.environ`` unless a mapping is given).
+
+    A variable that is set but is no integer, or a rank outside the world, is a MeshError: guessing 1 here is how a job trains
+    N independent models without a word.
+    """
+    source = os.environ if environ is None else environ
+    for names in _VARIABLE_SETS:
+        rank_name, size_name, local_name, local_size_name = names
+        if rank_name not in source or size_name not in source:
+            continue
+        rank, size = _integer(source, rank_name), _integer(source, size_name)
+        if not 0 <= rank < size:
+            raise MeshError(
+                "the rank lies outside the world", where=f"{rank_name}={rank}, {size_name}={size}", expected=f"0 <= rank < {size}"
+            )
+        local = _integer(source, local_name) if local_name in source else rank
+        local_size_text = source.get(local_size_name, str(size)).split("(")[0]  # SLURM writes "2(x3)"
+        return RankEnv(rank, size, local, int(local_size_text) if local_size_text.isdigit() else size, True)
+    return RankEnv()
+
+
+def _integer(source: Mapping[str, str], name: str) -> int:
+    try:
+        return int(source[name])
+    except ValueError:
+        raise MeshError("a rank variable is not an integer", where=name, got=repr(source[name]), expected="an integer") from None
+
+
+def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
+    """``env://`` when the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set no port)."""
+    source = os.environ if environ is None else environ
+    if "MASTER_ADDR" in source and "MASTER_PORT" in source:
+        return "env://"
+    return f"tcp://{source.get('MASTER_ADDR', '127.0.0.1')}:{distributed_port}"

@@ -1,0 +1,99 @@
+"""The named axes that a rank lives on, with its coordinate, size and communicator on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zero_trial.errors import MeshError
+from zero_trial.mesh.board import Board
+from zero_trial.mesh.comm import AxisComm
+from zero_trial.mesh.counters import CommCounters
+from zero_trial.mesh.topology import AXES, MeshShape
+from zero_trial.mesh.world import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_board
+
+# Process groups by (world group, ranks): torch keeps groups for the life of the world, so a second engine must not build them again.
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+# Extra communicators that span two axes: `data` for batches and losses, `world` for everything.
+_COMBINED = {"data": ("replica", "shard"), "world": AXES}
+
+
+class Mesh:
+    """This rank's place: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the combined ``mesh.data`` and ``mesh.world``."""
+
+    def __init__(self, shape: MeshShape, rank: int, axes: dict[str, AxisComm], counters: CommCounters, board: Board) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.coordinates = shape.coordinates(rank)
+        self.counters = counters
+        self.board = board
+        self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
+        self.data = axes["data"]
+        self.world = axes["world"]
+
+
+def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
+    """The mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
+
+    Raises MeshError when the shape does not have as many ranks as the world.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+    if shape.world_size != world:
+        raise MeshError("the mesh does not have as many ranks as the world", where="mesh", got=shape, expected=f"{world} ranks")
+    counters, board = CommCounters(), world_board()
+
+    def comm(name: str, axes: tuple[str, ...]) -> AxisComm:
+        mine, group = _own_group(shape, axes, rank)
+        return AxisComm(name, mine, mine.index(rank), group, counters, board, timeout)
+
+    axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
+    return Mesh(shape, rank, axes, counters, board)
+
+
+def mesh_from_groups(
+    shard_ranks: tuple[int, ...], shard_group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS
+) -> Mesh:
+    """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): all its ranks lie on the shard axis.
+
+    The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right.
+    """
+    rank = dist.get_rank() if is_distributed() else 0
+    counters, board = CommCounters(), world_board()
+    shape = MeshShape(shard=len(shard_ranks), model=model_size)
+
+    def comm(name: str, ranks: tuple[int, ...], group: Any) -> AxisComm:
+        return AxisComm(name, ranks, ranks.index(rank), group, counters, board, timeout)
+
+    alone: Callable[[str], AxisComm] = lambda name: comm(name, (rank,), None)  # noqa: E731
+    axes = {name: alone(name) for name in AXES} | {"shard": comm("shard", shard_ranks, shard_group)}
+    axes |= {"data": comm("data", shard_ranks, shard_group)}
+    axes["world"] = comm("world", tuple(range(dist.get_world_size())), dist.group.WORLD) if is_distributed() else alone("world")
+    mesh = Mesh.__new__(Mesh)
+    Mesh.__init__(mesh, MeshShape(shard=len(shard_ranks)), shard_ranks.index(rank), axes, counters, board)
+    mesh.shape, mesh.rank = shape, rank
+    return mesh
+
+
+def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:
+    """The ranks and the process group of this rank's line along ``axes``; all ranks build all groups, in the same order."""
+    mine: tuple[int, ...] = (rank,)
+    own: Any = None
+    for ranks in shape.groups(*axes):
+        group = _group(ranks) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine, own = ranks, group
+    return mine, own
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    world = dist.group.WORLD
+    if len(ranks) == dist.get_world_size():
+        return world
+    known = _GROUPS.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks))
+    return known[ranks]

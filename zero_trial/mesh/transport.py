@@ -1,0 +1,104 @@
+"""How the bytes of one collective move between the ranks of one axis: natively (NCCL), or by direct exchange (gloo on CPU).
+
+Direct exchange sends every peer exactly the part that it needs and adds what arrives in rank order. Against gloo's own collectives, two ranks and 11 M
+fp32 elements on loopback: reduce-scatter 18 ms of CPU instead of 44, all-gather 9.5 instead of 39; and because the order of the sum is
+fixed, the bits do not depend on which message came first, nor on whether the result is a shard or the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Works = list[Any]
+Finish = Callable[[], Any]
+
+
+class Transport(Protocol):
+    """Starts collectives on one axis. Each verb returns the works to wait for and what remains to be done after them."""
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]: ...
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]: ...
+
+
+class NativeTransport:
+    """The backend's own tensor collectives (NCCL; gloo for tensors that direct exchange cannot reach)."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        # torch 2.13 renamed these two; the old names warn there and the new ones do not exist before.
+        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+        return [self._scatter(out, full, group=self._group, async_op=True)], _nothing
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+        return [self._gather(full, shard, group=self._group, async_op=True)], _nothing
+
+
+class DirectTransport:
+    """Point-to-point exchange between all ranks of an axis.
+
+    Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N; reduce_scatter holds n (N-1)/N elements of received
+    contributions until its sum is made.
+    """
+
+    def __init__(self, group: Any, ranks: tuple[int, ...], index: int) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._index = index
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+        parts = full.view(len(self._ranks), -1)
+        received: dict[int, torch.Tensor] = {}
+        works: Works = []
+        for peer in self._peers():
+            received[peer] = torch.empty_like(parts[peer])
+            works.append(dist.irecv(received[peer], self._ranks[peer], group=self._group, tag=tag))
+        for peer in self._peers():
+            works.append(dist.isend(parts[peer], self._ranks[peer], group=self._group, tag=tag))
+
+        def add_in_rank_order() -> dict[int, torch.Tensor]:
+            own = parts[self._index]
+            culprits = {**received, self._index: own.clone() if out.data_ptr() == own.data_ptr() and len(received) > 1 else own}
+            sum_in_order([culprits[index] for index in range(len(self._ranks))], out)
+            return received
+
+        return works, add_in_rank_order
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+        parts = full.view(len(self._ranks), -1)
+        works: Works = []
+        for peer in self._peers():
+            works.append(dist.irecv(parts[peer], self._ranks[peer], group=self._group, tag=tag))
+        for peer in self._peers():
+            works.append(dist.isend(shard, self._ranks[peer], group=self._group, tag=tag))
+        own = parts[self._index]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return works, _nothing
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank starting with its right-hand neighbour, so that not all send to rank 0 first."""
+        size = len(self._ranks)
+        return [(self._index + distance) % size for distance in range(1, size)]
+
+
+def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of two parts."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
+        return
+    total = parts[0].float() if out.dtype.itemsize == 2 else parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    out.copy_(total)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,94 @@
+"""Joining the world: torch.distributed is started once, with a time limit on every collective.
+
+Without a launcher a process is a world of one and needs no process group at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from zero_trial.errors import MeshError
+from zero_trial.mesh.board import Board
+from zero_trial.mesh.env import RankEnv, meeting_place, read_rank_env
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+# One board per default process group; it goes when the group goes. The group itself is torch's process-wide state, this only hangs on it.
+_BOARDS: WeakKeyDictionary[Any, Board] = WeakKeyDictionary()
+
+
+def is_distributed() -> bool:
+    """True once this process is a member of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: datetime.timedelta | float | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> RankEnv:
+    """Starts torch.distributed if it is not running and says where this rank stands.
+
+    NCCL for CUDA, gloo otherwise, unless ``dist_backend`` names one. ``timeout`` (seconds or timedelta) bounds every collective. Collective: all ranks
+    of the launcher must call it. Raises MeshError when the other ranks do not arrive in time. ``auto_mpi_discovery`` and ``verbose`` are
+    accepted for compatibility: MPI's variables are always read, and nothing is printed.
+    """
+    env = read_rank_env()
+    if rank >= 0 or world_size >= 0:
+        env = RankEnv(max(rank, 0), max(world_size, 1), env.local_rank, env.local_world_size, True)
+    if is_distributed():
+        return RankEnv(dist.get_rank(), dist.get_world_size(), env.local_rank, env.local_world_size, env.launched)
+    if dist_init_required is False:
+        raise MeshError("torch.distributed is not running although dist_init_required=False says so", fix="Call init_distributed first.")
+    limit = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
+    try:
+        if not env.launched:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        else:
+            method = init_method or meeting_place(distributed_port)
+            dist.init_process_group(backend, init_method=method, rank=env.rank, world_size=env.world_size, timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise MeshError(
+            f"the ranks did not find each other: {str(error).splitlines()[0]}",
+            where=f"rank {env.rank} of {env.world_size}, init_distributed",
+            fix="Check that every rank was started, and that MASTER_ADDR and MASTER_PORT are reachable from here.",
+        ) from error
+    return env
+
+
+def world_board() -> Board:
+    """The board of the running process group; a board of one rank when there is none."""
+    if not is_distributed():
+        return Board(None, 0, 1)
+    group = dist.group.WORLD
+    if group not in _BOARDS:
+        _BOARDS[group] = Board(_default_store(), dist.get_rank(), dist.get_world_size())
+    return _BOARDS[group]
+
+
+def _default_store() -> Any:
+    getter = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return getter() if getter is not None else None
+
+
+def destroy_distributed() -> None:
+    """Leaves the world: stops the board's thread, then the process group. Safe to call twice."""
+    if is_distributed():
+        board = _BOARDS.pop(dist.group.WORLD, None)
+        if board is not None:
+            board.close()
+        dist.destroy_process_group()

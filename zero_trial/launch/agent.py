@@ -1,0 +1,73 @@
+"""The agent: torch.distributed.run, the process that starts the ranks of one host and meets the agents of other hosts.
+
+This module builds its command line and reads its log; both are pure. The agent's own words go to ``<run>/logs/agent.log``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zero_trial.launch.rendezvous import Rendezvous
+
+# "failed (exitcode: -9) local_rank: 1 (pid: 5768) of binary: python": logged once, for the rank that failed first.
+_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each rank runs: a module, a script or (``program``) any executable, with its arguments."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    kind: str = "script"  # "module", "script" or "program"
+
+    def guarded(self) -> list[str]:
+        """The arguments after the guard's own options."""
+        flag = {"module": ["-m"], "script": [], "program": ["--exec"]}[self.kind]
+        return [*flag, self.name, *self.arguments]
+
+
+@dataclass(frozen=True)
+class Death:
+    """How the rank that failed first ended, as the agent saw it; a negative code is a signal."""
+
+    local_rank: int
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """One host's part of a run: how many ranks, where they meet, what they run."""
+
+    target: Target
+    ranks: int
+    run_dir: str
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    cwd: str | None = None
+
+    def argv(self, parent: int) -> list[str]:
+        """The whole command: guard, torch.distributed.run, and for each rank again the guard and the target."""
+        rank = ["-m", "zero_trial.launch.guard", "--run-dir", self.run_dir]
+        rank += ["--cwd", self.cwd] if self.cwd else []
+        return [
+            *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent)),
+            *("-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)),
+            *self.rendezvous.agent_arguments(),
+            *rank,
+            *self.target.guarded(),
+        ]
+
+
+def first_death(log: str) -> Death | None:
+    """The first failure that the agent's log tells of, if it does."""
+    found = _FAILED.search(log)
+    return Death(local_rank=int(found[2]), pid=int(found[3]), code=int(found[1])) if found else None
+
+
+def tail(text: str, lines: int = 5) -> Sequence[str]:
+    """The last lines of a log that say something."""
+    return [line for line in text.splitlines() if line.strip()][-lines:]

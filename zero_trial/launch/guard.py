@@ -1,0 +1,125 @@
+"""The guard: the first code of every process of a run, which ties it to its parent, opens its log and keeps its last words.
+
+    python -m zero_trial.launch.guard --parent PID [--run-dir DIR] [--cwd DIR] (-m MODULE | --exec PROGRAM | SCRIPT) arguments
+
+With ``--run-dir`` the process is a rank: its output goes to ``<run>/logs/rank-<r>.log`` and an error to
+``<run>/errors/rank-<r>.json``. The guard runs the code in its own process, so there is nothing between
+torch.distributed.run and the rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zero_trial.errors import ZeroTrialError
+from zero_trial.launch import records
+from zero_trial.launch.processes import die_with_parent
+
+PARENT = "ZERO_TRIAL_PARENT_PID"
+"""Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Guard and run one process; returns its exit code (``--exec`` does not return)."""
+    options = _parse(argv)
+    die_with_parent(options.parent or int(os.environ.get(PARENT, os.getppid())))
+    if options.run_dir is None:
+        os.environ[PARENT] = str(os.getpid())
+        return _run_code(options)
+    run_dir = Path(options.run_dir)
+    record = own_record(os.environ, watched=options.exec is None)
+    redirect_output(run_dir / records.LOGS / f"rank-{record.rank}.log")
+    records.write_rank(run_dir, record)
+    if options.cwd:
+        os.chdir(options.cwd)
+    code = _run_rank(run_dir, record.rank, options)
+    records.write_rank(run_dir, records.RankRecord(record.rank, record.local_rank, record.pid, exit_code=code))
+    return code
+
+
+def own_record(env: Mapping[str, str], *, watched: bool) -> records.RankRecord:
+    """This process as torch.distributed.run has placed it."""
+    return records.RankRecord(int(env.get("RANK", "0")), int(env.get("LOCAL_RANK", "0")), os.getpid(), watched)
+
+
+def redirect_output(log: Path) -> None:
+    """Send stdout and stderr of this process, those of native libraries too, line by line to the end of ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(target, stream.fileno())
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")
+    os.close(target)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="zero_trial.launch.guard", allow_abbrev=False)
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--run-dir")
+    parser.add_argument("--cwd")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("-m", dest="module", action="store_true")
+    kind.add_argument("--exec", action="store_true", default=None)
+    parser.add_argument("target")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
+    """Run the code and turn whatever ends it into an exit code and, if it is a failure, an error record."""
+    try:
+        return _run_code(options)
+    except ZeroTrialError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return _failed(run_dir, rank, error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        return _failed(run_dir, rank, error, "interrupted", 130)
+    except Exception as error:  # the last place at which a rank's words can be kept
+        traceback.print_exc()
+        return _failed(run_dir, rank, error, f"{type(error).__name__}: {error}", 1)
+
+
+def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:
+    records.write_error(run_dir, records.ErrorRecord(rank, type(error).__name__, message, code, time.time()))
+    return code
+
+
+def _run_code(options: argparse.Namespace) -> int:
+    """Run a module, a script or a program as if it had been started directly; returns the code that it exits with."""
+    if options.exec:
+        sys.stdout.flush()
+        os.execvp(options.target, [options.target, *options.arguments])
+    sys.argv = [options.target, *options.arguments]
+    try:
+        if options.module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(options.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(options.target).resolve().parent))
+            runpy.run_path(options.target, run_name="__main__")
+    except SystemExit as ending:
+        return _exit_code(ending)
+    return 0
+
+
+def _exit_code(ending: SystemExit) -> int:
+    """The code of a SystemExit by Python's own rule: None is 0, a number is itself, anything else is printed and is 1."""
+    if ending.code is None:
+        return 0
+    if isinstance(ending.code, int):
+        return ending.code
+    sys.stderr.write(f"{ending.code}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

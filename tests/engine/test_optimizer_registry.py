@@ -1,0 +1,145 @@
+"""Optimizers by ds_config name: which class, which defaults, which answers to what cannot be honoured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer, torch_optimizer_names
+from zero_trial.errors import ConfigError
+from zero_trial.ops.optimizers import Lamb, Lion
+
+
+def params(*sizes: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(size)) for size in sizes or (4,)]
+
+
+def test_adam_means_adamw() -> None:
+    spec = resolve_optimizer("Adam", {"lr": 3e-4, "betas": [0.9, 0.95]})
+    optimizer = spec.build(params())
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert optimizer.param_groups[0]["fused"] is True
+    assert spec.elementwise
+    assert spec.note is not None
+    assert "AdamW" in spec.note
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "cls", "weight_decay"),
+    [
+        ("adam", {"adam_w_mode": False}, torch.optim.Adam, 0.0),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, 0.0),
+        ("ADAMW", {}, torch.optim.AdamW, 0.0),
+        ("AdamW", {"adam_w_mode": False}, torch.optim.AdamW, 0.0),
+        ("AdamW", {"weight_decay": 0.1, "bias_correction": True, "set_grad_none": True}, torch.optim.AdamW, 0.1),
+        ("SGD", {"lr": 0.1}, torch.optim.SGD, 0.0),
+        ("adagrad", {}, torch.optim.Adagrad, 0.0),
+        ("lion", {}, Lion, 0.0),
+        ("Lamb", {"max_coeff": 0.3}, Lamb, 0.0),
+        ("OneBitAdam", {"freeze_step": 100, "lr": 0.1}, torch.optim.AdamW, 0.0),
+        ("ZeroOneAdam", {"var_freeze_step": 3}, torch.optim.AdamW, 0.0),
+        ("OneBitLamb", {"coeff_beta": 0.9}, Lamb, 0.0),
+        ("RMSprop", {}, torch.optim.RMSprop, 0.0),
+        ("NAdam", {}, torch.optim.NAdam, 0.0),
+    ],
+)
+def test_names(name: str, given: dict[str, Any], cls: type, weight_decay: float) -> None:
+    before = dict(given)
+    optimizer = resolve_optimizer(name, given).build(params())
+    assert type(optimizer) is cls
+    assert optimizer.param_groups[0]["weight_decay"] == weight_decay
+    assert given == before
+
+
+def test_mapped_one_bit_says_what_is_lost() -> None:
+    note = resolve_optimizer("OneBitAdam", {"freeze_step": 100}).note
+    assert note is not None
+    assert "not compressed" in note
+    assert "freeze_step" in note
+
+
+@pytest.mark.parametrize("name", torch_optimizer_names())
+def test_every_torch_optimizer_that_is_offered_takes_a_step(name: str) -> None:
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = resolve_optimizer(name).build([p])
+    p.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert not torch.equal(p, torch.ones(2, 2))
+
+
+def test_groups_keep_their_own_settings() -> None:
+    a, b = params(3, 3)
+    optimizer = resolve_optimizer("AdamW", {"lr": 0.5}).build(
+        [{"params": [a], "lr": 0.1, "name": "heads"}, {"params": [b], "weight_decay": 0.2}]
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+
+
+def test_fused_is_not_forced_on_those_who_chose_or_cannot() -> None:
+    assert not resolve_optimizer("AdamW", {"foreach": True}).build(params()).param_groups[0]["fused"]
+    assert resolve_optimizer("AdamW", {"fused": False}).build(params()).param_groups[0]["fused"] is False
+    meta = torch.nn.Parameter(torch.empty(3, device="meta"))
+    assert not resolve_optimizer("AdamW").build([meta]).param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.RMSprop, True),
+        (torch.optim.Adafactor, False),
+        (torch.optim.LBFGS, False),
+        (Lion, True),
+        (Lamb, False),
+        (type("Shampoo", (torch.optim.Optimizer,), {}), False),
+        (type("Mine", (torch.optim.Adafactor,), {}), False),
+        (type("Mine", (torch.optim.Adafactor,), {"elementwise": True}), True),
+    ],
+)
+def test_who_may_work_on_flat_pieces(cls: type, expected: bool) -> None:
+    assert is_elementwise(cls) is expected
+
+
+def test_only_lamb_binds() -> None:
+    assert resolve_optimizer("Lamb").binds_tensors
+    assert not resolve_optimizer("AdamW").binds_tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "where", "words"),
+    [
+        ("AdamW", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm", '"gradient_clipping": 1.0'),
+        ("AdamW", {"weigth_decay": 0.1}, "optimizer.params.weigth_decay", "Did you mean weight_decay?"),
+        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction", "bias"),
+        ("Lamb", {"eps_inside_sqrt": True}, "optimizer.params.eps_inside_sqrt", "square root"),
+        ("AdamW", {"lr": "1e-4"}, "optimizer.params.lr", "'1e-4'"),
+        ("AdmaW", {}, "optimizer.type", "Did you mean AdamW?"),
+        ("sgd", {}, "optimizer.type", "Did you mean SGD?"),
+        ("LBFGS", {}, "optimizer.type", "several times"),
+        ("SparseAdam", {}, "optimizer.type", "sparse"),
+        ("MuAdam", {}, "optimizer.type", "mup"),
+        ("Tensor", {}, "optimizer.type", "no such optimizer"),
+    ],
+)
+def test_refusals_say_where_and_what_to_do(name: str, given: dict[str, Any], where: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve_optimizer(name, given)
+    assert raised.value.where == where
+    assert words in str(raised.value)
+
+
+def test_all_faults_of_the_params_come_together() -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve_optimizer("AdamW", {"lrr": 1, "epss": 2})
+    assert len(raised.value.faults) == 2
+
+
+def test_values_that_torch_refuses_are_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="learning rate"):
+        resolve_optimizer("AdamW", {"lr": -1.0}).build(params())

@@ -1,0 +1,149 @@
+"""LAMB on whole tensors, and on pieces that cut through tensors, over several ranks in one process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_trial.errors import ConfigError
+from zero_trial.ops import reference
+from zero_trial.ops.optimizers.lamb import Lamb, Segment
+
+SHAPES = [(4, 3), (5,), (2, 2, 2), (1,)]
+SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
+
+
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in SHAPES]
+
+
+def gradients(steps: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [[torch.randn(shape, dtype=torch.float64, generator=generator) for shape in SHAPES] for _ in range(steps)]
+
+
+def reference_run(steps: int, multiplier: float = 1.0) -> list[Tensor]:
+    out = []
+    for i, p in enumerate(tensors()):
+        m, v = torch.zeros_like(p), torch.zeros_like(p)
+        for t, step in enumerate(gradients(steps), start=1):
+            p, m, v = reference.lamb(p, step[i] * multiplier, m, v, t, **SETTINGS)  # type: ignore[arg-type]
+        out.append(p)
+    return out
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.25])
+def test_unbound_each_parameter_is_one_tensor(multiplier: float) -> None:
+    params = [torch.nn.Parameter(p) for p in tensors()]
+    lamb = Lamb([{"params": params[:2]}, {"params": params[2:]}], **SETTINGS)  # type: ignore[arg-type]
+    lamb.grad_multiplier = multiplier
+    for step in gradients(5):
+        for p, g in zip(params, step, strict=True):
+            p.grad = g
+        lamb.step()
+    for p, expected in zip(params, reference_run(5, multiplier), strict=True):
+        torch.testing.assert_close(p.detach(), expected)
+
+
+class Shards:
+    """An all-reduce between threads of one process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.parts: list[Tensor] = []
+        self.lock = threading.Lock()
+        self.calls = 0
+
+    def all_reduce(self, part: Tensor) -> None:
+        with self.lock:
+            self.parts.append(part.clone())
+            self.calls += 1
+        self.barrier.wait(timeout=20)
+        total = torch.stack(self.parts).sum(0)
+        if self.barrier.wait(timeout=20) == 0:
+            self.parts = []
+        self.barrier.wait(timeout=20)
+        part.copy_(total)
+
+
+def flat(parts: list[Tensor], padding: int) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts] + [torch.zeros(padding, dtype=torch.float64)])
+
+
+def segments_of(start: int, stop: int) -> list[Segment]:
+    """The parts of [start, stop) of all tensors laid end to end, relative to ``start``."""
+    out, offset = [], 0
+    for index, p in enumerate(tensors()):
+        low, high = max(start, offset), min(stop, offset + p.numel())
+        if low < high:
+            out.append(Segment(index, low - start, high - start))
+        offset += p.numel()
+    return out
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_pieces_that_cut_tensors_give_the_same_as_whole_tensors(ranks: int) -> None:
+    numel = sum(p.numel() for p in tensors())
+    padding = -numel % (ranks * 2)
+    size = (numel + padding) // ranks
+    shards = Shards(ranks)
+    results: list[Tensor] = [torch.empty(0)] * ranks
+
+    def rank_main(rank: int) -> None:
+        start = rank * size
+        cuts = [start, start + size // 2, start + size]  # two pieces per rank
+        whole = flat(tensors(), padding)
+        pieces = [torch.nn.Parameter(whole[a:b].clone()) for a, b in itertools.pairwise(cuts)]
+        lamb = Lamb([{"params": [piece]} for piece in pieces], **SETTINGS)  # type: ignore[arg-type]
+        bound = {id(p): segments_of(a, b) for p, a, b in zip(pieces, cuts, cuts[1:], strict=False)}
+        lamb.bind(bound, len(SHAPES), shards.all_reduce)
+        for step in gradients(5):
+            g = flat(step, padding)
+            for piece, a, b in zip(pieces, cuts, cuts[1:], strict=False):
+                piece.grad = g[a:b].clone()
+            lamb.step()
+        results[rank] = torch.cat([piece.detach() for piece in pieces])
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    torch.testing.assert_close(torch.cat(results), flat(reference_run(5), padding))
+    assert shards.calls == 5 * ranks  # one collective per step
+
+
+def test_a_rank_without_own_gradients_takes_part_in_the_collective() -> None:
+    calls: list[tuple[int, ...]] = []
+    piece = torch.nn.Parameter(torch.ones(3))
+    lamb = Lamb([piece])
+    lamb.bind({id(piece): [Segment(0, 0, 3)]}, 1, lambda t: calls.append(tuple(t.shape)))
+    lamb.step()
+    assert calls == [(2, 1)]
+    assert torch.equal(piece, torch.ones(3))
+
+
+@pytest.mark.parametrize("segments", [[Segment(0, 0, 4)], [Segment(1, 0, 3)], [Segment(0, 1, 3), Segment(0, 2, 3)]])
+def test_segments_that_do_not_fit_are_refused(segments: list[Segment]) -> None:
+    piece = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match="segment"):
+        Lamb([piece]).bind({id(piece): segments}, 1, lambda _: None)
+
+
+def test_every_piece_needs_segments() -> None:
+    with pytest.raises(ConfigError, match="every piece"):
+        Lamb([torch.nn.Parameter(torch.ones(3))]).bind({}, 1, lambda _: None)
+
+
+def test_scalars_and_empty_pieces() -> None:
+    params = [torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))]
+    lamb = Lamb(params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    lamb.step()
+    torch.testing.assert_close(params[0].detach(), torch.tensor(1.8))

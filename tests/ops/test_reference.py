@@ -1,0 +1,107 @@
+"""The written-out arithmetic against torch's own optimizers in float64, and against one step by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_trial.ops import reference
+
+STEPS = 6
+
+
+def gradients(like: Tensor) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(like.shape, dtype=like.dtype, generator=generator) for _ in range(STEPS)]
+
+
+def torch_run(cls: type[torch.optim.Optimizer], **arguments: Any) -> Tensor:
+    p = torch.nn.Parameter(start())
+    optimizer: torch.optim.Optimizer = cls([p], **arguments)  # type: ignore[call-arg, arg-type]
+    for g in gradients(p):
+        p.grad = g
+        optimizer.step()
+    return p.detach()
+
+
+def start() -> Tensor:
+    return torch.randn(17, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def run(step: Callable[..., Any], moments: int, counted: bool, **arguments: Any) -> Tensor:
+    p = start()
+    state = [torch.zeros_like(p) for _ in range(moments)]
+    for t, g in enumerate(gradients(p), start=1):
+        p, *state = step(p, g, *state, *([t] if counted else []), **arguments)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "moments", "counted", "arguments"),
+    [
+        ("adamw", torch.optim.AdamW, 2, True, {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
+        ("adam", torch.optim.Adam, 2, True, {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
+        ("adagrad", torch.optim.Adagrad, 1, True, {"lr": 0.1, "lr_decay": 0.2, "eps": 1e-8, "weight_decay": 0.1}),
+    ],
+)
+def test_equals_torch(name: str, cls: Any, moments: int, counted: bool, arguments: dict[str, Any]) -> None:
+    ours = run(getattr(reference, name), moments, counted, **arguments)
+    torch.testing.assert_close(ours, torch_run(cls, **arguments), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ],
+)
+def test_sgd_equals_torch(arguments: dict[str, Any]) -> None:
+    p, b = start(), None
+    for g in gradients(p):
+        p, b = reference.sgd(p, g, b, **arguments)
+    torch.testing.assert_close(p, torch_run(torch.optim.SGD, **arguments), rtol=1e-12, atol=1e-13)
+
+
+def test_lion_by_hand() -> None:
+    p, g, m = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, -2.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])
+    after = reference.lion(p, g, m, lr=0.1, betas=(0.5, 0.75), weight_decay=0.5)
+    # c = (1, -0.5, 0.5): signs 1, -1, 1; p - 0.1 (sign + 0.5 p)
+    torch.testing.assert_close(after.p, torch.tensor([0.85, 1.05, -0.1]))
+    torch.testing.assert_close(after.m, torch.tensor([0.5, 0.25, 0.25]))
+
+
+def test_first_lamb_step_is_adam_direction_with_the_length_of_the_weights() -> None:
+    p, g, zero = torch.tensor([3.0, 4.0]).double(), torch.tensor([1.0, -1.0]).double(), torch.zeros(2).double()
+    after = reference.lamb(p, g, zero, zero, 1, lr=0.1, eps=0.0)
+    # direction sign(g), |sign(g)| = sqrt(2), |p| = 5
+    step = 0.1 * 5 / 2**0.5
+    torch.testing.assert_close(after.p, torch.tensor([3 - step, 4 + step]).double())
+
+
+def test_lamb_ratio_is_one_for_zero_weights_and_clamped_otherwise() -> None:
+    zero, g = torch.zeros(2).double(), torch.tensor([1.0, -1.0]).double()
+    torch.testing.assert_close(reference.lamb(zero, g, zero, zero, 1, lr=0.1, eps=0.0).p, -0.1 * g)
+    huge = torch.tensor([3e6, 4e6]).double()
+    moved = huge - reference.lamb(huge, g, zero, zero, 1, lr=1.0, eps=0.0, max_coeff=10.0).p
+    torch.testing.assert_close(moved, 10.0 * g)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_kept_and_inputs_are_not_changed(dtype: torch.dtype) -> None:
+    p, g, m, v = (torch.ones(3, dtype=dtype) for _ in range(4))
+    for result in (
+        reference.adamw(p, g, m, v, 1),
+        reference.adam(p, g, m, v, 1),
+        reference.lamb(p, g, m, v, 1),
+        reference.lion(p, g, m),
+        reference.adagrad(p, g, v),
+    ):
+        assert {tensor.dtype for tensor in result} == {dtype}
+    assert all(torch.equal(tensor, torch.ones(3, dtype=dtype)) for tensor in (p, g, m, v))

@@ -1,0 +1,1 @@
+"""One training step, wired from the parts: the only room that knows all of them."""

@@ -1,0 +1,7 @@
+"""Optimizers over lists of flat pieces, and one step with a gradient multiplier for any optimizer."""
+
+from zero_trial.ops.optimizers.lamb import Lamb, Segment
+from zero_trial.ops.optimizers.lion import Lion
+from zero_trial.ops.optimizers.scaled_step import scaled_step
+
+__all__ = ["Lamb", "Lion", "Segment", "scaled_step"]

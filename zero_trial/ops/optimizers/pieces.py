@@ -1,0 +1,52 @@
+"""The pieces of one parameter group that have gradients, with their state, ready for torch._foreach_*."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], Any]
+
+
+class PieceOptimizer(torch.optim.Optimizer):
+    """Base of our optimizers: ``grad_multiplier`` is read in every step and multiplies the gradients inside the update.
+
+    Unscaling (1 / loss scale) and clipping are both one factor for all gradients, so they cost no pass of their own.
+    """
+
+    elementwise: bool = True
+    grad_multiplier: float = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update every piece that has a gradient, in place; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def pieces(self, group: Mapping[str, Any], moments: tuple[str, ...]) -> list[Tensor]:
+        """The group's pieces with gradients; the named moments of each are created as zeros where missing."""
+        found = [piece for piece in group["params"] if piece.grad is not None]
+        for piece in found:
+            state = self.state[piece]
+            for name in moments:
+                if name not in state:
+                    state[name] = torch.zeros_like(piece, memory_format=torch.preserve_format)
+        return found
+
+    def moment(self, pieces: list[Tensor], name: str) -> list[Tensor]:
+        return [self.state[piece][name] for piece in pieces]
+
+
+def gradients(pieces: list[Tensor]) -> list[Tensor]:
+    """The gradients of pieces that have one, in the same order."""
+    return [piece.grad for piece in pieces if piece.grad is not None]

@@ -1,0 +1,171 @@
+"""Optimizer arithmetic written out once, plainly, in the letters of the papers: what every faster version is compared
+with.
+
+Each function takes the tensors before a step and returns them after it; nothing is changed in place. Any floating dtype
+works and is kept: with float64 inputs the result is the oracle for fp32 kernels. ``t`` counts steps from 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AdamResult(NamedTuple):
+    """Parameters, first and second moment after the step."""
+
+    p: Tensor
+    m: Tensor
+    v: Tensor
+
+
+def _adam_moments(g: Tensor, m: Tensor, v: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * g  # Kingma & Ba 2015, Algorithm 1: biased first moment
+    v = beta2 * v + (1 - beta2) * g * g  # biased second raw moment
+    return m, v
+
+
+def adam(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> AdamResult:
+    """Adam with L2 regularisation: the decay is part of the gradient (Loshchilov & Hutter 2019, Algorithm 2,
+    violet)."""
+    g = g + weight_decay * p
+    m, v = _adam_moments(g, m, v, betas)
+    m_hat = m / (1 - betas[0] ** t)  # Kingma & Ba 2015, Algorithm 1: bias-corrected moments
+    v_hat = v / (1 - betas[1] ** t)
+    return AdamResult(p - lr * m_hat / (v_hat.sqrt() + eps), m, v)
+
+
+def adamw(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> AdamResult:
+    """Adam with decoupled decay (Loshchilov & Hutter 2019, Algorithm 2, line 12, with the decay scaled by lr as in
+    torch)."""
+    m, v = _adam_moments(g, m, v, betas)
+    m_hat = m / (1 - betas[0] ** t)
+    v_hat = v / (1 - betas[1] ** t)
+    return AdamResult(p - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * p), m, v)
+
+
+class LionResult(NamedTuple):
+    """Parameters and momentum after the step."""
+
+    p: Tensor
+    m: Tensor
+
+
+def lion(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+) -> LionResult:
+    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2."""
+    beta1, beta2 = betas
+    c = beta1 * m + (1 - beta1) * g
+    p = p - lr * (c.sign() + weight_decay * p)
+    return LionResult(p, beta2 * m + (1 - beta2) * g)
+
+
+class AdagradResult(NamedTuple):
+    """Parameters and accumulated squares after the step."""
+
+    p: Tensor
+    s: Tensor
+
+
+def adagrad(
+    p: Tensor,
+    g: Tensor,
+    s: Tensor,
+    t: int = 1,
+    *,
+    lr: float = 1e-2,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+) -> AdagradResult:
+    """Duchi, Hazan & Singer 2011, diagonal form (figure 1): p -= lr g / sqrt(sum of g^2). ``lr_decay`` as in torch."""
+    g = g + weight_decay * p
+    s = s + g * g
+    return AdagradResult(p - lr / (1 + (t - 1) * lr_decay) * g / (s.sqrt() + eps), s)
+
+
+class SgdResult(NamedTuple):
+    """Parameters and momentum buffer (None without momentum) after the step."""
+
+    p: Tensor
+    b: Tensor | None
+
+
+def sgd(
+    p: Tensor,
+    g: Tensor,
+    b: Tensor | None = None,
+    *,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+) -> SgdResult:
+    """Sutskever et al. 2013, equations 1 to 4, in torch's form: the buffer starts as the first gradient, lr outside
+    it."""
+    g = g + weight_decay * p
+    if momentum == 0.0:
+        return SgdResult(p - lr * g, None)
+    b = g if b is None else momentum * b + (1 - dampening) * g
+    return SgdResult(p - lr * (g + momentum * b if nesterov else b), b)
+
+
+def lamb(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    t: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+) -> AdamResult:
+    """You et al. 2020, Algorithm 2, on one whole tensor; phi is the identity and the ratio is clamped as in
+    DeepSpeed."""
+    m, v = _adam_moments(g, m, v, betas)
+    c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if bias_correction else (1.0, 1.0)
+    r = (m / c1) / ((v / c2).sqrt() + eps)
+    update = r + weight_decay * p
+    w_norm, u_norm = p.norm(), update.norm()
+    ratio = torch.where(
+        (w_norm > 0) & (u_norm > 0), (w_norm / u_norm).clamp(min_coeff, max_coeff), torch.ones_like(w_norm)
+    )
+    return AdamResult(p - lr * ratio * update, m, v)

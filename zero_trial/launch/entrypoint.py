@@ -1,0 +1,135 @@
+"""The entrypoint: which trial class, in which file, found by reading the source without running it."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_trial.errors import ConfigError
+
+BASE = "ZeroTrial"
+_FORM = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """A class by module and name, written ``module:Class``."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+    def file(self, model_dir: Path) -> Path | None:
+        """The module's source in the model folder, or None."""
+        stem = model_dir.joinpath(*self.module.split("."))
+        candidates = (stem.with_name(stem.name + ".py"), stem / "__init__.py")
+        return next((path for path in candidates if path.is_file()), None)
+
+
+def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint") -> Entrypoint:
+    """The class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or last in a cluster's launch command
+    (``python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial``)."""
+    words = value.split() if isinstance(value, str) else list(value or ())
+    found = [match for word in words if (match := _FORM.fullmatch(word))]
+    if len(found) != 1:
+        raise ConfigError(
+            "no trial class is named",
+            where=where,
+            got=repr(" ".join(words)) if words else "nothing",
+            expected="module:Class",
+            fix="Write entrypoint: model_def:MyTrial.",
+        )
+    return Entrypoint(found[0][1], found[0][2])
+
+
+def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None = None) -> None:
+    """Raises ConfigError when the class is not there, by what the source says. What only running could tell is let through."""
+    path = entrypoint.file(model_dir)
+    if path is None:
+        there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
+        raise ConfigError(
+            f"{entrypoint}: there is no module {entrypoint.module} in {model_dir}"
+            + (f"; it holds {', '.join(there[:8])}" if there else "; it holds no Python files"),
+            where=where,
+            fix=_advice(entrypoint.module, [Path(name).stem for name in there], f":{entrypoint.name}"),
+        )
+    source = read_source(path)
+    trials = trial_classes(source)
+    if entrypoint.name in trials or entrypoint.name in _imported_or_assigned(source):
+        return
+    defined = [node for node in source.body if isinstance(node, ast.ClassDef) and node.name == entrypoint.name]
+    shown = f"./{path.relative_to(model_dir)}"
+    it_defines = f"it defines {', '.join(f'{name}({BASE})' for name in trials)}" if trials else f"it defines no {BASE}"
+    if defined and not _base_is_known(defined[0], source):
+        return  # its base comes from elsewhere and may well be a trial
+    what = f"{entrypoint} is not a {BASE}" if defined else f"{entrypoint} not found"
+    raise ConfigError(
+        f"{what} in {shown}; {it_defines}",
+        where=where,
+        fix=_advice(entrypoint.name, trials, before=f"{entrypoint.module}:")
+        or f"Write class {entrypoint.name}({BASE}) there.",
+    )
+
+
+def read_source(path: Path) -> ast.Module:
+    """The syntax tree of a file; a syntax error is a ConfigError that names file and line."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"not Python: {error.msg}", where=f"{path}:{error.lineno}", got=repr((error.text or "").strip()[:80])
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8: {error.reason} at byte {error.start}", where=str(path)) from None
+
+
+def trial_classes(source: ast.Module) -> list[str]:
+    """Names of the module's classes that descend from ZeroTrial as far as the file itself shows, in the order of definition."""
+    aliases = {BASE}
+    for node in ast.walk(source):
+        if isinstance(node, ast.ImportFrom):
+            aliases |= {alias.asname or alias.name for alias in node.names if alias.name == BASE}
+    found: list[str] = []
+    for node in source.body:
+        if isinstance(node, ast.ClassDef) and any(_name(base) in aliases for base in node.bases):
+            found.append(node.name)
+            aliases.add(node.name)
+    return found
+
+
+def _name(base: ast.expr) -> str | None:
+    """The last part of a base class's name: ``zero_trial.ZeroTrial[int]`` is ZeroTrial."""
+    if isinstance(base, ast.Subscript):
+        return _name(base.value)
+    if isinstance(base, ast.Attribute):
+        return base.attr
+    return base.id if isinstance(base, ast.Name) else None
+
+
+def _imported_or_assigned(source: ast.Module) -> set[str]:
+    """Names that the module gets by import or assignment; what they are, only running it would tell."""
+    names: set[str] = set()
+    for node in source.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _base_is_known(node: ast.ClassDef, source: ast.Module) -> bool:
+    """Whether all bases of the class are defined in this very file (or there are none), so that it surely is no trial."""
+    local = {item.name for item in source.body if isinstance(item, ast.ClassDef)} | {"object"}
+    return all(_name(base) in local for base in node.bases)
+
+
+def _advice(wanted: str, names: Sequence[str], after: str = "", before: str = "") -> str | None:
+    """``Use entrypoint: …`` with the only name there is, or the nearest."""
+    near = list(names) if len(names) == 1 else difflib.get_close_matches(wanted, names, n=1)
+    return f"Use entrypoint: {before}{near[0]}{after}." if near else None

@@ -1,0 +1,54 @@
+"""The numbered folders ``runs/0001``, ``runs/0002`` … in which runs keep all that they write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zero_trial.errors import ConfigError
+from zero_trial.launch import records
+
+_NUMBER = re.compile(r"\d{4,}")
+
+
+def new_run_folder(root: Path) -> Path:
+    """Make the folder after the highest number in ``root``. Two commands at once get two folders: the one that comes second tries the next number."""
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
+    while True:
+        folder = root / f"{number:04d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def given_run_folder(folder: Path) -> Path:
+    """Make ``folder``, or take it when it is empty of runs. Raises ConfigError when a run has been there already."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
+    if any((folder / name).exists() for name in ("events.jsonl", records.RANKS, records.ERRORS)):
+        raise ConfigError(
+            "there is a run in this folder already",
+            where="--run-dir",
+            got=str(folder),
+            fix=f"Give another folder, or continue that run with --resume {folder}.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def resumed_run_folder(folder: Path) -> Path:
+    """Make a run's folder ready to go on: what told of its end is removed, its checkpoints, metrics and logs stay."""
+    if not (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            "there is nothing to resume", where="--resume", got=str(folder), expected="a run's folder with checkpoints/"
+        )
+    for name in (records.RANKS, records.ERRORS):
+        for path in (folder / name).glob("*.json"):
+            path.unlink()
+    for name in ("preempt", "early_exit.json"):
+        (folder / name).unlink(missing_ok=True)
+    return folder

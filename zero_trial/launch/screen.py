@@ -1,0 +1,133 @@
+"""The screen: one live progress line on a terminal, a plain line every ten seconds anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from zero_trial.launch.progress import Event, event_line, training_facts, training_line
+from zero_trial.launch.tailing import Tail, json_lines
+
+PLAIN_SECONDS = 10.0
+
+
+class Screen:
+    """Shows events in ``stream``. Lines that stay (validation, checkpoint, notes) are printed above the live one."""
+
+    def __init__(
+        self, stream: TextIO, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._live = stream.isatty() if live is None else live
+        self._clock = clock
+        self._bar: Any = None
+        self._last_plain = clock()
+        self._waiting: Event | None = None
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._bar is not None:
+            self._bar.clear()
+        self._stream.write(line + "\n")
+        self._stream.flush()
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def show(self, event: Event) -> None:
+        """Show one event."""
+        if event.get("kind") == "train":
+            if self._live:
+                self._move_bar(event)
+            else:
+                self._waiting = event
+            return
+        line = event_line(event)
+        if line is not None:
+            self.say(line)
+
+    def tick(self) -> None:
+        """Print the plain line when its time has come."""
+        if self._waiting is not None and self._clock() - self._last_plain >= PLAIN_SECONDS:
+            self._flush()
+
+    def close(self) -> None:
+        """Print the last step if it was not printed yet; let the live line stand as it is."""
+        if self._waiting is not None:
+            self._flush()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _flush(self) -> None:
+        if self._waiting is not None:
+            self.say(training_line(self._waiting))
+        self._waiting = None
+        self._last_plain = self._clock()
+
+    def _move_bar(self, event: Event) -> None:
+        if self._bar is None:
+            self._bar = self._new_bar(event)
+        self._bar.n = event.get("step", self._bar.n)
+        self._bar.set_postfix_str(training_facts(event), refresh=False)
+        self._bar.refresh()
+
+    def _new_bar(self, event: Event) -> Any:
+        from tqdm import tqdm
+
+        form = "train   step {n_fmt}/{total_fmt} |{bar:16}|{postfix}"
+        if not event.get("total_steps"):
+            form = "train   step {n_fmt}{postfix}"
+        return tqdm(
+            total=event.get("total_steps"),
+            file=self._stream,
+            bar_format=form,
+            dynamic_ncols=True,
+            leave=True,
+            ascii=".#",
+        )
+
+
+class EventWatcher:
+    """Follows a run's ``events.jsonl`` onto a screen."""
+
+    def __init__(self, events: Path, screen: Screen, *, skip_existing: bool = False) -> None:
+        self._tail = Tail(events, skip_existing=skip_existing)
+        self._screen = screen
+
+    def tick(self) -> None:
+        for event in json_lines(self._tail.lines()):
+            self._screen.show(event)
+        self._screen.tick()
+
+    def close(self) -> None:
+        self.tick()
+        self._screen.close()
+
+
+class LogWatcher:
+    """Copies the log of one rank to the screen as it grows, for scripts that print for themselves."""
+
+    def __init__(self, log: Path, stream: TextIO, *, skip_existing: bool = False) -> None:
+        self._tail = Tail(log, skip_existing=skip_existing)
+        self._stream = stream
+
+    def tick(self) -> None:
+        text = self._tail.rest()
+        if text:
+            self._stream.write(text.decode("utf-8", errors="replace"))
+            self._stream.flush()
+
+    def close(self) -> None:
+        self.tick()
+
+
+class Silence:
+    """Watches nothing: on hosts that do not hold rank 0."""
+
+    def tick(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,61 @@
+"""The last lines of a run: what ``summary.json`` says, in words. Pure; a figure that is not there is not shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_trial.launch.progress import clock, metric, short_number, size
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """``done`` with time, metrics before and after, baselines, throughput and memory, then ``repeat`` with the command."""
+    lines = [" · ".join([f"done    {_duration(summary)}", *_metrics(summary), *_figures(summary)])]
+    if summary.get("repeat"):
+        lines.append(f"repeat  {summary['repeat']}")
+    return lines
+
+
+def _duration(summary: Mapping[str, Any]) -> str:
+    seconds = summary.get("train_seconds")
+    if seconds is None:
+        return "finished"
+    return f"{seconds:.0f} s" if seconds < 120 else clock(seconds)
+
+
+def _metrics(summary: Mapping[str, Any]) -> list[str]:
+    """Each validation metric as ``before -> after``; a metric of bits per byte with its baselines in brackets."""
+    before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
+    shown = []
+    for name, value in after.items():
+        change = f"{metric(before[name])} -> {metric(value)}" if name in before else metric(value)
+        shown.append(f"{name} {change}{_baselines(summary) if name.endswith('bits_per_byte') else ''}")
+    return shown
+
+
+def _baselines(summary: Mapping[str, Any]) -> str:
+    ends = "_bits_per_byte"
+    known = [
+        f"{name[: -len(ends)]} {metric(summary[name])}"
+        for name in ("unigram_bits_per_byte", "xz_bits_per_byte")
+        if summary.get(name) is not None
+    ]
+    return f" ({', '.join(known)})" if known else ""
+
+
+def _figures(summary: Mapping[str, Any]) -> list[str]:
+    figures = []
+    if summary.get("tokens_per_second"):
+        figures.append(f"{short_number(summary['tokens_per_second'])} tok/s")
+    elif summary.get("samples_per_second"):
+        figures.append(f"{short_number(summary['samples_per_second'])} samples/s")
+    peak = summary.get("peak_memory_bytes")
+    if peak:
+        figures.append(f"peak {size(max(peak) if isinstance(peak, list) else peak)}/rank")
+    if summary.get("ranks"):
+        figures.append(f"{summary['ranks']} rank" + ("s" if summary["ranks"] != 1 else ""))
+    if summary.get("zero_stage") is not None:
+        figures.append(f"ZeRO-{summary['zero_stage']}")
+    if summary.get("seed") is not None:
+        figures.append(f"seed {summary['seed']}")
+    return figures

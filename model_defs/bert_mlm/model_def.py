@@ -21,6 +21,7 @@ class BertTrial(ZeroTrial):
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()
         seed, sequence = context.get_trial_seed(), hp.model.sequence
         self.corpus = local_corpus(data.get("source", "stdlib"), max_bytes=data.get("max_bytes"))
+        self.tokens_per_sample = sequence
         self.train_data = MaskedBytes(self.corpus.train, sequence, seed)
         self.val_data = MaskedBytes(self.corpus.val, sequence, seed, data.get("validation_windows"))
         config = EncoderConfig(vocabulary=VOCABULARY, **hp.model)

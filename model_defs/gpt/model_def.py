@@ -19,6 +19,7 @@ class GPTTrial(ZeroTrial):
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()
         self.corpus = local_corpus(data.get("source", "stdlib"), max_bytes=data.get("max_bytes"))
+        self.tokens_per_sample = hp.model.sequence
         self.train_data = ByteDataset(self.corpus.train, hp.model.sequence)
         self.val_data = ByteDataset(self.corpus.val, hp.model.sequence, data.get("validation_windows"))
         self.engine = context.initialize(model=GPT(GPTConfig(**hp.model), seed=context.get_trial_seed()))

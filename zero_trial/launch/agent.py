@@ -6,6 +6,7 @@ This module builds its command line and reads its log; both are pure. The agent'
 from __future__ import annotations
 
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ class Target:
     name: str
     arguments: tuple[str, ...] = ()
     kind: str = "script"  # "module", "script" or "program"
+    local_rank: bool = False  # append --local_rank=N, as DeepSpeed's launcher does
 
     def guarded(self) -> list[str]:
         """The arguments after the guard's own options."""
@@ -49,10 +51,18 @@ class AgentCommand:
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     cwd: str | None = None
 
+    @property
+    def log_name(self) -> str:
+        """The agent's log in ``<run>/logs``: hosts that share the folder have one each."""
+        return (
+            "agent.log" if self.rendezvous.single else f"agent-{socket.gethostname()}-{self.rendezvous.node_rank}.log"
+        )
+
     def argv(self, parent: int) -> list[str]:
         """The whole command: guard, torch.distributed.run, and for each rank again the guard and the target."""
         rank = ["-m", "zero_trial.launch.guard", "--run-dir", self.run_dir]
         rank += ["--cwd", self.cwd] if self.cwd else []
+        rank += ["--inject-local-rank"] if self.target.local_rank else []
         return [
             *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent)),
             *("-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)),

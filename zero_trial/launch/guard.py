@@ -1,6 +1,6 @@
 """The guard: the first code of every process of a run, which ties it to its parent, opens its log and keeps its last words.
 
-    python -m zero_trial.launch.guard --parent PID [--run-dir DIR] [--cwd DIR] (-m MODULE | --exec PROGRAM | SCRIPT) arguments
+    python -m zero_trial.launch.guard --parent PID [--run-dir DIR] [--cwd DIR] [--inject-local-rank] (-m MODULE | --exec PROGRAM | SCRIPT) arguments
 
 With ``--run-dir`` the process is a rank: its output goes to ``<run>/logs/rank-<r>.log`` and an error to
 ``<run>/errors/rank-<r>.json``. The guard runs the code in its own process, so there is nothing between
@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zero_trial.errors import ZeroTrialError
@@ -39,14 +41,18 @@ def main(argv: Sequence[str]) -> int:
     records.write_rank(run_dir, record)
     if options.cwd:
         os.chdir(options.cwd)
+    if options.inject_local_rank:
+        options.arguments.insert(0, f"--local_rank={record.local_rank}")
     code = _run_rank(run_dir, record.rank, options)
-    records.write_rank(run_dir, records.RankRecord(record.rank, record.local_rank, record.pid, exit_code=code))
+    records.write_rank(run_dir, replace(record, exit_code=code))
     return code
 
 
 def own_record(env: Mapping[str, str], *, watched: bool) -> records.RankRecord:
     """This process as torch.distributed.run has placed it."""
-    return records.RankRecord(int(env.get("RANK", "0")), int(env.get("LOCAL_RANK", "0")), os.getpid(), watched)
+    return records.RankRecord(
+        int(env.get("RANK", "0")), int(env.get("LOCAL_RANK", "0")), os.getpid(), watched, host=socket.gethostname()
+    )
 
 
 def redirect_output(log: Path) -> None:
@@ -66,6 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--run-dir")
     parser.add_argument("--cwd")
+    parser.add_argument("--inject-local-rank", action="store_true")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-m", dest="module", action="store_true")
     kind.add_argument("--exec", action="store_true", default=None)

@@ -27,6 +27,7 @@ class RankRecord:
     pid: int
     watched: bool = True
     exit_code: int | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -71,6 +72,7 @@ class Supervisor:
         self.watcher = watcher
         self.patience = patience or Patience()
         self.mark = uuid.uuid4().hex
+        self._agent_log = self.run_dir / records.LOGS / command.log_name
         self._stop = stop or self._terminate_ranks
         self._asked: list[signal.Signals] = []
         self._vanished: tuple[records.RankRecord, ...] = ()
@@ -78,7 +80,7 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Start, watch, clean up. When this returns (or raises), no process of the run is left."""
-        log = self.run_dir / records.LOGS / "agent.log"
+        log = self._agent_log
         log.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.callback(self.watcher.close)
@@ -114,7 +116,7 @@ class Supervisor:
 
     def _obey(self, times: int) -> None:
         """The first request lets the ranks save; each further one ends them now."""
-        if times == 1 and records.read_ranks(self.run_dir):
+        if times == 1 and self._own_ranks():
             self._stop()
             self._give(self.patience.after_stop)
         else:
@@ -132,10 +134,14 @@ class Supervisor:
             return False
         # Read again: a rank that ends in order writes so before its process is gone.
         self._vanished = tuple(record for record in self._open_ranks() if record.pid in gone)
-        return bool(self._vanished) and b"closing signal" in (self.run_dir / records.LOGS / "agent.log").read_bytes()
+        return bool(self._vanished) and b"closing signal" in self._agent_log.read_bytes()
 
     def _open_ranks(self) -> list[records.RankRecord]:
-        return [record for record in records.read_ranks(self.run_dir) if record.watched and record.exit_code is None]
+        return [record for record in self._own_ranks() if record.watched and record.exit_code is None]
+
+    def _own_ranks(self) -> list[records.RankRecord]:
+        """The ranks of this host; other hosts may share the folder."""
+        return [record for record in records.read_ranks(self.run_dir) if record.host == socket.gethostname()]
 
     def _time_to_end(self) -> float:
         """How long the others may take: a preempted rank may still be saving."""
@@ -143,7 +149,7 @@ class Supervisor:
         return self.patience.after_stop if preempted else self.patience.after_failure
 
     def _terminate_ranks(self) -> None:
-        send((record.pid for record in records.read_ranks(self.run_dir)), signal.SIGTERM)
+        send((record.pid for record in self._own_ranks()), signal.SIGTERM)
 
     def _kill_ranks(self, agent: subprocess.Popen[bytes]) -> None:
         """Kill the ranks, let the agent see it and report, then kill the agent too if it does not end."""
@@ -190,7 +196,7 @@ class Supervisor:
             number = self._asked[0]
             return Outcome(128 + number, Cause(None, f"stopped by {number.name}", 128 + number))
         text = log.read_text(encoding="utf-8", errors="replace")
-        cause = first_cause(errors, records.read_ranks(self.run_dir), first_death(text), self._vanished)
+        cause = first_cause(errors, self._own_ranks(), first_death(text), self._vanished)
         if cause is None:
             words = " | ".join(tail(text)) or "nothing"
             cause = Cause(

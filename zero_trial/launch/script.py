@@ -1,0 +1,185 @@
+"""``zero-trial launch``: a plain script on several ranks, one host or many, with the supervision that a trial gets."""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from zero_trial.errors import ConfigError
+from zero_trial.launch import records
+from zero_trial.launch.agent import AgentCommand, Target
+from zero_trial.launch.devices import count_devices, threads_per_rank
+from zero_trial.launch.environment import rank_environment
+from zero_trial.launch.hosts import HostPlan, parse_exports, ssh_command
+from zero_trial.launch.interfaces import interface_towards, loopback
+from zero_trial.launch.placement import Placement, PlacementRequest, place
+from zero_trial.launch.rendezvous import Rendezvous
+from zero_trial.launch.run_folder import given_run_folder, new_run_folder
+from zero_trial.launch.screen import LogWatcher, Silence
+from zero_trial.launch.supervisor import Outcome, Supervisor, Watcher
+
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""Where DeepSpeed's launcher looks when no hostfile is named."""
+
+ENVIRONMENT_FILE = ".deepspeed_env"
+
+
+@dataclass(frozen=True)
+class ScriptRequest:
+    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None when the script's source shall decide."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: str = "script"
+    local_rank: bool | None = None
+    run_dir: Path | None = None
+    placement: PlacementRequest = field(default_factory=PlacementRequest)
+
+
+def launch_script(request: ScriptRequest, output: TextIO) -> tuple[Outcome, Path]:
+    """Run the script to its end; returns the outcome and the run's folder. Raises ConfigError for what cannot be started."""
+    if request.kind == "script" and not Path(request.target).is_file():
+        raise ConfigError("there is no such script", where="launch", got=request.target, expected="a Python file")
+    devices = count_devices(os.environ)
+    placement = place(request.placement, os.environ, devices, host_names(), default_slots=devices.gpus or 1)
+    own = placement.own
+    remote = own is None or own.node_rank > 0 or not own.rendezvous.single
+    folder = _run_folder(request.run_dir, remote)
+    remotes = _start_others(placement, request, folder)
+    try:
+        if own is None:
+            return _wait_for(remotes), folder
+        command = AgentCommand(_target(request), own.ranks, str(folder), own.rendezvous, cwd=os.getcwd())
+        env = host_environment(own, threads_per_rank(own.ranks, devices))
+        return Supervisor(command, env, _watcher(own, folder, output)).run(), folder
+    finally:
+        for process in remotes:
+            process.terminate()
+        for process in remotes:
+            process.wait()
+
+
+def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
+    """The environment of a host's ranks: threads, gloo's interface, and the GPUs that were chosen."""
+    env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
+    if plan.visible:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
+    return env
+
+
+def gloo_interface(rendezvous: Rendezvous) -> str | None:
+    """The interface for gloo: loopback on one host, else the one towards the meeting point."""
+    return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)
+
+
+def host_names() -> list[str]:
+    """The names by which a hostfile may mean this host."""
+    return list(
+        dict.fromkeys(
+            [socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"]
+        )
+    )
+
+
+def read_hostfile(given: str | None) -> tuple[str | None, str]:
+    """The text and the name of the hostfile: the one that is given, else DeepSpeed's default if it is there, else none."""
+    path = Path(given) if given else DEFAULT_HOSTFILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8"), str(path)
+    if given:
+        raise ConfigError("there is no such file", where="--hostfile", got=given)
+    return None, ""
+
+
+def wants_local_rank(source: str) -> bool:
+    """Whether a script's source declares an option ``--local_rank`` or ``--local-rank``, as scripts for DeepSpeed's launcher do."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return False  # the rank itself will say so, with the line
+    return any(
+        isinstance(node, ast.Constant) and node.value in ("--local_rank", "--local-rank") for node in ast.walk(tree)
+    )
+
+
+def _target(request: ScriptRequest) -> Target:
+    name = str(Path(request.target).resolve()) if request.kind == "script" else request.target
+    inject = request.local_rank
+    if inject is None:
+        inject = request.kind == "script" and wants_local_rank(Path(name).read_text(encoding="utf-8", errors="replace"))
+    return Target(name, request.arguments, request.kind, local_rank=inject)
+
+
+def _run_folder(given: Path | None, shared: bool) -> Path:
+    """The folder of logs and records, absolute; hosts of one run may share a given one."""
+    if given is None:
+        return new_run_folder(Path("runs")).resolve()
+    if shared:
+        given.mkdir(parents=True, exist_ok=True)
+        return given.resolve()
+    return given_run_folder(given).resolve()
+
+
+def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
+    if not own.rendezvous.leads:
+        return Silence()
+    return LogWatcher(folder / records.LOGS / "rank-0.log", output, skip_existing=True)
+
+
+def _start_others(placement: Placement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log`` here."""
+    exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
+    started = []
+    (folder / records.LOGS).mkdir(parents=True, exist_ok=True)
+    for plan in placement.others:
+        command = ssh_command(plan, remote_command(plan, request, folder), os.getcwd(), exports)
+        with (folder / records.LOGS / f"host-{plan.node_rank}.log").open("ab") as log:
+            started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+    return started
+
+
+def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list[str]:
+    """The ``zero-trial launch`` that another host shall run for its part. Pure."""
+    where = plan.rendezvous
+    command = [
+        sys.executable,
+        "-m",
+        "zero_trial.cli.main",
+        "launch",
+        "--slots",
+        str(plan.ranks),
+        "--run-dir",
+        str(folder),
+    ]
+    if not where.single:
+        command += ["--nnodes", where.hosts, "--node_rank", str(where.node_rank)]
+        command += ["--master_addr", where.master_addr, "--master_port", str(where.master_port)]
+    command += {"module": ["--module"], "program": ["--no_python"], "script": []}[request.kind]
+    command += {True: ["--local_rank"], False: ["--no_local_rank"], None: []}[request.local_rank]
+    target = str(Path(request.target).resolve()) if request.kind == "script" else request.target
+    devices = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, plan.visible))}"] if plan.visible else []
+    return [*(["env", *devices] if devices else []), *command, target, *request.arguments]
+
+
+def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
+    """What the other hosts get of this environment: PYTHONPATH, and the lines of the first environment file found."""
+    exports = {"PYTHONPATH": env["PYTHONPATH"]} if env.get("PYTHONPATH") else {}
+    for folder in folders:
+        path = folder / ENVIRONMENT_FILE
+        if path.is_file():
+            return {**exports, **parse_exports(path.read_text(encoding="utf-8"), str(path))}
+    return exports
+
+
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> Outcome:
+    """The outcome of a run that has no part on this host: that of the first part which fails."""
+    codes = [process.wait() for process in processes]
+    bad = next((code for code in codes if code), 0)
+    return Outcome(bad if 0 <= bad < 256 else 5)

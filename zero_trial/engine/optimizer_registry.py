@@ -122,7 +122,7 @@ def _lion(name: str, given: dict[str, Any]) -> OptimizerSpec:
 def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:
     _answer(given, "eps_inside_sqrt", False, "eps is added outside the square root")
     _answer(given, "amsgrad", False, "LAMB has no amsgrad form")
-    return _spec(name, Lamb, given)
+    return _spec(name, Lamb, given, _LAMB_NOTE)
 
 
 def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
@@ -132,6 +132,11 @@ def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
         )
     return _torch_by_name("Muon", given)
 
+
+_LAMB_NOTE = (
+    "LAMB corrects the bias of its moments, as in the paper; DeepSpeed 0.19.8 scales the whole step by "
+    "sqrt(1 - beta2^t) / (1 - beta1^t) instead, so early steps are shorter there"
+)
 
 _ONE_BIT_PARAMS = (
     *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold"),

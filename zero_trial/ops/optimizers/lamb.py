@@ -3,7 +3,8 @@
 A shard holds only parts of tensors, so the two norms of a tensor are sums over pieces, and over ranks: every rank adds
 the squares of its parts into a (2, tensors) buffer and ``sum_over_shards`` adds the buffers up. That is one small
 collective per step for all tensors together. As in DeepSpeed 0.19.8 the ratio is clamped to [min_coeff, max_coeff], and
-is 1 where one of the norms is 0.
+is 1 where one of the norms is 0; unlike there (one factor on the whole step), the moments' bias is corrected before the
+ratio is taken, as the paper says.
 """
 
 from __future__ import annotations

@@ -27,6 +27,11 @@ from zero_trial.launch.processes import die_with_parent
 PARENT = "ZERO_TRIAL_PARENT_PID"
 """Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
 
+FAREWELL = "[zero_trial] this rank ends with an error:"
+"""The line in a rank's log after which its traceback stands."""
+
+_OWN_FRAMES = (__file__, "<frozen runpy>")
+
 
 def main(argv: Sequence[str]) -> int:
     """Guard and run one process; returns its exit code (``--exec`` does not return)."""
@@ -91,8 +96,28 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
     except KeyboardInterrupt as error:
         return _failed(run_dir, rank, error, "interrupted", 130)
     except Exception as error:  # the last place at which a rank's words can be kept
-        traceback.print_exc()
-        return _failed(run_dir, rank, error, f"{type(error).__name__}: {error}", 1)
+        _print_traceback(error)
+        return _failed(run_dir, rank, error, f"{type(error).__name__}: {error}{_place(error)}", 1)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """The traceback without the frames of this file and of runpy, into the log."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        inner = inner.tb_next
+    sys.stderr.write(FAREWELL + "\n")
+    traceback.print_exception(type(error), error, inner)
+
+
+def _place(error: BaseException) -> str:
+    """`` (train.py:14)``: the innermost line that is the user's, not Python's, an installed package's or ours."""
+    ours = str(Path(__file__).parent.parent)
+    lines = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<frozen", ours, sys.base_prefix)) and "site-packages" not in frame.filename
+    ]
+    return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
 
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:

@@ -107,20 +107,28 @@ class EventWatcher:
 
 
 class LogWatcher:
-    """Copies the log of one rank to the screen as it grows, for scripts that print for themselves."""
+    """Copies the log of one rank to the screen as it grows, for scripts that print for themselves; its traceback stays in the log."""
 
-    def __init__(self, log: Path, stream: TextIO, *, skip_existing: bool = False) -> None:
-        self._tail = Tail(log, skip_existing=skip_existing)
+    def __init__(self, log: Path, stream: TextIO, *, stop_at: str) -> None:
+        self._tail = Tail(log)
         self._stream = stream
+        self._stop_at = stop_at
+        self._stopped = False
 
     def tick(self) -> None:
-        text = self._tail.rest()
-        if text:
-            self._stream.write(text.decode("utf-8", errors="replace"))
-            self._stream.flush()
+        self._write(self._tail.lines())
 
     def close(self) -> None:
-        self.tick()
+        self._write(self._tail.lines())
+        self._write(self._tail.rest().decode("utf-8", errors="replace").splitlines())
+
+    def _write(self, lines: list[str]) -> None:
+        for line in lines:
+            self._stopped = self._stopped or line == self._stop_at
+            if not self._stopped:
+                self._stream.write(line + "\n")
+        if lines:
+            self._stream.flush()
 
 
 class Silence:

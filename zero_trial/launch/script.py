@@ -17,6 +17,7 @@ from zero_trial.launch import records
 from zero_trial.launch.agent import AgentCommand, Target
 from zero_trial.launch.devices import count_devices, threads_per_rank
 from zero_trial.launch.environment import rank_environment
+from zero_trial.launch.guard import FAREWELL
 from zero_trial.launch.hosts import HostPlan, parse_exports, ssh_command
 from zero_trial.launch.interfaces import interface_towards, loopback
 from zero_trial.launch.placement import Placement, PlacementRequest, place
@@ -130,7 +131,7 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
 def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
     if not own.rendezvous.leads:
         return Silence()
-    return LogWatcher(folder / records.LOGS / "rank-0.log", output, skip_existing=True)
+    return LogWatcher(folder / records.LOGS / "rank-0.log", output, stop_at=FAREWELL)
 
 
 def _start_others(placement: Placement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:

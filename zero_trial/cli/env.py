@@ -1,0 +1,145 @@
+"""``zero-trial env``: what is available on this machine, and why something is not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+OPTIONAL = {
+    "determined": "needed to run on a Determined cluster: pip install 'zero_trial[determined]'",
+    "tensorboard": "needed for TensorBoard files: pip install 'zero_trial[tensorboard]'",
+    "deepspeed": "only measured against, never needed: pip install 'zero_trial[bench]'",
+}
+REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "attrdict3")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the report. ``value`` is empty when the thing is not available, and ``why`` says why."""
+
+    section: str
+    name: str
+    value: str
+    why: str = ""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser("env", help="show what is available here, and why something is not")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    facts = collect(os.environ)
+    print(as_json(facts) if options.json else as_text(facts))
+    return 0
+
+
+def collect(env: Mapping[str, str]) -> list[Fact]:
+    """All facts about this machine; imports torch."""
+    return [*versions(), *machine(env), *backends(), *tools()]
+
+
+def versions() -> list[Fact]:
+    """The packages that zero_trial needs or can use."""
+    facts = [
+        Fact("versions", "python", platform.python_version()),
+        _package("zero_trial", "not installed: run from its sources"),
+    ]
+    facts += [_package(name, "missing, and zero_trial needs it: pip install zero_trial") for name in REQUIRED]
+    return facts + [_package(name, f"not installed; {why}") for name, why in OPTIONAL.items()]
+
+
+def machine(env: Mapping[str, str]) -> list[Fact]:
+    """Processor, memory and GPUs."""
+    from zero_trial.launch.devices import count_devices
+
+    devices = count_devices(env)
+    facts = [
+        Fact("machine", "system", f"{platform.system()} {platform.machine()}"),
+        Fact("machine", "cores", str(devices.cores)),
+        Fact("machine", "memory", _memory()),
+        Fact("machine", "GPU files", str(devices.gpus)),
+    ]
+    return facts + [
+        Fact("machine", name, env[name]) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if name in env
+    ]
+
+
+def backends() -> list[Fact]:
+    """What torch can compute on and communicate by."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return [Fact("backends", "torch", "", f"does not import: {error}")]
+    facts = [Fact("backends", "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        facts.append(Fact("backends", "cuda", f"{torch.version.cuda}: {', '.join(names)}"))
+    else:
+        facts.append(Fact("backends", "cuda", "", _why_no_cuda(torch.version.cuda)))
+    for name, available in (("gloo", dist.is_gloo_available), ("nccl", dist.is_nccl_available)):
+        there = dist.is_available() and available()
+        facts.append(
+            Fact(
+                "backends", name, "available" if there else "", "" if there else f"this torch was built without {name}"
+            )
+        )
+    return facts
+
+
+def tools() -> list[Fact]:
+    """Programs outside of Python that some parts use."""
+    wanted = {
+        "g++": "native CPU kernels cannot be built; pure torch is used",
+        "ssh": "launch --launcher ssh cannot start other hosts",
+    }
+    return [
+        Fact("tools", name, shutil.which(name) or "", "" if shutil.which(name) else f"not found: {why}")
+        for name, why in wanted.items()
+    ]
+
+
+def as_text(facts: list[Fact]) -> str:
+    """The report for people: a block per section."""
+    width = max(len(fact.name) for fact in facts)
+    lines: list[str] = []
+    for section in dict.fromkeys(fact.section for fact in facts):
+        lines.append(section)
+        lines += [f"  {f.name:<{width}}  {f.value or 'no: ' + f.why}" for f in facts if f.section == section]
+    return "\n".join(lines)
+
+
+def as_json(facts: list[Fact]) -> str:
+    """The report for programs."""
+    return json.dumps({"facts": [asdict(fact) for fact in facts]}, indent=1)
+
+
+def _package(name: str, why: str) -> Fact:
+    try:
+        return Fact("versions", name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Fact("versions", name, "", why)
+
+
+def _memory() -> str:
+    if sys.platform == "win32":
+        return "unknown"
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+
+
+def _why_no_cuda(built_with: str | None) -> str:
+    if built_with is None:
+        return "this torch was built without CUDA"
+    return f"torch was built with CUDA {built_with}, but sees no usable NVIDIA driver or GPU"

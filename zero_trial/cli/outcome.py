@@ -1,0 +1,32 @@
+"""How the end of a supervised run is shown: the failing rank's words once, where its log is, and the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TextIO
+
+from zero_trial.launch import records
+from zero_trial.launch.supervisor import PREEMPTED, Outcome
+
+
+def report_outcome(outcome: Outcome, folder: Path, stream: TextIO) -> int:
+    """Print what ended a run that failed, and nothing for one that did not; returns the exit code."""
+    cause = outcome.cause
+    if cause is None:
+        return outcome.exit_code
+    word = "stopped" if outcome.exit_code in (PREEMPTED, 128 + 2, 128 + 15, 128 + 1) else "failed"
+    first, *rest = cause.headline.splitlines() or [f"exit code {outcome.exit_code}"]
+    lines = [f"{word:<8}{first}", *(f"        {line}" for line in rest)]
+    log = folder / records.LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
+    if word == "failed":
+        lines.append(f"log     {shown(log)}")
+    stream.write("\n".join(lines) + "\n")
+    return outcome.exit_code
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it: relative to here where that is shorter."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

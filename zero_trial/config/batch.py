@@ -36,7 +36,9 @@ def solve_batch(
     batch, micro, steps = train_batch_size, micro_batch_size, accumulation
     places = given_by or {}
     how = {
-        name: places.get(name, "given") for name, value in zip(_NAMES, (batch, micro, steps), strict=True) if value is not None
+        name: places.get(name, "given")
+        for name, value in zip(_NAMES, (batch, micro, steps), strict=True)
+        if value is not None
     }
     _check_positive(batch, micro, steps, dp_world, places)
     if batch is None and micro is None:
@@ -86,7 +88,9 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
         first = f"Set train_batch_size: {product}, or remove it and it is derived. "
     near = nearest_triples(batch, micro, steps, dp_world, how)
     listed = "; ".join(f"{b} = {m} x {s} x {dp_world}" for b, m, s in near)
-    origins = ", ".join(f"{name} {value} ({how[name]})" for name, value in zip(_NAMES, (batch, micro, steps), strict=True))
+    origins = ", ".join(
+        f"{name} {value} ({how[name]})" for name, value in zip(_NAMES, (batch, micro, steps), strict=True)
+    )
     return ConfigError(
         f"train_batch_size {batch} ≠ micro {micro} × accumulation {steps} × ranks {dp_world} = {product}",
         fix=f"{first}Values: {origins}. Nearest that fit (batch = micro x accumulation x ranks): {listed}.",

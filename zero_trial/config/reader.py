@@ -1,88 +1,183 @@
-"""Reading a ds_config into DsConfig: every key known, every value of its type, all faults reported together."""
+"""From any form of ds_config to DsConfig: every key known, every value of its kind, all faults of a source reported together."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import difflib
-import json
-import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from zero_trial.config import sections
-from zero_trial.errors import ConfigError
+from zero_trial.config.auto import contradictions, resolve_auto
+from zero_trial.config.canonical import canonical, shown
+from zero_trial.config.document import Document
+from zero_trial.config.key import Answer, Key
+from zero_trial.config.kinds import Mismatch, Section
+from zero_trial.config.params import read_params
+from zero_trial.config.rules import cross_faults
+from zero_trial.config.sections import DsConfig
+from zero_trial.config.source import Source, open_source
+from zero_trial.config.table import REPORT_FIELDS, TABLE, section_class
+from zero_trial.errors import ConfigError, InvalidHP
 
-_ALIASES = {"bfloat16": "bf16", "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
-_OWN = {"sources", "warnings", "raw"}
+_PARAMS = ("optimizer", "scheduler")
 
 
-def read_ds_config(source: Mapping[str, Any] | str | Path) -> sections.DsConfig:
-    """A checked DsConfig from a dict or a JSON file. Raises ConfigError with all faults of the source."""
-    if isinstance(source, Mapping):
-        name, data = "ds_config", copy.deepcopy(dict(source))
-    else:
-        name = Path(source).name
+def read_ds_config(
+    source: Source,
+    *,
+    hints: Mapping[str, Any] | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    search: bool = False,
+    name: str | None = None,
+) -> DsConfig:
+    """A checked DsConfig from a dict, a path, base64 of JSON, or a Document.
+
+    ``hints`` fill "auto" (``hidden_size`` of the model, ``total_num_steps`` ...). ``hyperparameters`` do that too, stand in for keys that
+    are missing, and must not contradict those that are there; in a ``search`` such a contradiction is InvalidHP. ``name`` stands in messages
+    instead of the file's name. Raises ConfigError with all faults of the source together.
+    """
+    document = open_source(source, name)
+    spelled = canonical(document)
+    ready = spelled.document(document.place)
+    known = {**(hints or {}), **(hyperparameters or {})}
+    faults = list(spelled.faults)
+    clashes = contradictions(ready, hyperparameters or {})
+    ready, unresolved = resolve_auto(ready, known, fill=hyperparameters is not None)
+    values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
+    faults += [*unresolved, *more]
+    clashes += [] if faults else cross_faults(values, ready)
+    if faults:
+        raise ConfigError.many([*faults, *clashes])
+    if clashes:
+        raise (InvalidHP if search else ConfigError).many(as_invalid_hp(clashes) if search else clashes)
+    config: DsConfig = _build(DsConfig, "", values)
+    return dataclasses.replace(
+        config, sources=_sources(ready), warnings=(*spelled.notes, *warnings), raw=_plain(ready.value)
+    )
+
+
+def as_invalid_hp(faults: list[ConfigError]) -> list[ConfigError]:
+    """The same faults as invalid combinations of hyperparameters, for a search that goes on without them."""
+    return [InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults]
+
+
+def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
+    """Dotted path -> inside value for everything given, with the faults and the warnings."""
+    values: dict[str, Any] = {}
+    faults: list[ConfigError] = []
+    warnings: list[str] = []
+    for parts, value in _leaves(document.value, ()):
+        path = ".".join(parts)
+        row = TABLE[path]
+        where = document.at(parts).where(path)
+        if value is None or where in skip:
+            continue
+        if row.is_section:
+            values[path] = {}
+            continue
         try:
-            data = json.loads(Path(source).read_text("utf-8"))
-        except (OSError, ValueError) as problem:
-            raise ConfigError(f"cannot be read: {problem}", where=str(source)) from None
-    reader = _Reader(name)
-    values = reader.section(sections.DsConfig, data, "")
-    if reader.faults:
-        raise ConfigError.many(reader.faults)
-    return dataclasses.replace(values, sources=reader.sources, raw=data)
+            reading = row.kind.read(value)
+        except Mismatch as problem:
+            faults.append(
+                ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
+            )
+            continue
+        if row.answer is Answer.REFUSED and row.asks(reading.value):
+            faults.append(ConfigError(row.says, where=where, got=shown(value), fix=row.instead))
+            continue
+        warnings += [f"{where}: {reading.warning}"] if reading.warning else []
+        values[path] = (
+            None if row.path == "zero_optimization.mics_shard_size" and reading.value == -1 else reading.value
+        )
+    for section in _PARAMS:
+        if section in document.value:
+            _require_type(section, values, document, faults)
+            _params_of(section, values, document, skip, faults, warnings)
+    return values, faults, warnings
 
 
-class _Reader:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.faults: list[ConfigError] = []
-        self.sources: dict[str, str] = {}
+def _require_type(section: str, values: dict[str, Any], document: Document, faults: list[ConfigError]) -> None:
+    if f"{section}.type" not in values and document.get((section, "type")) is None:
+        where = document.at((section,)).where(section)
+        fix = 'Add "type": "AdamW".' if section == "optimizer" else 'Add "type": "WarmupLR".'
+        faults.append(ConfigError("it has no type", where=where, expected=f"{section}.type", fix=fix))
 
-    def section(self, cls: Any, data: Any, path: str) -> Any:
-        if not isinstance(data, Mapping):
-            self.faults.append(ConfigError("not a section", where=path, got=repr(data), expected="an object"))
-            return None
-        hints = typing.get_type_hints(cls)
-        known = {f.name for f in dataclasses.fields(cls)} - (_OWN if cls is sections.DsConfig else set())
-        found = {}
-        for key, value in data.items():
-            name = _ALIASES.get(key, key)
-            if cls is sections.ZeroSection:
-                name = name.removeprefix("stage3_")
-            dotted = f"{path}.{name}" if path else name
-            if name not in known:
-                near = difflib.get_close_matches(str(name), sorted(known), 1)
-                fix = f'Did you mean "{near[0]}"?' if near else None
-                self.faults.append(ConfigError("unknown key", where=f"{self.name} {dotted}", fix=fix))
-                continue
-            found[name] = self.value(hints[name], value, dotted)
-            self.sources[dotted] = self.name
-        if self.faults:
-            return None
-        return cls(**found)
 
-    def value(self, hint: Any, value: Any, path: str) -> Any:
-        options = list(typing.get_args(hint)) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
-        if value is None and type(None) in options:
-            return None
-        for option in options:
-            if dataclasses.is_dataclass(option):
-                return self.section(option, value, path)
-            if option is bool and isinstance(value, bool):
-                return value
-            if option is int and not isinstance(value, bool) and isinstance(value, int | float) and value == int(value):
-                return int(value)
-            if option is float and not isinstance(value, bool) and isinstance(value, int | float):
-                return float(value)
-            if option is str and isinstance(value, str):
-                return value
-            if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
-                return tuple(value)
-            if typing.get_origin(option) in (Mapping, dict) and isinstance(value, Mapping):
-                return dict(value)
-        self.faults.append(ConfigError("wrong type", where=f"{self.name} {path}", got=repr(value), expected=str(hint)))
-        return None
+def _params_of(
+    section: str,
+    values: dict[str, Any],
+    document: Document,
+    skip: set[str | None],
+    faults: list[ConfigError],
+    warnings: list[str],
+) -> None:
+    kind, given = values.get(f"{section}.type"), document.get((section, "params"), {})
+    if given is None or kind is None:
+        return
+    if not isinstance(given, Mapping):
+        where = document.at((section, "params")).where(f"{section}.params")
+        faults.append(ConfigError("not a section", where=where, got=shown(given), expected="an object"))
+        return
+    found = read_params(section, kind, given, document, skip)
+    faults += found.faults
+    warnings += found.warnings
+    values[f"{section}.type"] = found.name
+    values[f"{section}.params"] = found.values
+
+
+def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    """Every key below ``section`` in order, sections before what stands in them."""
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for key, value in section.items():
+        path = (*above, key)
+        found.append((path, value))
+        row: Key = TABLE[".".join(path)]
+        if isinstance(row.kind, Section) and isinstance(value, Mapping):
+            found += _leaves(value, path)
+    return found
+
+
+def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    """The frozen dataclass of a section; what is not in ``values`` takes its default."""
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        path = f"{prefix}{item.name}"
+        inner = section_class(hints[item.name])
+        if cls is DsConfig and item.name in REPORT_FIELDS:
+            continue
+        if inner is None:
+            if path in values:
+                found[item.name] = values[path]
+        elif path in values or any(key.startswith(f"{path}.") for key in values):
+            found[item.name] = _build(inner, f"{path}.", values)
+    return cls(**found)
+
+
+def _sources(document: Document) -> dict[str, str]:
+    """Every known leaf to where its value came from; a null in the source is a default, and says so."""
+    given = dict(_leaves(document.value, ()))
+    found: dict[str, str] = {}
+    for path, row in TABLE.items():
+        parts = tuple(path.split("."))
+        if row.is_section or (row.answer is Answer.MAPPED and parts not in given):
+            continue
+        place = document.at(parts)
+        if parts not in given:
+            found[path] = "default"
+        elif given[parts] is None and not place.note:
+            found[path] = f"default (null in {place.source()})"
+        else:
+            found[path] = place.source()
+        if path in ("optimizer.params", "scheduler.params") and isinstance(given.get(parts), Mapping):
+            found.update({f"{path}.{key}": document.at((*parts, key)).source() for key in given[parts]})
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A deep copy without nulls: what was given, in canonical spelling."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

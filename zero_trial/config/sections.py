@@ -328,7 +328,6 @@ class DsConfig:
     log_level: str | None = None
     sequence_parallel_size: int | None = None
     data_parallel_size: int | None = None
-    seed: int | None = None
     comm_timeout_seconds: float = 300.0
     mesh: MeshSection = MeshSection()
     sources: Mapping[str, str] = field(default_factory=dict)

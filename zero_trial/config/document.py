@@ -1,0 +1,99 @@
+"""A configuration as it was read: plain nested dicts and lists, and for every key the place where it stands."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands: file and line, the dotted prefix under which a ds_config lies there, and a note on how the value came about."""
+
+    file: str | None = None
+    line: int | None = None
+    prefix: str = ""
+    note: str = ""
+
+    def spot(self) -> str:
+        """``const.yaml:14``, or "" for a dict that was passed in."""
+        if self.file is None:
+            return ""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    def where(self, dotted: str) -> str:
+        """What stands before a fault: ``const.yaml:14 hyperparameters.ds_config.zero_optimization.stage``."""
+        full = f"{self.prefix}.{dotted}" if self.prefix else dotted
+        return f"{self.spot()} {full}".strip()
+
+    def noted(self, note: str, *, nowhere: bool = False) -> Place:
+        """The same place with a note; ``nowhere`` for a value that does not stand in the file at all."""
+        return Place(note=note) if nowhere else replace(self, note=note)
+
+    def source(self) -> str:
+        """What the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter lr``, ``given`` for a plain dict."""
+        spot = self.spot()
+        if self.prefix and spot:
+            spot = f"{spot} {self.prefix}"
+        if self.note:
+            return f"{self.note} ({spot})" if spot else self.note
+        return spot or "given"
+
+
+@dataclass(frozen=True)
+class Document:
+    """``value`` with a ``places`` entry per key path; a path without one has the place of its nearest parent."""
+
+    value: dict[str, Any]
+    places: Mapping[Path, Place] = field(default_factory=dict)
+    place: Place = Place()
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any], place: Place | None = None) -> Document:
+        """A deep copy of a plain mapping."""
+        return cls(copy.deepcopy(dict(mapping)), {}, place or Place())
+
+    def at(self, path: Path) -> Place:
+        """The place of ``path``, or of the nearest key around it."""
+        for end in range(len(path), 0, -1):
+            found = self.places.get(path[:end])
+            if found is not None:
+                return found
+        return self.place
+
+    def get(self, path: Path, default: Any = None) -> Any:
+        """The value at ``path``, or ``default`` where there is none."""
+        value: Any = self.value
+        for part in path:
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def with_value(self, path: Path, value: Any, place: Place) -> Document:
+        """A new document in which ``path`` holds ``value``; sections on the way are made."""
+        top = copy.deepcopy(self.value)
+        section = top
+        for part in path[:-1]:
+            inner = section.get(part)
+            if not isinstance(inner, dict):
+                inner = section[part] = {}
+            section = inner
+        section[path[-1]] = value
+        return replace(self, value=top, places={**self.places, path: place})
+
+    def below(self, path: Path, prefix: str | None = None) -> Document:
+        """The section at ``path`` as a document of its own; faults in it are named with ``prefix`` (the dotted path by default)."""
+        dotted = ".".join(path) if prefix is None else prefix
+        section = self.get(path)
+        places = {
+            inner[len(path) :]: replace(place, prefix=dotted)
+            for inner, place in self.places.items()
+            if len(inner) > len(path) and inner[: len(path)] == path
+        }
+        value = copy.deepcopy(dict(section)) if isinstance(section, Mapping) else {}
+        return Document(value, places, replace(self.at(path), prefix=dotted))

@@ -1,0 +1,241 @@
+"""Rows of the table for what is trained and in which precision: batch, optimizer, scheduler, clipping, dtypes, gradients."""
+
+from __future__ import annotations
+
+from zero_trial.config.key import Answer, Key, Origin
+from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Names, Opaque, Section, Text
+
+HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
+
+_FP32_MASTERS = "the master weights and the accumulated gradients are fp32"
+
+BATCH = (
+    Key(
+        "train_batch_size",
+        Int(1),
+        HONOURED,
+        "samples of one optimizer step over all ranks: micro batch x accumulation x data-parallel ranks",
+    ),
+    Key("train_micro_batch_size_per_gpu", Int(1), HONOURED, "samples of one forward pass on one rank, on any device"),
+    Key("gradient_accumulation_steps", Int(1), HONOURED, "forward and backward passes for one optimizer step"),
+)
+
+OPTIMIZER = (
+    Key("optimizer", Section(), HONOURED, "a client optimizer passed to initialize wins over it"),
+    Key(
+        "optimizer.type",
+        Text(),
+        HONOURED,
+        "Adam, AdamW, Lamb, Adagrad, Lion, SGD in any case; otherwise a class of torch.optim in exact case. "
+        "Adam means decoupled weight decay, as in DeepSpeed, unless params.adam_w_mode is false",
+        required=True,
+    ),
+    Key(
+        "optimizer.params",
+        Opaque(),
+        HONOURED,
+        "keyword arguments of the optimizer; see the parameters by name below",
+        default={},
+    ),
+    Key("optimizer.legacy_fusion", Bool(), NO_EFFECT, "there is one fused update", default=False, origin=Origin.LEGACY),
+    Key(
+        "scheduler",
+        Section(),
+        HONOURED,
+        "stepped once per optimizer step, not on skipped ones; a client scheduler wins over it",
+    ),
+    Key(
+        "scheduler.type",
+        Text(),
+        HONOURED,
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler",
+        required=True,
+    ),
+    Key(
+        "scheduler.params",
+        Opaque(),
+        HONOURED,
+        "keyword arguments of the scheduler; see the parameters by name below",
+        default={},
+    ),
+    Key(
+        "gradient_clipping",
+        Float(low=0),
+        HONOURED,
+        "largest global L2 norm of the gradient over all parameters; 0 switches it off",
+        was="0.0",
+    ),
+    Key(
+        "zero_allow_untested_optimizer",
+        Bool(),
+        NO_EFFECT,
+        "every optimizer that works element by element is sharded; none is called untested",
+    ),
+    Key("zero_force_ds_cpu_optimizer", Bool(), NO_EFFECT, "optimizer offload does not exist here yet"),
+)
+
+PRECISION = (
+    Key("fp16", Section(), HONOURED, "half-precision parameters with loss scaling and fp32 master weights"),
+    Key("fp16.enabled", Bool(), HONOURED, "switches fp16 on"),
+    Key(
+        "fp16.auto_cast",
+        Bool(),
+        REFUSED,
+        "inputs are not cast to fp16 for you yet",
+        instead="Set it to false and cast floating inputs in the model's forward.",
+    ),
+    Key("fp16.loss_scale", Float(low=0), HONOURED, "a fixed loss scale; 0 means dynamic"),
+    Key("fp16.initial_scale_power", Int(0, 126), HONOURED, "a dynamic scale starts at 2 to this power"),
+    Key("fp16.loss_scale_window", Int(1, unit="steps"), HONOURED, "good steps before a dynamic scale doubles"),
+    Key("fp16.hysteresis", Int(1), HONOURED, "overflows that are tolerated before a dynamic scale halves"),
+    Key("fp16.consecutive_hysteresis", Bool(), HONOURED, "a good step refills the hysteresis"),
+    Key("fp16.min_loss_scale", Float(above=0), HONOURED, "a dynamic scale does not fall below it"),
+    Key(
+        "fp16.fp16_master_weights_and_grads",
+        Bool(),
+        REFUSED,
+        _FP32_MASTERS,
+        instead="Remove the key.",
+    ),
+    Key("bf16", Section(), HONOURED, "bfloat16 parameters with fp32 master weights", aliases=("bfloat16",)),
+    Key("bf16.enabled", Bool(), HONOURED, "switches bf16 on"),
+    Key("bf16.immediate_grad_update", Bool(), NOT_YET, "gradients are always accumulated when they arrive"),
+    Key(
+        "bf16.check_grad_overflow",
+        Bool(),
+        HONOURED,
+        "a step with a non-finite gradient is skipped on all ranks",
+        was="false",
+    ),
+    Key("bf16.bf16_master_weights_and_grads", Bool(), REFUSED, _FP32_MASTERS, instead="Remove the key."),
+    Key("bf16.bf16_optimizer_states", Bool(), REFUSED, "optimizer states are fp32", instead="Remove the key."),
+    Key(
+        "torch_autocast",
+        Section(),
+        REFUSED,
+        "torch.autocast is not wired into the engine yet",
+        instead="Use bf16: {enabled: true}, or torch.autocast in the model's forward.",
+    ),
+    Key(
+        "torch_autocast.enabled",
+        Bool(),
+        REFUSED,
+        "torch.autocast is not wired into the engine yet",
+        instead="Use bf16.",
+    ),
+    Key("torch_autocast.dtype", DType(), NO_EFFECT, "torch_autocast is off"),
+    Key("torch_autocast.lower_precision_safe_modules", Names(), NO_EFFECT, "torch_autocast is off"),
+    Key("data_types", Section(), HONOURED, "dtypes beside those of the precision mode"),
+    Key(
+        "data_types.grad_accum_dtype",
+        DType(),
+        HONOURED,
+        "dtype in which gradients are summed over micro-batches; null means fp32 where masters are fp32",
+    ),
+    Key(
+        "data_types.param_dtype",
+        DType(),
+        HONOURED,
+        "checked: it must be the dtype of the precision mode (fp16, bf16 or fp32)",
+    ),
+    Key("data_types.buffer_dtype", DType(), REFUSED, "buffers follow the parameters", instead="Remove the key."),
+    Key(
+        "data_types.keep_in_fp32_modules",
+        Names(also=("auto",)),
+        REFUSED,
+        "all parameters of an engine have one dtype",
+        instead="Remove the key.",
+    ),
+)
+
+GRADIENTS = (
+    Key(
+        "communication_data_type",
+        DType(),
+        HONOURED,
+        "dtype of gradients on the wire; null means the dtype of the parameters",
+    ),
+    Key("prescale_gradients", Bool(), HONOURED, "gradients are divided before they are summed, not after"),
+    Key(
+        "gradient_predivide_factor",
+        Float(above=0),
+        HONOURED,
+        "with prescale_gradients: the part of the division that is done before the sum",
+    ),
+    Key(
+        "gradient_allreduce_op",
+        Text(("mean", "sum")),
+        REFUSED,
+        "gradients are averaged over the data-parallel ranks",
+        instead="Remove the key, and multiply the loss by the number of data-parallel ranks for a sum.",
+    ),
+    Key(
+        "managed_gradient_accumulation",
+        Bool(),
+        REFUSED,
+        "the engine owns the accumulation boundary",
+        instead="Set gradient_accumulation_steps and remove the key.",
+    ),
+    Key(
+        "fp32_allreduce",
+        Bool(),
+        Answer.MAPPED,
+        "gradients on the wire in fp32",
+        default=False,
+        becomes="communication_data_type",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        "sparse_gradients",
+        Bool(),
+        NO_EFFECT,
+        "gradients of embeddings are reduced dense",
+        default=False,
+        origin=Origin.LEGACY,
+    ),
+    Key("seq_parallel_communication_data_type", DType(), NO_EFFECT, "sequence parallelism does not exist here yet"),
+    Key(
+        "amp",
+        Section(),
+        Answer.MAPPED,
+        "apex: opt_level O1 becomes torch_autocast, O2 and O3 become fp16, O0 is fp32",
+        becomes="torch_autocast or fp16",
+        origin=Origin.LEGACY,
+    ),
+    Key("amp.enabled", Bool(), Answer.MAPPED, "see amp", default=False, becomes="fp16", origin=Origin.LEGACY),
+    Key(
+        "amp.opt_level",
+        Text(("O0", "O1", "O2", "O3")),
+        Answer.MAPPED,
+        "see amp",
+        default="O1",
+        becomes="fp16",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        "amp.loss_scale",
+        AnyOf((Text(("dynamic",)), Float(low=0))),
+        Answer.MAPPED,
+        "see amp",
+        becomes="fp16.loss_scale",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        "amp.min_loss_scale",
+        Float(above=0),
+        Answer.MAPPED,
+        "see amp",
+        becomes="fp16.min_loss_scale",
+        origin=Origin.LEGACY,
+    ),
+    Key("amp.max_loss_scale", Float(above=0), NO_EFFECT, "a dynamic scale has no upper limit", origin=Origin.LEGACY),
+    Key(
+        "amp.keep_batchnorm_fp32",
+        Opaque(),
+        NO_EFFECT,
+        "all parameters of an engine have one dtype",
+        origin=Origin.LEGACY,
+    ),
+)
+
+TRAINING = BATCH + OPTIMIZER + PRECISION + GRADIENTS

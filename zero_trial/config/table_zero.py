@@ -1,0 +1,356 @@
+"""Rows of the table for zero_optimization and the mesh: what is sharded, in which sizes, over which axes."""
+
+from __future__ import annotations
+
+from zero_trial.config.key import Answer, Key, Origin
+from zero_trial.config.kinds import Bool, Float, Int, Names, Opaque, Section, Text
+
+HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
+
+# Turn this to HONOURED (and OFFLOAD_SIZE too) with the commit that brings offload.
+OFFLOAD = REFUSED
+OFFLOAD_SIZE = NOT_YET
+_NO_OFFLOAD = "offload does not exist here yet; everything stays on the device of its rank"
+_OFFLOAD_FIX = "Remove it, or use a higher ZeRO stage or more ranks to save device memory."
+_SIZE = "it belongs to offload, which does not exist here yet"
+_QUANTIZED = "quantised communication does not exist here yet, and it changes results"
+
+
+def _stage3(name: str) -> tuple[str, ...]:
+    return (f"stage3_{name}",)
+
+
+_Z = "zero_optimization"
+
+STAGE = (
+    Key(
+        _Z, Section(switch="stage"), HONOURED, "what is sharded over the data-parallel ranks; a bare true means stage 1"
+    ),
+    Key(
+        f"{_Z}.stage",
+        Int(0, 3),
+        HONOURED,
+        "0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters",
+    ),
+    Key(f"{_Z}.contiguous_gradients", Bool(), NO_EFFECT, "gradients always land in flat buffers"),
+    Key(f"{_Z}.reduce_scatter", Bool(), NO_EFFECT, "gradients are always reduce-scattered, never all-reduced and cut"),
+    Key(
+        f"{_Z}.reduce_bucket_size",
+        Int(1, unit="elements"),
+        HONOURED,
+        "an upper limit; the buffer is never larger than the model needs",
+    ),
+    Key(
+        f"{_Z}.allgather_bucket_size",
+        Int(1, unit="elements"),
+        HONOURED,
+        "an upper limit; the buffer is never larger than the model needs",
+    ),
+    Key(f"{_Z}.use_multi_rank_bucket_allreduce", Bool(), NO_EFFECT, "there is no all-reduce to bucket", default=True),
+    Key(
+        f"{_Z}.allgather_partitions",
+        Bool(),
+        NO_EFFECT,
+        "parameters are always all-gathered; DeepSpeed ignores it as well",
+        default=True,
+    ),
+    Key(
+        f"{_Z}.overlap_comm",
+        Bool(),
+        HONOURED,
+        "communication runs beside computation; null means true at ZeRO stage 3, as in DeepSpeed",
+    ),
+    Key(
+        f"{_Z}.compute_grad_norm",
+        Bool(),
+        NOT_YET,
+        "the norm is always computed: it costs one pass that the overflow check needs anyway",
+    ),
+    Key(
+        f"{_Z}.load_from_fp32_weights",
+        Bool(),
+        REFUSED,
+        "loading takes the fp32 master weights of the checkpoint",
+        instead="Remove the key.",
+    ),
+    Key(
+        f"{_Z}.elastic_checkpoint", Bool(), NO_EFFECT, "checkpoints do not depend on the number of ranks", default=False
+    ),
+    Key(
+        f"{_Z}.prefetch_bucket_size",
+        Int(0, unit="elements"),
+        HONOURED,
+        "how much is gathered ahead of need",
+        aliases=_stage3("prefetch_bucket_size"),
+    ),
+    Key(
+        f"{_Z}.param_persistence_threshold",
+        Int(0, unit="elements"),
+        HONOURED,
+        "parameters up to this size stay gathered",
+        aliases=_stage3("param_persistence_threshold"),
+    ),
+    Key(
+        f"{_Z}.model_persistence_threshold",
+        Int(0, unit="elements"),
+        HONOURED,
+        "the most that stays gathered in all",
+        aliases=_stage3("model_persistence_threshold"),
+    ),
+    Key(
+        f"{_Z}.max_live_parameters",
+        Int(0, unit="elements"),
+        HONOURED,
+        "the most that is gathered at one time",
+        aliases=_stage3("max_live_parameters"),
+    ),
+    Key(
+        f"{_Z}.max_reuse_distance",
+        Int(0, unit="elements"),
+        HONOURED,
+        "a parameter that is used again within this distance is not freed",
+        aliases=_stage3("max_reuse_distance"),
+    ),
+    Key(
+        f"{_Z}.gather_16bit_weights_on_model_save",
+        Bool(),
+        NOT_YET,
+        "checkpoints hold every weight whole or in ranges at any stage",
+        aliases=_stage3("gather_16bit_weights_on_model_save"),
+    ),
+    Key(
+        f"{_Z}.stage3_gather_fp16_weights_on_model_save",
+        Bool(),
+        Answer.MAPPED,
+        "the old spelling",
+        default=False,
+        becomes=f"{_Z}.gather_16bit_weights_on_model_save",
+        aliases=("gather_fp16_weights_on_model_save",),
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.module_granularity_threshold",
+        Int(0, unit="elements"),
+        NOT_YET,
+        "units are chosen by module class and size",
+        aliases=_stage3("module_granularity_threshold"),
+    ),
+    Key(
+        f"{_Z}.use_all_reduce_for_fetch_params",
+        Bool(),
+        NO_EFFECT,
+        "parameters are fetched by all-gather",
+        default=False,
+        aliases=_stage3("use_all_reduce_for_fetch_params"),
+    ),
+    Key(
+        f"{_Z}.allgather_sequential",
+        Bool(),
+        NO_EFFECT,
+        "one all-gather per unit",
+        default=False,
+        aliases=_stage3("allgather_sequential"),
+    ),
+    Key(
+        f"{_Z}.ignore_unused_parameters",
+        Bool(),
+        NOT_YET,
+        "unused parameters are always allowed; their gradient is zero",
+    ),
+    Key(
+        f"{_Z}.legacy_stage1",
+        Bool(),
+        REFUSED,
+        "the old stage 1 is gone; DeepSpeed raises as well",
+        default=False,
+        instead="Remove the key.",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.round_robin_gradients", Bool(), NO_EFFECT, "every rank owns an equal part of every buffer", default=False
+    ),
+    Key(f"{_Z}.parameter_alignment", Bool(), NOT_YET, "alignment is chosen by the layout"),
+    Key(f"{_Z}.memory_efficient_linear", Bool(), NO_EFFECT, "torch.nn.Linear is used as it is", default=True),
+    Key(f"{_Z}.pipeline_loading_checkpoint", Bool(), NO_EFFECT, "ranks read only what they need", default=False),
+    Key(f"{_Z}.override_module_apply", Bool(), NO_EFFECT, "Module.apply is left as it is", default=True),
+    Key(f"{_Z}.log_trace_cache_warnings", Bool(), NO_EFFECT, "there is no trace cache", default=False),
+    Key(f"{_Z}.enable_sanity_checks", Bool(), NOT_YET, "the order of collectives is not compared between ranks"),
+    Key(f"{_Z}.save_muon_momentum_buffer_in_memory", Bool(), NOT_YET, "it belongs to Muon"),
+    Key(
+        f"{_Z}.leaf_module",
+        Section(),
+        HONOURED,
+        "modules that are gathered as one unit; DeepSpeed lists three mixture-of-experts classes by default, zero_trial none",
+    ),
+    Key(f"{_Z}.leaf_module.classes", Names(), HONOURED, "class names, bare or with their module"),
+    Key(f"{_Z}.leaf_module.names", Names(), HONOURED, "dotted module names"),
+    Key(f"{_Z}.leaf_module.name_suffixes", Names(), HONOURED, "ends of dotted module names"),
+    Key(
+        f"{_Z}.reduce_every",
+        Text(("auto", "micro", "boundary")),
+        HONOURED,
+        "when gradients are reduced: after every micro-batch (least memory) or at the accumulation boundary (least traffic)",
+        origin=Origin.OURS,
+    ),
+    Key(
+        f"{_Z}.reshard_after",
+        Text(("auto", "forward", "step")),
+        HONOURED,
+        "ZeRO stage 3: when gathered parameters are freed: after each use (least memory) or after the step (least traffic)",
+        origin=Origin.OURS,
+    ),
+)
+
+HYBRID = (
+    Key(
+        f"{_Z}.mics_shard_size",
+        Int(-1, unit="ranks"),
+        HONOURED,
+        "the size of the shard axis; the other ranks are replicas. -1 means no limit",
+        harmless=(-1,),
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.mics_hierarchical_params_gather",
+        Bool(),
+        NO_EFFECT,
+        "parameters are gathered over the shard axis in one step",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.zero_hpz_partition_size",
+        Int(1, unit="ranks"),
+        NOT_YET,
+        "parameters are gathered over the whole shard axis; use mics_shard_size or mesh.shard for hybrid sharding",
+    ),
+    Key(f"{_Z}.zero_quantized_weights", Bool(), REFUSED, _QUANTIZED, instead="Remove the key."),
+    Key(f"{_Z}.zero_quantized_nontrainable_weights", Bool(), REFUSED, _QUANTIZED, instead="Remove the key."),
+    Key(f"{_Z}.zero_quantized_gradients", Bool(), REFUSED, _QUANTIZED, instead="Remove the key."),
+    Key(
+        f"{_Z}.zeropp_loco_param",
+        Opaque(),
+        NO_EFFECT,
+        "it corrects quantised gradients, which are refused",
+        origin=Origin.LEGACY,
+    ),
+    Key("mesh", Section(), HONOURED, "the sizes of the axes that the ranks live on", origin=Origin.OURS),
+    Key(
+        "mesh.shard",
+        Int(1, unit="ranks"),
+        HONOURED,
+        "ranks that share one copy of the state; null means all data-parallel ranks (1 at ZeRO stage 0)",
+        origin=Origin.OURS,
+    ),
+    Key(
+        "mesh.replica",
+        Int(1, unit="ranks"),
+        HONOURED,
+        "copies of the sharded state; null is derived",
+        origin=Origin.OURS,
+    ),
+    Key(
+        "mesh.pipe",
+        Int(1, 1, unit="pipeline stages"),
+        HONOURED,
+        "1: a pipeline does not exist here yet",
+        origin=Origin.OURS,
+    ),
+    Key(
+        "mesh.model",
+        Int(1, unit="ranks"),
+        HONOURED,
+        "ranks of a model-parallel group, which see the same data",
+        origin=Origin.OURS,
+    ),
+)
+
+
+def _offload_optimizer(name: str, kind: Int | Float | Bool | Text) -> Key:
+    return Key(f"{_Z}.offload_optimizer.{name}", kind, OFFLOAD_SIZE, _SIZE)
+
+
+def _offload_param(name: str, kind: Int | Bool | Text) -> Key:
+    return Key(f"{_Z}.offload_param.{name}", kind, OFFLOAD_SIZE, _SIZE)
+
+
+_DEVICES = Text(("none", "cpu", "nvme"))
+
+OFFLOADS = (
+    Key(f"{_Z}.offload_optimizer", Section(), HONOURED, "where optimizer state lives between steps"),
+    Key(f"{_Z}.offload_optimizer.device", _DEVICES, OFFLOAD, _NO_OFFLOAD, instead=_OFFLOAD_FIX),
+    _offload_optimizer("nvme_path", Text()),
+    _offload_optimizer("buffer_count", Int(1)),
+    Key(f"{_Z}.offload_optimizer.pin_memory", Bool(), OFFLOAD_SIZE, _SIZE, was="false"),
+    _offload_optimizer("pipeline_read", Bool()),
+    _offload_optimizer("pipeline_write", Bool()),
+    _offload_optimizer("fast_init", Bool()),
+    _offload_optimizer("ratio", Float(low=0, high=1)),
+    _offload_optimizer("super_offload", Bool()),
+    _offload_optimizer("cpuadam_cores_perc", Float(above=0, high=1)),
+    Key(
+        f"{_Z}.offload_optimizer.pipeline",
+        Bool(),
+        NO_EFFECT,
+        "DeepSpeed derives it from pipeline_read and pipeline_write",
+        default=False,
+    ),
+    Key(f"{_Z}.offload_param", Section(), HONOURED, "where parameter shards live between uses"),
+    Key(f"{_Z}.offload_param.device", _DEVICES, OFFLOAD, _NO_OFFLOAD, instead=_OFFLOAD_FIX),
+    _offload_param("nvme_path", Text()),
+    _offload_param("buffer_count", Int(1)),
+    _offload_param("buffer_size", Int(1, unit="elements")),
+    _offload_param("max_in_cpu", Int(0, unit="elements")),
+    Key(f"{_Z}.offload_param.pin_memory", Bool(), OFFLOAD_SIZE, _SIZE, was="false"),
+    Key(f"{_Z}.sub_group_size", Int(1, unit="elements"), OFFLOAD_SIZE, _SIZE),
+    Key(
+        f"{_Z}.cpu_offload",
+        Bool(),
+        Answer.MAPPED,
+        "the old spelling",
+        default=False,
+        becomes=f"{_Z}.offload_optimizer",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.cpu_offload_param",
+        Bool(),
+        Answer.MAPPED,
+        "the old spelling",
+        default=False,
+        becomes=f"{_Z}.offload_param",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.cpu_offload_params",
+        Bool(),
+        Answer.MAPPED,
+        "the old spelling",
+        default=False,
+        becomes=f"{_Z}.offload_param",
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.cpu_offload_use_pin_memory",
+        Bool(),
+        NO_EFFECT,
+        "pin_memory stands in the offload sections",
+        default=False,
+        origin=Origin.LEGACY,
+    ),
+    Key(
+        f"{_Z}.zenflow",
+        Opaque(),
+        REFUSED,
+        "ZenFlow updates with stale gradients; it does not exist here",
+        instead="Remove the section.",
+    ),
+    Key("aio", Section(), HONOURED, "it tunes reads and writes of NVMe offload"),
+    Key("aio.block_size", Int(1, unit="bytes"), OFFLOAD_SIZE, _SIZE, default=1048576),
+    Key("aio.queue_depth", Int(1), OFFLOAD_SIZE, _SIZE, default=8),
+    Key("aio.intra_op_parallelism", Int(1), OFFLOAD_SIZE, _SIZE, default=1, aliases=("thread_count",)),
+    Key("aio.single_submit", Bool(), OFFLOAD_SIZE, _SIZE, default=False),
+    Key("aio.overlap_events", Bool(), OFFLOAD_SIZE, _SIZE, default=True),
+    Key("aio.use_gds", Bool(), OFFLOAD_SIZE, _SIZE, default=False),
+)
+
+ZERO = STAGE + HYBRID + OFFLOADS

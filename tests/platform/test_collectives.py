@@ -1,4 +1,4 @@
-"""JSON-able values between ranks, over an injected all-gather of bytes."""
+"""JSON-able values between ranks, over an injected exchange."""
 
 from __future__ import annotations
 

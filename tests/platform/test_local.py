@@ -41,9 +41,9 @@ def test_a_block_that_fails_makes_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_checkpoint_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="No space left"):
-        with LocalPlatform(tmp_path).checkpoints.store_path({"steps_completed": 2}):
-            raise OSError(28, "No space left on device")
+    store_path = LocalPlatform(tmp_path).checkpoints.store_path
+    with pytest.raises(CheckpointError, match="No space left"), store_path({"steps_completed": 2}):
+        raise OSError(28, "No space left on device")
 
 
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_retain_deletes_what_is_not_named(tmp_path: Path) -> None:
 
 
 def test_restoring_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no finished checkpoint"):
-        with LocalPlatform(tmp_path).checkpoints.restore_path("step-000009"):
-            pass
+    restore_path = LocalPlatform(tmp_path).checkpoints.restore_path
+    with pytest.raises(CheckpointError, match="no finished checkpoint"), restore_path("step-000009"):
+        pass
 
 
 def test_ranks_write_into_one_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that exchange JSON-able values through one injected all-gather of bytes."""
+"""Ranks that exchange JSON-able values through one injected all-gather."""
 
 from __future__ import annotations
 
@@ -7,38 +7,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-AllGatherBytes = Callable[[bytes], list[bytes]]
+Exchange = Callable[[Any], list[Any]]
 
 
-def alone(payload: bytes) -> list[bytes]:
-    """The all-gather of a world of one."""
-    return [payload]
+def alone(value: Any) -> list[Any]:
+    """The exchange of a world of one. It goes through JSON too, so that one rank sees what many would see."""
+    return [json.loads(json.dumps(value))]
 
 
 @dataclass(frozen=True)
 class JsonDistributed:
-    """The ``Distributed`` of protocols.py over ``all_gather``: a collective that gives every rank's bytes, in rank
-    order.
-
-    Values travel as JSON, so that what a rank receives is the same with one rank as with many (tuples become lists
-    everywhere).
-    """
+    """The ``Distributed`` of protocols.py over ``exchange``: a collective that gives every rank's value, in rank order."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    all_gather: AllGatherBytes = alone
+    exchange: Exchange = alone
 
     def allgather(self, value: Any) -> list[Any]:
-        return [json.loads(payload) for payload in self.all_gather(json.dumps(value).encode())]
+        return self.exchange(value)
 
     def gather(self, value: Any) -> list[Any] | None:
-        values = self.allgather(value)
+        values = self.exchange(value)
         return values if self.rank == 0 else None
 
     def broadcast(self, value: Any) -> Any:
-        # Everyone sends something: the price of a second primitive is not worth the few bytes.
-        return self.allgather(value if self.rank == 0 else None)[0]
+        # Everyone sends something: a second primitive would save a few bytes and cost a second contract.
+        return self.exchange(value if self.rank == 0 else None)[0]
 
     def barrier(self) -> None:
-        self.allgather(None)
+        self.exchange(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +20,17 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where ``size`` threads exchange bytes. One that never comes ends the wait of all others with MeshError."""
+    """Where ``size`` threads exchange values. One that never comes ends the wait of all others with MeshError."""
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         self.size = size
-        self._slots: list[bytes] = [b""] * size
+        self._slots: list[str] = [""] * size
         self._barrier = threading.Barrier(size, timeout=timeout)
 
-    def all_gather(self, rank: int, payload: bytes) -> list[bytes]:
-        self._slots[rank] = payload
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._slots[rank] = json.dumps(value)
         self._wait(rank)
-        values = list(self._slots)
+        values = [json.loads(text) for text in self._slots]
         self._wait(rank)  # everybody has read before anybody writes again
         return values
 
@@ -40,10 +41,10 @@ class Meeting:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
-            raise MeshError("another rank has failed or did not arrive", where=f"rank {rank}, all_gather") from error
+            raise MeshError("another rank has failed or did not arrive", where=f"rank {rank}, exchange") from error
 
     def distributed(self, rank: int) -> JsonDistributed:
-        return JsonDistributed(rank, self.size, rank, lambda payload: self.all_gather(rank, payload))
+        return JsonDistributed(rank, self.size, rank, lambda value: self.exchange(rank, value))
 
 
 def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:

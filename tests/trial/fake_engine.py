@@ -1,0 +1,153 @@
+"""An engine for tests: the surface of the real one over a plain model and SGD, replicas kept equal through the
+injected ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_trial.platform.collectives import JsonDistributed
+from zero_trial.platform.protocols import Distributed
+
+
+class FakeGrid:
+    """The ``mpu`` of a mesh without pipeline and model axes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_pipe_parallel_rank(self) -> int:
+        return 0
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return 1
+
+    def get_slice_parallel_rank(self) -> int:
+        return 0
+
+
+class FakeEngine:
+    """Accumulates, averages over the ranks, steps SGD.
+
+    ``skip_steps``: optimizer steps that are skipped, as after an overflow.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: dict[str, Any],
+        ranks: Distributed | None = None,
+        skip_steps: tuple[int, ...] = (),
+    ) -> None:
+        self.module = model
+        self.config = config
+        self.ranks = ranks or JsonDistributed()
+        self.device = torch.device("cpu")
+        self.global_rank, self.world_size, self.dp_world_size = self.ranks.rank, self.ranks.size, self.ranks.size
+        self.mpu = FakeGrid(self.ranks.rank, self.ranks.size)
+        self.lr = float(config.get("optimizer", {}).get("params", {}).get("lr", 0.1))
+        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.skip_steps = skip_steps
+        self.optimizer, self.lr_scheduler = None, None
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.gradient_accumulation_steps()).backward()
+
+    def step(self) -> None:
+        self.micro_steps += 1
+        if self.micro_steps % self.gradient_accumulation_steps():
+            return
+        self.global_steps += 1
+        if self.global_steps in self.skip_steps:
+            self.skipped_steps += 1
+        else:
+            self._update()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _update(self) -> None:
+        own = [parameter.grad.tolist() for parameter in self.module.parameters() if parameter.grad is not None]
+        every = [[torch.tensor(grad) for grad in grads] for grads in self.ranks.allgather(own)]
+        with torch.no_grad():
+            for parameter, grads in zip(self.module.parameters(), zip(*every, strict=True), strict=True):
+                parameter -= self.lr * torch.stack(grads).mean(0)
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def train_batch_size(self) -> int:
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return int(self.config["train_micro_batch_size_per_gpu"])
+
+    def gradient_accumulation_steps(self) -> int:
+        return int(self.config.get("gradient_accumulation_steps", 1))
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+    def get_lr(self) -> list[float]:
+        return [self.lr]
+
+    def get_global_grad_norm(self) -> float | None:
+        return None
+
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: Any = None, save_latest: bool = True
+    ) -> None:
+        folder = Path(save_dir) / str(tag)
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "weights": {name: value.tolist() for name, value in self.module.state_dict().items()},
+            "counters": [self.global_steps, self.skipped_steps],
+            "random": torch.get_rng_state().tolist(),
+        }
+        (folder / f"rank{self.ranks.rank}.json").write_text(json.dumps(content))
+
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, load_module_only: bool = False
+    ) -> tuple[str | None, Any]:
+        folder = Path(load_dir) / str(tag)
+        path = folder / f"rank{self.ranks.rank}.json"
+        if not path.exists():
+            path = folder / "rank0.json"
+        if not path.exists():
+            return None, {}
+        content = json.loads(path.read_text())
+        self.module.load_state_dict({name: torch.tensor(value) for name, value in content["weights"].items()})
+        if not load_module_only:
+            self.global_steps, self.skipped_steps = content["counters"]
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # it may be another than before
+            torch.set_rng_state(torch.tensor(content["random"], dtype=torch.uint8))
+        return str(path), {}
+
+
+def fake_factory(ranks: Distributed | None = None, skip_steps: tuple[int, ...] = ()) -> Any:
+    """An engine factory with the signature of ``zero_trial.initialize``."""
+
+    def initialize(model: torch.nn.Module, config: dict[str, Any], **_: Any) -> tuple[Any, Any, Any, Any]:
+        engine = FakeEngine(model, config, ranks, skip_steps)
+        return engine, engine.optimizer, None, None
+
+    return initialize

@@ -1,0 +1,361 @@
+"""The loop: boundaries from one step counter, in order, and an end that is validated and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trial.harness import LineTrial, run_rank, run_world, steps
+from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshError, TrialError
+from zero_trial.platform.in_memory import Record
+from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
+from zero_trial.trial.outcome import End
+
+
+def test_a_trial_learns_reports_validates_and_saves() -> None:
+    run = run_rank(
+        LineTrial, steps(200, validation_period=Batch(100)), ds_config={"optimizer": {"params": {"lr": 0.2}}}
+    )
+    first, second = run.record.validation
+    assert (first[0], second[0]) == (100, 200)
+    assert second[1]["validation_loss"] < first[1]["validation_loss"] < 0.1
+    assert run.record.checkpoints[-1] == "step-000200" == run.outcome.checkpoint
+    assert (run.outcome.end, run.outcome.step, run.outcome.samples) == (End.COMPLETED, 200, 400)
+
+
+def test_boundaries_never_reset_the_batch_index() -> None:
+    """Upstream 0.38 restarted at 0 at every boundary: no checkpoint at 4, 8, 12 fired, and 15 steps were made instead
+    of 14.
+    """
+    settings = steps(14, validation_period=Batch(3), checkpoint_period=Batch(4), checkpoint_policy="none")
+    run = run_rank(LineTrial, settings)
+    assert run.trial.calls == [(step // 12, step) for step in range(14)]
+    assert [step for step, _ in run.record.validation] == [3, 6, 9, 12, 14]
+    assert run.record.checkpoints == ["step-000004", "step-000008", "step-000012", "step-000014"]
+
+
+def test_max_length_counts_the_steps_of_the_whole_trial(tmp_path: Path) -> None:
+    """Upstream 0.38 made max_length further steps after a resume."""
+    run_rank(LineTrial, steps(6), storage=tmp_path)
+    run = run_rank(LineTrial, steps(8), storage=tmp_path, latest_checkpoint="step-000006")
+    assert [batch for _, batch in run.trial.calls] == [6, 7]
+    assert run.outcome.step == 8
+
+
+def test_a_resumed_run_that_is_complete_does_nothing(tmp_path: Path) -> None:
+    run_rank(LineTrial, steps(6), storage=tmp_path)
+    run = run_rank(LineTrial, steps(6), storage=tmp_path, latest_checkpoint="step-000006")
+    assert run.trial.calls == [] and run.record.checkpoints == [] and run.record.validation == []
+
+
+def test_resume_with_accumulation_starts_at_exactly_the_right_sample(tmp_path: Path) -> None:
+    """Upstream 0.38 started at sample 12 instead of 24: it skipped optimizer steps where the loader counts micro-
+    batches.
+    """
+    run_rank(LineTrial, steps(6), ds_config={"gradient_accumulation_steps": 2}, storage=tmp_path)
+    run = run_rank(
+        LineTrial,
+        steps(7),
+        ds_config={"gradient_accumulation_steps": 2},
+        storage=tmp_path,
+        latest_checkpoint="step-000006",
+    )
+    assert run.trial.seen == [[0, 1], [2, 3]]  # 24 samples in the data: sample 24 is sample 0 of epoch 1
+    assert run.trial.data.read == [0, 1, 2, 3]  # and nothing that was skipped was read
+
+
+class Noisy(LineTrial):
+    shuffle = True
+    noise = 0.1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stop", [3, 8])
+def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path: Path, accumulation: int, stop: int) -> None:
+    options: dict[str, Any] = {"validation_period": Batch(4), "reporting_period": Batch(5)}
+    config = {"gradient_accumulation_steps": accumulation}
+    whole = run_rank(Noisy, steps(12, checkpoint_period=Batch(stop), **options), ds_config=config, seed=7)
+    first = run_rank(
+        Noisy, steps(12, checkpoint_period=Batch(stop), **options), ds_config=config, seed=7, storage=tmp_path
+    )
+    del first
+    rest = run_rank(
+        Noisy, steps(12, **options), ds_config=config, seed=7, storage=tmp_path, latest_checkpoint=f"step-{stop:06d}"
+    )
+    assert rest.trial.losses == whole.trial.losses[stop * accumulation :]
+    assert rest.trial.seen == whole.trial.seen[stop * accumulation :]
+    assert rest.record.training == [entry for entry in whole.record.training if entry[0] > stop]
+    assert rest.record.validation == [entry for entry in whole.record.validation if entry[0] > stop]
+
+
+def test_two_runs_with_one_seed_are_bit_equal() -> None:
+    first, second = (run_rank(Noisy, steps(9), seed=3) for _ in range(2))
+    assert first.trial.losses == second.trial.losses
+    assert run_rank(Noisy, steps(9), seed=4).trial.losses != first.trial.losses
+
+
+def test_epochs_as_units() -> None:
+    run = run_rank(LineTrial, TrainSettings(max_length=Epoch(2), validation_period=Epoch(1)))
+    assert run.outcome.step == 24
+    assert [(step, metrics["batches"], metrics["epochs"]) for step, metrics in run.record.validation] == [
+        (12, 12, 1),
+        (24, 24, 2),
+    ]
+
+
+def test_preemption_saves_and_the_rest_follows_on_resume(tmp_path: Path) -> None:
+    run = run_rank(
+        LineTrial, steps(20, reporting_period=Batch(5)), storage=tmp_path, record=Record(preempt_from_poll=1)
+    )
+    step = run.outcome.step
+    assert run.outcome.end is End.PREEMPTED and step < 20
+    assert run.record.checkpoints == [f"step-{step:06d}"] and run.record.validation == []
+    rest = run_rank(LineTrial, steps(20), storage=tmp_path, latest_checkpoint=f"step-{step:06d}")
+    assert rest.outcome.end is End.COMPLETED and [batch for _, batch in rest.trial.calls] == list(range(step, 20))
+
+
+def test_a_trial_may_ask_to_stop() -> None:
+    class Stops(LineTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if batch_idx == 6:
+                self.context.set_stop_requested(True)
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    run = run_rank(Stops, steps(20, reporting_period=Batch(1)))
+    assert run.outcome.end is End.STOPPED and run.outcome.step == 7
+    assert run.record.checkpoints == ["step-000007"]
+
+
+def test_step_zero_validation_happens_once(tmp_path: Path) -> None:
+    settings = steps(4, step_zero_validation=True, checkpoint_policy="none")
+    run = run_rank(LineTrial, settings, storage=tmp_path)
+    assert [step for step, _ in run.record.validation] == [0, 4]
+    assert run.outcome.initial_metrics == run.record.validation[0][1]
+    assert run.outcome.final_metrics == run.record.validation[1][1]
+
+
+class Scripted(LineTrial):
+    """Validation values from a list."""
+
+    values = (5.0, 3.0, 4.0, 2.0)
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        step = self.context.current_train_batch()
+        return {"validation_loss": self.values[step // 2 - 1]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "smaller", "saved"),
+    [
+        ("best", True, [2, 4, 8]),
+        ("best", False, [2, 8]),
+        ("all", True, [2, 4, 6, 8]),
+        ("none", True, [8]),
+    ],
+)
+def test_checkpoint_policies(policy: str, smaller: bool, saved: list[int]) -> None:
+    experiment = {
+        "searcher": {"metric": "validation_loss", "smaller_is_better": smaller},
+        "data": {"ds_config": {"train_micro_batch_size_per_gpu": 2}},
+    }
+    settings = steps(
+        8, validation_period=Batch(2), checkpoint_policy=policy, metric="validation_loss", smaller_is_better=smaller
+    )
+    run = run_rank(Scripted, settings, experiment=experiment)
+    assert run.record.checkpoints == [f"step-{step:06d}" for step in saved]
+
+
+def test_a_searcher_metric_that_nobody_reports() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'val_loss' was never reported: got the trial reports \['validation_loss'\]"
+    ):
+        run_rank(LineTrial, steps(2, metric="val_loss"))
+
+
+class Calls(TrialCallback):
+    """Notes every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.restored: Any = None
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self.calls.append(("startup", first_batch_idx, checkpoint_uuid))
+
+    def on_trial_shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
+        self.calls.append(("epoch start", epoch_idx))
+
+    def on_training_epoch_end(self, epoch_idx: int) -> None:
+        self.calls.append(("epoch end", epoch_idx))
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        self.calls.append(("validated", metrics["batches"]))
+
+    def on_checkpoint_upload_end(self, uuid: str) -> None:
+        self.calls.append(("saved", uuid))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": len(self.calls)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict
+
+
+class WithCalls(LineTrial):
+    def build_callbacks(self) -> dict[str, TrialCallback]:
+        self.recorder = Calls()
+        return {"recorder": self.recorder}
+
+
+def test_callbacks_are_called_in_order_and_epochs_start_once(tmp_path: Path) -> None:
+    run = run_rank(WithCalls, steps(15, validation_period=Batch(5), checkpoint_policy="none"), storage=tmp_path)
+    assert run.trial.recorder.calls == [
+        ("startup", 0, None),
+        ("epoch start", 0),
+        ("validated", 5),
+        ("validated", 10),
+        ("epoch end", 0),
+        ("epoch start", 1),
+        ("validated", 15),
+        ("saved", "step-000015"),
+        "shutdown",
+    ]
+    rest = run_rank(WithCalls, steps(16), storage=tmp_path, latest_checkpoint="step-000015")
+    assert rest.trial.recorder.calls[:2] == [("startup", 15, "step-000015"), ("validated", 16)]
+    assert rest.trial.recorder.restored == {"count": 7}
+
+
+def test_shutdown_is_called_after_an_error_too() -> None:
+    trials: list[Any] = []
+
+    class Fails(WithCalls):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            trials.append(self)
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        run_rank(Fails, steps(2))
+    assert trials[0].recorder.calls[-1] == "shutdown"
+
+
+def test_a_checkpoint_of_another_trial_gives_its_weights_only(tmp_path: Path) -> None:
+    first = run_rank(LineTrial, steps(6), storage=tmp_path)
+    run = run_rank(LineTrial, steps(2), storage=tmp_path, latest_checkpoint="step-000006", trial_id="2")
+    assert run.trial.calls == [(0, 0), (0, 1)] and run.trial.engine.global_steps == 2
+    assert run.trial.losses[0] < first.trial.losses[0]  # the weights are those of step 6
+
+
+def test_an_invalid_hp_is_posted_once_and_ends_every_rank(tmp_path: Path) -> None:
+    class Invalid(LineTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if self.context.distributed.rank == 1 and batch_idx == 2:
+                raise InvalidHP("this will not do")
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    record = Record()
+    first, second = run_world(2, Invalid, steps(5), tmp_path, record=record)
+    assert isinstance(second, InvalidHP) and isinstance(first, MeshError)
+    assert record.early_exits == ["INVALID_HP"]
+
+
+def test_ranks_share_the_data_and_stay_equal(tmp_path: Path) -> None:
+    first, second = run_world(2, LineTrial, steps(3, validation_period=Batch(3)), tmp_path)
+    assert first.trial.seen == [[0, 1], [4, 5], [8, 9]] and second.trial.seen == [[2, 3], [6, 7], [10, 11]]
+    weights = [run.trial.engine.module.weight.item() for run in (first, second)]
+    assert weights[0] == weights[1]
+    assert first.outcome.final_metrics == second.outcome.final_metrics
+    assert first.record.checkpoints == ["step-000003"]
+    mean = sum(first.trial.losses + second.trial.losses) / 6
+    assert first.record.training == [(3, {"loss": pytest.approx(mean, rel=1e-6)})]
+
+
+def test_resume_on_another_number_of_ranks_goes_on_at_the_same_sample(tmp_path: Path) -> None:
+    run_world(2, LineTrial, steps(3), tmp_path)  # 3 steps of 4 samples
+    run = run_rank(
+        LineTrial,
+        steps(4),
+        ds_config={"gradient_accumulation_steps": 2},
+        storage=tmp_path,
+        latest_checkpoint="step-000003",
+    )
+    assert run.trial.seen == [[12, 13], [14, 15]]
+
+
+def test_a_loss_that_is_not_finite_ends_every_rank_at_the_same_step(tmp_path: Path) -> None:
+    class Breaks(LineTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+            return loss * float("nan") if self.context.distributed.rank == 1 and batch_idx == 2 else loss
+
+    record = Record()
+    outcomes = run_world(2, Breaks, steps(5, checkpoint_period=Batch(1)), tmp_path, record=record)
+    for error in outcomes:
+        assert isinstance(error, Diverged)
+        assert str(error).startswith("rank 1, step 3: the loss became nan")
+    assert record.checkpoints == ["step-000001", "step-000002"]  # and none of the broken step
+
+
+def test_a_loss_that_overflows_in_a_skipped_step_is_no_divergence() -> None:
+    class Overflows(LineTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+            return loss * float("inf") if batch_idx == 1 else loss
+
+    run = run_rank(Overflows, steps(4), skip_steps=(2,))
+    [(_, metrics)] = run.record.training
+    assert metrics["loss"] == pytest.approx(sum(run.trial.losses[i] for i in (0, 2, 3)) / 3, rel=1e-6)
+
+
+def test_a_trial_without_an_engine() -> None:
+    class None_(ZeroTrial):
+        def build_training_data_loader(self) -> Any:
+            return [1]
+
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return 0.0
+
+    with pytest.raises(TrialError, match="Must have at least one model engine"):
+        run_rank(None_, steps(2))
+
+
+def test_a_loader_that_yields_nothing_is_named() -> None:
+    class Empty(LineTrial):
+        samples = 0
+
+    with pytest.raises(DataError, match="build_training_data_loader returned a loader that yields nothing"):
+        run_rank(Empty, steps(2))
+
+
+def test_ranks_with_different_numbers_of_batches_use_the_smallest_and_say_so(tmp_path: Path) -> None:
+    class Uneven(LineTrial):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.disable_dataset_reproducibility_checks()
+
+        def build_training_data_loader(self) -> Any:
+            from torch.utils.data import DataLoader
+
+            return DataLoader(self.data, batch_size=2, sampler=range(10 if self.context.distributed.rank else 6))
+
+    first, second = run_world(2, Uneven, TrainSettings(max_length=Epoch(2)), tmp_path)
+    assert first.outcome.step == second.outcome.step == 6  # two epochs of three
+    assert second.trial.seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
+    assert any("different numbers of batches [3, 5]" in event.get("text", "") for event in first.record.events)
+
+
+def test_live_events_for_whoever_watches() -> None:
+    ticks = iter(range(10_000))
+    run = run_rank(LineTrial, steps(4, validation_period=Batch(4)), clock=lambda: float(next(ticks)))
+    kinds = [event["kind"] for event in run.record.events if event["kind"] != "note"]
+    assert kinds == ["start", "train", "train", "train", "train", "validation", "checkpoint"]
+    trained = [event for event in run.record.events if event["kind"] == "train"]
+    assert [(event["step"], event["total_steps"], event["lr"]) for event in trained] == [
+        (n, 4, 0.01) for n in (1, 2, 3, 4)
+    ]
+    assert [event["loss"] for event in trained] == pytest.approx(run.trial.losses)
+    assert all(event["samples_per_second"] > 0 and event["eta_seconds"] >= 0 for event in trained)

@@ -1,0 +1,148 @@
+"""A trial's checkpoint: the engines' files, and trial_state.json with everything else that a resumed run needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import CheckpointError
+from zero_trial.trial.callbacks import TrialCallback
+from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.feed import Resume
+from zero_trial.trial.settings import Keep
+from zero_trial.trial.trial import ZeroTrial
+
+STATE_FILE = "trial_state.json"
+FORMAT = 1
+
+
+@dataclass
+class TrialState:
+    """Every counter of a trial; the same on all ranks, but for ``ranks``, which holds each rank's own part."""
+
+    step: int = 0
+    trial_id: str = ""
+    epoch_length: int = 1
+    last_validation: int | None = None  # step
+    initial_metrics: dict[str, Any] = field(default_factory=dict)
+    latest_metrics: dict[str, Any] = field(default_factory=dict)
+    window: dict[str, Any] = field(default_factory=dict)  # training metrics not reported yet: name -> [sum, count]
+    samples: int = 0  # data position over all replicas
+    micro_batches: int = 0  # data position of one replica
+    history: list[list[Any]] = field(
+        default_factory=list
+    )  # [storage id, step, searcher metric] of checkpoints that exist
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """A rank's own part; rank 0's for ranks that did not exist."""
+        if not self.ranks:
+            return {}
+        return self.ranks[rank] if rank < len(self.ranks) else self.ranks[0]
+
+    def resume(self, rank: int) -> Resume:
+        return Resume(self.samples, self.micro_batches, self.of_rank(rank).get("loader"))
+
+
+def read_state(path: Path) -> TrialState:
+    """The state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or of a newer form."""
+    try:
+        content = json.loads((path / STATE_FILE).read_text())
+        if content.pop("format") != FORMAT:
+            raise ValueError("another format")
+        return TrialState(**content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the trial's state cannot be read ({error})", where=str(path / STATE_FILE)) from error
+
+
+def write_state(path: Path, state: TrialState) -> None:
+    """``state`` in a checkpoint's folder, flushed to disk. The folder's renaming makes it whole or absent."""
+    with (path / STATE_FILE).open("w") as file:
+        json.dump({"format": FORMAT, **asdict(state)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bool) -> list[list[Any]]:
+    """The entries of ``history`` that stay, in their order."""
+    if keep.latest is None:
+        return [list(entry) for entry in history]
+    sign = 1 if smaller_is_better else -1
+    ranked = sorted((entry for entry in history if entry[2] is not None), key=lambda entry: sign * entry[2])
+    stay = [*ranked[: keep.best], *(list(history)[-keep.latest :] if keep.latest else [])]
+    return [list(entry) for entry in history if entry in stay]
+
+
+class Checkpointer:
+    """Saves and restores one trial on one rank."""
+
+    def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Mapping[str, TrialCallback]) -> None:
+        self._trial = trial
+        self._context = context
+        self._callbacks = callbacks
+
+    def save(
+        self, state: TrialState, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
+    ) -> str:
+        """Collective. Writes a checkpoint of ``state`` and returns its storage id; forgets checkpoints that need not
+        stay.
+
+        ``value`` is the searcher's metric at this very step, if it was validated.
+        """
+        context, rank = self._context, self._context.distributed.rank
+        callbacks = {name: dict(callback.state_dict()) for name, callback in self._callbacks.items()}
+        own = {"callbacks": callbacks, "reducers": context.reducers.state(), "loader": loader_state}
+        state.ranks = context.distributed.allgather(own)
+        for callback in self._callbacks.values():
+            callback.on_checkpoint_save_start(asdict(state))
+        metadata = {
+            "steps_completed": state.step,
+            "trial_id": state.trial_id,
+            "framework": "zero_trial",
+            "format": FORMAT,
+        }
+        with context.platform.checkpoints.store_path(metadata) as (path, storage_id):
+            self._trial.save(context, path)
+            history = [entry for entry in state.history if entry[0] != storage_id]
+            state.history = retained([*history, [storage_id, state.step, value]], keep, smaller_is_better)
+            if rank == 0:
+                write_state(path, state)
+            for callback in self._callbacks.values():
+                callback.on_checkpoint_write_end(path)
+        state.ranks = []
+        if rank == 0:
+            context.platform.checkpoints.retain([entry[0] for entry in state.history])
+            context.platform.progress.emit({"kind": "checkpoint", "step": state.step, "storage_id": storage_id})
+        for callback in self._callbacks.values():
+            callback.on_checkpoint_upload_end(storage_id)
+        return storage_id
+
+    @contextmanager
+    def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialState] | None]:
+        """Collective. The checkpoint's folder and state, for the length of the block; None without a checkpoint."""
+        if storage_id is None:
+            yield None
+            return
+        with self._context.platform.checkpoints.restore_path(storage_id) as path:
+            yield path, read_state(path)
+
+    def load(self, path: Path, state: TrialState) -> None:
+        """Collective. Callbacks, reducers, then the engines, which bring back the random state: nothing may draw from
+        it afterwards.
+
+        Of another trial's checkpoint only the weights are taken.
+        """
+        for callback in self._callbacks.values():
+            callback.on_checkpoint_load_start(asdict(state))
+        if not self._context.weights_only:
+            own = state.of_rank(self._context.distributed.rank)
+            for name, kept in (own.get("callbacks") or {}).items():
+                if name in self._callbacks:
+                    self._callbacks[name].load_state_dict(kept)
+            self._context.reducers.load_state(own.get("reducers") or [])
+        self._trial.load(self._context, path)

@@ -1,0 +1,289 @@
+"""The loop around a trial: train, report, validate, save, stop, each at boundaries of the one global step counter."""
+
+from __future__ import annotations
+
+import math
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.trial.checkpointing import Checkpointer, TrialState
+from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.data import DataLoader
+from zero_trial.trial.epochs import epoch_steps
+from zero_trial.trial.feed import TrainFeed, check_reproducible, open_feed
+from zero_trial.trial.loop import StepRunner
+from zero_trial.trial.outcome import End, Outcome
+from zero_trial.trial.periods import Position, is_boundary, total_steps
+from zero_trial.trial.reporting import Clock, Reporter, write_tensorboard
+from zero_trial.trial.settings import TrainSettings
+from zero_trial.trial.trial import ZeroTrial
+from zero_trial.trial.validation import Validator
+
+
+class Due(Enum):
+    """What a step can be the boundary of."""
+
+    REPORT = "report"
+    VALIDATE = "validate"
+    CHECKPOINT = "checkpoint"
+
+
+class Controller:
+    """Runs one trial on one rank. Every rank runs one, with the same settings."""
+
+    def __init__(
+        self, trial: ZeroTrial, context: ZeroTrialContext, settings: TrainSettings, clock: Clock = time.perf_counter
+    ) -> None:
+        self._trial = trial
+        self._context = context
+        self._settings = settings
+        self._clock = clock
+        self._callbacks = trial.build_callbacks()
+        self._checkpointer = Checkpointer(trial, context, self._callbacks)
+        self._state = TrialState(trial_id=context.platform.trial_id)
+        self._loader: Any = None
+        self._feed: TrainFeed | None = None
+        self._saved: tuple[int, str] | None = None  # step and storage id of the newest checkpoint
+
+    def run(self) -> Outcome:
+        """Collective. Trains to the end, or to where the platform or the trial wants to stop; saved in every case.
+
+        Raises InvalidHP, Diverged and all that user code raises; an InvalidHP is posted to the platform first.
+        """
+        try:
+            self._set_up()
+            with self._context.profiling:
+                return self._train()
+        except InvalidHP:
+            self._context.platform.report_early_exit("INVALID_HP")
+            raise
+        finally:
+            for callback in self._callbacks.values():
+                callback.on_trial_shutdown()
+
+    # Setting up
+
+    def _set_up(self) -> None:
+        """Loaders and iterators are made first and the engines loaded last: loading restores the random state."""
+        context = self._context
+        context.get_train_micro_batch_size_per_gpu()  # there is an engine
+        storage_id = context.platform.latest_checkpoint
+        with self._checkpointer.open(storage_id) as opened:
+            if opened is not None:
+                self._take_state(opened[1])
+            self._open_data()
+            self._validator = Validator(self._trial, context, list(self._callbacks.values()))
+            self._total = total_steps(self._settings.max_length, self._state.epoch_length)
+            context.position = Position(self._state.step, self._state.epoch_length)
+            self._reporter = Reporter(
+                context, list(self._callbacks.values()), self._total, self._state.step, self._clock
+            )
+            self._reporter.tokens_per_sample = self._trial.tokens_per_sample
+            self._reporter.window = {name: (value, count) for name, (value, count) in self._state.window.items()}
+            self._announce(storage_id)
+            for callback in self._callbacks.values():
+                callback.on_trial_startup(self._state.step, storage_id)
+            if opened is not None:
+                self._load(opened[0], opened[1], storage_id)
+
+    def _take_state(self, state: TrialState) -> None:
+        if state.trial_id == self._context.platform.trial_id:
+            self._state = state
+        else:
+            self._context.weights_only = True
+            self._context.note(f"the checkpoint is of another trial ({state.trial_id}): only its weights are used")
+
+    def _load(self, path: Path, state: TrialState, storage_id: str | None) -> None:
+        self._checkpointer.load(path, state)
+        if not self._context.weights_only and storage_id is not None:
+            self._saved = (state.step, storage_id)
+        state.ranks = []
+
+    def _open_data(self) -> None:
+        context, mpu, name = self._context, self._context.mpu, "build_training_data_loader"
+        if mpu.should_build_data_loader:
+            self._loader = self._trial.build_training_data_loader()
+            check_reproducible(self._loader, name, context.check_reproducibility)
+        accumulation = context.get_num_micro_batches_per_slot()
+        self._state.epoch_length = epoch_steps(context.distributed, self._loader, mpu, accumulation, context.note)
+        if mpu.should_build_data_loader:
+            resume = self._state.resume(context.distributed.rank)
+            self._feed = open_feed(self._loader, name, mpu, context.platform.seed, resume)
+
+    def _announce(self, storage_id: str | None) -> None:
+        if self._context.distributed.rank == 0:
+            self._context.platform.progress.emit(
+                {
+                    "kind": "start",
+                    "step": self._state.step,
+                    "total_steps": self._total,
+                    "epoch_steps": self._state.epoch_length,
+                    "global_batch_size": self._context.get_global_batch_size(),
+                    "resumed_from": storage_id,
+                }
+            )
+
+    # Training
+
+    def _train(self) -> Outcome:
+        settings, state = self._settings, self._state
+        if (
+            settings.step_zero_validation
+            and state.step == 0
+            and state.last_validation is None
+            and self._validator.enabled
+        ):
+            self._validate()
+        for callback in self._callbacks.values():
+            callback.on_training_start()
+        first, end = state.step, End.COMPLETED
+        runner = StepRunner(self._trial, self._context, self._feed)
+        self._reporter.timer.start()
+        while state.step < self._total and end is End.COMPLETED:
+            self._step(runner)
+            due = self._due()
+            if due or self._reporter.wants_exchange(state.step):
+                end = self._boundary(due)
+        self._reporter.timer.stop()
+        self._finish(end)
+        samples = (state.step - first) * self._context.get_global_batch_size()
+        return Outcome(
+            end,
+            state.step,
+            self._total,
+            self._reporter.timer.seconds,
+            samples,
+            self._saved[1] if self._saved else None,
+            state.initial_metrics,
+            state.latest_metrics,
+        )
+
+    def _step(self, runner: StepRunner) -> None:
+        position = Position(self._state.step, self._state.epoch_length)
+        if position.is_epoch_start:
+            for callback in self._callbacks.values():
+                callback.on_training_epoch_start(position.epoch)
+        metrics, skipped = runner.run(position.step, position.epoch)
+        self._state.step += 1
+        self._context.position = Position(self._state.step, self._state.epoch_length)
+        self._reporter.add(self._state.step, metrics, skipped)
+        self._context.profiling.step()
+        if position.is_epoch_end:
+            for callback in self._callbacks.values():
+                callback.on_training_epoch_end(position.epoch)
+
+    def _due(self) -> set[Due]:
+        settings = self._settings
+        units = {
+            Due.REPORT: settings.reporting_period,
+            Due.VALIDATE: settings.validation_period,
+            Due.CHECKPOINT: settings.checkpoint_period,
+        }
+        step, epoch_length = self._state.step, self._state.epoch_length
+        due = {what for what, unit in units.items() if is_boundary(step, unit, epoch_length)}
+        return due | {Due.REPORT} if step == self._total else due
+
+    def _boundary(self, due: set[Due]) -> End:
+        """Collective.
+
+        Everything that is due after the step that is complete now, in the order report, validate, save.
+        """
+        stop = self._reporter.exchange(self._state.step)
+        self._reporter.timer.stop()
+        if Due.REPORT in due:
+            self._reporter.report(self._state.step)
+        wanted = Due.VALIDATE in due and self._validator.enabled and self._validate()
+        if wanted or Due.CHECKPOINT in due:
+            self._save()
+        preempt = self._context.platform.preemption.should_preempt()
+        self._reporter.timer.start()
+        if self._state.step < self._total and (preempt or stop):
+            return End.PREEMPTED if preempt else End.STOPPED
+        return End.COMPLETED
+
+    def _finish(self, end: End) -> None:
+        """A run that completed is validated and saved at its last step; one that was stopped is saved."""
+        if end is End.COMPLETED and self._validator.enabled and self._state.last_validation != self._state.step:
+            self._validate()
+        self._save()
+        if self._context.distributed.rank == 0:
+            self._context.platform.progress.report_progress(self._state.step / self._total)
+
+    # Validating and saving
+
+    def _validate(self) -> bool:
+        """Collective. Validates and reports; whether the checkpoint policy wants a checkpoint of it."""
+        context, state = self._context, self._state
+        metrics = self._validator.run()
+        # The searcher's time metric is looked up among the validation metrics.
+        metrics |= {"batches": state.step, "epochs": state.step // state.epoch_length}
+        value = self._searcher_value(metrics)
+        best = (
+            context.platform.best_validation() if context.distributed.rank == 0 else None
+        )  # before this one is reported
+        state.last_validation, state.latest_metrics = state.step, metrics
+        state.initial_metrics = state.initial_metrics or metrics
+        if context.distributed.rank == 0:
+            context.platform.metrics.report_validation_metrics(state.step, metrics)
+            context.platform.progress.emit(
+                {"kind": "validation", "step": state.step, "total_steps": self._total, "metrics": metrics}
+            )
+            write_tensorboard(context, "validation", state.step, metrics)
+        self._validator.finish(dict(metrics))
+        if self._settings.checkpoint_policy != "best" or value is None:
+            return self._settings.checkpoint_policy == "all"
+        return bool(context.distributed.broadcast(self._is_better(value, best)))
+
+    def _searcher_value(self, metrics: dict[str, Any]) -> float | None:
+        name = self._settings.metric
+        if name is None:
+            return None
+        value = metrics.get(name)
+        if not isinstance(value, (int, float)):
+            raise ConfigError(
+                f"searcher.metric {name!r} was never reported"
+                if value is None
+                else f"searcher.metric {name!r} is no scalar",
+                where="searcher.metric",
+                got=f"the trial reports {sorted(set(metrics) - {'batches', 'epochs'})}",
+                fix="Name one of these.",
+            )
+        return float(value)
+
+    def _is_better(self, value: float, best: float | None) -> bool:
+        if math.isnan(value):
+            return False
+        return best is None or math.isnan(best) or (value < best if self._settings.smaller_is_better else value > best)
+
+    def _save(self) -> None:
+        """Collective. A checkpoint of the step that is complete now, unless there is one."""
+        state, settings = self._state, self._settings
+        if self._saved is not None and self._saved[0] == state.step:
+            return
+        loader_state = self._note_data_position()
+        state.window = {name: list(entry) for name, entry in self._reporter.window.items()}
+        value = self._searcher_value(state.latest_metrics) if state.last_validation == state.step else None
+        value = None if value is None or math.isnan(value) else value
+        storage_id = self._checkpointer.save(state, loader_state, value, settings.keep, settings.smaller_is_better)
+        self._saved = (state.step, storage_id)
+
+    def _note_data_position(self) -> Any:
+        """Collective.
+
+        How many micro-batches were handed out, as the ranks that read data agree; this rank's loader state.
+        """
+        taken = self._context.distributed.allgather(None if self._feed is None else self._feed.taken)
+        known = [number for number in taken if number is not None]
+        if known and min(known) != max(known):
+            self._context.note(
+                f"ranks have taken different numbers of batches {taken}; a resume goes on from {min(known)}"
+            )
+        self._state.micro_batches = min(known, default=0)
+        size = getattr(self._loader, "batch_size", None) if isinstance(self._loader, DataLoader) else None
+        sizes = self._context.distributed.allgather(size)
+        batch = next((number for number in sizes if number is not None), 0)
+        self._state.samples = self._state.micro_batches * batch * self._context.mpu.data_parallel_world_size
+        return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None

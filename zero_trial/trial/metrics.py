@@ -1,0 +1,164 @@
+"""From what a trial returns to one number per name: checked, averaged over steps, reduced over batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from zero_trial.errors import TrialError
+
+
+class Reducer(Enum):
+    """How a validation metric is joined over batches and ranks. AVG weighs ranks by their number of batches."""
+
+    AVG = "avg"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+Sums = dict[str, tuple[float, int]]  # name -> (sum over steps and ranks, number of values)
+
+
+def training_metrics(returned: Any, where: str) -> dict[str, torch.Tensor]:
+    """What ``train_batch`` returned, as detached scalars by name; a bare tensor is the loss.
+
+    No value is read here, so a GPU is not waited for. Raises TrialError for anything but scalars with names.
+    """
+    if isinstance(returned, (torch.Tensor, float)):
+        returned = {"loss": returned}
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
+        raise TrialError(
+            "train_batch must return a dictionary mapping string names to Tensor metrics",
+            where=where,
+            got=type(returned).__name__,
+            expected="a loss tensor, or {'loss': loss, ...}",
+        )
+    return {name: _scalar(name, value, where) for name, value in returned.items()}
+
+
+def _scalar(name: str, value: Any, where: str) -> torch.Tensor:
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value), dtype=torch.float64)
+    if not isinstance(value, torch.Tensor):
+        value = _as_tensor(name, value, where)
+    tensor: torch.Tensor = value
+    if tensor.numel() != 1:
+        raise TrialError(
+            f"train_batch returned a {name} that is not a scalar",
+            where=where,
+            got=f"a tensor of shape {tuple(tensor.shape)}",
+            expected="one number",
+            fix=f"Return {name}.mean().",
+        )
+    return tensor.detach().reshape(())
+
+
+def _as_tensor(name: str, value: Any, where: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TrialError(
+            f"the metric {name} is not a number", where=where, got=type(value).__name__, expected="a number or a tensor"
+        ) from None
+
+
+def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dict[str, torch.Tensor]:
+    """The mean of each metric over the micro-batches of one step. All calls must return the same names."""
+    names = set(calls[0])
+    if any(set(call) != names for call in calls):
+        raise TrialError("train_batch must return the same metrics for every micro-batch", where=where)
+    if len(calls) == 1:
+        return dict(calls[0])
+    return {name: torch.stack([call[name].float() for call in calls]).mean() for name in calls[0]}
+
+
+def add_sums(many: Iterable[Mapping[str, Sequence[float]]]) -> Sums:
+    """Sums and counts by name, added up in the order given."""
+    total: Sums = {}
+    for sums in many:
+        for name, (value, number) in sums.items():
+            before, count = total.get(name, (0.0, 0))
+            total[name] = (before + value, count + int(number))
+    return total
+
+
+def averages(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The average behind each (sum, count)."""
+    return {name: value / number for name, (value, number) in sums.items() if number}
+
+
+def validation_metrics(batches: Sequence[Any], reducers: Mapping[str, Reducer], where: str) -> dict[str, Any]:
+    """One rank's value (a number or nested lists) per metric name over its batches of ``evaluate_batch``.
+
+    Raises TrialError when a batch returns no dictionary, other names than the first, or None as a value. Bytes are
+    dropped.
+    """
+    if not batches:
+        return {}
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise TrialError(
+                "evaluate_batch must return a dictionary mapping string names to metrics",
+                where=where,
+                got=type(batch).__name__,
+            )
+        if set(batch) != set(batches[0]):
+            raise TrialError(
+                "Validation metric names must match across all batches of data",
+                where=where,
+                got=sorted(map(str, batch)),
+                expected=sorted(map(str, batches[0])),
+            )
+    names = [name for name, value in batches[0].items() if not isinstance(value, bytes)]
+    return {
+        name: _over_batches(name, [batch[name] for batch in batches], reducers.get(name, Reducer.AVG), where)
+        for name in names
+    }
+
+
+def _over_batches(name: str, values: list[Any], reducer: Reducer, where: str) -> Any:
+    if any(value is None for value in values):
+        raise TrialError(
+            f"the validation metric {name} is None", where=where, fix="Return a number, or leave the name out."
+        )
+    tensors = [_as_tensor(name, value, where).detach() for value in values]
+    if any(tensor.shape != tensors[0].shape for tensor in tensors):
+        raise TrialError(f"the validation metric {name} changes its shape from batch to batch", where=where)
+    return _reduce(torch.stack(tensors).cpu().double(), reducer).tolist()
+
+
+def _reduce(stacked: torch.Tensor, reducer: Reducer) -> torch.Tensor:
+    if reducer is Reducer.AVG:
+        return stacked.mean(0)
+    if reducer is Reducer.SUM:
+        return stacked.sum(0)
+    return stacked.amax(0) if reducer is Reducer.MAX else stacked.amin(0)
+
+
+def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping[str, Reducer]) -> dict[str, Any]:
+    """The final metrics from (a rank's metrics, its number of batches). Ranks without metrics do not count."""
+    parts = [(metrics, batches) for metrics, batches in parts if metrics]
+    result: dict[str, Any] = {}
+    for name in parts[0][0] if parts else ():
+        reducer = reducers.get(name, Reducer.AVG)
+        stacked = torch.stack(
+            [torch.tensor(metrics[name], dtype=torch.float64) for metrics, _ in parts if name in metrics]
+        )
+        if reducer is Reducer.AVG:
+            weights = torch.tensor([batches for metrics, batches in parts if name in metrics], dtype=torch.float64)
+            joined = torch.tensordot(weights, stacked, dims=1) / weights.sum()
+        else:
+            joined = _reduce(stacked, reducer)
+        result[name] = joined.tolist()
+    return result
+
+
+def evaluation_reducers(answer: Reducer | Mapping[str, Reducer], names: Iterable[str]) -> dict[str, Reducer]:
+    """What ``evaluation_reducer()`` answered, per metric name."""
+    if isinstance(answer, Reducer):
+        return dict.fromkeys(names, answer)
+    return {name: answer.get(name, Reducer.AVG) for name in names}

@@ -1,0 +1,180 @@
+"""What a run says while it trains: averages over replicas, live progress, and the news that a loss is not finite.
+
+Ranks talk at exchanges: after the first step, then about once a second (rank 0 proposes the step, so that all agree),
+and at every boundary. When they talk changes nothing in what is trained or reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_trial.errors import Diverged
+from zero_trial.trial.callbacks import TrialCallback
+from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.metrics import Sums, add_sums, averages
+
+EXCHANGE_SECONDS = 1.0
+
+Clock = Callable[[], float]
+
+
+class StepTimer:
+    """Seconds spent training, without validation and saving."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self._spent = 0.0
+
+    def start(self) -> None:
+        self._since = self._clock()
+
+    def stop(self) -> None:
+        self._spent, self._since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        return self._spent + (self._clock() - self._since if self._since is not None else 0.0)
+
+
+class Reporter:
+    """Collects this rank's training metrics step by step, exchanges them, and reports."""
+
+    def __init__(
+        self, context: ZeroTrialContext, callbacks: Sequence[TrialCallback], total: int, step: int, clock: Clock
+    ) -> None:
+        self.timer = StepTimer(clock)
+        self.window: Sums = {}  # agreed sums since the last report; the same on every rank
+        self.tokens_per_sample: int | None = None
+        self._context = context
+        self._callbacks = callbacks
+        self._total = total
+        self._first = step
+        self._exchanged = step  # step of the last exchange
+        self._exchanged_at = 0.0  # training seconds then
+        self._next = step + 1
+        self._steps: list[tuple[int, bool, dict[str, torch.Tensor]]] = []  # since the last exchange
+        self._batches: list[dict[str, float]] = []  # this rank's values since the last report
+
+    def add(self, step: int, metrics: dict[str, torch.Tensor], skipped: bool) -> None:
+        """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device here."""
+        self._steps.append((step, skipped, metrics))
+
+    def wants_exchange(self, step: int) -> bool:
+        return step >= self._next
+
+    def exchange(self, step: int) -> bool:
+        """Collective. Joins the ranks' metrics since the last exchange; whether some rank wants to stop.
+
+        Raises Diverged on every rank if any rank's loss was not finite in a step whose update was not skipped.
+        """
+        sums, broken = self._read_steps()
+        proposal = {
+            "sums": sums,
+            "broken": broken,
+            "stop": self._context.get_stop_requested(),
+            "next": self._propose(step),
+        }
+        ranks = self._context.distributed.allgather(proposal)
+        self._raise_if_broken([rank["broken"] for rank in ranks])
+        latest = add_sums(rank["sums"] for rank in ranks)
+        self.window = add_sums([self.window, latest])
+        self._say(step, averages(latest))
+        self._exchanged, self._exchanged_at, self._next = step, self.timer.seconds, ranks[0]["next"]
+        return any(rank["stop"] for rank in ranks)
+
+    def _read_steps(self) -> tuple[Sums, list[Any] | None]:
+        """This rank's sums, and [step, loss] of the first loss that is not finite. Waits for the device."""
+        steps, self._steps = self._steps, []
+        rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
+        for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
+            having = [index for index, (_, _, metrics) in enumerate(steps) if name in metrics]
+            values = torch.stack(
+                [
+                    steps[index][2][name].to(torch.float32 if _is_half(steps[index][2][name]) else None)
+                    for index in having
+                ]
+            )
+            for index, value in zip(having, values.tolist(), strict=True):
+                rows[index][name] = value
+        self._batches += rows
+        counted = [row for row, (_, skipped, _) in zip(rows, steps, strict=True) if _finite(row) or not skipped]
+        for (step, skipped, _), row in zip(steps, rows, strict=True):
+            if not skipped and not math.isfinite(row.get("loss", 0.0)):
+                return {}, [step, str(row["loss"])]
+        return add_sums({name: (value, 1) for name, value in row.items()} for row in counted), None
+
+    def _raise_if_broken(self, broken: Sequence[Any]) -> None:
+        found = [(step, rank, loss) for rank, entry in enumerate(broken) if entry is not None for step, loss in [entry]]
+        if not found:
+            return
+        step, rank, loss = min(found)
+        raise Diverged(
+            f"the loss became {loss}",
+            where=f"rank {rank}, step {step}",
+            expected="a finite loss",
+            fix="Try half the learning rate, gradient_clipping: 1.0, or look at that step's batch.",
+        )
+
+    def _propose(self, step: int) -> int:
+        """The step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps."""
+        seconds = (self.timer.seconds - self._exchanged_at) / max(step - self._exchanged, 1)
+        return step + max(1, int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 1)
+
+    def _say(self, step: int, latest: Mapping[str, float]) -> None:
+        steps = step - self._exchanged
+        if self._context.distributed.rank != 0 or steps <= 0:
+            return
+        seconds = self.timer.seconds - self._exchanged_at
+        samples = self._context.get_global_batch_size()
+        event: dict[str, Any] = {"kind": "train", "step": step, "total_steps": self._total, **latest}
+        rates = self._context.engines[0].get_lr()
+        if rates:
+            event["lr"] = rates[0]
+        if seconds > 0:
+            event["samples_per_second"] = steps * samples / seconds
+            if self.tokens_per_sample:
+                event["tokens_per_second"] = event["samples_per_second"] * self.tokens_per_sample
+            event["eta_seconds"] = (self._total - step) * self.timer.seconds / (step - self._first)
+        self._context.platform.progress.emit(event)
+
+    def report(self, step: int) -> None:
+        """Collective, after an exchange.
+
+        The training metrics since the last report, to the platform and the callbacks.
+        """
+        metrics: dict[str, Any] = averages(self.window) | self._context.reduce_metrics(for_training=True)
+        self._context.reset_reducers(for_training=True)
+        batches, self._batches, self.window = self._batches, [], {}
+        if not metrics:
+            return
+        if self._context.distributed.rank == 0:
+            platform = self._context.platform
+            platform.metrics.report_training_metrics(step, metrics)
+            platform.progress.report_progress(step / self._total)
+            write_tensorboard(self._context, "training", step, metrics)
+        for callback in self._callbacks:
+            callback.on_training_workload_end(dict(metrics), [dict(batch) for batch in batches])
+
+
+def write_tensorboard(context: ZeroTrialContext, group: str, step: int, metrics: Mapping[str, Any]) -> None:
+    """The scalars among ``metrics``, if the trial has made a writer."""
+    writer = context.tensorboard_writer
+    if writer is None:
+        return
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)):
+            writer.add_scalar(f"{group}/{name}", value, step)
+    writer.flush()
+
+
+def _is_half(value: torch.Tensor) -> bool:
+    return value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _finite(row: Mapping[str, float]) -> bool:
+    return all(math.isfinite(value) for value in row.values())

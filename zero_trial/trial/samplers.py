@@ -1,0 +1,179 @@
+"""Which samples a replica reads, and in what order: an endless, seekable stream of indices, dealt out batch by batch.
+
+The order of operations is repeat, distribute, skip:
+
+    repeat      epoch 0's order, epoch 1's order, ... end to end       a function of (seed, epoch) alone
+    batch       consecutive samples, ``batch_size`` each               a batch may span the seam of two epochs, so
+    every batch is full distribute  batch k goes to replica k mod N skip        the first ``skip`` batches of this
+    replica are jumped over by arithmetic; nothing is read
+
+Optimizer step s of a run with global batch size G therefore trains exactly the samples [s*G, (s+1)*G) of the stream,
+whatever the number of replicas, the micro batch and the accumulation are. Resuming, on the same ranks or on others,
+neither repeats nor skips a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Protocol
+
+import torch
+
+MIX = (
+    0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth): neighbouring (seed, epoch) pairs give unrelated generator seeds
+)
+
+
+class EpochOrder(Protocol):
+    """The order of one epoch's samples (or ready batches), as a function of the epoch."""
+
+    def __len__(self) -> int: ...
+
+    def epoch(self, epoch: int) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """0, 1, 2, ..."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def epoch(self, epoch: int) -> Sequence[int]:
+        return range(self.length)
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A permutation per epoch from a generator of its own; no other random state is read or changed."""
+
+    length: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def epoch(self, epoch: int) -> Sequence[int]:
+        generator = torch.Generator().manual_seed((self.seed + epoch * MIX) % 2**63)
+        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
+        return order
+
+
+@dataclass(frozen=True)
+class FromSampler:
+    """A user's sampler, run through once per epoch (after ``set_epoch``, if it has that).
+
+    It must be the same on every rank.
+    """
+
+    sampler: Iterable[int]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def epoch(self, epoch: int) -> Sequence[int]:
+        set_epoch = getattr(self.sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        return list(self.sampler)
+
+
+def stream(order: EpochOrder, start: int = 0, epoch_length: int | None = None) -> Iterator[int]:
+    """The endless stream of samples from position ``start`` on; ``epoch_length`` cuts every epoch's tail (drop_last)."""
+    length = len(order) if epoch_length is None else epoch_length
+    first, offset = divmod(start, length)
+    for epoch in count(first):
+        yield from islice(order.epoch(epoch), offset, length)
+        offset = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Replica ``rank`` of ``replicas``."""
+
+    rank: int = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """This replica's endless batches of indices, from its ``skip``-th on."""
+
+    order: EpochOrder
+    batch_size: int
+    share: Share = Share()
+    skip: int = 0
+    drop_last: bool = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, replicas = self.batch_size, self.share.replicas
+        length = len(self.order)
+        usable = length - length % size if self.drop_last else length
+        if usable <= 0:
+            return
+        first = (self.skip * replicas + self.share.rank) * size
+        samples = stream(self.order, first, usable)
+        while True:
+            yield list(islice(samples, size))
+            for _ in islice(samples, size * (replicas - 1)):  # the batches of the other replicas
+                pass
+
+    def __len__(self) -> int:
+        """Full batches of this replica per epoch: the same on every replica."""
+        return len(self.order) // (self.batch_size * self.share.replicas)
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """This replica's batches of a single pass, in order; the last one may be smaller. For validation."""
+
+    order: EpochOrder
+    batch_size: int
+    share: Share = Share()
+    drop_last: bool = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = self.order.epoch(0)
+        for batch in range(self.share.rank, self._batches(), self.share.replicas):
+            yield list(samples[batch * self.batch_size : (batch + 1) * self.batch_size])
+
+    def _batches(self) -> int:
+        whole, rest = divmod(len(self.order), self.batch_size)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def __len__(self) -> int:
+        return len(range(self.share.rank, self._batches(), self.share.replicas))
+
+
+@dataclass(frozen=True)
+class DealtBatches:
+    """A user's batch sampler, repeated (or not), dealt out and skipped like the rest; batches keep the sizes that it
+    gives them.
+    """
+
+    batches: Iterable[list[int]]
+    length: int
+    share: Share = Share()
+    skip: int = 0
+    repeat: bool = True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.skip * self.share.replicas + self.share.rank
+        return islice(self._all(), first, None, self.share.replicas)
+
+    def _all(self) -> Iterator[list[int]]:
+        for epoch in count():
+            set_epoch = getattr(self.batches, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            yield from self.batches
+            if not self.repeat or not self.length:
+                return
+
+    def __len__(self) -> int:
+        return len(range(self.share.rank, self.length, self.share.replicas))

@@ -1,0 +1,102 @@
+"""The user's class: model, data and metrics of one training run with one set of hyperparameters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_trial.errors import CheckpointError
+from zero_trial.trial.callbacks import TrialCallback
+from zero_trial.trial.metrics import Reducer
+
+if TYPE_CHECKING:
+    from zero_trial.trial.context import ZeroTrialContext
+
+
+class ZeroTrial(ABC):
+    """Subclass this.
+
+    ``__init__`` builds the model and calls ``context.initialize(model=...)``; the methods below do the rest.
+    """
+
+    # Tokens per sample, if samples are sequences: then tokens per second are reported next to samples per second.
+    tokens_per_sample: int | None = None
+
+    def __init__(self, context: ZeroTrialContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def train_batch(
+        self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
+    ) -> torch.Tensor | dict[str, Any]:
+        """One micro-batch: take it from ``dataloader_iter``, forward, ``engine.backward(loss)``, ``engine.step()``.
+
+        Called once per accumulation step (once per optimizer step under a pipeline or after
+        ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps from the start of the
+        trial, ``epoch_idx`` epochs. Returns the loss, or scalars by name. ``dataloader_iter`` is None on ranks that
+        read no data.
+        """
+
+    @abstractmethod
+    def build_training_data_loader(self) -> Any:
+        """A ``zero_trial`` DataLoader, or any iterable after ``context.disable_dataset_reproducibility_checks()``."""
+
+    def build_validation_data_loader(self) -> Any:
+        """As above, for one pass; None if nothing is validated."""
+        return None
+
+    def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
+        """Metrics of one validation batch. Runs without gradients and with the engines in eval mode."""
+        raise NotImplementedError
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        """Override instead of ``evaluate_batch`` to see the whole validation set, unsharded.
+
+        Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics count.
+        """
+        raise NotImplementedError
+
+    def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
+        """How validation metrics are joined: one Reducer for all, or by name (AVG for the rest)."""
+        return Reducer.AVG
+
+    def build_callbacks(self) -> dict[str, TrialCallback]:
+        """Callbacks by name; the name finds the state again on resume."""
+        return {}
+
+    def summary(self) -> Mapping[str, Any]:
+        """Further figures for summary.json, asked on rank 0 at the end of the run (baselines, data fingerprint ...)."""
+        return {}
+
+    def get_batch_length(self, batch: Any) -> int:
+        """Samples in a batch: the first tensor's first dim, unless you know better."""
+        if isinstance(batch, torch.Tensor):
+            return len(batch)
+        if isinstance(batch, Mapping):
+            return self.get_batch_length(next(iter(batch.values())))
+        return self.get_batch_length(batch[0])
+
+    def save(self, context: ZeroTrialContext, path: Path) -> None:
+        """Collective. Writes every engine below ``path``. Extend it for state of your own; call this one too."""
+        for index, engine in enumerate(context.engines):
+            engine.save_checkpoint(str(path), tag=f"model{index}", save_latest=False)
+
+    def load(self, context: ZeroTrialContext, path: Path) -> None:
+        """Collective.
+
+        Reads every engine from ``path``; its weights only if ``context.weights_only`` (another trial's checkpoint).
+        """
+        for index, engine in enumerate(context.engines):
+            options = {"load_module_only": True} if context.weights_only else {}
+            loaded, _ = engine.load_checkpoint(str(path), tag=f"model{index}", **options)
+            if loaded is None:
+                raise CheckpointError("Failed to load deepspeed checkpoint.", where=f"{path}, model{index}")
+
+
+def overrides(trial: ZeroTrial, method: str) -> bool:
+    """Whether the user's class has a ``method`` of its own."""
+    return getattr(type(trial), method) is not getattr(ZeroTrial, method)

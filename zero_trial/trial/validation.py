@@ -1,0 +1,124 @@
+"""Validation: every rank's batches, then one set of metrics that all ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_trial.errors import ConfigError, DataError, TrialError
+from zero_trial.trial.callbacks import TrialCallback
+from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.data import DataLoader
+from zero_trial.trial.epochs import agreed_minimum
+from zero_trial.trial.feed import check_reproducible
+from zero_trial.trial.loop import fitted
+from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
+from zero_trial.trial.trial import ZeroTrial, overrides
+
+LOADER = "build_validation_data_loader"
+
+
+class Validator:
+    """Validates whenever asked; the loader is built once."""
+
+    def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Sequence[TrialCallback]) -> None:
+        self._trial = trial
+        self._context = context
+        self._callbacks = callbacks
+        self._full = overrides(trial, "evaluate_full_dataset")
+        self._loader: Any = None
+        self._batches = 0
+        self.enabled = self._full or overrides(trial, "evaluate_batch")
+        if self.enabled:
+            self._open()
+
+    def _open(self) -> None:
+        """Collective. Builds the loader and agrees on the number of batches."""
+        mpu, context = self._context.mpu, self._context
+        built: Any = self._trial.build_validation_data_loader() if mpu.should_build_data_loader or self._full else None
+        if built is not None or mpu.should_build_data_loader:
+            check_reproducible(built, LOADER, context.check_reproducibility and not self._full)
+        if isinstance(built, DataLoader):
+            replicas, rank = (1, 0) if self._full else (mpu.data_parallel_world_size, mpu.data_parallel_rank)
+            built = built.get_data_loader(False, 0, replicas, rank, context.platform.seed)
+        self._loader = built
+        if self._full:
+            return
+        mine = len(built) if mpu.should_build_data_loader else None
+        self._batches = agreed_minimum(context.distributed, mine, LOADER, context.note)
+        if context.use_pipeline_parallel:
+            self._join_micro_batches(context.get_num_micro_batches_per_slot())
+
+    def _join_micro_batches(self, accumulation: int) -> None:
+        """Under a pipeline one evaluation takes ``accumulation`` micro-batches."""
+        if self._batches < accumulation:
+            raise ConfigError(
+                "the validation loader is too short for the pipeline",
+                where=LOADER,
+                got=f"{self._batches} batches per replica",
+                expected=f"at least gradient_accumulation_steps = {accumulation}",
+            )
+        if self._batches % accumulation:
+            self._context.note(f"{LOADER}: {self._batches % accumulation} batches at the end are left out")
+        self._batches //= accumulation
+
+    def run(self) -> dict[str, Any]:
+        """Collective. The metrics, the same on every rank."""
+        for callback in self._callbacks:
+            callback.on_validation_start()
+        engines = self._context.engines
+        self._context.reset_reducers(for_training=False)
+        for engine in engines:
+            engine.eval()
+        try:
+            with torch.no_grad():
+                metrics = self._full_dataset() if self._full else self._batchwise()
+        finally:
+            for engine in engines:
+                engine.train()
+        metrics |= self._context.reduce_metrics(for_training=False)
+        return metrics
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        """``metrics`` are complete and reported."""
+        for callback in self._callbacks:
+            callback.on_validation_end(metrics)
+
+    def _full_dataset(self) -> dict[str, Any]:
+        returned = self._trial.evaluate_full_dataset(self._loader)
+        if not isinstance(returned, dict):
+            raise TrialError("evaluate_full_dataset must return a dictionary of metrics", got=type(returned).__name__)
+        values = validation_metrics([returned], {}, "evaluate_full_dataset")
+        metrics: dict[str, Any] = self._context.distributed.broadcast(values)
+        return metrics
+
+    def _batchwise(self) -> dict[str, Any]:
+        for callback in self._callbacks:
+            callback.on_validation_epoch_start()
+        batches = iter(self._loader) if self._loader is not None else None
+        outputs = list(self._outputs(batches))
+        for callback in self._callbacks:
+            callback.on_validation_epoch_end(outputs)
+        counted = outputs if self._context.mpu.should_report_metrics else []
+        names = counted[0] if counted and isinstance(counted[0], dict) else ()
+        reducers = evaluation_reducers(self._trial.evaluation_reducer(), names)
+        where = f"rank {self._context.distributed.rank}, evaluate_batch"
+        mine = validation_metrics(counted, reducers, where)
+        ranks = self._context.distributed.allgather([mine, len(counted)])
+        names = next((part for part, _ in ranks if part), {})
+        return over_ranks(ranks, evaluation_reducers(self._trial.evaluation_reducer(), names))
+
+    def _outputs(self, batches: Iterator[Any] | None) -> Iterator[Any]:
+        evaluate = fitted(self._trial.evaluate_batch)
+        for index in range(self._batches):
+            try:
+                yield evaluate(batches, index)
+            except StopIteration:
+                raise DataError(
+                    "evaluate_batch took more batches than there are",
+                    where=LOADER,
+                    got=f"batch {index} of {self._batches}",
+                    fix="Take one batch per call.",
+                ) from None

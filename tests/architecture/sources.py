@@ -1,0 +1,100 @@
+"""The sources of the package, parsed once, as the architecture tests read them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "zero_trial"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by full dotted name, with its line; ``top`` says that importing the file runs it."""
+
+    module: str
+    line: int
+    top: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One file of the package."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        """The folder right under the package, or the file itself for those that lie there."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else "__init__"
+
+    @property
+    def place(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+    def imports(self) -> list[Import]:
+        """Every import that can run: those under TYPE_CHECKING are left out, those inside functions are not ``top``."""
+        return list(_imports(self.tree, self.name, self.path.name == "__init__.py", top=True))
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """All files of the package."""
+    return tuple(parse(path) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def parse(path: Path) -> Module:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return Module(name, path, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+
+
+def known_names() -> set[str]:
+    return {module.name for module in modules()}
+
+
+def tracked_files() -> list[Path]:
+    """Files that git tracks; outside of a checkout (an unpacked archive), all files that are no build product."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+        return [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+    products = {".venv", "build", "dist", "runs", "__pycache__"}
+    return [path for path in ROOT.rglob("*") if path.is_file() and not products & set(path.relative_to(ROOT).parts)]
+
+
+def _imports(tree: ast.AST, name: str, is_package: bool, *, top: bool) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, name, is_package)
+            yield Import(base, node.lineno, top)
+            # `from zero_trial.launch import records` imports the module records as well.
+            yield from (
+                Import(f"{base}.{alias.name}", node.lineno, top)
+                for alias in node.names
+                if base.startswith("zero_trial")
+            )
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for branch in node.orelse:
+                yield from _imports(branch, name, is_package, top=top)
+        else:
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(node, name, is_package, top=top and not inside)
+
+
+def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
+    """The absolute name of what a (possibly relative) ``from`` import names."""
+    if not node.level:
+        return node.module or ""
+    parts = name.split(".")
+    parts = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*parts, node.module] if node.module else parts)

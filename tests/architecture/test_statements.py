@@ -1,0 +1,112 @@
+"""Statements that the package does without: assert, global, pickle, and reading the environment in passing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.architecture.sources import Module, modules
+
+# Where the environment may be read: the one reader of rank variables, and those who start processes.
+ENVIRONMENT_READERS = ("zero_trial.mesh.env", "zero_trial.launch.", "zero_trial.cli.")
+
+PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}
+
+# Only the importer of foreign checkpoints, when it comes, may unpickle; it has to be asked to.
+MAY_UNPICKLE: tuple[str, ...] = ()
+
+
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Module, ast.AST]]:
+    """Every node of these kinds in the package, with its module."""
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, kinds):
+                yield module, node
+
+
+def place(module: Module, node: ast.AST) -> str:
+    return f"{module.place}:{getattr(node, 'lineno', '?')}"
+
+
+def environment_uses(tree: ast.AST) -> list[ast.AST]:
+    """os.environ, os.getenv, os.putenv, however os was imported under its own name, and ``from os import environ``."""
+    found: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+            "os.environ",
+            "os.getenv",
+            "os.putenv",
+            "os.environb",
+        ):
+            found.append(node)
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "getenv", "putenv"}
+        ):
+            found.append(node)
+    return found
+
+
+def pickle_uses(tree: ast.AST) -> list[ast.AST]:
+    """Imports of pickling modules and calls of torch's pickling functions."""
+    found: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in PICKLES for alias in node.names):
+            found.append(node)
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            if (node.module or "").split(".")[0] in PICKLES or names & TORCH_FILES:
+                found.append(node)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in TORCH_FILES:
+            found.append(node)
+    return found
+
+
+def test_no_asserts():
+    """They vanish under ``python -O``; raise a typed error."""
+    assert [place(module, node) for module, node in nodes(ast.Assert)] == []
+
+
+def test_no_globals():
+    """State lives in an object whose job it is."""
+    assert [place(module, node) for module, node in nodes(ast.Global)] == []
+
+
+def test_the_environment_is_read_in_one_place():
+    found = [
+        place(module, node)
+        for module in modules()
+        if not any(
+            module.name == reader or (reader.endswith(".") and module.name.startswith(reader))
+            for reader in ENVIRONMENT_READERS
+        )
+        for node in environment_uses(module.tree)
+    ]
+    assert found == []
+
+
+def test_nothing_is_pickled():
+    found = [place(m, node) for m in modules() if m.name not in MAY_UNPICKLE for node in pickle_uses(m.tree)]
+    assert found == []
+
+
+def test_torch_distributed_has_one_caller():
+    """mesh/ owns the groups and counts the traffic; nobody communicates behind its back. ``cli/env`` only asks what is available."""
+    callers = {m.name for m in modules() for item in m.imports() if item.module.startswith("torch.distributed")}
+    assert {name for name in callers if not name.startswith("zero_trial.mesh")} <= {"zero_trial.cli.env"}
+
+
+def test_the_rules_can_fail():
+    assert len(environment_uses(ast.parse("import os\nos.environ['A']\nos.getenv('B')\nfrom os import environ"))) == 3
+    assert (
+        len(
+            pickle_uses(
+                ast.parse(
+                    "import pickle\nimport torch\ntorch.load('x')\nfrom torch import save\nfrom dill import loads"
+                )
+            )
+        )
+        == 4
+    )

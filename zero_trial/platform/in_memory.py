@@ -24,24 +24,29 @@ class Meeting:
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         self.size = size
-        self._slots: list[str] = [""] * size
-        self._barrier = threading.Barrier(size, timeout=timeout)
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._arrived: dict[int, str] = {}
+        self._rounds: list[list[str]] = []  # complete exchanges; they stay valid when a rank fails later
+        self._broken = False
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._slots[rank] = json.dumps(value)
-        self._wait(rank)
-        values = [json.loads(text) for text in self._slots]
-        self._wait(rank)  # everybody has read before anybody writes again
-        return values
+        with self._changed:
+            number = len(self._rounds)
+            self._arrived[rank] = json.dumps(value)
+            if len(self._arrived) == self.size:
+                self._rounds.append([self._arrived[index] for index in range(self.size)])
+                self._arrived = {}
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._broken or len(self._rounds) > number, self._timeout)
+            if len(self._rounds) <= number:
+                raise MeshError("another rank has failed or did not arrive", where=f"rank {rank}, exchange")
+            return [json.loads(text) for text in self._rounds[number]]
 
     def abort(self) -> None:
-        self._barrier.abort()
-
-    def _wait(self, rank: int) -> None:
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError as error:
-            raise MeshError("another rank has failed or did not arrive", where=f"rank {rank}, exchange") from error
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
 
     def distributed(self, rank: int) -> JsonDistributed:
         return JsonDistributed(rank, self.size, rank, lambda value: self.exchange(rank, value))

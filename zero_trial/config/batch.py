@@ -100,18 +100,31 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
 def nearest_triples(
     batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, str], count: int = 3
 ) -> tuple[tuple[int, int, int], ...]:
-    """The legal (batch, micro, accumulation) closest to what was asked: first those that keep the batch, then those that keep most else."""
+    """The legal (batch, micro, accumulation) closest to what was asked.
+
+    Near means little relative change, the batch counting twice and the accumulation a quarter, because it changes only speed and memory;
+    a value that was derived may change freely.
+    """
     found: set[tuple[int, int, int]] = {(micro * steps * dp_world, micro, steps)}
-    per_rank = {max(batch // dp_world, 1), batch // dp_world + 1}
-    for share in per_rank:
-        found.update((share * dp_world, share // s, s) for s in _divisors_near(share, steps))
-        found.update((share * dp_world, m, share // m) for m in _divisors_near(share, micro))
+    share = max(batch // dp_world, 1)  # samples of one rank per step
+    for per_rank in {share, share + 1}:
+        found.update((per_rank * dp_world, per_rank // s, s) for s in _divisors_near(per_rank, steps))
+        found.update((per_rank * dp_world, m, per_rank // m) for m in _divisors_near(per_rank, micro))
+    for s in {max(share // micro, 1), share // micro + 1}:
+        found.add((micro * s * dp_world, micro, s))
+    micro_free = how.get(_NAMES[1], "").startswith("derived")
+    steps_free = how.get(_NAMES[2], "").startswith("derived")
 
-    def distance(triple: tuple[int, int, int]) -> tuple[float, float, float]:
-        kept_micro = 0.0 if how.get(_NAMES[1], "").startswith("derived") else abs(triple[1] - micro) / micro
-        return abs(triple[0] - batch) / batch, kept_micro, abs(triple[2] - steps) / steps
+    def distance(triple: tuple[int, int, int]) -> float:
+        micro_change = 0.0 if micro_free else _change(triple[1], micro)
+        steps_change = 0.0 if steps_free else _change(triple[2], steps)
+        return 2 * _change(triple[0], batch) + micro_change + 0.25 * steps_change
 
-    return tuple(sorted(found, key=distance)[:count])
+    return tuple(sorted(found, key=lambda triple: (distance(triple), triple))[:count])
+
+
+def _change(new: int, old: int) -> float:
+    return max(new, old) / min(new, old) - 1
 
 
 def _divisors_near(number: int, wanted: int, reach: int = 64) -> list[int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from zero_trial.errors import ConfigError
+
 Path = tuple[str, ...]
 
 
@@ -46,11 +48,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """``value`` with a ``places`` entry per key path; a path without one has the place of its nearest parent."""
+    """``value`` with a ``places`` entry per key path; a path without one has the place of its nearest parent.
+
+    ``warnings`` are sentences about values that had to be understood rather than read.
+    """
 
     value: dict[str, Any]
     places: Mapping[Path, Place] = field(default_factory=dict)
     place: Place = Place()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], place: Place | None = None) -> Document:
@@ -97,3 +103,13 @@ class Document:
         }
         value = copy.deepcopy(dict(section)) if isinstance(section, Mapping) else {}
         return Document(value, places, replace(self.at(path), prefix=dotted))
+
+
+def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
+    """The fault for a key that stands twice in one object, with both lines."""
+    return ConfigError(
+        "the key stands twice",
+        where=f"{file}:{second} {'.'.join(path)}",
+        got=f"it on line {first} and line {second}",
+        fix="Remove one of them.",
+    )

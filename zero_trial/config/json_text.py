@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from zero_trial.config.document import Document, Path, Place
+from zero_trial.config.document import Document, Path, Place, twice
 from zero_trial.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)")
@@ -70,15 +70,7 @@ class _Parser:
             self.at += 1
             inner = (*path, key)
             if key in found:
-                first = self.places[inner].line
-                self.faults.append(
-                    ConfigError(
-                        "the key stands twice",
-                        where=f"{self.file}:{line} {'.'.join(inner)}",
-                        got=f"it on line {first} and line {line}",
-                        fix="Remove one of them.",
-                    )
-                )
+                self.faults.append(twice(self.file, inner, self.places[inner].line, line))
             else:
                 self.places[inner] = Place(self.file, line)
             found[key] = self.value(inner)

@@ -15,7 +15,7 @@ DTYPES = {
 }  # fmt: skip
 
 # What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or without a sign (1e-4, 5e8, 1.0e4).
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 class Mismatch(Exception):
@@ -51,7 +51,7 @@ def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
     """A number as it stands, or the YAML string trap ('1e-4') with its warning; raises Mismatch for anything else, bools included."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
-    if isinstance(value, str) and _EXPONENT.fullmatch(value.strip()):
+    if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
         number = float(value)
         if math.isfinite(number):
             return number, f"'{value}' is a string in YAML 1.1. Write {spell_float(number)}."

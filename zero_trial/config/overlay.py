@@ -33,6 +33,9 @@ def overlay(base: Document, over: Document) -> Document:
     places = dict(base.places)
     for path, leaf in changes.items():
         place = origins[path]
+        for end in range(1, len(path)):
+            if path[:end] in origins and Document(value).get(path[:end]) is None:
+                places[path[:end]] = origins[path[:end]]
         section, fault = _reach(value, path, place)
         if fault is not None:
             faults.append(fault)
@@ -49,7 +52,7 @@ def overlay(base: Document, over: Document) -> Document:
             places[path] = place
     if faults:
         raise ConfigError.many(faults)
-    return Document(value, places, base.place)
+    return Document(value, places, base.place, (*base.warnings, *over.warnings))
 
 
 def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any], dict[Path, Place]]:
@@ -62,6 +65,7 @@ def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any],
             raw_path = (*raw, str(key))
             parts = _renamed((*path, *str(key).split(".")))
             if isinstance(value, Mapping) and value and not _opaque(parts):
+                places.setdefault(parts, over.at(raw_path))
                 walk(value, raw_path, parts)
             elif parts in found:
                 where = over.at(raw_path).where(".".join(parts))

@@ -52,7 +52,10 @@ def read_ds_config(
         raise (InvalidHP if search else ConfigError).many(as_invalid_hp(clashes) if search else clashes)
     config: DsConfig = _build(DsConfig, "", values)
     return dataclasses.replace(
-        config, sources=_sources(ready), warnings=(*spelled.notes, *warnings), raw=_plain(ready.value)
+        config,
+        sources=_sources(ready),
+        warnings=(*document.warnings, *spelled.notes, *warnings),
+        raw=_plain(ready.value),
     )
 
 

@@ -6,14 +6,20 @@ from typing import Any
 
 import yaml
 
-from zero_trial.config.document import Document, Path, Place
+from zero_trial.config.document import Document, Path, Place, twice
+from zero_trial.config.kinds import EXPONENT, spell_float
 from zero_trial.errors import ConfigError
 
 _DEPTH = 64
+_NODES = 100_000
 
 
 def read_yaml(text: str, file: str) -> Document:
-    """The mapping in ``text``; raises ConfigError with file and line. Values are those of ``yaml.safe_load``."""
+    """The mapping in ``text``; raises ConfigError with file and line.
+
+    Values are those of ``yaml.safe_load``, except that a bare ``1e-4``, a string in YAML 1.1 and a number in YAML 1.2, is a number, with a
+    warning.
+    """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         loader = yaml.SafeLoader("")
@@ -25,59 +31,70 @@ def read_yaml(text: str, file: str) -> Document:
         raise ConfigError(f"not readable as YAML: {str(problem) or 'too deeply nested'}", where=file) from None
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError("not a YAML mapping", where=file, expected="keys with values")
-    places: dict[Path, Place] = {}
-    faults: list[ConfigError] = []
+    builder = _Builder(loader, file)
     try:
-        value = _build(node, (), loader, file, places, faults)
+        value = builder.build(node, ())
     except yaml.MarkedYAMLError as problem:
         line = problem.problem_mark.line + 1 if problem.problem_mark else 1
         raise ConfigError(f"not readable as YAML: {problem.problem}", where=f"{file}:{line}") from None
     except ValueError as problem:
         raise ConfigError(f"not readable as YAML: {problem}", where=file) from None
-    if faults:
-        raise ConfigError.many(faults)
-    return Document(value, places, Place(file))
+    if builder.faults:
+        raise ConfigError.many(builder.faults)
+    return Document(value, builder.places, Place(file), tuple(builder.warnings))
 
 
-def _build(
-    node: yaml.Node,
-    path: Path,
-    loader: yaml.SafeLoader,
-    file: str,
-    places: dict[Path, Place],
-    faults: list[ConfigError],
-) -> Any:
-    """The value of a node; records the line of each key below it."""
-    if len(path) > _DEPTH:
-        raise ConfigError(
-            "too deeply nested", where=f"{file}:{node.start_mark.line + 1}", expected=f"at most {_DEPTH} levels"
-        )
-    if isinstance(node, yaml.MappingNode):
+class _Builder:
+    """Turns nodes into values and keeps the line of each key on the way."""
+
+    def __init__(self, loader: yaml.SafeLoader, file: str) -> None:
+        self.loader = loader
+        self.file = file
+        self.places: dict[Path, Place] = {}
+        self.faults: list[ConfigError] = []
+        self.warnings: list[str] = []
+        self.nodes = 0
+
+    def build(self, node: yaml.Node, path: Path) -> Any:
+        """The value of a node. Aliases are expanded, within limits."""
+        self.nodes += 1
+        if len(path) > _DEPTH or self.nodes > _NODES:
+            where = f"{self.file}:{node.start_mark.line + 1}"
+            raise ConfigError(
+                "too deeply nested or too large", where=where, expected=f"at most {_DEPTH} levels and {_NODES} values"
+            )
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, f"[{number}]")) for number, item in enumerate(node.value)]
+        value = self.loader.construct_object(node, deep=True)
+        if (
+            isinstance(value, str)
+            and isinstance(node, yaml.ScalarNode)
+            and node.style is None
+            and EXPONENT.fullmatch(value)
+        ):
+            number = float(value)
+            spelled = spell_float(number)
+            where = Place(self.file, node.start_mark.line + 1).where(".".join(path))
+            self.warnings.append(f"{where}: '{value}' is a string in YAML 1.1. Write {spelled}.")
+            return number
+        return value
+
+    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         written = {id(key) for key, _ in node.value}
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
-            loader.flatten_mapping(node)  # "<<" puts what it merges in front, so that the mapping's own keys win
+            self.loader.flatten_mapping(node)  # what "<<" merges comes first, so that the mapping's own keys win
         found: dict[str, Any] = {}
         own: dict[str, int] = {}
         for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node, deep=True))
+            key = str(self.loader.construct_object(key_node, deep=True))
             line = key_node.start_mark.line + 1
             inner = (*path, key)
             if id(key_node) in written and key in own:
-                faults.append(
-                    ConfigError(
-                        "the key stands twice",
-                        where=f"{file}:{line} {'.'.join(inner)}",
-                        got=f"it on line {own[key]} and line {line}",
-                        fix="Remove one of them.",
-                    )
-                )
+                self.faults.append(twice(self.file, inner, own[key], line))
             if id(key_node) in written:
                 own.setdefault(key, line)
-            places[inner] = Place(file, line)
-            found[key] = _build(value_node, inner, loader, file, places, faults)
+            self.places[inner] = Place(self.file, line)
+            found[key] = self.build(value_node, inner)
         return found
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            _build(item, (*path, f"[{number}]"), loader, file, places, faults) for number, item in enumerate(node.value)
-        ]
-    return loader.construct_object(node, deep=True)

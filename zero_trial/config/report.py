@@ -1,0 +1,110 @@
+"""The resolved configuration: every value with its source and what it does, as a table, as JSON, and as a ds_config that can be read again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zero_trial.config.key import Answer, Key
+from zero_trial.config.rows import Row, render_rows
+from zero_trial.config.sections import DsConfig
+from zero_trial.config.table import FIELDS, TABLE
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the report."""
+
+    key: str
+    value: Any
+    source: str
+    answer: str
+    remark: str
+
+
+def config_report(config: DsConfig) -> tuple[Entry, ...]:
+    """Every value of ``config``, the ones that the user did not write included, and every given key that has no field of its own."""
+    found: list[Entry] = []
+    for path, row in TABLE.items():
+        source = config.sources.get(path, "default")
+        given = not source.startswith("default")
+        if row.is_section or row.answer is Answer.MAPPED or (path not in FIELDS and not given):
+            continue
+        exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
+        if not exists:
+            continue
+        found.append(Entry(path, value, source, row.answer.value, _remark(row, value, given)))
+    return tuple(found)
+
+
+def render_report(config: DsConfig, *, everything: bool = False) -> str:
+    """The report as text: what was given and what needs a remark; with ``everything`` the defaults as well. Warnings stand at the end."""
+    entries = config_report(config)
+    rows = [
+        Row(entry.key, entry.value, entry.source, entry.remark)
+        for entry in entries
+        if everything or not entry.source.startswith("default") or "before" in entry.remark
+    ]
+    notes = "".join(f"\nwarning: {warning}" for warning in config.warnings)
+    return render_rows(rows) + notes
+
+
+def report_json(config: DsConfig) -> str:
+    """The report for machines: ``values`` (one object per key), ``warnings``, and ``ds_config``, from which the run can be repeated."""
+    body = {
+        "values": [asdict(entry) for entry in config_report(config)],
+        "warnings": list(config.warnings),
+        "ds_config": resolved_ds_config(config),
+    }
+    return json.dumps(body, indent=2, ensure_ascii=False)
+
+
+def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
+    """A plain ds_config with every value written out, defaults included: reading it gives the same configuration, on any release."""
+    found = copy.deepcopy(dict(config.raw))
+    for path in sorted(FIELDS):
+        row = TABLE[path]
+        exists, value = _value(config, path)
+        if row.is_section or not exists or value is None:
+            continue
+        section = found
+        for part in path.split(".")[:-1]:
+            section = section.setdefault(part, {})
+        section[row.name] = _as_json(value)
+    return found
+
+
+def _remark(row: Key, value: Any, given: bool) -> str:
+    if row.was is not None and not given:
+        return f"{row.was} before DeepSpeed 0.19.8"
+    if given and row.asks(value) and row.answer in (Answer.NO_EFFECT, Answer.NOT_YET):
+        return f"{row.answer.value}: {row.says}"
+    return ""
+
+
+def _value(config: DsConfig, path: str) -> tuple[bool, Any]:
+    """Whether the section of ``path`` is there, and the value."""
+    value: Any = config
+    for part in path.split("."):
+        if value is None:
+            return False, None
+        value = getattr(value, part)
+    return True, value
+
+
+def _raw(raw: Mapping[str, Any], path: str) -> Any:
+    value: Any = raw
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(inner) for inner in value]
+    return value

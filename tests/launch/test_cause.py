@@ -1,0 +1,86 @@
+"""The cause of a failed run among all that is left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.launch.agent import Death
+from zero_trial.launch.cause import Cause, first_cause, how_it_ended, is_secondary
+from zero_trial.launch.records import ErrorRecord, RankRecord
+
+RANKS = [RankRecord(0, 0, 100), RankRecord(1, 1, 101), RankRecord(2, 2, 102)]
+ECHO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122"
+
+
+def error(
+    rank: int, time: float, message: str = "loss is not a scalar", type_: str = "TrialError", code: int = 2
+) -> ErrorRecord:
+    return ErrorRecord(rank, type_, message, code, time)
+
+
+def test_the_first_error_is_the_cause_not_its_echo():
+    errors = [error(0, 1.0, ECHO, "RuntimeError", 1), error(1, 2.0)]  # rank 0 wrote first, but only heard of it
+    assert first_cause(errors, RANKS, Death(0, 100, 1), []) == Cause(1, "loss is not a scalar", 2)
+
+
+def test_the_earliest_of_several():
+    assert first_cause([error(0, 5.0), error(2, 4.0, "no data")], RANKS, None, []) == Cause(2, "no data", 2)
+
+
+def test_a_killed_rank_left_no_words():
+    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, Death(1, 101, -9), [])
+    assert cause is not None
+    assert (cause.rank, cause.exit_code) == (1, 5)
+    assert cause.message.startswith("killed by SIGKILL (signal 9)")
+
+
+def test_a_mesh_error_is_an_echo_while_somebody_died():
+    lost = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
+    killed = first_cause([lost], RANKS, Death(1, 101, -11), [])
+    assert killed is not None and killed.rank == 1
+    assert first_cause([lost], RANKS, None, []) == Cause(0, "rank 1 never came to all_gather", 5)
+
+
+def test_the_pid_names_the_rank_also_on_a_second_host():
+    ranks = [RankRecord(8, 0, 100), RankRecord(9, 1, 101)]
+    cause = first_cause([], ranks, Death(1, 101, -9), [])
+    assert cause is not None and cause.rank == 9
+
+
+def test_a_rank_that_only_vanished():
+    cause = first_cause([error(0, 1.0, ECHO)], RANKS, None, [RANKS[1]])
+    assert cause is not None and (cause.rank, cause.exit_code) == (1, 5)
+
+
+def test_an_exit_code_without_words():
+    assert first_cause([], RANKS, Death(2, 102, 3), []) == Cause(
+        2, "the process ended with exit code 3 and left no error", 3
+    )
+
+
+def test_nothing_is_known():
+    assert first_cause([], RANKS, None, []) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "secondary"),
+    [
+        (ECHO, True),
+        ("Connection reset by peer", True),
+        ("[Rank 1] NCCL communicator was aborted", True),
+        ("recvValue failed on SocketImpl", True),
+        ("loss is not a scalar", False),
+        ("the loader yields nothing", False),
+    ],
+)
+def test_echoes(message: str, secondary: bool):
+    assert is_secondary(error(0, 1.0, message, "RuntimeError")) is secondary
+
+
+def test_signals_in_words():
+    assert "out of memory" in how_it_ended(-9)
+    assert how_it_ended(-200).startswith("killed by signal 200")
+
+
+def test_an_exit_code_that_cannot_be_passed_on_is_one():
+    assert first_cause([error(0, 1.0, code=-3)], RANKS, None, []) == Cause(0, "loss is not a scalar", 1)

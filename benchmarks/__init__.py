@@ -1,0 +1,1 @@
+"""Side-by-side measurements against peers; results/ holds what they gave, with machine, versions and command."""

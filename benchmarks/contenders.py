@@ -1,0 +1,161 @@
+"""The engines that are compared: each turns a model into one function that does a whole optimizer step.
+
+All use AdamW with the same hyperparameters and clip the global norm to 1. Names: ``bare`` (forward and backward only,
+nothing exchanged), ``ddp``, ``fsdp2``, ``deepspeed-N`` and ``ours-N`` for ZeRO stage N. ``-default`` behind the last
+two leaves bucket sizes and the persistence threshold as that engine ships them; otherwise buckets are as large as the
+model and stage 3 shards every parameter, on both sides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.01, 1.0
+
+Batches = list[tuple[Tensor, Tensor]]
+Step = Callable[[Batches], Tensor]  # one optimizer step over accumulation micro-batches -> mean loss
+
+
+def missing(name: str) -> str | None:
+    """Why this contender cannot run here, or None."""
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install 'zero_trial[bench]')"
+    if name == "fsdp2" and not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
+        return f"torch {torch.__version__} has no torch.distributed.fsdp.fully_shard"
+    return None
+
+
+def prepare(name: str, model: nn.Module, dtype: str, micro_batch: int, accumulation: int) -> tuple[Step, list[Any]]:
+    """The step function of contender ``name`` and what must stay alive for it. Collective."""
+    kind, _, variant = name.partition("-")
+    if kind == "bare":
+        return bare(model, dtype), [model]
+    if kind == "ddp":
+        return ddp(model, dtype, accumulation)
+    if kind == "fsdp2":
+        return fsdp2(model, dtype, accumulation)
+    stage, _, default = variant.partition("-")
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    config = ds_config(int(stage), dtype, micro_batch, accumulation, None if default else numel)
+    return zero_engine(kind, model, config)
+
+
+def bare(model: nn.Module, dtype: str) -> Step:
+    """Forward and backward of a plain model, nothing else: what every engine has to do as well."""
+    if dtype == "bf16":
+        model.bfloat16()
+
+    def step(batches: Batches) -> Tensor:
+        model.zero_grad(set_to_none=True)
+        return _accumulate(model, lambda loss: loss.backward(), batches, dtype)
+
+    return step
+
+
+def ddp(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[Any]]:
+    """DistributedDataParallel and torch's fused AdamW; bf16 by autocast over fp32 weights, as DDP users do it."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+
+    def step(batches: Batches) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            with wrapped.no_sync():
+                total = _accumulate(wrapped, lambda loss: loss.backward(), batches[:-1], "fp32", len(batches))
+            last = _accumulate(wrapped, lambda loss: loss.backward(), batches[-1:], "fp32", len(batches))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        return total + last
+
+    return step, [wrapped, optimizer]
+
+
+def fsdp2(model: nn.Module, dtype: str, accumulation: int) -> tuple[Step, list[Any]]:
+    """fully_shard on every block and the root, fused AdamW on the shards; bf16 by its mixed precision policy."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+
+    def step(batches: Batches) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for index, batch in enumerate(batches):
+            model.set_requires_gradient_sync(index == len(batches) - 1)  # type: ignore[operator]
+            total = total + _accumulate(model, lambda loss: loss.backward(), [batch], "fp32", len(batches))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        return total
+
+    return step, [model, optimizer]
+
+
+def ds_config(stage: int, dtype: str, micro_batch: int, accumulation: int, bucket: int | None) -> dict[str, Any]:
+    """One configuration for both ZeRO engines. ``bucket``: elements, or None for the engine's own defaults."""
+    optimizer = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
+    zero: dict[str, Any] = {"stage": stage}
+    if bucket is not None:
+        zero |= {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket, "stage3_prefetch_bucket_size": bucket}
+        zero |= {"stage3_param_persistence_threshold": 0}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "zero_optimization": zero,
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def zero_engine(kind: str, model: nn.Module, config: dict[str, Any]) -> tuple[Step, list[Any]]:
+    """DeepSpeed or zero_trial: the same three calls."""
+    if kind == "deepspeed":
+        import deepspeed as library
+    else:
+        import zero_trial as library  # type: ignore[no-redef]
+    engine, *_ = library.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+
+    def step(batches: Batches) -> Tensor:
+        total = torch.zeros(())
+        for inputs, targets in batches:
+            loss = engine(_cast(inputs, config), _cast(targets, config))
+            engine.backward(loss)
+            engine.step()
+            total = total + loss.detach().float()
+        return total / len(batches)
+
+    return step, [engine]
+
+
+def _cast(tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    return tensor.bfloat16() if "bf16" in config and tensor.is_floating_point() else tensor
+
+
+def _accumulate(
+    model: nn.Module, backward: Callable[[Tensor], Any], batches: Batches, dtype: str, parts: int | None = None
+) -> Tensor:
+    parts = len(batches) if parts is None else parts
+    total = torch.zeros(())
+    for inputs, targets in batches:
+        if dtype == "bf16" and inputs.is_floating_point():
+            inputs, targets = inputs.bfloat16(), targets.bfloat16()
+        loss = model(inputs, targets) / parts
+        backward(loss)
+        total = total + loss.detach().float()
+    return total

@@ -1,0 +1,77 @@
+"""Step time, CPU time and memory of a GPT step: ours against plain DDP, FSDP2 and DeepSpeed, side by side.
+
+python benchmarks/engine.py --rounds 5
+python benchmarks/engine.py --contenders bare ddp ours-2 --dtypes fp32 --rounds 1 --steps 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.record import Column, number, save
+from benchmarks.rounds import Job, run_rounds
+from benchmarks.workload import Workload
+
+CONTENDERS = ["bare", "ddp", "fsdp2", *(f"{kind}-{stage}" for stage in range(4) for kind in ("deepspeed", "ours"))]
+NOTE = """Medians over interleaved rounds, each in fresh processes; means over ranks. "Above bare" is the process CPU
+time of a step less that of a bare forward and backward in the same dtype (all threads, gloo's and any busy waiting
+included). "Tensor bytes" counts all distinct storages that are alive between two steps, per parameter. RSS growth is
+the peak less what was resident before the model was built. DDP's bf16 is autocast over fp32 weights. "Loss" is the mean
+loss of the last measured step: it says that the contenders did the same work."""
+COLUMNS: list[Column] = [
+    ("engine", lambda row: row["name"]),
+    ("dtype", lambda row: row["dtype"]),
+    ("ms/step", number("wall_ms")),
+    ("min to max", lambda row: f"{row['wall_ms_min']:.1f} to {row['wall_ms_max']:.1f}"),
+    ("CPU ms/step", number("cpu_ms")),
+    ("CPU ms above bare", number("cpu_ms_above_bare")),
+    ("tensor bytes/parameter", number("tensor_bytes_per_parameter", 2)),
+    ("RSS growth MiB", number("peak_rss_growth_mib", 0)),
+    ("loss", lambda row: f"{row['losses'][-1]:.5f}"),
+]
+
+
+def main() -> None:
+    """Measures, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help=f"default: {' '.join(CONTENDERS)}")
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="engine", help="of the files in benchmarks/results")
+    args = parser.parse_args()
+    workload = Workload("gpt", args.micro_batch, args.sequence, args.layers, args.width)
+    jobs = [
+        Job(name, dtype, workload, args.ranks, args.threads, args.accumulation, args.warmup, args.steps)
+        for dtype in args.dtypes
+        for name in args.contenders
+    ]
+    rows = run_rounds(jobs, args.rounds)
+    above_bare(rows, "cpu_ms")
+    settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "dtypes", "name")}
+    save(args.name, settings | {"parameters": int(rows[0]["parameters"]) if rows else 0}, rows, COLUMNS, NOTE)
+
+
+def above_bare(rows: list[dict[str, Any]], key: str) -> None:
+    """Adds ``<key>_above_bare`` to every row that has a bare row of its dtype beside it."""
+    bare = {row["dtype"]: row[key] for row in rows if row["name"] == "bare"}
+    for row in rows:
+        if row["name"] != "bare" and row["dtype"] in bare:
+            row[f"{key}_above_bare"] = row[key] - bare[row["dtype"]]
+
+
+if __name__ == "__main__":
+    main()

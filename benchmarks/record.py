@@ -1,0 +1,74 @@
+"""What a benchmark leaves behind: a JSON file and a markdown table, with machine, versions and the command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).with_name("results")
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+
+
+def save(name: str, settings: dict[str, Any], rows: list[dict[str, Any]], columns: Sequence[Column], note: str) -> None:
+    """Writes ``results/<name>.json`` and ``.md`` and prints the table."""
+    facts = {"command": command(), "machine": machine(), "versions": versions(), "settings": settings}
+    table = markdown(rows, columns)
+    FOLDER.mkdir(exist_ok=True)
+    FOLDER.joinpath(f"{name}.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    text = [f"# {name}", "", note, "", table, ""]
+    for key, value in facts.items():
+        shown = value if isinstance(value, str) else ", ".join(f"{name} {item}" for name, item in value.items())
+        text.append(f"- {key}: {shown}")
+    FOLDER.joinpath(f"{name}.md").write_text("\n".join(text) + "\n")
+    print(table)
+
+
+def markdown(rows: list[dict[str, Any]], columns: Sequence[Column]) -> str:
+    """A markdown table, one line per row."""
+    lines = ["| " + " | ".join(title for title, _ in columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def number(key: str, digits: int = 1) -> Callable[[dict[str, Any]], str]:
+    """A cell that shows ``row[key]`` with so many digits, or nothing."""
+    return lambda row: f"{row[key]:.{digits}f}" if row.get(key) is not None else ""
+
+
+def command() -> str:
+    """What was typed, without any path outside of the repository."""
+    script = Path(sys.argv[0]).name
+    return shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """The processor, as far as the system tells."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    flags: list[str] = []
+    if cpuinfo.exists():
+        lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+        fields = {key.strip(): value.strip() for key, _, value in lines}
+        model = fields.get("model name", model)
+        wanted = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
+        flags = sorted(wanted & set(fields.get("flags", "").split()))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory), "features": " ".join(flags)}
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that were measured."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "zero_trial", "deepspeed", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,119 @@
+"""One rank of one measurement: builds a contender, warms it up, times its steps, writes what it saw as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.contenders import prepare
+from benchmarks.workload import Workload
+
+
+def main() -> None:
+    """Reads the job from the command line; ranks and addresses come from the environment."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job")
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    job = json.loads(args.job)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(job["threads"])
+    _init(job["name"])
+    result = measure(job)
+    args.output.with_name(f"{args.output.name}.{dist.get_rank()}").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _init(name: str) -> None:
+    if name.startswith("deepspeed"):
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    elif name.startswith("ours"):
+        import zero_trial
+
+        zero_trial.init_distributed(dist_backend="gloo")
+    else:
+        dist.init_process_group("gloo")
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Median wall time of a step, mean CPU time of a step, memory, and the losses that it computed."""
+    workload, parts = Workload(**job["workload"]), job["accumulation"]
+    before = _rss()
+    model = workload.build()
+    tensors = sum(1 for _ in model.parameters())
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    step, alive = prepare(job["name"], model, job["dtype"], workload.micro_batch, parts)
+    rank, walls, losses = dist.get_rank(), [], []
+    for index in range(job["warmup"] + job["steps"]):
+        batches = [workload.batch(rank, index * parts + part) for part in range(parts)]
+        if index == job["warmup"]:
+            dist.barrier()
+            process, thread = time.process_time(), time.thread_time()
+        start = time.perf_counter()
+        loss = step(batches)
+        walls.append(time.perf_counter() - start)
+        losses.append(float(loss))
+    process, thread = time.process_time() - process, time.thread_time() - thread
+    del batches, loss
+    return {
+        "wall_ms": 1e3 * median(walls[job["warmup"] :]),
+        "cpu_ms": 1e3 * process / job["steps"],
+        "main_thread_ms": 1e3 * thread / job["steps"],
+        "peak_rss_growth_mib": (_peak_rss() - before) / 2**20,
+        "tensor_bytes_per_parameter": persistent_bytes(alive) / numel,
+        "parameters": numel,
+        "parameter_tensors": tensors,
+        "losses": losses,
+    }
+
+
+def persistent_bytes(alive: list[Any]) -> int:
+    """Bytes of all distinct storages that Python can reach between two steps, gradients included."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if not isinstance(thing, torch.Tensor):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [thing, thing.grad if thing.is_leaf else None]
+        for tensor in found:
+            if tensor is not None:
+                storage = _local(tensor).untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    if not alive:
+        raise RuntimeError("the contender was freed before it was weighed")
+    return sum(storages.values())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _rss() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ this folder.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ DS_CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
 }
+
+BUILDING = threading.Lock()  # ranks that are threads share the random state: one at a time draws its first weights
 
 
 class Points(torch.utils.data.Dataset[Any]):
@@ -100,8 +103,9 @@ def run_rank(
         platform["distributed"] = ranks
     platform.setdefault("experiment", {"data": {"ds_config": {**DS_CONFIG, **(ds_config or {})}}})
     surroundings = InMemoryPlatform(**platform)
-    seed_everything(surroundings.seed)
-    trial = kind(ZeroTrialContext(surroundings, fake_factory(ranks, skip_steps)))
+    with BUILDING:
+        seed_everything(surroundings.seed)
+        trial = kind(ZeroTrialContext(surroundings, fake_factory(ranks, skip_steps)))
     options = {"clock": clock} if clock is not None else {}
     outcome = Controller(trial, trial.context, settings, **options).run()
     return Run(trial, outcome, surroundings.record)

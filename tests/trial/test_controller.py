@@ -16,7 +16,9 @@ from zero_trial.trial.outcome import End
 
 def test_a_trial_learns_reports_validates_and_saves() -> None:
     run = run_rank(
-        LineTrial, steps(200, validation_period=Batch(100)), ds_config={"optimizer": {"params": {"lr": 0.2}}}
+        LineTrial,
+        steps(200, validation_period=Batch(100)),
+        ds_config={"optimizer": {"type": "SGD", "params": {"lr": 0.2}}},
     )
     first, second = run.record.validation
     assert (first[0], second[0]) == (100, 200)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zero_trial.config import overwrite_ds_config
+from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.platform.protocols import Platform
 from zero_trial.trial.devices import DeviceMover
@@ -58,7 +59,7 @@ class ZeroTrialContext(ExperimentView):
         """
         filled, table = reconcile_config(trial_ds_config(config, self.platform), self.platform)
         if not self.engines:
-            self.note(table.line())
+            self.note(str(table))
         engine, _, _, _ = self._engine_factory(model=model, config=filled, **options)
         return self.wrap_model_engine(engine)
 
@@ -117,8 +118,8 @@ class ZeroTrialContext(ExperimentView):
         ):
             table = reconcile_engine(engine_or_config, self.platform)
         else:
-            table = reconcile_config(overwrite_ds_config(engine_or_config, {}), self.platform)[1]
-        self.note(table.line())
+            table = reconcile_config(open_source(engine_or_config), self.platform)[1]
+        self.note(str(table))
         return table
 
     def overwrite_ds_config(

@@ -17,7 +17,7 @@ from benchmarks.rounds import Job, run_rounds
 from benchmarks.workload import Workload
 
 NOTE = """Microseconds per parameter tensor per optimizer step above a bare forward and backward, on a model of small
-linear layers. "wall" is step time, "CPU" is process CPU time (all threads), "main thread" is the CPU time of the
+linear layers in blocks of ten. "wall" is step time, "CPU" is process CPU time (all threads), "main thread" is the CPU time of the
 thread that runs Python. Medians over interleaved rounds, each in fresh processes; means over ranks."""
 COLUMNS: list[Column] = [
     ("engine", lambda row: row["name"]),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 SEED = 7
+BLOCK = 10  # tiny layers per block
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,33 @@ class Workload:
         return window[:, :-1], window[:, 1:]
 
 
+class TinyBlock(nn.Module):
+    """A few small linear layers in a row: what an engine may treat as one unit."""
+
+    def __init__(self, layers: int, width: int, scale: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * self.scale
+        return x
+
+
 class TinyLayers(nn.Module):
-    """``layers`` small linear layers in a row: two parameter tensors each, next to no arithmetic."""
+    """``layers`` small linear layers in blocks of ``BLOCK``: two parameter tensors each, next to no arithmetic."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
+        sizes = [min(BLOCK, layers - start) for start in range(0, layers, BLOCK)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+            self.blocks = nn.ModuleList(TinyBlock(size, width, 1.0 / layers) for size in sizes)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + block(x) / len(self.blocks)
+            x = block(x)
         return (x - target).square().mean()
 
 

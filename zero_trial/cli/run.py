@@ -1,9 +1,126 @@
-"""``zero-trial run``: placeholder until the experiment reader lands."""
+"""``zero-trial run CONST.yaml MODEL_DIR``: train one trial here, on several ranks, with one line that shows how it goes."""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zero_trial
+
+if TYPE_CHECKING:
+    from zero_trial.launch.experiment import Checked, RunRequest
+    from zero_trial.launch.screen import Screen
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb."""
+    parser = subparsers.add_parser(
+        "run",
+        help="train one trial of an experiment",
+        description="Train the trial of an experiment on this host's ranks. Ctrl-C saves and stops; a second one stops at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "experiment", nargs="?", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+    )
+    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="ranks on this host (default: resources.slots_per_trial)"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (default: the next runs/NNNN)")
+    parser.add_argument("--seed", type=int, metavar="N", help="default: reproducibility.experiment_seed, or 0")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on from the newest checkpoint in a run's folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    group = parser.add_argument_group("several hosts: run the same command on each")
+    group.add_argument("--nnodes", default="", metavar="N", help="number of hosts")
+    group.add_argument("--node_rank", "--node-rank", type=int, metavar="K", help="which of the hosts this is, from 0")
+    group.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of host 0")
+    group.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="its port (default 29500)")
+    group.add_argument("-H", "--hostfile", metavar="FILE", help="lines of the form: host slots=N")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    from zero_trial.cli.outcome import report_outcome, shown
+    from zero_trial.launch.experiment import read_summary, repeat_command, run_experiment, timed_check
+    from zero_trial.launch.screen import Screen
+    from zero_trial.launch.summary import summary_lines
+    from zero_trial.launch.supervisor import PREEMPTED
+
+    request = request_from(options)
+    checked, seconds = timed_check(request)
+    screen = Screen(sys.stderr if options.json else sys.stdout, quiet=options.json)
+    _say_hello(checked, seconds, screen)
+    outcome, folder = run_experiment(checked, request, screen)
+    summary = read_summary(folder) if outcome.exit_code == 0 else None
+    if options.json:
+        cause = outcome.cause.headline if outcome.cause else None
+        print(json.dumps({"run": str(folder), "exit_code": outcome.exit_code, "error": cause, "summary": summary}))
+        return outcome.exit_code
+    for line in summary_lines(summary, repeat_command(folder)) if summary else ():
+        screen.say(line)
+    code = report_outcome(outcome, folder, sys.stderr)
+    if code == PREEMPTED:
+        screen.say(f"resume  zero-trial run --resume {shown(folder)}")
+    return code
+
+
+def request_from(options: argparse.Namespace) -> RunRequest:
+    """The RunRequest that the options describe."""
+    from zero_trial.launch.experiment import RunRequest
+    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.launch.script import read_hostfile
+
+    hostfile, name = read_hostfile(options.hostfile) if options.hostfile else (None, "")
+    return RunRequest(
+        experiment=options.experiment,
+        model_dir=options.model_dir,
+        slots=options.slots,
+        seed=options.seed,
+        run_dir=options.run_dir,
+        resume=options.resume,
+        placement=PlacementRequest(
+            slots=options.slots,
+            hostfile=hostfile,
+            hostfile_name=name,
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            master_addr=options.master_addr,
+            master_port=options.master_port,
+        ),
+    )
+
+
+def _say_hello(checked: Checked, seconds: float, screen: Screen) -> None:
+    """The first lines: what runs where, what was checked, what the batch is made of, what to be warned of."""
+    torch = metadata.version("torch")
+    gpus = checked.devices.gpus if "+cpu" not in torch else 0
+    facts = [
+        f"zero_trial {zero_trial.__version__}",
+        f"torch {torch}",
+        f"{checked.ranks} rank{'s' if checked.ranks != 1 else ''} on {'GPU (nccl)' if gpus else 'CPU (gloo)'}",
+    ]
+    config, batch = checked.ds_config, checked.batch
+    done = [
+        f"{checked.path.name} ok",
+        "ds_config ok" if config else "ds_config is the trial's own",
+        f"{checked.entrypoint} ok",
+    ]
+    if config is not None:
+        precision = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+        facts += [f"ZeRO-{config.zero_optimization.stage}", precision]
+    screen.say(" · ".join(facts))
+    screen.say(f"check   {' · '.join(done)}  {seconds:.1f} s")
+    if batch is not None:
+        t = batch.batch
+        ranks = batch.axes.data_parallel
+        screen.say(
+            f"plan    batch {t.train_batch_size} = micro {t.micro_batch_size} × accumulation {t.accumulation} × ranks {ranks}"
+        )
+    for warning in (*checked.experiment.warnings, *(config.warnings if config else ())):
+        screen.say(f"warn    {warning}")

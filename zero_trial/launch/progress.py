@@ -7,6 +7,9 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
+COUNTERS = ("batches", "epochs")
+"""Among validation metrics for the searcher's sake; the step says it already."""
+
 
 def short_number(value: float) -> str:
     """A number in about three digits: 9.8k, 12.3M, 4.2, 0.013."""

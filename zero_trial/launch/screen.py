@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,15 @@ class Screen:
     """Shows events in ``stream``. Lines that stay (validation, checkpoint, notes) are printed above the live one."""
 
     def __init__(
-        self, stream: TextIO, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO,
+        *,
+        live: bool | None = None,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._quiet = quiet
         self._live = stream.isatty() if live is None else live
         self._clock = clock
         self._bar: Any = None
@@ -27,7 +34,9 @@ class Screen:
         self._waiting: Event | None = None
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays; a quiet screen shows nothing at all."""
+        if self._quiet:
+            return
         if self._bar is not None:
             self._bar.clear()
         self._stream.write(line + "\n")
@@ -38,7 +47,7 @@ class Screen:
     def show(self, event: Event) -> None:
         """Show one event."""
         if event.get("kind") == "train":
-            if self._live:
+            if self._live and not self._quiet:
                 self._move_bar(event)
             else:
                 self._waiting = event
@@ -89,6 +98,13 @@ class Screen:
         )
 
 
+def with_size(event: Event, run_dir: Path) -> Event:
+    """A checkpoint event with its folder's path, as it would be typed here, and the bytes in it."""
+    folder = run_dir / "checkpoints" / str(event.get("storage_id") or "")
+    count = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {**event, "path": os.path.relpath(folder), "bytes": count}
+
+
 class EventWatcher:
     """Follows a run's ``events.jsonl`` onto a screen."""
 
@@ -98,7 +114,7 @@ class EventWatcher:
 
     def tick(self) -> None:
         for event in json_lines(self._tail.lines()):
-            self._screen.show(event)
+            self._screen.show(with_size(event, self._tail.path.parent) if event.get("kind") == "checkpoint" else event)
         self._screen.tick()
 
     def close(self) -> None:

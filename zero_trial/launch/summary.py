@@ -8,12 +8,9 @@ from typing import Any
 from zero_trial.launch.progress import clock, metric, short_number, size
 
 
-def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+def summary_lines(summary: Mapping[str, Any], repeat: str) -> list[str]:
     """``done`` with time, metrics before and after, baselines, throughput and memory, then ``repeat`` with the command."""
-    lines = [" · ".join([f"done    {_duration(summary)}", *_metrics(summary), *_figures(summary)])]
-    if summary.get("repeat"):
-        lines.append(f"repeat  {summary['repeat']}")
-    return lines
+    return [" · ".join([f"done    {_duration(summary)}", *_metrics(summary), *_figures(summary)]), f"repeat  {repeat}"]
 
 
 def _duration(summary: Mapping[str, Any]) -> str:

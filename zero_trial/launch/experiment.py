@@ -1,0 +1,180 @@
+"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_trial.config.experiment import ExperimentConfig
+from zero_trial.config.experiment_reader import read_experiment
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.reconcile import Reconciliation, reconcile
+from zero_trial.config.sections import DsConfig
+from zero_trial.errors import ConfigError
+from zero_trial.launch.agent import AgentCommand, Target
+from zero_trial.launch.devices import Devices, count_devices, threads_per_rank
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
+from zero_trial.launch.hosts import HostPlan
+from zero_trial.launch.lock import NAME, Locked, locked_model_dir, write_lock
+from zero_trial.launch.placement import PlacementRequest, place
+from zero_trial.launch.run_folder import given_run_folder, new_run_folder, resumed_run_folder
+from zero_trial.launch.screen import EventWatcher, Screen, Silence
+from zero_trial.launch.script import host_environment, host_names
+from zero_trial.launch.supervisor import Outcome, Supervisor
+
+DEFAULT_SEED = 0
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line asks for; None means not said."""
+
+    experiment: Path | None = None
+    model_dir: Path | None = None
+    slots: int | None = None
+    seed: int | None = None
+    run_dir: Path | None = None
+    resume: Path | None = None
+    placement: PlacementRequest = field(default_factory=PlacementRequest)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial itself will give the ds_config."""
+
+    path: Path
+    experiment: ExperimentConfig
+    entrypoint: Entrypoint
+    model_dir: Path
+    own: HostPlan
+    devices: Devices
+    seed: int
+    ds_config: DsConfig | None
+    batch: Reconciliation | None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on all hosts, each host having as many as this one."""
+        hosts = self.own.rendezvous.hosts
+        return self.own.ranks * (int(hosts) if hosts.isdigit() else 1)
+
+
+def check(request: RunRequest, env: Mapping[str, str]) -> Checked:
+    """Read and check everything that can be known without running the trial. Raises ConfigError; starts and writes nothing."""
+    path = _experiment_path(request)
+    experiment = read_experiment(path)
+    model_dir = request.model_dir or locked_model_dir(experiment) or Path()
+    if not model_dir.is_dir():
+        raise ConfigError(
+            "there is no such folder",
+            where="MODEL_DIR",
+            got=str(model_dir),
+            expected="a folder with the trial's module",
+        )
+    if experiment.searcher.searches:
+        raise ConfigError(
+            f"the searcher {experiment.searcher.name} tries many trials, and zero-trial run runs one",
+            where=experiment.document.at(("searcher", "name")).where("searcher.name"),
+            fix="Write searcher: {name: single, ...} and constant hyperparameters.",
+        )
+    where = experiment.document.at(("entrypoint",)).where("entrypoint")
+    entrypoint = parse_entrypoint(experiment.entrypoint, where)
+    check_entrypoint(entrypoint, model_dir, where)
+    devices = count_devices(env)
+    placement = place(
+        request.placement, env, devices, host_names(), default_slots=request.slots or experiment.slots_per_trial
+    )
+    if placement.own is None:
+        raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
+    seed = next(seed for seed in (request.seed, experiment.experiment_seed, DEFAULT_SEED) if seed is not None)
+    checked = Checked(path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
+    return _check_ds_config(checked)
+
+
+def _experiment_path(request: RunRequest) -> Path:
+    if request.experiment is not None:
+        return request.experiment
+    if request.resume is not None and (request.resume / NAME).is_file():
+        return request.resume / NAME
+    raise ConfigError(
+        "there is no experiment to run", where="run", fix="Write zero-trial run const.yaml model_def_folder."
+    )
+
+
+def _check_ds_config(checked: Checked) -> Checked:
+    """The ds_config read, and its batch sizes brought together with the ranks, unless the trial brings its own."""
+    experiment = checked.experiment
+    hyperparameters = experiment.hyperparameters
+    named = (
+        experiment.data.get("ds_config"),
+        hyperparameters.get("ds_config"),
+        hyperparameters.get("deepspeed_config"),
+    )
+    if all(value is None for value in named):
+        return checked
+    length = experiment.searcher.max_length
+    hints = {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
+    config = read_ds_config(experiment.ds_config(checked.model_dir), hints=hints, hyperparameters=hyperparameters)
+    batch = reconcile(config, checked.ranks, hyperparameters)
+    return Checked(**{**vars(checked), "ds_config": config, "batch": batch})
+
+
+def run_experiment(checked: Checked, request: RunRequest, screen: Screen) -> tuple[Outcome, Path]:
+    """Run a checked experiment to its end; returns the outcome and the run's folder."""
+    folder, events_before = _folder(checked, request)
+    leads = checked.own.rendezvous.leads
+    lock = folder / NAME
+    if leads:
+        locked = Locked(checked.model_dir, checked.ranks, checked.seed)
+        lock = write_lock(folder, checked.experiment, locked, checked.ds_config.raw if checked.ds_config else None)
+    arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
+    arguments += ["--seed", str(checked.seed)]
+    arguments += ["--repeat", repeat_command(folder)]
+    target = Target("zero_trial.run", (str(checked.entrypoint), *arguments), "module")
+    command = AgentCommand(
+        target, checked.own.ranks, str(folder), checked.own.rendezvous, cwd=str(checked.model_dir.resolve())
+    )
+    watcher = EventWatcher(folder / "events.jsonl", screen, skip_existing=events_before) if leads else Silence()
+    env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
+    supervisor = Supervisor(command, env, watcher, stop=(folder / "preempt").touch)
+    return supervisor.run(), folder
+
+
+def _folder(checked: Checked, request: RunRequest) -> tuple[Path, bool]:
+    """The run's folder, and whether events of an earlier part of the run lie in it."""
+    if request.resume is not None:
+        return resumed_run_folder(request.resume).resolve(), True
+    if request.run_dir is None:
+        if not checked.own.rendezvous.single:
+            raise ConfigError(
+                "several hosts need one folder that all of them know", where="--run-dir", fix="Give --run-dir DIR."
+            )
+        return new_run_folder(Path("runs")).resolve(), False
+    if checked.own.rendezvous.leads:
+        return given_run_folder(request.run_dir).resolve(), False
+    request.run_dir.mkdir(parents=True, exist_ok=True)
+    return request.run_dir.resolve(), False
+
+
+def repeat_command(folder: Path) -> str:
+    """The command that repeats the run in ``folder``, as it would be typed here."""
+    return shlex.join(["zero-trial", "run", os.path.relpath(folder / NAME)])
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The run's ``summary.json``, or None when it has none."""
+    path = folder / "summary.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def timed_check(request: RunRequest) -> tuple[Checked, float]:
+    """``check``, and how many seconds it took."""
+    start = time.perf_counter()
+    checked = check(request, os.environ)
+    return checked, time.perf_counter() - start

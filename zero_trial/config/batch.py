@@ -33,39 +33,40 @@ def solve_batch(
     ``given_by`` names where given values stand ("ds_config.json:3"), by ds_config key. Pure. Raises ConfigError when the given values
     contradict each other, do not divide, or say nothing about a batch; the message lists the nearest legal triples.
     """
-    batch, micro, steps = train_batch_size, micro_batch_size, accumulation
+    given = (train_batch_size, micro_batch_size, accumulation)
     places = given_by or {}
-    how = {
-        name: places.get(name, "given")
-        for name, value in zip(_NAMES, (batch, micro, steps), strict=True)
-        if value is not None
-    }
-    _check_positive(batch, micro, steps, dp_world, places)
-    if batch is None and micro is None:
+    _check_positive(*given, dp_world, places)
+    if train_batch_size is None and micro_batch_size is None:
         raise ConfigError(
             "no batch size is given",
             where="train_batch_size",
             expected="train_batch_size or train_micro_batch_size_per_gpu",
             fix="Set train_micro_batch_size_per_gpu: 1, or train_batch_size (global_batch_size in a trial).",
         )
-    if steps is None:
-        if batch is not None and micro is not None:
-            steps = max(batch // (micro * dp_world), 1)
-            how[_NAMES[2]] = f"derived: {batch} // {micro} // {dp_world} ranks"
-        else:
-            steps = 1
-            how[_NAMES[2]] = "derived: 1, because only one batch size is given"
-    if micro is None and batch is not None:
-        micro = max(batch // (dp_world * steps), 1)
-        how[_NAMES[1]] = f"derived: {batch} // {dp_world} ranks // {steps}"
-    if batch is None and micro is not None:
-        batch = micro * steps * dp_world
-        how[_NAMES[0]] = f"derived: {micro} x {steps} x {dp_world} ranks"
-    if batch is None or micro is None:
-        raise ConfigError("the batch triangle has no solution", where="train_batch_size")
+    batch, micro, steps = derive_triple(*given, dp_world)
+    derived = (
+        f"derived: {micro} x {steps} x {dp_world} ranks",
+        f"derived: {batch} // {dp_world} ranks // {steps}",
+        f"derived: {batch} // {micro} // {dp_world} ranks"
+        if None not in given[:2]
+        else "derived: 1, because only one batch size is given",
+    )
+    how = {
+        name: derived[number] if given[number] is None else places.get(name, "given")
+        for number, name in enumerate(_NAMES)
+    }
     if batch != micro * steps * dp_world:
         raise _contradiction(batch, micro, steps, dp_world, how)
     return BatchTriple(batch, micro, steps, how)
+
+
+def derive_triple(batch: int | None, micro: int | None, steps: int | None, dp_world: int) -> tuple[int, int, int]:
+    """DeepSpeed's derivation by integer division, at least 1 each; the caller checks that the product agrees. Pure numbers."""
+    if steps is None:
+        steps = max(batch // (micro * dp_world), 1) if batch is not None and micro is not None else 1
+    if micro is None:
+        micro = max((batch or 1) // (dp_world * steps), 1)
+    return micro * steps * dp_world if batch is None else batch, micro, steps
 
 
 def _check_positive(
@@ -120,7 +121,7 @@ def nearest_triples(
         steps_change = 0.0 if steps_free else _change(triple[2], steps)
         return 2 * _change(triple[0], batch) + micro_change + 0.25 * steps_change
 
-    return tuple(sorted(found, key=lambda triple: (distance(triple), triple))[:count])
+    return tuple(sorted(found, key=lambda triple: (distance(triple), triple[2], triple))[:count])
 
 
 def _change(new: int, old: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from zero_trial.config.kinds import Kind, Section
+from zero_trial.config.kinds import Kind, Opaque, Section
 
 
 class Answer(Enum):
@@ -79,3 +79,20 @@ def _enabled(section: Mapping[str, Any]) -> bool:
     if inner:
         return any(_enabled(value) for value in inner)
     return bool(section)
+
+
+def alike(section: str, answer: Answer, says: str, **kinds: Kind) -> tuple[Key, ...]:
+    """Rows of one section that share answer and reason."""
+    return tuple(Key(f"{section}.{name}", kind, answer, says) for name, kind in kinds.items())
+
+
+def ignored(name: str, says: str) -> Key:
+    """A row for an old section of which nothing is read."""
+    return Key(name, Opaque(), Answer.NO_EFFECT, says, origin=Origin.LEGACY)
+
+
+def refused(
+    name: str, says: str, instead: str = "Set enabled: false, or remove the section.", origin: Origin = Origin.LEGACY
+) -> Key:
+    """A row for a section that is refused where it is enabled: what is trained would not be what was asked for."""
+    return Key(name, Opaque(), Answer.REFUSED, says, instead=instead, origin=origin)

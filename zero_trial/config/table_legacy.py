@@ -2,62 +2,49 @@
 
 from __future__ import annotations
 
-from zero_trial.config.key import Answer, Key, Origin
+from zero_trial.config.key import Answer, Key, Origin, ignored, refused
 from zero_trial.config.kinds import Bool, Int, Opaque
 
-_GONE = "removed from DeepSpeed in 0.19.8 and not implemented here; training goes on without it"
-_OFF = "Set enabled: false, or remove the section."
-
-
-def _ignored(name: str, why: str = _GONE) -> Key:
-    return Key(name, Opaque(), Answer.NO_EFFECT, why, origin=Origin.LEGACY)
-
-
-def _refused(name: str, why: str, instead: str = _OFF, origin: Origin = Origin.LEGACY) -> Key:
-    """Refused where it is enabled, because the model that is trained would not be the one that was asked for."""
-    return Key(name, Opaque(), Answer.REFUSED, why, instead=instead, origin=origin)
-
-
 LEGACY = (
-    _refused(
+    refused(
         "compression_training", "it quantises or prunes the model while it is trained; removed from DeepSpeed in 0.19.8"
     ),
-    _refused("quantize_training", "it quantises the weights while they are trained; removed from DeepSpeed in 0.19.8"),
-    _refused("progressive_layer_drop", "it drops layers while training; removed from DeepSpeed in 0.19.8"),
-    _refused(
+    refused("quantize_training", "it quantises the weights while they are trained; removed from DeepSpeed in 0.19.8"),
+    refused("progressive_layer_drop", "it drops layers while training; removed from DeepSpeed in 0.19.8"),
+    refused(
         "curriculum_learning",
         "it changes the sequence length while training; removed from DeepSpeed in 0.19.8",
         "Set enabled: false, and cut the sequences in the data loader.",
     ),
-    _refused(
+    refused(
         "elasticity",
         "it changes the batch size with the number of ranks; removed from DeepSpeed in 0.19.8",
         "Set enabled: false and train_batch_size: checkpoints resume on any number of ranks with the same batch.",
     ),
-    _refused(
+    refused(
         "data_efficiency",
         "it samples the data and drops tokens while training; it does not exist here",
         "Set enabled: false, and use a sampler of your own.",
         Origin.DEEPSPEED,
     ),
-    _refused(
+    refused(
         "hybrid_engine",
         "it switches between training and generation kernels; it does not exist here",
         origin=Origin.DEEPSPEED,
     ),
-    _refused(
+    refused(
         "zenflow",
         "ZenFlow updates with stale gradients; it does not exist here",
         "Remove the section.",
         Origin.DEEPSPEED,
     ),
-    _ignored("sparse_attention", "DeepSpeed only passed it on to models that asked for it; removed there in 0.19.8"),
-    _ignored("eigenvalue", "it only steered quantize_training; removed from DeepSpeed in 0.19.8"),
-    _ignored("graph_harvesting", "it only recorded CUDA graphs; removed from DeepSpeed in 0.19.8"),
-    _ignored("nebula", "checkpoints are written by zero_trial's own writer; removed from DeepSpeed in 0.19.8"),
+    ignored("sparse_attention", "DeepSpeed only passed it on to models that asked for it; removed there in 0.19.8"),
+    ignored("eigenvalue", "it only steered quantize_training; removed from DeepSpeed in 0.19.8"),
+    ignored("graph_harvesting", "it only recorded CUDA graphs; removed from DeepSpeed in 0.19.8"),
+    ignored("nebula", "checkpoints are written by zero_trial's own writer; removed from DeepSpeed in 0.19.8"),
     Key("datastates_ckpt", Opaque(), Answer.NO_EFFECT, "checkpoints are written by zero_trial's own writer"),
     Key("autotuning", Opaque(), Answer.NOT_YET, "nothing is tuned; training runs with the values that stand here"),
-    _ignored("weight_quantization", "it is for inference"),
+    ignored("weight_quantization", "it is for inference"),
     Key("vocabulary_size", Int(1), Answer.NO_EFFECT, "DeepSpeed only warns about its alignment", origin=Origin.LEGACY),
     Key(
         "cuda_visible_devices",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from zero_trial.config.key import Answer, Key, Origin
-from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Kind, Names, Opaque, Section, Text
+from zero_trial.config.key import Answer, Key, Origin, alike
+from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Names, Opaque, Section, Text
 
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
 
 _ACTIVATIONS = "the engine does not checkpoint activations yet; torch.utils.checkpoint in the model works"
 _PIPELINE = "it belongs to a pipeline, which does not exist here yet"
 _MONITOR = "monitors are not written yet; metrics go to the run folder"
-
-
-def _rows(section: str, answer: Answer, says: str, **kinds: Kind) -> tuple[Key, ...]:
-    """Rows of one section that share answer and reason."""
-    return tuple(Key(f"{section}.{name}", kind, answer, says) for name, kind in kinds.items())
 
 
 PRINTING = (
@@ -43,13 +38,13 @@ PRINTING = (
 
 MONITORS = (
     Key("tensorboard", Section(), HONOURED, "scalars as TensorBoard events"),
-    *_rows("tensorboard", NOT_YET, _MONITOR, enabled=Bool(), output_path=Text(), job_name=Text()),
+    *alike("tensorboard", NOT_YET, _MONITOR, enabled=Bool(), output_path=Text(), job_name=Text()),
     Key("csv_monitor", Section(), HONOURED, "scalars as CSV files"),
-    *_rows("csv_monitor", NOT_YET, _MONITOR, enabled=Bool(), output_path=Text(), job_name=Text()),
+    *alike("csv_monitor", NOT_YET, _MONITOR, enabled=Bool(), output_path=Text(), job_name=Text()),
     Key("wandb", Section(), HONOURED, "scalars to Weights & Biases"),
-    *_rows("wandb", NOT_YET, _MONITOR, enabled=Bool(), group=Text(), team=Text(), project=Text()),
+    *alike("wandb", NOT_YET, _MONITOR, enabled=Bool(), group=Text(), team=Text(), project=Text()),
     Key("comet", Section(), HONOURED, "scalars to Comet"),
-    *_rows(
+    *alike(
         "comet",
         NOT_YET,
         _MONITOR,
@@ -64,7 +59,7 @@ MONITORS = (
         mode=Text(("get_or_create", "create", "get")),
     ),
     Key("flops_profiler", Section(), HONOURED, "counts floating-point operations"),
-    *_rows(
+    *alike(
         "flops_profiler",
         NOT_YET,
         "floating-point operations are not counted yet",
@@ -77,7 +72,7 @@ MONITORS = (
         recompute_fwd_factor=Float(low=0),
     ),
     Key("comms_logger", Section(), HONOURED, "counts of collectives"),
-    *_rows(
+    *alike(
         "comms_logger",
         NOT_YET,
         "calls and bytes are always counted, but not logged yet",
@@ -89,7 +84,7 @@ MONITORS = (
     ),
     Key("timers", Section(), HONOURED, "timers"),
     Key("timers.throughput", Section(), HONOURED, "the samples-per-second timer"),
-    *_rows(
+    *alike(
         "timers.throughput",
         NOT_YET,
         "throughput is always measured per progress line",
@@ -127,7 +122,7 @@ CHECKPOINT = (
 
 ACTIVATION = (
     Key("activation_checkpointing", Section(), HONOURED, "how activations are kept between forward and backward"),
-    *_rows(
+    *alike(
         "activation_checkpointing",
         NOT_YET,
         _ACTIVATIONS,
@@ -142,7 +137,7 @@ ACTIVATION = (
 
 PIPELINE = (
     Key("pipeline", Section(), HONOURED, "how a pipeline runs"),
-    *_rows(
+    *alike(
         "pipeline",
         NOT_YET,
         _PIPELINE,
@@ -210,7 +205,7 @@ PARALLEL = (
         instead="Remove the section.",
     ),
     Key("tensor_parallel.dtype", DType(), NO_EFFECT, "tensor parallelism is off"),
-    *_rows(
+    *alike(
         "tensor_parallel",
         NO_EFFECT,
         "tensor parallelism is off",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.config.key import Answer, Key, Origin
+from zero_trial.config.key import Answer, Key, Origin, alike
 from zero_trial.config.kinds import Bool, Float, Int, Names, Opaque, Section, Text
 
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
@@ -14,10 +14,6 @@ _NO_OFFLOAD = "offload does not exist here yet; everything stays on the device o
 _OFFLOAD_FIX = "Remove it, or use a higher ZeRO stage or more ranks to save device memory."
 _SIZE = "it belongs to offload, which does not exist here yet"
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
-
-
-def _stage3(name: str) -> tuple[str, ...]:
-    return (f"stage3_{name}",)
 
 
 _Z = "zero_optimization"
@@ -81,42 +77,42 @@ STAGE = (
         Int(0, unit="elements"),
         HONOURED,
         "how much is gathered ahead of need",
-        aliases=_stage3("prefetch_bucket_size"),
+        aliases=("stage3_prefetch_bucket_size",),
     ),
     Key(
         f"{_Z}.param_persistence_threshold",
         Int(0, unit="elements"),
         HONOURED,
         "parameters up to this size stay gathered",
-        aliases=_stage3("param_persistence_threshold"),
+        aliases=("stage3_param_persistence_threshold",),
     ),
     Key(
         f"{_Z}.model_persistence_threshold",
         Int(0, unit="elements"),
         HONOURED,
         "the most that stays gathered in all",
-        aliases=_stage3("model_persistence_threshold"),
+        aliases=("stage3_model_persistence_threshold",),
     ),
     Key(
         f"{_Z}.max_live_parameters",
         Int(0, unit="elements"),
         HONOURED,
         "the most that is gathered at one time",
-        aliases=_stage3("max_live_parameters"),
+        aliases=("stage3_max_live_parameters",),
     ),
     Key(
         f"{_Z}.max_reuse_distance",
         Int(0, unit="elements"),
         HONOURED,
         "a parameter that is used again within this distance is not freed",
-        aliases=_stage3("max_reuse_distance"),
+        aliases=("stage3_max_reuse_distance",),
     ),
     Key(
         f"{_Z}.gather_16bit_weights_on_model_save",
         Bool(),
         NOT_YET,
         "checkpoints hold every weight whole or in ranges at any stage",
-        aliases=_stage3("gather_16bit_weights_on_model_save"),
+        aliases=("stage3_gather_16bit_weights_on_model_save",),
     ),
     Key(
         f"{_Z}.stage3_gather_fp16_weights_on_model_save",
@@ -133,7 +129,7 @@ STAGE = (
         Int(0, unit="elements"),
         NOT_YET,
         "units are chosen by module class and size",
-        aliases=_stage3("module_granularity_threshold"),
+        aliases=("stage3_module_granularity_threshold",),
     ),
     Key(
         f"{_Z}.use_all_reduce_for_fetch_params",
@@ -141,7 +137,7 @@ STAGE = (
         NO_EFFECT,
         "parameters are fetched by all-gather",
         default=False,
-        aliases=_stage3("use_all_reduce_for_fetch_params"),
+        aliases=("stage3_use_all_reduce_for_fetch_params",),
     ),
     Key(
         f"{_Z}.allgather_sequential",
@@ -149,7 +145,7 @@ STAGE = (
         NO_EFFECT,
         "one all-gather per unit",
         default=False,
-        aliases=_stage3("allgather_sequential"),
+        aliases=("stage3_allgather_sequential",),
     ),
     Key(
         f"{_Z}.ignore_unused_parameters",
@@ -265,28 +261,25 @@ HYBRID = (
 )
 
 
-def _offload_optimizer(name: str, kind: Int | Float | Bool | Text) -> Key:
-    return Key(f"{_Z}.offload_optimizer.{name}", kind, OFFLOAD_SIZE, _SIZE)
-
-
-def _offload_param(name: str, kind: Int | Bool | Text) -> Key:
-    return Key(f"{_Z}.offload_param.{name}", kind, OFFLOAD_SIZE, _SIZE)
-
-
 _DEVICES = Text(("none", "cpu", "nvme"))
 
 OFFLOADS = (
     Key(f"{_Z}.offload_optimizer", Section(), HONOURED, "where optimizer state lives between steps"),
     Key(f"{_Z}.offload_optimizer.device", _DEVICES, OFFLOAD, _NO_OFFLOAD, instead=_OFFLOAD_FIX),
-    _offload_optimizer("nvme_path", Text()),
-    _offload_optimizer("buffer_count", Int(1)),
+    *alike(
+        f"{_Z}.offload_optimizer",
+        OFFLOAD_SIZE,
+        _SIZE,
+        nvme_path=Text(),
+        buffer_count=Int(1),
+        pipeline_read=Bool(),
+        pipeline_write=Bool(),
+        fast_init=Bool(),
+        ratio=Float(low=0, high=1),
+        super_offload=Bool(),
+        cpuadam_cores_perc=Float(above=0, high=1),
+    ),
     Key(f"{_Z}.offload_optimizer.pin_memory", Bool(), OFFLOAD_SIZE, _SIZE, was="false"),
-    _offload_optimizer("pipeline_read", Bool()),
-    _offload_optimizer("pipeline_write", Bool()),
-    _offload_optimizer("fast_init", Bool()),
-    _offload_optimizer("ratio", Float(low=0, high=1)),
-    _offload_optimizer("super_offload", Bool()),
-    _offload_optimizer("cpuadam_cores_perc", Float(above=0, high=1)),
     Key(
         f"{_Z}.offload_optimizer.pipeline",
         Bool(),
@@ -296,10 +289,15 @@ OFFLOADS = (
     ),
     Key(f"{_Z}.offload_param", Section(), HONOURED, "where parameter shards live between uses"),
     Key(f"{_Z}.offload_param.device", _DEVICES, OFFLOAD, _NO_OFFLOAD, instead=_OFFLOAD_FIX),
-    _offload_param("nvme_path", Text()),
-    _offload_param("buffer_count", Int(1)),
-    _offload_param("buffer_size", Int(1, unit="elements")),
-    _offload_param("max_in_cpu", Int(0, unit="elements")),
+    *alike(
+        f"{_Z}.offload_param",
+        OFFLOAD_SIZE,
+        _SIZE,
+        nvme_path=Text(),
+        buffer_count=Int(1),
+        buffer_size=Int(1, unit="elements"),
+        max_in_cpu=Int(0, unit="elements"),
+    ),
     Key(f"{_Z}.offload_param.pin_memory", Bool(), OFFLOAD_SIZE, _SIZE, was="false"),
     Key(f"{_Z}.sub_group_size", Int(1, unit="elements"), OFFLOAD_SIZE, _SIZE),
     Key(

@@ -1,0 +1,241 @@
+"""Saving: round trips over ranks, what is refused, and what is left after a fault or a kill at every single step."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.rank_threads import ThreadRank, on_ranks
+from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
+from zero_trial.checkpoint.catalog import checkpoint_folder
+from zero_trial.checkpoint.disk import Disk
+from zero_trial.checkpoint.manifest import FileRecord
+from zero_trial.checkpoint.writer import begin, commit, merge, publish, write_manifest, write_rank
+from zero_trial.errors import CheckpointError
+
+WTE = torch.arange(24.0).view(4, 6)
+
+
+def part_of(rank: int, size: int, value: torch.Tensor = WTE) -> list[Slice]:
+    """This rank's share of one tensor laid flat and cut into equal parts (the last may be short or empty)."""
+    per_rank = -(-value.numel() // size)
+    start, stop = min(rank * per_rank, value.numel()), min((rank + 1) * per_rank, value.numel())
+    return [Slice("param/wte", tuple(value.shape), start, stop, value.reshape(-1)[start:stop].clone())]
+
+
+def save_alone(directory: Path, tag: str, step: int, value: float = 1.0, disk: Disk | None = None) -> Path:
+    return save_checkpoint(directory, tag, part_of(0, 1, WTE * value), step=step, state={"value": value}, disk=disk)
+
+
+def load(folder: Path) -> torch.Tensor:
+    return CheckpointReader(folder).read("param/wte")
+
+
+def test_one_process(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "step-3", [Slice.whole("param/wte", WTE)], step=3, state={"lr": 0.1})
+    assert folder == tmp_path / "step-3"
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
+    reader = CheckpointReader(folder)
+    reader.verify()
+    assert torch.equal(reader.read("param/wte"), WTE)
+    assert (reader.manifest.step, reader.manifest.state) == (3, {"lr": 0.1})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 30])
+def test_ranks_together(tmp_path: Path, size: int) -> None:
+    def work(rank: ThreadRank) -> Path:
+        slices = part_of(rank.index, size) + ([Slice.whole("t", torch.tensor(5.0))] if rank.index == 1 else [])
+        return save_checkpoint(tmp_path, "a", slices, step=1, rank_state={"rank": rank.index}, ranks=rank)
+
+    assert on_ranks(size, work) == [tmp_path / "a"] * size
+    reader = CheckpointReader(tmp_path / "a")
+    assert torch.equal(reader.read("param/wte"), WTE)
+    assert reader.read("t").item() == 5.0
+    assert reader.manifest.rank_state == tuple({"rank": index} for index in range(size))
+    assert reader.manifest.world == {"ranks": size}
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_same_content_gives_same_files(tmp_path: Path) -> None:
+    contents = [
+        {path.name: path.read_bytes() for path in save_alone(tmp_path / name, "a", 1).iterdir()} for name in ("x", "y")
+    ]
+    assert contents[0] == contents[1]
+
+
+def test_elements_that_nobody_gives_or_two_give_are_named_on_every_rank(tmp_path: Path) -> None:
+    hole = on_ranks(2, lambda r: save_checkpoint(tmp_path, "a", part_of(r.index, 3), step=1, ranks=r))
+    twice = on_ranks(2, lambda r: save_checkpoint(tmp_path, "a", part_of(0, 1), step=1, ranks=r))
+    for errors, message in ((hole, "no piece for 16 to 24"), (twice, "elements 0 to 24 again")):
+        for error in errors:
+            assert isinstance(error, CheckpointError)
+            assert "param/wte" in str(error)
+            assert message in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FullDisk(Disk):
+    """Takes ``room`` bytes, then no more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        def counted() -> Iterable[bytes | memoryview]:
+            for chunk in chunks:
+                self.room -= len(chunk)
+                if self.room < 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                yield chunk
+
+        return super().write(path, counted())
+
+
+@pytest.mark.parametrize("room", [0, 100, 330])
+def test_a_full_disk_ends_in_an_error_on_every_rank_and_keeps_the_old(tmp_path: Path, room: int) -> None:
+    save_alone(tmp_path, "step-1", 1)
+
+    def work(rank: ThreadRank) -> Path:
+        disk = FullDisk(room) if rank.index == 1 else Disk()
+        return save_checkpoint(tmp_path, "step-2", part_of(rank.index, 2), step=2, ranks=rank, disk=disk)
+
+    if room == 330:  # enough for rank 1's file; the fault must come from rank 0's manifest
+
+        def work(rank: ThreadRank) -> Path:  # type: ignore[no-redef]
+            disk = FullDisk(room) if rank.index == 0 else Disk()
+            return save_checkpoint(tmp_path, "step-2", part_of(rank.index, 2), step=2, ranks=rank, disk=disk)
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, CheckpointError)
+        assert error.exit_code == 5
+        assert "No space left" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert torch.equal(load(tmp_path / "step-1"), WTE)
+
+
+def test_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_path: Path) -> None:
+    save_alone(tmp_path, "a", 1)
+    for broken in ({"state": {1, 2}}, {"state": float("nan")}, {"rank_state": {1, 2}}):
+        with pytest.raises(CheckpointError):
+            save_checkpoint(tmp_path, "a", part_of(0, 1), step=2, **broken)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert CheckpointReader(tmp_path / "a").manifest.step == 1
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "x.tmp-1", "x.old-1", "a\\b", "a\0"])
+def test_tags_are_plain_names(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(CheckpointError, match="not a tag"):
+        save_alone(tmp_path, tag, 1)
+
+
+def test_the_steps_one_by_one_leave_the_previous_readable(tmp_path: Path) -> None:
+    """What is on the disk between any two steps of a save is what a kill there would leave."""
+    save_alone(tmp_path, "step-1", 1)
+    disk, final = Disk(), tmp_path / "step-2"
+
+    def newest() -> int:
+        found = latest_checkpoint(tmp_path)
+        return found.step if found else -1
+
+    folder = begin(final, disk)
+    assert newest() == 1
+    reports = [write_rank(folder, rank, part_of(rank, 2), None, disk) for rank in range(2)]
+    assert newest() == 1
+    manifest = merge(reports, 2, None, {})
+    write_manifest(folder, manifest, disk)
+    assert newest() == 1
+    publish(folder, final, disk)
+    assert newest() == 2
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after it runs, not even clean-up."""
+
+
+class KilledDisk(Disk):
+    """Dies at the ``at``-th change of the disk: before it, after it, or with half of a file written."""
+
+    def __init__(self, at: int, how: str) -> None:
+        self.at, self.how, self.count = at, how, 0
+
+    def _now(self) -> bool:
+        self.count += 1
+        if self.count > self.at:
+            raise Killed  # whatever the dead process would have done next
+        return self.count == self.at
+
+    def _around(self, act: Any, *arguments: Any) -> Any:
+        here = self._now()
+        if here and self.how == "before":
+            raise Killed
+        result = act(*arguments)
+        if here:
+            raise Killed
+        return result
+
+    def make_folder(self, folder: Path) -> None:
+        self._around(super().make_folder, folder)
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        if self.how == "half" and self.count + 1 == self.at:
+            self._now()
+            content = b"".join(bytes(chunk) for chunk in chunks)
+            path.write_bytes(content[: len(content) // 2])
+            raise Killed
+        record: FileRecord = self._around(super().write, path, chunks)
+        return record
+
+    def sync_folder(self, folder: Path) -> None:
+        self._around(super().sync_folder, folder)
+
+    def rename(self, source: Path, destination: Path) -> None:
+        self._around(super().rename, source, destination)
+
+    def remove_folder(self, folder: Path) -> None:
+        self._around(super().remove_folder, folder)
+
+
+def changes_of_a_save(directory: Path, tag: str) -> int:
+    save_alone(directory, "a", 1)
+    disk = KilledDisk(10_000, "before")
+    save_alone(directory, tag, 2, disk=disk)
+    return disk.count
+
+
+@pytest.mark.parametrize("how", ["before", "after", "half"])
+@pytest.mark.parametrize("tag", ["b", "a"])  # a new tag, and one that replaces the only checkpoint there is
+def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) -> None:
+    changes = changes_of_a_save(tmp_path / "count", tag)
+    assert changes == (6 if tag == "b" else 8)
+    outcomes = set()
+    for at in range(1, changes + 1):
+        directory = tmp_path / str(at)
+        save_alone(directory, "a", 1, value=1.0)
+        with contextlib.suppress(Killed):
+            save_alone(directory, tag, 2, value=2.0, disk=KilledDisk(at, how))
+        found = latest_checkpoint(directory)
+        assert found is not None, f"killed {how} change {at}: nothing is left"
+        CheckpointReader(found.folder).verify()
+        assert torch.equal(load(found.folder), WTE * found.step)
+        assert load(checkpoint_folder(directory, "a")).numel() == 24
+        outcomes.add(found.step)
+        # the next save of the same tag works and clears what the kill left behind
+        save_alone(directory, tag, 3, value=3.0)
+        assert torch.equal(load(directory / tag), WTE * 3)
+        assert {path.name for path in directory.iterdir()} <= {"a", "b"}
+    assert outcomes == {1, 2}
+
+
+def test_a_folder_that_rank_0_does_not_see_is_explained(tmp_path: Path) -> None:
+    reports = [write_rank(begin(tmp_path / "here" / "a", Disk()), 0, part_of(0, 2), None, Disk())]
+    other_host = begin(tmp_path / "there" / "a", Disk())
+    reports.append(write_rank(other_host, 1, part_of(1, 2), None, Disk()))
+    with pytest.raises(CheckpointError, match="all hosts share"):
+        commit(other_host, tmp_path / "there" / "a", reports, 1, None, {}, Disk())
+    assert not other_host.exists()

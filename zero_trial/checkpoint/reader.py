@@ -1,0 +1,129 @@
+"""Opens a checkpoint, verifies it, and reads ranges of its tensors straight into the memory that waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from zero_trial.checkpoint.disk import read_digest
+from zero_trial.checkpoint.dtypes import dtype_of
+from zero_trial.checkpoint.manifest import MANIFEST_NAME, Manifest
+from zero_trial.checkpoint.match import require_match
+from zero_trial.checkpoint.plan import Want, plan_copies
+from zero_trial.checkpoint.slice import Slice
+from zero_trial.errors import CheckpointError
+
+
+class CheckpointReader:
+    """One checkpoint folder. Opening reads and checks the manifest and the files' sizes; ``verify`` reads all their
+    bytes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / MANIFEST_NAME
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as fault:
+            raise CheckpointError("there is no readable manifest", where=str(path), got=str(fault)) from fault
+        self.manifest = Manifest.from_json(text, str(path))
+        self._check_sizes()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """name -> shape of every stored tensor."""
+        return {name: entry.shape for name, entry in self.manifest.tensors.items()}
+
+    def verify(self, index: int = 0, count: int = 1) -> None:
+        """Read every ``count``-th file from the ``index``-th on and compare its SHA-256: ranks can share the work.
+
+        Raises CheckpointError naming the first file whose content changed.
+        """
+        for name in sorted(self.manifest.files)[index::count]:
+            path = self.folder / name
+            try:
+                found = read_digest(path)
+            except OSError as fault:
+                raise CheckpointError("a file cannot be read", where=str(path), got=str(fault)) from fault
+            if found != self.manifest.files[name]:
+                raise CheckpointError(
+                    "a file is damaged",
+                    where=str(path),
+                    got=f"sha256 {found.sha256[:16]}…",
+                    expected=f"{self.manifest.files[name].sha256[:16]}…",
+                    fix="Load another checkpoint; this one cannot be trusted.",
+                )
+
+    def require(self, wanted: Mapping[str, tuple[int, ...]], prefix: str = "", **allow: bool) -> None:
+        """The stored tensors whose names start with ``prefix`` are those of ``wanted`` (``match.require_match``)."""
+        stored = {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)}
+        plain = {name.removeprefix(prefix): shape for name, shape in wanted.items()}
+        require_match(stored, plain, where=str(self.folder), **allow)
+
+    def read_into(self, slices: Sequence[Slice]) -> None:
+        """Fill each slice's memory, converting to its dtype where that differs. Not collective: each rank reads its
+        own.
+
+        Only the files and ranges that are wanted are touched. Raises CheckpointError for another shape or an unknown
+        name.
+        """
+        self._check_shapes(slices)
+        wants = [Want(part.name, part.start, part.stop, target) for target, part in enumerate(slices)]
+        copies = plan_copies(self.manifest.tensors, wants)
+        for file, of_file in groupby(copies, key=lambda copy: copy.file):
+            with self._open(file) as entries:
+                for copy in of_file:
+                    data = self._range(entries, copy.key, copy.source_start, copy.source_stop, file)
+                    target = slices[copy.target].flat
+                    target[copy.offset : copy.offset + len(data)].copy_(data)
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A whole tensor, new."""
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError("not in the checkpoint", where=str(self.folder), got=name)
+        out = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device)
+        self.read_into([Slice.whole(name, out)])
+        return out
+
+    def _check_sizes(self) -> None:
+        for name, record in self.manifest.files.items():
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != record.bytes:
+                raise CheckpointError(
+                    "a file is missing" if size is None else "a file is cut short or grown",
+                    where=str(path),
+                    got=None if size is None else f"{size} bytes",
+                    expected=f"{record.bytes} bytes",
+                    fix="Load another checkpoint; this one cannot be trusted.",
+                )
+
+    def _check_shapes(self, slices: Iterable[Slice]) -> None:
+        stored = self.shapes
+        wanted = {part.name: part.shape for part in slices}
+        require_match({n: s for n, s in stored.items() if n in wanted}, wanted, where=str(self.folder))
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as fault:
+            raise CheckpointError("a file cannot be read", where=str(self.folder / file), got=str(fault)) from fault
+
+    def _range(self, entries: Any, key: str, start: int, stop: int, file: str) -> torch.Tensor:
+        try:
+            data: torch.Tensor = entries.get_slice(key)[start:stop]
+        except (SafetensorError, IndexError) as fault:
+            raise CheckpointError(f"no entry {key}", where=str(self.folder / file), got=str(fault)) from fault
+        if data.ndim != 1 or len(data) != stop - start:
+            raise CheckpointError(
+                f"entry {key} is too short",
+                where=str(self.folder / file),
+                got=tuple(data.shape),
+                expected=(stop - start,),
+            )
+        return data

@@ -1,0 +1,192 @@
+"""Writes a checkpoint so that a kill at any moment leaves the previous one, or the new one, whole.
+
+    1  rank 0     <directory>/<tag>.tmp-<id>/            new folder
+    2  each rank  rank-00000.safetensors ...             its slices; fsync; SHA-256
+    3  rank 0     manifest.json                          last file; fsync; folder fsync
+    4  rank 0     <tag>.tmp-<id>  ->  <tag>              rename; parent fsync
+
+Where ``<tag>`` exists already it is renamed to ``<tag>.old-<id>`` first, which readers take for ``<tag>`` while that is
+missing, and removed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_trial.checkpoint.disk import Disk
+from zero_trial.checkpoint.dtypes import dtype_name
+from zero_trial.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, Piece, TensorEntry, same_tensor
+from zero_trial.checkpoint.ranks import Alone, Ranks
+from zero_trial.checkpoint.shard_file import piece_key, shard_chunks
+from zero_trial.checkpoint.slice import Slice
+from zero_trial.errors import CheckpointError
+
+TEMPORARY = ".tmp-"
+REPLACED = ".old-"
+
+
+def save_checkpoint(
+    directory: str | Path,
+    tag: str,
+    slices: Sequence[Slice],
+    *,
+    step: int,
+    state: Any = None,
+    rank_state: Any = None,
+    world: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Save what all ranks give as ``<directory>/<tag>`` and return that path. Collective: every rank calls, in three
+    exchanges.
+
+    ``slices`` of all ranks together must cover each of their tensors exactly once; ``state`` (rank 0's counts) and
+    ``rank_state`` are JSON values. ``directory`` must be the same place for all ranks. Raises CheckpointError on every
+    rank if any rank cannot write, and leaves no temporary folder.
+    """
+    ranks, disk = ranks or Alone(), disk or Disk()
+    final = Path(directory) / check_tag(tag)
+    temporary = _agree(ranks, "checkpoint folder", lambda: str(begin(final, disk)))
+    folder = Path(temporary)
+    report = write_rank(folder, ranks.index, slices, rank_state, disk)
+    reports = ranks.gather_json(report, "checkpoint files")
+    _agree(ranks, "checkpoint commit", lambda: commit(folder, final, reports, step, state, world or {}, disk))
+    return final
+
+
+def check_tag(tag: str) -> str:
+    """A plain folder name that no temporary folder has. Raises CheckpointError."""
+    if tag in ("", ".", "..") or "/" in tag or "\\" in tag or TEMPORARY in tag or REPLACED in tag or "\0" in tag:
+        raise CheckpointError("not a tag", where="tag", got=repr(tag), expected="a plain folder name")
+    return tag
+
+
+def begin(final: Path, disk: Disk) -> Path:
+    """Step 1, rank 0: a new temporary folder; those that a killed save of the same tag left are removed."""
+    if final.parent.is_dir():
+        for leftover in final.parent.iterdir():
+            if leftover.name.startswith(final.name + TEMPORARY):
+                disk.remove_folder(leftover)
+    folder = final.with_name(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:12]}")
+    disk.make_folder(folder)
+    return folder
+
+
+def write_rank(folder: Path, rank: int, slices: Sequence[Slice], rank_state: Any, disk: Disk) -> dict[str, Any]:
+    """Step 2: this rank's file, and the report of it for rank 0, as JSON.
+
+    Any fault goes into the report instead of out of this function: a rank that raised here would leave the others
+    waiting.
+    """
+    name = f"rank-{rank:05d}.safetensors"
+    kept = [part for part in slices if part.start < part.stop]
+    record: FileRecord | None = None
+    try:
+        json.dumps(rank_state, allow_nan=False)
+        if kept:
+            record = disk.write(folder / name, shard_chunks(kept))
+    except Exception as fault:
+        return {"fault": f"rank {rank}, {name}: {type(fault).__name__}: {fault}"}
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in slices:
+        entry = {"dtype": dtype_name(part.dtype), "shape": list(part.shape), "pieces": []}
+        pieces = tensors.setdefault(part.name, entry)["pieces"]
+        if part.start < part.stop:
+            pieces.append([piece_key(part), part.start, part.stop])
+    file = {"name": name, "bytes": record.bytes, "sha256": record.sha256} if record else None
+    return {"file": file, "tensors": tensors, "rank_state": rank_state}
+
+
+def merge(reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any]) -> Manifest:
+    """The manifest of all ranks' reports. Raises CheckpointError for a failed rank, or elements missing or stored
+    twice."""
+    faults = [report["fault"] for report in reports if "fault" in report]
+    if faults:
+        raise CheckpointError("writing failed", where="checkpoint", got="; ".join(faults))
+    files: dict[str, FileRecord] = {}
+    entries: dict[str, list[TensorEntry]] = {}
+    for report in reports:
+        file = report["file"]
+        if file is not None:
+            files[file["name"]] = FileRecord(file["bytes"], file["sha256"])
+        for name, entry in report["tensors"].items():
+            pieces = tuple(Piece(file["name"], key, start, stop) for key, start, stop in entry["pieces"])
+            entries.setdefault(name, []).append(TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces))
+    tensors = {name: same_tensor(name, found) for name, found in entries.items()}
+    rank_state = tuple(report["rank_state"] for report in reports)
+    manifest = Manifest(step, tensors, files, state, rank_state, {"ranks": len(reports), **world})
+    manifest.check()
+    return manifest
+
+
+def commit(
+    folder: Path,
+    final: Path,
+    reports: Sequence[Mapping[str, Any]],
+    step: int,
+    state: Any,
+    world: Mapping[str, Any],
+    disk: Disk,
+) -> str:
+    """Steps 3 and 4, rank 0. On any fault the temporary folder is removed and what was there before stays."""
+    try:
+        manifest = merge(reports, step, state, world)
+        require_files(folder, manifest)
+        write_manifest(folder, manifest, disk)
+        publish(folder, final, disk)
+    except Exception:
+        disk.remove_folder(folder)
+        raise
+    return str(final)
+
+
+def require_files(folder: Path, manifest: Manifest) -> None:
+    """Rank 0 sees every rank's file: otherwise the folder is not on a file system that all hosts share."""
+    for name, record in manifest.files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != record.bytes:
+            raise CheckpointError(
+                "rank 0 does not see a file that another rank wrote",
+                where=str(folder / name),
+                got="no file" if found is None else f"{found} bytes",
+                expected=f"{record.bytes} bytes",
+                fix="Save to a folder that all hosts share.",
+            )
+
+
+def write_manifest(folder: Path, manifest: Manifest, disk: Disk) -> None:
+    """Step 3: the manifest is the last file, so a folder without one is not a checkpoint."""
+    disk.write(folder / MANIFEST_NAME, [manifest.to_json().encode()])
+    disk.sync_folder(folder)
+
+
+def publish(folder: Path, final: Path, disk: Disk) -> None:
+    """Step 4: the folder gets its name; an older checkpoint of that name steps aside first and goes last."""
+    replaced = final.with_name(folder.name.replace(TEMPORARY, REPLACED))
+    if final.exists():
+        disk.rename(final, replaced)
+    disk.rename(folder, final)
+    disk.sync_folder(final.parent)
+    for leftover in final.parent.iterdir():
+        if leftover.name.startswith(final.name + REPLACED):
+            disk.remove_folder(leftover)
+
+
+def _agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
+    """Rank 0 acts; every rank gets its result, or raises its error: none is left waiting for the next exchange."""
+    outcome: dict[str, str] | None = None
+    if ranks.index == 0:
+        try:
+            outcome = {"value": act()}
+        except Exception as fault:
+            outcome = {
+                "fault": str(fault) if isinstance(fault, CheckpointError) else f"{type(fault).__name__}: {fault}"
+            }
+    answer = ranks.gather_json(outcome, label)[0]
+    if "fault" in answer:
+        raise CheckpointError("the checkpoint was not saved", where=label, got=answer["fault"])
+    return str(answer["value"])

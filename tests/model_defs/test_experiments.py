@@ -1,0 +1,42 @@
+"""Every experiment in experiments/: its YAML and ds_config are read, and its hyperparameters build its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.model_defs.folder import ROOT, import_from
+from zero_trial.config import read_ds_config, read_experiment, solve_batch
+
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*/const.yaml"))
+RANKS = 2
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.parent.name)
+def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
+    folder = "bert_mlm" if path.parent.name.startswith("bert") else "gpt"
+    experiment = read_experiment(path)
+    settings = read_ds_config(experiment.ds_config(ROOT / "model_defs" / folder))
+    stage = 2 if path.parent.name == "quickstart" else int(path.parent.name.partition("_zero")[2][0])
+    assert settings.zero_optimization.stage == stage
+    assert settings.bf16.enabled == path.parent.name.endswith("bf16")
+    assert experiment.name == path.parent.name
+
+    sizes = experiment.hyperparameters["model"]
+    model = import_from(folder, "model")
+    built = model.GPT(model.GPTConfig(**sizes)) if folder == "gpt" else build_encoder(model, sizes)
+    assert 100_000 < sum(parameter.numel() for parameter in built.parameters()) < 2_000_000
+
+    accumulation = settings.gradient_accumulation_steps
+    batch = solve_batch(experiment.hyperparameters["global_batch_size"], None, accumulation, RANKS)
+    assert experiment.raw["data"]["validation_windows"] % (batch.micro_batch_size * RANKS) == 0  # all batches equal
+
+
+def build_encoder(model: object, sizes: dict[str, object]) -> object:
+    return model.MaskedLanguageModel(model.EncoderConfig(**sizes))  # type: ignore[attr-defined]
+
+
+def test_there_is_one_for_every_stage_and_model() -> None:
+    names = {path.parent.name for path in EXPERIMENTS}
+    assert {f"{model}_zero{stage}" for model in ("gpt", "bert") for stage in range(4)} | {"quickstart"} <= names

@@ -1,0 +1,56 @@
+"""What our optimizers share: a closure, moments made when first needed, pieces without gradients left alone."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_trial.ops.optimizers.pieces import PieceOptimizer, gradients
+
+
+class Halving(PieceOptimizer):
+    """p -= multiplier * g / 2, counting steps in a moment."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            pieces = self.pieces(group, ("count",))
+            if pieces:
+                torch._foreach_add_(self.moment(pieces, "count"), 1)
+                torch._foreach_add_(pieces, gradients(pieces), alpha=-self.grad_multiplier / 2)
+
+
+def test_a_step_without_closure() -> None:
+    p, idle = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Halving([p, idle])
+    p.grad = torch.ones(2)
+    for _ in range(2):
+        assert optimizer.step() is None
+    assert torch.equal(p, torch.zeros(2))
+    assert torch.equal(optimizer.state[p]["count"], torch.full((2,), 2.0))
+    assert torch.equal(idle, torch.ones(2))
+    assert idle not in optimizer.state
+
+
+def test_the_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+    p = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = Halving([p])
+
+    def closure() -> torch.Tensor:
+        loss = (p * 2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 6.0
+    assert p.item() == 2.0
+
+
+def test_hooks_of_torch_still_run() -> None:
+    seen = []
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = Halving([p])
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    p.grad = torch.ones(1)
+    optimizer.step()
+    assert seen == ["post"]

@@ -1,3 +1,47 @@
-"""zero_trial: sharded, offloaded and pipeline-parallel training under one trial class, from a laptop CPU to a cluster."""
+"""zero_trial: sharded, offloaded and pipeline-parallel training under one trial class, from a laptop CPU to a cluster.
+
+Public names are loaded on first use, so that importing the package costs nothing and the launcher never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from zero_trial import zero
+    from zero_trial.engine import Engine, add_config_arguments, initialize
+    from zero_trial.mesh import destroy_distributed, init_distributed
+    from zero_trial.trial import ZeroTrial, ZeroTrialContext
+
+_PLACES = {
+    "Engine": "zero_trial.engine",
+    "add_config_arguments": "zero_trial.engine",
+    "initialize": "zero_trial.engine",
+    "destroy_distributed": "zero_trial.mesh",
+    "init_distributed": "zero_trial.mesh",
+    "ZeroTrial": "zero_trial.trial",
+    "ZeroTrialContext": "zero_trial.trial",
+}
+
+__all__ = [
+    "Engine",
+    "ZeroTrial",
+    "ZeroTrialContext",
+    "__version__",
+    "add_config_arguments",
+    "destroy_distributed",
+    "init_distributed",
+    "initialize",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "zero":
+        return import_module("zero_trial.zero")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'zero_trial' has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

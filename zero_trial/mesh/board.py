@@ -1,7 +1,8 @@
 """Where every rank stands: the last collective that it entered, published so that a rank that waits in vain can say for whom.
 
-A daemon thread writes this rank's position into the process group's key-value store a few times per second, and only when it changed: the
-hot path pays one attribute assignment per collective. The thread, not the stuck main thread, publishes, so a rank that hangs in user code is seen too.
+A daemon thread writes this rank's position into the process group's key-value store a few times per second, and only when it changed:
+the hot path pays one attribute assignment per collective. The thread, not the stuck main thread, publishes, so a rank that hangs in
+user code is seen too.
 """
 
 from __future__ import annotations

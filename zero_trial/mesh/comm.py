@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zero_trial.errors import MeshError
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.diagnosis import explain

@@ -33,7 +33,10 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Runtime
             "if it is only slow, raise comm_timeout_seconds in ds_config.",
         )
     return MeshError(
-        "a collective failed", where=here, got=text[:200], fix=f"Ranks: {listing(positions, board.rank)}. Look for an earlier error in another rank's log."
+        "a collective failed",
+        where=here,
+        got=text[:200],
+        fix=f"Ranks: {listing(positions, board.rank)}. Look for an earlier error in another rank's log.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,10 +24,18 @@ _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 class Mesh:
     """This rank's place: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the combined ``mesh.data`` and ``mesh.world``."""
 
-    def __init__(self, shape: MeshShape, rank: int, axes: dict[str, AxisComm], counters: CommCounters, board: Board) -> None:
+    def __init__(
+        self,
+        shape: MeshShape,
+        rank: int,
+        axes: dict[str, AxisComm],
+        counters: CommCounters,
+        board: Board,
+        coordinates: dict[str, int] | None = None,
+    ) -> None:
         self.shape = shape
         self.rank = rank
-        self.coordinates = shape.coordinates(rank)
+        self.coordinates = coordinates if coordinates is not None else shape.coordinates(rank)
         self.counters = counters
         self.board = board
         self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
@@ -54,28 +61,23 @@ def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) ->
     return Mesh(shape, rank, axes, counters, board)
 
 
-def mesh_from_groups(
-    shard_ranks: tuple[int, ...], shard_group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS
-) -> Mesh:
-    """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): all its ranks lie on the shard axis.
+def mesh_around(ranks: tuple[int, ...], group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
+    """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
 
     The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right.
     """
-    rank = dist.get_rank() if is_distributed() else 0
+    rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     counters, board = CommCounters(), world_board()
-    shape = MeshShape(shard=len(shard_ranks), model=model_size)
 
-    def comm(name: str, ranks: tuple[int, ...], group: Any) -> AxisComm:
-        return AxisComm(name, ranks, ranks.index(rank), group, counters, board, timeout)
+    def comm(name: str, among: tuple[int, ...], own: Any) -> AxisComm:
+        return AxisComm(name, among, among.index(rank), own, counters, board, timeout)
 
-    alone: Callable[[str], AxisComm] = lambda name: comm(name, (rank,), None)  # noqa: E731
-    axes = {name: alone(name) for name in AXES} | {"shard": comm("shard", shard_ranks, shard_group)}
-    axes |= {"data": comm("data", shard_ranks, shard_group)}
-    axes["world"] = comm("world", tuple(range(dist.get_world_size())), dist.group.WORLD) if is_distributed() else alone("world")
-    mesh = Mesh.__new__(Mesh)
-    Mesh.__init__(mesh, MeshShape(shard=len(shard_ranks)), shard_ranks.index(rank), axes, counters, board)
-    mesh.shape, mesh.rank = shape, rank
-    return mesh
+    axes = {name: comm(name, (rank,), None) for name in AXES}
+    axes |= {"shard": comm("shard", ranks, group), "data": comm("data", ranks, group)}
+    axes["world"] = comm("world", tuple(range(world)), dist.group.WORLD if world > 1 else None)
+    shape = MeshShape(shard=len(ranks), model=model_size)
+    coordinates = dict.fromkeys(AXES, 0) | {"shard": ranks.index(rank)}
+    return Mesh(shape, rank, axes, counters, board, coordinates)
 
 
 def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:

@@ -40,9 +40,9 @@ def init_distributed(
 ) -> RankEnv:
     """Starts torch.distributed if it is not running and says where this rank stands.
 
-    NCCL for CUDA, gloo otherwise, unless ``dist_backend`` names one. ``timeout`` (seconds or timedelta) bounds every collective. Collective: all ranks
-    of the launcher must call it. Raises MeshError when the other ranks do not arrive in time. ``auto_mpi_discovery`` and ``verbose`` are
-    accepted for compatibility: MPI's variables are always read, and nothing is printed.
+    NCCL for CUDA, gloo otherwise, unless ``dist_backend`` names one. ``timeout`` (seconds or timedelta) bounds every collective.
+    Collective: all ranks of the launcher must call it. Raises MeshError when the other ranks do not arrive in time.
+    ``auto_mpi_discovery`` and ``verbose`` are accepted for compatibility: MPI's variables are always read, and nothing is printed.
     """
     env = read_rank_env()
     if rank >= 0 or world_size >= 0:
@@ -57,7 +57,7 @@ def init_distributed(
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     try:
         if not env.launched:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+            dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
         else:
             method = init_method or meeting_place(distributed_port)
             dist.init_process_group(backend, init_method=method, rank=env.rank, world_size=env.world_size, timeout=limit)

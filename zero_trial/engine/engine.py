@@ -1,0 +1,212 @@
+"""The object that runs one step (forward, backward, reduce, clip, update, gather) and knows nothing about experiments."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.config import DsConfig
+from zero_trial.engine.casting import cast_floats
+from zero_trial.engine.mpu import EngineMpu
+from zero_trial.engine.nonfinite import NonFinite, name_culprit
+from zero_trial.engine.saving import Saver
+from zero_trial.engine.surface import EngineSurface
+from zero_trial.engine.wiring import Wiring
+from zero_trial.errors import TrialError
+from zero_trial.mesh import Mesh
+from zero_trial.zero import ShardedModel, ShardedOptimizer
+from zero_trial.zero.norm import clip_factor
+
+log = logging.getLogger("zero_trial")
+
+
+class Engine(EngineSurface):
+    """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
+
+    The text below never names a ZeRO stage: what lives how long is in the plan. Every rank must call ``backward`` and ``step`` equally often.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ShardedModel,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        wiring: Wiring,
+        config: DsConfig,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        local_rank: int = 0,
+        client_mpu: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.sharded = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.wiring = wiring
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.mpu = client_mpu if client_mpu is not None else EngineMpu(mesh)
+        self.local_rank = local_rank
+        self.training_dataloader: Any = None
+        self.loss_scaler = wiring.policy.loss_scale
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.last_nonfinite: NonFinite | None = None
+        self._batch = wiring.batch
+        self._grad_norm: float | None = None
+        self._applied = False
+        self._boundary: bool | None = None  # set by a caller who owns the boundary
+        self._sync = True
+        self._saver = Saver(self)
+        model.optimizer = optimizer
+        model.gradient_multiplier = self._unscale
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward. Floating inputs are cast to the parameters' dtype when that is 16-bit."""
+        if self.wiring.policy.param != torch.float32:
+            args, kwargs = cast_floats((args, kwargs), self.wiring.policy.param)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale; reduced where the plan says so. Returns loss/accumulation.
+
+        Collective over the data-parallel ranks whenever gradients are reduced.
+        """
+        self._check_loss(loss)
+        steps = self._batch.accumulation if scale_wrt_gas else 1
+        last = self.is_gradient_accumulation_boundary()
+        reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
+        self.sharded.begin_backward(reduce=reduce, last=last)
+        factor = self.loss_scaler.scale / steps
+        (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+        self.sharded.end_backward()
+        return loss.detach() if steps == 1 else loss.detach() / steps
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary: clip, update, publish, advance the schedule; before it: nothing but counting. Collective."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._applied = False
+        if not boundary:
+            return
+        if self.optimizer is None:
+            raise TrialError("there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.')
+        self.sharded.reducer.ensure_reduced()
+        norm = self._global_norm()
+        finite = math.isfinite(norm)
+        self._grad_norm = norm
+        if finite or not self.wiring.skip_nonfinite:
+            self.optimizer.step(self._unscale() * (clip_factor(norm, self.wiring.clip) if finite else 1.0))
+            self.sharded.publish()
+            if not self.wiring.defer_publish:
+                self.sharded.wait()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._applied = True
+        else:
+            self.last_nonfinite = name_culprit(self.sharded, self.global_steps)
+            self.skipped_steps += 1
+        self.sharded.reducer.reset()
+        self._advance_scale(not finite)
+        self.global_steps += 1
+        self.global_samples += self._batch.train_batch_size
+        self.mesh.board.step = self.global_steps
+        self._report()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator)."""
+        self.sharded.reducer.reset()
+        for param in self.module.parameters():
+            param.grad = None
+
+    def _global_norm(self) -> float:
+        """L2 norm of the averaged, unscaled gradient; not finite if any element on any rank is not. One scalar all-reduce over shard."""
+        sums = list(self.sharded.reducer.square_sums.values())
+        total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.device)
+        total = total.reshape(1)
+        self.mesh.shard.all_reduce_small(total, "gradient norm")
+        return math.sqrt(total.item()) * self._unscale() if total.item() >= 0 else math.nan
+
+    def _unscale(self) -> float:
+        """From a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient."""
+        return 1.0 / (self.mesh.data.size * self.sharded.wire_scale * self.loss_scaler.scale)
+
+    def _advance_scale(self, overflow: bool) -> None:
+        before = self.loss_scaler.scale
+        update = self.loss_scaler.update(overflow)
+        self.loss_scaler = update.state
+        if overflow and self.mesh.rank == 0 and self.last_nonfinite is not None:
+            change = f"; loss scale {before:g} -> {update.state.scale:g}" if before != update.state.scale else ""
+            log.warning("%s; the step is skipped on all ranks%s", self.last_nonfinite.describe(), change)
+        if update.error is not None:
+            raise update.error
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TrialError(
+                "the loss is not a scalar", where="engine.backward", got=got, expected="a tensor with one element", fix="Use loss.mean()."
+            )
+        if not loss.requires_grad:
+            raise TrialError(
+                "the loss has no history", where="engine.backward", fix="Compute it with gradients enabled, from a parameter that requires grad."
+            )
+
+    def _report(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.mesh.rank == 0:
+            norm = f"{self._grad_norm:.4g}" if self._grad_norm is not None else "-"
+            log.info("step=%d skipped=%d lr=%s grad_norm=%s", self.global_steps, self.skipped_steps, self.get_lr(), norm)
+
+    # --- accumulation ---------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Is the micro-batch under way the last one before an update?"""
+        return self._boundary if self._boundary is not None else (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the caller says where the boundary is."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate, at every ZeRO stage; the first one outside reduces the sum. No communication of gradients."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def was_step_applied(self) -> bool:
+        """Did the last :meth:`step` change the parameters?"""
+        return self._applied
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
+        states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
+        return self.sharded.persistent_bytes() | {"optimizer": states}
+
+    def destroy(self) -> None:
+        """Takes all hooks off; the module is an ordinary one again. Collective over shard."""
+        self.sharded.remove_hooks()
+
+    def __getattr__(self, name: str) -> Any:
+        """Falls through to the module, so that ``engine.generate(...)`` works."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and hasattr(modules["module"], name):
+                return getattr(modules["module"], name)
+            raise

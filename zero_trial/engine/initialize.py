@@ -1,0 +1,163 @@
+"""``initialize()``: the one place that wires an engine from a model, an optimizer and a ds_config."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.engine.engine import Engine
+from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
+from zero_trial.engine.schedules import build_scheduler
+from zero_trial.engine.wiring import mesh_shape, wire
+from zero_trial.errors import ConfigError
+from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env
+from zero_trial.mesh.mesh import mesh_around
+from zero_trial.ops.optimizers import Lamb
+from zero_trial.zero import ShardedModel, ShardedOptimizer
+from zero_trial.zero.optimizer import cut_pieces, rebind
+
+Groups = list[dict[str, Any]]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Mapping[str, Any] | DsConfig | str | Path | None = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
+    """Wraps ``model`` and returns ``(engine, optimizer, training_dataloader, lr_scheduler)``, as DeepSpeed does.
+
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): ds_config as dict, path or base64. A client ``optimizer``
+    (object, or callable from parameter groups) wins over ds_config's; so does a client ``lr_scheduler`` (object, or callable
+    from the optimizer). All ranks start from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module")
+    source = _config_source(args, config, config_params)
+    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
+    mesh = _join(settings, mpu, distributed_port, dist_init_required)
+    wiring = wire(settings, mesh.data.size)
+    device = _device()
+    model.to(device)
+    groups = _parameter_groups(model, optimizer, model_parameters)
+    sharded = ShardedModel(
+        model, [group["params"] for group in groups] if _optimizes(optimizer, settings) else [], wiring.plan, mesh, wiring.policy, wiring.sharding
+    )
+    engine = Engine(model, sharded, None, None, wiring, settings, mesh, device, local_rank=read_rank_env().local_rank, client_mpu=mpu)
+    wrapped = _build_optimizer(engine, optimizer, groups, settings)
+    engine.optimizer = sharded.optimizer = wrapped
+    engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {}))
+    return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    by_args = getattr(args, "deepspeed_config", None) or getattr(args, "zero_trial_config", None)
+    given = [value for value in (config, config_params, by_args) if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "ds_config must be given exactly once",
+            where="initialize(config)",
+            got=f"{len(given)} of config, config_params, args.deepspeed_config",
+            expected="one",
+        )
+    return given[0]
+
+
+def _hints(model: nn.Module) -> dict[str, Any]:
+    """What "auto" values can be derived from: the width that Hugging Face style models declare."""
+    described = getattr(model, "config", None)
+    sizes = [getattr(described, name, None) for name in ("hidden_size", "d_model", "n_embd")]
+    width = next((size for size in sizes if isinstance(size, int)), None)
+    return {"hidden_size": width} if width is not None else {}
+
+
+def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mesh:
+    timeout = settings.comm_timeout_seconds
+    if read_rank_env().launched or required or is_distributed():
+        init_distributed(distributed_port=port, timeout=timeout, dist_init_required=required)
+    if mpu is not None:
+        group = mpu.get_data_parallel_group()
+        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
+        model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
+        return mesh_around(ranks, group, model_size=model_size, timeout=timeout)
+    world = dist.get_world_size() if is_distributed() else 1
+    return build_mesh(mesh_shape(settings, world), timeout=timeout)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _optimizes(optimizer: Any, settings: DsConfig) -> bool:
+    return optimizer is not None or settings.optimizer is not None
+
+
+def _parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Groups:
+    """Optimizer groups over the model's trainable parameters, each parameter once."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups: Groups = [dict(group) for group in optimizer.param_groups]
+    else:
+        given = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
+    known = {id(param) for param in model.parameters()}
+    for group in groups:
+        params = group["params"]
+        listed = [params] if isinstance(params, torch.Tensor) else [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        group["params"] = list({id(param): param for param in listed if param.requires_grad and id(param) in known}.values())
+    strangers = sum(id(param) not in known for group in groups for param in group["params"])
+    doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len({id(p) for g in groups for p in g["params"]})
+    if strangers or doubles:
+        raise ConfigError("a parameter is in two optimizer groups", where="model_parameters", got=f"{doubles} doubles", expected="none")
+    return groups
+
+
+def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: DsConfig) -> ShardedOptimizer | None:
+    if not _optimizes(optimizer, settings):
+        return None
+    landings = engine.sharded.landings
+    if isinstance(optimizer, torch.optim.Optimizer):
+        base = optimizer
+        pieces = cut_pieces(landings, whole_tensors=not is_elementwise(type(base)) and not isinstance(base, Lamb))
+        rebind(base, pieces)
+    else:
+        spec = None if optimizer is not None else resolve_optimizer(settings.optimizer.type, settings.optimizer.params)  # type: ignore[union-attr]
+        pieces = cut_pieces(landings, whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors)
+        over = [
+            {key: value for key, value in group.items() if key != "params"} | {"params": [p.weight for p in pieces if p.group == index]}
+            for index, group in enumerate(groups)
+        ]
+        base = spec.build(over) if spec is not None else optimizer(over)
+    wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale)
+    comm = engine.mesh.shard
+    wrapped.bind_tensors(lambda sums: comm.all_reduce_small(sums, "tensor norms"))
+    return wrapped
+
+
+def _build_schedule(optimizer: ShardedOptimizer | None, client: Any, settings: DsConfig) -> Any:
+    if client is not None:
+        is_object = hasattr(client, "step")
+        return client if is_object or optimizer is None else client(optimizer.base)
+    if settings.scheduler is None or optimizer is None:
+        return None
+    return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer.base)
+

@@ -1,0 +1,166 @@
+"""The engine's questions, values and checkpoint calls under DeepSpeed's names: nothing here takes part in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero_trial.config import BatchTriple, DsConfig, solve_batch
+from zero_trial.engine.data import sharded_loader
+from zero_trial.errors import TrialError
+from zero_trial.precision.loss_scale import LossScale
+from zero_trial.zero import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from zero_trial.engine.saving import Saver
+    from zero_trial.mesh import Mesh
+
+
+class EngineSurface(nn.Module):
+    """What user code asks of an engine besides stepping it. :class:`Engine` sets the attributes."""
+
+    module: nn.Module
+    optimizer: ShardedOptimizer | None
+    config: DsConfig
+    mesh: Mesh
+    device: torch.device
+    loss_scaler: LossScale
+    micro_steps: int
+    local_rank: int
+    _batch: BatchTriple
+    _grad_norm: float | None
+    _saver: Saver
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradient before clipping; None before the first."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def get_mom(self) -> list[Any]:
+        """Each group's betas, or momentum."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scaler.scale
+
+    # --- batch ----------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        return self._batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of micro-batches per step; the micro-batch stays. Between steps only; the gradient buffers keep their dtype."""
+        if self.micro_steps % self._batch.accumulation:
+            raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
+        self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.dp_world_size)
+        self.micro_steps = 0
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another micro-batch size; the accumulation steps stay and the global batch follows."""
+        self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.dp_world_size)
+
+    # --- questions ------------------------------------------------------------------------------------------------
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.mesh.data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.mesh.shape.model
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.data.group
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call. See :class:`Saver`."""
+        return self._saver.save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Reads ``load_dir/tag`` (default: the newest that verifies). ``(path, client_state)``, or ``(None, None)`` if there is none. Collective."""
+        if custom_load_fn is not None:
+            raise TrialError(
+                "custom_load_fn is not supported", where="engine.load_checkpoint", fix="Load into engine.module inside GatheredParameters instead."
+            )
+        full = not load_module_only
+        return self._saver.load(Path(load_dir), tag, load_module_strict, full and load_optimizer_states, full and load_lr_scheduler_states, full)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
+        """The model's weights in the parameters' dtype as one safetensors file, written by rank 0. Collective."""
+        return self._saver.save_weights(Path(save_dir), save_filename, exclude_frozen_parameters)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """The module's whole state dict on every rank. Collective over shard."""
+        state = self.module.state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
+        return dict(state)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+        """Loads whole tensors into the sharded module; shapes are the full ones. Collective: every rank passes the same values."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """A loader over this rank's part of ``dataset``."""
+        size = batch_size or self.train_micro_batch_size_per_gpu()
+        return sharded_loader(dataset, size, self.mesh.data.index, self.mesh.data.size, drop_last=self.config.dataloader_drop_last, **kwargs)

@@ -1,0 +1,101 @@
+"""From ds_config's sections to the values that the parts take: plan, mesh shape, dtypes, sizes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_trial.config import BatchTriple, DsConfig, solve_batch
+from zero_trial.errors import ConfigError
+from zero_trial.mesh import MeshShape
+from zero_trial.mesh.topology import plan_shape
+from zero_trial.precision.loss_scale import fp16_loss_scale
+from zero_trial.precision.policy import DtypePolicy, dtype_policy
+from zero_trial.zero.gatherer import LiveLimits
+from zero_trial.zero.model import ShardingSettings
+from zero_trial.zero.partition import LeafRules, Limits
+from zero_trial.zero.plan import ZeroPlan, plan_for_stage
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Everything that construction needs to know, decided before anything is built."""
+
+    plan: ZeroPlan
+    policy: DtypePolicy
+    batch: BatchTriple
+    sharding: ShardingSettings
+    clip: float
+    skip_nonfinite: bool
+    defer_publish: bool  # wait for updated parameters in the next forward instead of at the end of the step
+
+
+def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
+    """The mesh that ``mesh``, ``mics_shard_size`` and the ZeRO stage ask for."""
+    zero, mesh = config.zero_optimization, config.mesh
+    shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
+    sharded = plan_for_stage(zero.stage).shard_optimizer
+    return plan_shape(world_size, shard_optimizer=sharded, shard=shard, replica=mesh.replica, pipe=mesh.pipe, model=mesh.model)
+
+
+def wire(config: DsConfig, data_parallel_size: int) -> Wiring:
+    """All decisions for one engine on ``data_parallel_size`` ranks with different data."""
+    zero = config.zero_optimization
+    batch = solve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        data_parallel_size,
+        given_by=config.sources,
+    )
+    plan = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after)
+    return Wiring(
+        plan=plan,
+        policy=_policy(config, batch.accumulation),
+        batch=batch,
+        sharding=ShardingSettings(
+            limits=Limits(
+                bucket=zero.reduce_bucket_size,
+                persistence=zero.param_persistence_threshold,
+                model_persistence=zero.model_persistence_threshold,
+            ),
+            live=LiveLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
+            leaf=LeafRules(tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)),
+            wire_scale=_wire_scale(config, data_parallel_size),
+            overlap=zero.overlap_comm is not False,
+        ),
+        clip=config.gradient_clipping,
+        skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        defer_publish=zero.overlap_comm is True,
+    )
+
+
+def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled and bf16.enabled:
+        raise ConfigError("fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep one; bf16 needs no loss scale.")
+    scale = (
+        fp16_loss_scale(
+            fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+        if fp16.enabled
+        else None
+    )
+    return dtype_policy(
+        "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32",
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        communication_data_type=config.communication_data_type,
+        accumulation_steps=accumulation,
+        loss_scale=scale,
+    )
+
+
+def _wire_scale(config: DsConfig, ranks: int) -> float:
+    """What gradients are multiplied by before they are summed; the step divides the rest, so the mean is the same."""
+    if config.prescale_gradients:
+        return 1.0 / ranks
+    return 1.0 / config.gradient_predivide_factor

@@ -1,0 +1,87 @@
+"""Full values of sharded things by parameter: ``safe_get_full_fp32_param`` and its kin, as RLHF and EMA code uses them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero_trial.errors import TrialError
+from zero_trial.zero.directory import holder_of
+from zero_trial.zero.model import ShardedModel
+from zero_trial.zero.optimizer import ShardedOptimizer
+from zero_trial.zero.unit import Unit
+
+
+def full_of_shard(unit: Unit, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """The full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
+    full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
+    unit.comm.all_gather(full, shard.contiguous(), f"full value from {unit.name}").wait()
+    slot = unit.layout.slots[index]
+    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def write_to_shard(unit: Unit, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
+    slot = unit.layout.slots[index]
+    if tuple(value.shape) != slot.shape:
+        raise TrialError("the value does not have the parameter's shape", where=slot.name, got=tuple(value.shape), expected=slot.shape)
+    flat = value.reshape(-1)
+    for piece in unit.layout.pieces(unit.comm.index):
+        if piece.slot is slot:
+            shard[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
+
+
+def _find(param: torch.Tensor) -> tuple[ShardedModel, Unit, int]:
+    holder = holder_of(param)
+    if not isinstance(holder, ShardedModel):
+        raise TrialError(
+            "this parameter belongs to no engine", got=tuple(param.shape), fix="Pass a parameter of a model given to initialize()."
+        )
+    return holder, *holder.unit_of(param)
+
+
+def _optimizer_of(model: ShardedModel) -> ShardedOptimizer:
+    if model.optimizer is None:
+        raise TrialError("this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config.")
+    return model.optimizer
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The fp32 master weight, whole. Collective over shard: every rank must call."""
+    _, unit, index = _find(param)
+    return full_of_shard(unit, index, unit.master).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
+    _, unit, index = _find(param)
+    write_to_shard(unit, index, unit.master, value)
+    pending = unit.publish()
+    if pending is not None:
+        pending.wait()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The averaged, unscaled gradient of this step, whole, after backward at the boundary; None before. Collective over shard."""
+    model, unit, index = _find(param)
+    landing = model.landing_of(unit)
+    if landing is None or not landing.shard_filled:
+        return None
+    return full_of_shard(unit, index, landing.shard).float() * model.gradient_multiplier()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """State ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...), whole; None before the first step. Collective over shard."""
+    model, unit, index = _find(param)
+    shard = _optimizer_of(model).state_shard(unit, optim_state_key)
+    return None if shard is None else full_of_shard(unit, index, shard)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Sets state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
+    model, unit, index = _find(param)
+    shard = _optimizer_of(model).state_shard(unit, optim_state_key)
+    if shard is None:
+        raise TrialError("the optimizer has no such state yet", where=optim_state_key, fix="Take a step first.")
+    write_to_shard(unit, index, shard, value)
+    _optimizer_of(model).set_state_shard(unit, optim_state_key, shard)

@@ -1,0 +1,59 @@
+"""What partitioning needs to know of a real module: its tree, its parameters under all their names, and their optimizer groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zero_trial.zero.partition import LeafRules, Member, ModuleFacts, find_blocks, owner_of
+
+
+def facts_of(module: nn.Module, name: str = "") -> ModuleFacts:
+    """The tree of ``module``; parameters are counted where they are first met, each once per module."""
+    children = tuple(facts_of(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
+    return ModuleFacts(
+        name,
+        type(module).__name__,
+        sum(param.numel() for param in module.parameters()),
+        isinstance(module, (nn.ModuleList, nn.ModuleDict)),
+        isinstance(module, nn.Sequential),
+        children,
+    )
+
+
+def parameter_names(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[str, ...]]]:
+    """Every parameter by its first name, with all names under which the module knows it (more than one when tied)."""
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        params[id(param)] = param
+    return {known[0]: (params[key], tuple(known)) for key, known in names.items()}
+
+
+def members_of(
+    module: nn.Module,
+    groups: Mapping[int, int],
+    rules: LeafRules,
+    *,
+    dtype: torch.dtype,
+    with_frozen: bool,
+) -> tuple[list[Member], dict[str, nn.Parameter], Sequence[str]]:
+    """Members for partitioning, parameters by first name, and block names. ``groups``: id(parameter) -> optimizer group.
+
+    A trainable parameter in no group is nobody's: like a frozen one it is left as it is (or only sharded, ``with_frozen``).
+    """
+    blocks = find_blocks(facts_of(module), rules)
+    members, params = [], {}
+    for name, (param, names) in parameter_names(module).items():
+        trained = param.requires_grad and id(param) in groups
+        if not trained and (not with_frozen or param.requires_grad):
+            continue
+        params[name] = param
+        target = dtype if param.is_floating_point() else param.dtype
+        members.append(
+            Member(name, param.numel(), (target, param.device, trained), groups[id(param)] if trained else -1, owner_of(names, blocks))
+        )
+    return members, params, blocks

@@ -1,0 +1,190 @@
+"""Turns this rank's shards into full parameters ahead of need, and frees them after use.
+
+Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again when a gradient reaches one of the
+module's outputs, and freed when its own gradients are complete. The module that is used next is gathered while the present one computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from zero_trial.zero.partition import ROOT
+from zero_trial.zero.plan import Reshard
+from zero_trial.zero.prefetch import UseOrder
+from zero_trial.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class LiveLimits:
+    """Elements: how many gathered ones may live at once, how soon one must be needed again to be kept, how many may be fetched ahead."""
+
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch: int = 50_000_000
+
+
+class Gatherer:
+    """Keeps the blocks of one model alive while they are needed. ``units``: by block name, those whose parameters do not always live."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], units: Mapping[str, Sequence[Unit]], reshard: Reshard, limits: LiveLimits) -> None:
+        self._units = units
+        self._reshard = reshard
+        self._limits = limits
+        self._sizes = {block: sum(unit.layout.numel for unit in chosen) for block, chosen in units.items()}
+        self._total = sum(self._sizes.values())
+        self._order = UseOrder(self._sizes)
+        self._cleaning = False
+        self.last_micro_batch = True
+        self.handles: list[Any] = []
+        for block in units:
+            self._install(modules[block], block)
+
+    def _install(self, module: nn.Module, block: str) -> None:
+        self.handles.append(module.register_forward_pre_hook(functools.partial(self._before_forward, block), prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(functools.partial(self._after_forward, block), with_kwargs=True))
+
+    def start_step(self) -> None:
+        """Parameters are about to change hands: a new sequence of uses begins."""
+        self._order.start_step()
+
+    def ensure(self, block: str, *, record: bool = True) -> None:
+        """The block's parameters are there when this returns; what comes next is on its way. Collective over shard.
+
+        ``record=False`` for uses that are no part of a training step (evaluation): they predict nothing.
+        """
+        if record:
+            self._order.visit(block)
+        for unit in self._units[block]:
+            unit.start_gather()
+        for unit in self._units[block]:
+            unit.finish_gather()
+        if record:
+            self._prefetch()
+
+    def ensure_all(self) -> None:
+        """Brings every block to life, outside the order of a step."""
+        for chosen in self._units.values():
+            for unit in chosen:
+                unit.start_gather()
+        for chosen in self._units.values():
+            for unit in chosen:
+                unit.finish_gather()
+
+    def free_all(self) -> None:
+        """Frees every block; a gather under way is waited for first."""
+        for chosen in self._units.values():
+            for unit in chosen:
+                unit.finish_gather()
+                unit.free()
+
+    def live_numel(self) -> int:
+        """Elements of full parameters that live now or are on their way."""
+        return sum(unit.layout.numel for chosen in self._units.values() for unit in chosen if unit.live or unit.gathering)
+
+    def after_gradients(self, unit: Unit) -> None:
+        """The unit's gradients are complete: its parameters are needed no more in this backward pass."""
+        if unit.block in self._units and not self._keeps_after_backward():
+            unit.free()
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _prefetch(self) -> None:
+        if self._limits.prefetch <= 0:
+            return
+        for block in self._order.upcoming(self._limits.prefetch):
+            if self._reshard is Reshard.WITHIN_LIMITS and not self._fits(self._sizes[block]):
+                break
+            for unit in self._units[block]:
+                unit.start_gather()
+
+    def _before_forward(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.ensure(block, record=torch.is_grad_enabled())
+        frozen = [unit for unit in self._units[block] if not unit.trainable]
+        if frozen and torch.is_grad_enabled():
+            self._free_when_reached(frozen, tensors_in((args, kwargs)))
+
+    def _after_forward(self, block: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            outputs = [t for t in tensors_in((output, side_outputs(module))) if t.requires_grad]
+            for tensor in outputs:
+                tensor.register_hook(functools.partial(self._before_backward, block))
+            if not outputs and any(unit.trainable for unit in self._units[block]):
+                return  # the way back is not visible: stay until the step
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputation inside a backward pass: its gradients follow at once
+        if not self._keeps_after_forward(block):
+            for unit in self._units[block]:
+                unit.free()
+
+    def _before_backward(self, block: str, grad: torch.Tensor) -> None:
+        self.ensure(block)
+        if not self._cleaning:
+            self._cleaning = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        """Frees what backward left behind: units whose parameters were not all used, and frozen ones. What is fetched ahead stays."""
+        self._cleaning = False
+        if not self._keeps_after_backward():
+            for chosen in self._units.values():
+                for unit in chosen:
+                    unit.free()
+
+    def _free_when_reached(self, units: list[Unit], inputs: Iterable[torch.Tensor]) -> None:
+        def free(_: torch.Tensor) -> None:
+            if not self._keeps_after_backward():
+                for unit in units:
+                    unit.free()
+
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(free)
+
+    def _keeps_after_forward(self, block: str) -> bool:
+        if block == ROOT:
+            return torch.is_grad_enabled()
+        if self._reshard is not Reshard.WITHIN_LIMITS:
+            return self._reshard is Reshard.AFTER_STEP
+        distance = self._order.distance(block)
+        near = distance is None or distance <= self._limits.max_reuse_distance
+        return near and self._limits.max_reuse_distance > 0 and self._fits()
+
+    def _keeps_after_backward(self) -> bool:
+        if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
+            return False
+        return self._reshard is Reshard.AFTER_STEP or self._fits()
+
+    def _fits(self, more: int = 0) -> bool:
+        """Whether what lives now, and ``more`` elements, stay within max_live."""
+        return self._total <= self._limits.max_live or self.live_numel() + more <= self._limits.max_live
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
+            found.extend(t for t in tree_flatten(dict(vars(leaf)))[0] if isinstance(t, torch.Tensor))
+    return found
+
+
+def side_outputs(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors with a history that a forward left on its modules (an auxiliary loss, say): gradients may come back through them too."""
+    return [
+        value
+        for inner in module.modules()
+        for value in vars(inner).values()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]

@@ -1,0 +1,167 @@
+"""``zero.Init``: building a model of which no rank ever holds the whole.
+
+A parameter is cut into shards as soon as the module that owns it is put into its parent: at that moment the module's own initialisation is over.
+Code that touches such a parameter later in the same block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) finds it whole: the
+parameter is gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are drawn as without Init, so
+the model is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+from zero_trial.errors import ConfigError
+from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed
+from zero_trial.mesh.topology import plan_shape
+from zero_trial.zero import directory
+from zero_trial.zero.presharded import PreSharded
+
+OPEN = 4
+
+# Reading these needs no values.
+_METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "is_meta", "names", "is_cuda"}
+_METADATA_METHODS = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__", "nelement", "element_size"}
+
+
+class Init:
+    """Context manager around a model's construction, or around nothing at all when there is one rank or ``enabled`` is false.
+
+    ``dtype`` casts parameters as they are cut (None: as built, so that fp32 masters later lose nothing). Collective over the data-parallel ranks:
+    all of them must build the same model. ``module``: an already built module, cut at once (then no ``with`` is needed). Arguments that
+    DeepSpeed has and that mean nothing here (``mem_efficient_linear``, ``pin_memory`` ...) are accepted; ``remote_device`` is refused.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if remote_device not in (None, "none", "cuda", "cpu"):
+            raise ConfigError("parameter offload does not exist yet", where="zero.Init(remote_device)", got=remote_device, expected="None")
+        self._dtype = dtype
+        self._mesh = mesh
+        self._enabled = enabled
+        self._handles: list[Any] = []
+        self._mode: _Lifting | None = None
+        self._pending: dict[int, nn.Parameter] = {}  # built, but their module is not in its parent yet
+        self._holders: list[PreSharded] = []
+        if module is not None and enabled:
+            with self:
+                for param in module.parameters():
+                    self._cut(param)
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if self._mesh is None:
+            env = init_distributed() if not is_distributed() else None
+            world = env.world_size if env is not None else torch.distributed.get_world_size()
+            self._mesh = build_mesh(plan_shape(world, shard_optimizer=True))
+        if self._mesh.shard.size == 1:
+            return self
+        self._mode = _Lifting()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._handles = [
+            register_module_parameter_registration_hook(self._on_parameter),
+            register_module_module_registration_hook(self._on_module),
+        ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._mode is None:
+            return
+        mode, self._mode = self._mode, None
+        if kind is None:
+            mode.close_all()
+        mode.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        if kind is None:
+            for param in list(self._pending.values()):
+                self._cut(param)
+            self._pending.clear()
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and directory.holder_of(param) is None:
+            self._pending[id(param)] = param
+
+    def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or self._mode is None:
+            return
+        with torch._C.DisableTorchFunction():
+            for param in child.parameters():
+                if self._pending.pop(id(param), None) is not None:
+                    self._cut(param)
+
+    def _cut(self, param: nn.Parameter) -> None:
+        if self._mesh is None or self._mesh.shard.size == 1 or directory.holder_of(param) is not None:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
+            holder = PreSharded(param, self._mesh.shard)
+        directory.own([param], holder)
+
+
+class _Lifting(TorchFunctionMode):
+    """Makes a cut parameter whole for the function that touches it; the least recently touched are cut again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: OrderedDict[int, PreSharded] = OrderedDict()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            if not _reads_metadata(func):
+                for leaf in tree_flatten((args, kwargs))[0]:
+                    holder = directory.holder_of(leaf) if isinstance(leaf, nn.Parameter) else None
+                    if isinstance(holder, PreSharded):
+                        self._lift(holder)
+        return func(*args, **(kwargs or {}))
+
+    def close_all(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for holder in self._open.values():
+                holder.cut()
+        self._open.clear()
+
+    def _lift(self, holder: PreSharded) -> None:
+        with torch.no_grad():
+            if id(holder) in self._open:
+                self._open.move_to_end(id(holder))
+                return
+            while len(self._open) >= OPEN:
+                self._open.popitem(last=False)[1].cut()
+            holder.lift()
+        self._open[id(holder)] = holder
+
+
+def _reads_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return (name == "__get__" and owner in _METADATA) or name in _METADATA_METHODS

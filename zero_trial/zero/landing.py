@@ -1,0 +1,184 @@
+"""Where the gradients of one unit land: views of one flat buffer, filled by autograd's hooks.
+
+    micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad becomes the view
+    micro-batch 2+  autograd adds into .grad, that is into the view, by itself
+    other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and dropped
+
+Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of 20 bytes per fp32 element. Gradients below
+SMALL elements are copied together by one foreach call when the unit is complete: one dispatch instead of one per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.zero.plan import Lifetime, ReduceAt
+from zero_trial.zero.unit import Unit
+
+SMALL = 1 << 14
+
+
+class Landing:
+    """The full-gradient buffer of a unit, this rank's shard of it, and the count of what is still to come.
+
+    ``on_complete(landing)`` is called when every parameter of the unit has got its gradient in the running backward pass.
+    """
+
+    def __init__(self, unit: Unit, *, dtype: torch.dtype, shard_dtype: torch.dtype, on_complete: Callable[[Landing], None]) -> None:
+        self.unit = unit
+        self.dtype = dtype
+        layout, device = unit.layout, unit.full.device
+        self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
+        low, high = layout.shard_range(unit.comm.index)
+        self.own = self.full[low:high]
+        self.in_place = unit.plan.grads is not Lifetime.USE and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        self.shard = self.own if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
+        self.shard_filled = False  # holds a reduced sum of this step
+        self.live = True
+        self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
+        self.late = False  # a gradient came after the unit was complete (re-entrant checkpointing): reduce only when backward has ended
+        count = len(unit.params)
+        self.landed = [False] * count  # the view holds a gradient of this accumulation
+        self._waiting: list[int] = []  # small gradients, to be copied together
+        self._queued = [False] * count
+        self._seen = [0] * count  # the pass in which a parameter last counted
+        self._pass = 0
+        self._missing = 0
+        self._counting = False
+        self._on_complete = on_complete
+        self._shares = unit.dtype == dtype  # .grad can be the view itself
+        self.handles: list[Any] = [
+            param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL)) for index, param in enumerate(unit.params)
+        ]
+        if unit.plan.grads is Lifetime.USE:
+            self.free()
+
+    def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
+        view, seen, queued, waiting = self.views[index], self._seen, self._queued, self._waiting
+
+        def land(param: nn.Parameter) -> None:
+            if param.grad is not view:
+                if small or self.sealed:
+                    if not queued[index]:
+                        queued[index] = True
+                        waiting.append(index)
+                else:
+                    self._take(index, param)
+            if not self._counting:
+                return
+            if seen[index] != self._pass:
+                seen[index] = self._pass
+                self._missing -= 1
+                if not self._missing:
+                    self.settle()
+                    self._on_complete(self)
+            elif not self._missing:
+                self.late = True
+
+        return land
+
+    def _take(self, index: int, param: nn.Parameter) -> None:
+        """Moves one gradient into its view."""
+        self.materialise()
+        grad = param.grad
+        if grad is None:
+            return
+        if self.landed[index]:
+            self.views[index].add_(grad)
+        else:
+            self.views[index].copy_(grad)
+            self.landed[index] = True
+        param.grad = self.views[index] if self._shares else None
+
+    def settle(self) -> None:
+        """Copies the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed)."""
+        if not self._waiting or self.sealed:
+            return
+        self.materialise()
+        params, views, landed = self.unit.params, self.views, self.landed
+        fresh = [i for i in self._waiting if not landed[i] and params[i].grad is not None]
+        again = [i for i in self._waiting if landed[i] and params[i].grad is not None]
+        if fresh:
+            torch._foreach_copy_([views[i] for i in fresh], [params[i].grad for i in fresh])  # type: ignore[misc]
+        for i in again:
+            views[i].add_(params[i].grad)  # type: ignore[arg-type]
+        for i in self._waiting:
+            landed[i] = True
+            self._queued[i] = False
+            params[i].grad = views[i] if self._shares else None
+        self._waiting.clear()
+
+    @property
+    def touched(self) -> bool:
+        """Something has landed that is not reduced yet."""
+        return bool(self._waiting) or any(self.landed)
+
+    def begin_pass(self) -> None:
+        """A new backward pass: every parameter may come once more."""
+        self._pass += 1
+        self._missing = len(self.unit.params)
+        self._counting = True
+
+    def end_pass(self) -> None:
+        """The backward pass is over; what lands until the next one comes from someone else's loss and completes nothing."""
+        self.settle()
+        self._counting = False
+
+    def materialise(self) -> None:
+        """Brings the full buffer to life, zeroed, so that padding and parameters without a gradient are zeros."""
+        if not self.live:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.full.zero_()
+            self.live = True
+
+    def close(self) -> torch.Tensor:
+        """Seals the full buffer for its reduction: what did not land is zero, and autograd no longer writes into it."""
+        self.sealed = False
+        self.settle()
+        if not self.live:
+            self.materialise()
+        elif not all(self.landed):
+            for view, landed in zip(self.views, self.landed, strict=True):
+                if not landed:
+                    view.zero_()
+        self.detach()
+        self.sealed = True
+        return self.full
+
+    def detach(self) -> None:
+        """Takes the views away from the parameters: from now on a gradient that comes is a new one."""
+        for param in self.unit.params:
+            param.grad = None
+        count = len(self.landed)
+        self.landed[:] = [False] * count
+
+    def free(self) -> None:
+        """Gives the full buffer's memory back (its shard has its own)."""
+        if not self.in_place and self.live:
+            self.full.untyped_storage().resize_(0)
+            self.live = False
+
+    def reset(self) -> None:
+        """Forgets every gradient of this accumulation, reduced or not."""
+        for index in self._waiting:
+            self._queued[index] = False
+        self._waiting.clear()
+        self.detach()
+        self.sealed = self.shard_filled = False
+        if self.unit.plan.grads is Lifetime.USE:
+            self.free()
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def persistent_bytes(self) -> int:
+        """Bytes of gradients that outlive a backward pass on this rank."""
+        full = self.full.numel() * self.full.element_size() if self.unit.plan.grads is not Lifetime.USE else 0
+        return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())

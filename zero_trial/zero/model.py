@@ -1,0 +1,244 @@
+"""A module whose parameters, gradients and optimizer state live by a ZeroPlan: units, landings, reducer and gatherer, wired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero_trial.errors import TrialError
+from zero_trial.mesh import Mesh, Pending
+from zero_trial.precision.policy import DtypePolicy
+from zero_trial.zero import directory
+from zero_trial.zero.facts import members_of
+from zero_trial.zero.gatherer import Gatherer, LiveLimits
+from zero_trial.zero.landing import Landing
+from zero_trial.zero.layout import lay_out
+from zero_trial.zero.optimizer import ShardedOptimizer
+from zero_trial.zero.partition import Grouping, LeafRules, Limits, into_blocks, into_buckets, runs_of_groups
+from zero_trial.zero.plan import Lifetime, ReduceAt, ZeroPlan
+from zero_trial.zero.presharded import read_first_values
+from zero_trial.zero.reducer import Reducer
+from zero_trial.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """What ds_config says about sizes and blocks."""
+
+    limits: Limits = field(default_factory=Limits)
+    live: LiveLimits = field(default_factory=LiveLimits)
+    leaf: LeafRules = field(default_factory=LeafRules)
+    wire_scale: float = 1.0
+    overlap: bool = True
+
+
+class ShardedModel:
+    """``module`` with its trainable parameters in units. ``groups``: for each optimizer group, its parameters.
+
+    Construction makes all ranks start from rank 0's values. Collective over data.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[Sequence[nn.Parameter]],
+        plan: ZeroPlan,
+        mesh: Mesh,
+        policy: DtypePolicy,
+        settings: ShardingSettings = ShardingSettings(),
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.mesh = mesh
+        self.policy = policy
+        self.wire_scale = settings.wire_scale
+        number = {id(param): index for index, group in enumerate(groups) for param in group}
+        per_unit = plan.params is not Lifetime.ALWAYS
+        members, params, _ = members_of(module, number, settings.leaf, dtype=policy.param, with_frozen=per_unit)
+        groupings = into_blocks(members, settings.limits) if per_unit else into_buckets(members, settings.limits)
+        self.units = [self._unit(grouping, params) for grouping in groupings]
+        self._agree_on_the_rest({id(param) for unit in self.units for param in unit.params})
+        freed: dict[str, list[Unit]] = {}
+        for unit in self.units:
+            if unit.plan.params is not Lifetime.ALWAYS:
+                freed.setdefault(unit.block, []).append(unit)
+        self.gatherer = Gatherer(dict(module.named_modules()), freed, plan.reshard, settings.live)
+        wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
+        self.landings = [
+            Landing(unit, dtype=wide, shard_dtype=policy.grad, on_complete=self._complete) for unit in self.units if unit.trainable
+        ]
+        self.reducer = Reducer(
+            self.landings,
+            mesh.shard,
+            mesh.replica,
+            wire_dtype=policy.comm,
+            wire_scale=settings.wire_scale,
+            in_flight=2 if settings.overlap else 0,
+        )
+        self.optimizer: ShardedOptimizer | None = None
+        self.gradient_multiplier: Callable[[], float] = lambda: 1.0  # from a reduced gradient shard to the averaged gradient
+        self._publishing: list[Pending] = []
+        directory.register((param for unit in self.units for param in unit.params), self)
+        self._handles = [
+            module.register_forward_pre_hook(lambda *_: self.wait(), prepend=True),
+            module.register_state_dict_pre_hook(lambda *_: self._open_all()),
+            module._register_state_dict_hook(self._copy_out),
+            module.register_load_state_dict_pre_hook(lambda *_: self._open_all()),
+            module.register_load_state_dict_post_hook(lambda *_: self._take_all()),
+        ]
+
+    def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter]) -> Unit:
+        first = params[grouping.members[0].name]
+        dtype = grouping.members[0].key[0]
+        layout = lay_out([(m.name, tuple(params[m.name].shape)) for m in grouping.members], self.mesh.shard.size, self.mesh.replica.size)
+        offsets = [(slot.offset, member.group) for slot, member in zip(layout.slots, grouping.members, strict=True)]
+        trainable = grouping.members[0].group >= 0
+        return Unit(
+            grouping.name,
+            layout,
+            [params[m.name] for m in grouping.members],
+            plan=self.plan.persistent() if grouping.always else self.plan,
+            dtype=dtype if isinstance(dtype, torch.dtype) else first.dtype,
+            device=first.device,
+            comm=self.mesh.shard,
+            runs=runs_of_groups(offsets, layout.numel) if trainable else {},
+            block=grouping.block,
+            trainable=trainable,
+            read=read_first_values,
+            agree=lambda values: self.mesh.data.broadcast(values, f"first values of {grouping.name}"),
+        )
+
+    def _agree_on_the_rest(self, managed: set[int]) -> None:
+        """Parameters outside the units, and buffers: policy dtype, rank 0's values."""
+        with torch.no_grad():
+            for name, param in self.module.named_parameters():
+                if id(param) not in managed and param.is_floating_point():
+                    param.data = read_first_values(param).to(self.policy.param)
+                    self.mesh.data.broadcast(param.data, name)
+            for name, buffer in self.module.named_buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(self.policy.param)
+                if buffer.numel():
+                    self.mesh.data.broadcast(buffer.data, name)
+
+    @property
+    def frees_parameters(self) -> bool:
+        """Some parameters do not always live: their values are in the shards."""
+        return self.plan.params is not Lifetime.ALWAYS
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, reduce: bool, last: bool) -> None:
+        """A backward pass of this model's own loss starts; ``reduce``: its gradients cross the wire; ``last``: the step follows."""
+        self.gatherer.last_micro_batch = last
+        for landing in self.landings:
+            landing.begin_pass()
+        if reduce:
+            self.reducer.begin()
+
+    def end_backward(self) -> None:
+        """The backward pass has returned; afterwards the gradients that were to be reduced are. Collective over shard and replica if so."""
+        for landing in self.landings:
+            landing.end_pass()
+        self.reducer.finish()
+
+    def publish(self) -> None:
+        """The masters are updated: rounds them into parameters and starts to give every rank the full copies that always live.
+
+        :meth:`wait` (and every forward) waits for them. Collective over shard.
+        """
+        for unit in self.units:
+            if not unit.trainable:
+                unit.free()
+            elif (pending := unit.publish()) is not None:
+                self._publishing.append(pending)
+        self.gatherer.start_step()
+
+    def wait(self) -> None:
+        """Returns when every parameter that always lives is whole again."""
+        if self._publishing:
+            pendings, self._publishing = self._publishing, []
+            for pending in pendings:
+                pending.wait()
+
+    def _complete(self, landing: Landing) -> None:
+        self.gatherer.after_gradients(landing.unit)
+        self.reducer.offer(landing)
+
+    # --- full parameters, for whoever asks ------------------------------------------------------------------------
+
+    def open(self, params: list[nn.Parameter]) -> None:
+        self.wait()
+        for unit in self._units_of(params):
+            unit.start_gather()
+            unit.finish_gather()
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+        for unit in self._units_of(params):
+            if source is not None:
+                self.mesh.shard.broadcast(unit.full, f"edited {unit.name}", source)
+                unit.take_full()
+            unit.free()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """All parameters whole inside the block. Collective over shard."""
+        self._open_all()
+        try:
+            yield
+        finally:
+            self.gatherer.free_all()
+
+    def unit_of(self, param: torch.Tensor) -> tuple[Unit, int]:
+        """The unit that holds ``param``, and its slot's index there. Raises TrialError for a parameter that this model does not train."""
+        for unit in self.units:
+            for index, own in enumerate(unit.params):
+                if own is param:
+                    return unit, index
+        raise TrialError("this parameter is in no unit of this engine", got=tuple(param.shape))
+
+    def landing_of(self, unit: Unit) -> Landing | None:
+        return next((landing for landing in self.landings if landing.unit is unit), None)
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes that outlive a step on this rank: parameters with masters, and gradients."""
+        return {
+            "parameters": sum(unit.persistent_bytes() for unit in self.units),
+            "gradients": sum(landing.persistent_bytes() for landing in self.landings),
+        }
+
+    def remove_hooks(self) -> None:
+        """Takes every hook off the module; its parameters become whole, ordinary parameters again. Collective over shard."""
+        self._open_all()
+        for landing in self.landings:
+            landing.remove_hooks()
+        self.gatherer.remove_hooks()
+        for handle in self._handles:
+            handle.remove()
+        directory.forget(param for unit in self.units for param in unit.params)
+
+    def _units_of(self, params: list[nn.Parameter]) -> list[Unit]:
+        wanted = {id(param) for param in params}
+        return [unit for unit in self.units if any(id(param) in wanted for param in unit.params)]
+
+    def _open_all(self) -> None:
+        self.wait()
+        self.gatherer.ensure_all()
+
+    def _take_all(self) -> None:
+        for unit in self.units:
+            unit.take_full()
+        self.gatherer.free_all()
+
+    def _copy_out(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        """state_dict() gave views of buffers that are about to be freed: copies of their own instead."""
+        if not self.frees_parameters:
+            return
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                state[key] = value.clone()
+        self.gatherer.free_all()

@@ -1,0 +1,211 @@
+"""The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.errors import ConfigError
+from zero_trial.ops.optimizers import Lamb, Segment, scaled_step
+from zero_trial.zero.landing import Landing
+from zero_trial.zero.store import DeviceStore, ShardPiece, StateStore
+from zero_trial.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class StateView:
+    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements [start, stop) of the flattened tensor."""
+
+    kind: str  # "master", "exp_avg" ...
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+
+def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool) -> list[ShardPiece]:
+    """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape, for optimizers that need whole tensors.
+
+    The latter is possible only where nothing is sharded; otherwise ConfigError.
+    """
+    pieces = []
+    for landing in landings:
+        unit = landing.unit
+        low, high = unit.layout.shard_range(unit.comm.index)
+        if whole_tensors and unit.comm.size > 1:
+            raise ConfigError(
+                "this optimizer needs whole tensors, and sharding cuts them",
+                where="optimizer.type",
+                fix="Use zero_optimization.stage 0, or an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad, LAMB ...).",
+            )
+        if whole_tensors:
+            groups = {slot.name: group for group, run in unit.runs.items() for slot in unit.layout.slots if run[0] <= slot.offset < run[1]}
+            for slot in unit.layout.slots:
+                if slot.numel:
+                    view = unit.master[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                    pieces.append(ShardPiece(unit, landing, groups[slot.name], slot.offset, slot.offset + slot.numel, nn.Parameter(view)))
+            continue
+        for group, (start, stop) in sorted(unit.runs.items()):
+            a, b = max(start, low) - low, min(stop, high) - low
+            if a < b:
+                pieces.append(ShardPiece(unit, landing, group, a, b, nn.Parameter(unit.master[a:b])))
+    return pieces
+
+
+class ShardedOptimizer:
+    """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer (``param_groups``, lr) is the base's own.
+
+    ``loss_scale`` and ``cur_scale`` report what ``scale`` returns, as DeepSpeed's optimizer objects do.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        pieces: Sequence[ShardPiece],
+        *,
+        scale: Callable[[], float],
+        store: StateStore | None = None,
+    ) -> None:
+        self.base = base
+        self.pieces = list(pieces)
+        self._store = store if store is not None else DeviceStore(self.pieces)
+        self._scale = scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        return self.base.state
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale()
+
+    cur_scale = loss_scale
+
+    def step(self, multiplier: float = 1.0) -> None:
+        """One update with ``multiplier`` times the reduced gradients. Optimizers that sum norms over tensors (LAMB) are collective over shard."""
+        for batch in self._store.batches():
+            self._store.borrow(batch)
+            for piece in batch:
+                piece.weight.grad = piece.gradient()
+            scaled_step(self.base, multiplier)
+            for piece in batch:
+                piece.weight.grad = None
+            self._store.give_back(batch)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do here: gradients live in the units, and :meth:`Engine.zero_grad` forgets them."""
+
+    def views(self) -> Iterator[StateView]:
+        """Every elementwise tensor of master weights and state on this rank, by logical tensor."""
+        for piece in self.pieces:
+            tensors = {"master": piece.weight.detach()} | {
+                key: value for key, value in self.base.state.get(piece.weight, {}).items() if is_elementwise_state(value, piece)
+            }
+            for part in piece.unit.layout.pieces(piece.unit.comm.index):
+                low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
+                if low < high:
+                    start = part.start + low - part.offset
+                    for kind, tensor in tensors.items():
+                        flat = tensor.reshape(-1)[low - piece.low : high - piece.low]
+                        yield StateView(kind, part.slot.name, part.slot.shape, start, start + high - low, flat)
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """The state that is one number per tensor (step counts), by optimizer group: ``{"0": {"step": 12.0}}``.
+
+        All pieces of a group step together, so their numbers are the same.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for piece in self.pieces:
+            for key, value in self.base.state.get(piece.weight, {}).items():
+                if not is_elementwise_state(value, piece) and (isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)):
+                    found.setdefault(str(piece.group), {})[key] = float(value)
+        return found
+
+    def make_state(self, kinds: Sequence[str], scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Creates state tensors of the named kinds (zeros) and the scalar state, so that a checkpoint can be read into :meth:`views`."""
+        for piece in self.pieces:
+            state = self.base.state[piece.weight]
+            for kind in kinds:
+                if kind not in state or not is_elementwise_state(state[kind], piece):
+                    state[kind] = torch.zeros_like(piece.weight.detach())
+            for key, value in scalars.get(str(piece.group), {}).items():
+                state[key] = torch.tensor(value, dtype=torch.float32, device=piece.weight.device if _fused(self.base) else "cpu")
+
+    def bind_tensors(self, sum_over_shards: Callable[[torch.Tensor], None]) -> None:
+        """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor."""
+        if not isinstance(self.base, Lamb):
+            return
+        names = sorted({slot.name for piece in self.pieces for slot in piece.unit.layout.slots})
+        number = {name: index for index, name in enumerate(names)}
+        segments: dict[int, list[Segment]] = {}
+        for piece in self.pieces:
+            listed = segments.setdefault(id(piece.weight), [])
+            for part in piece.unit.layout.pieces(piece.unit.comm.index):
+                low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
+                if low < high:
+                    listed.append(Segment(number[part.slot.name], low - piece.low, high - piece.low))
+        self.base.bind(segments, len(names), sum_over_shards)
+
+    def state_shard(self, unit: Unit, kind: str) -> torch.Tensor | None:
+        """The unit's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
+        out: torch.Tensor | None = None
+        for piece in self.pieces:
+            value = self.base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
+            if torch.is_tensor(value) and is_elementwise_state(value, piece):
+                out = value.new_zeros(unit.layout.shard_numel) if out is None else out
+                out[piece.low : piece.high].copy_(value.reshape(-1))
+        return out
+
+    def set_state_shard(self, unit: Unit, kind: str, shard: torch.Tensor) -> None:
+        """Writes ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
+        for piece in self.pieces:
+            if piece.unit is unit:
+                self.base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
+
+    def persistent_bytes(self) -> int:
+        """Bytes of optimizer state, masters left out, on this rank."""
+        return sum(
+            value.numel() * value.element_size()
+            for piece in self.pieces
+            for value in self.base.state.get(piece.weight, {}).values()
+            if torch.is_tensor(value) and is_elementwise_state(value, piece)
+        )
+
+
+def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
+    """State with one value per element of the piece."""
+    return torch.is_tensor(value) and value.shape == piece.weight.shape and value.dim() > 0
+
+
+def _fused(base: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in base.param_groups)
+
+
+def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
+    """Makes a client's optimizer object step on ``pieces`` instead of the model's parameters; its groups and settings stay.
+
+    Raises ConfigError when it already holds state: that state belongs to whole tensors that this rank no longer has.
+    """
+    held = [param for param, state in base.state.items() if any(torch.is_tensor(v) and v.dim() > 0 and bool(v.any()) for v in state.values())]
+    if held:
+        raise ConfigError(
+            "the client optimizer has stepped before it was given to initialize()",
+            where="optimizer",
+            fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
+        )
+    base.state.clear()
+    for index, group in enumerate(base.param_groups):
+        group["params"] = [piece.weight for piece in pieces if piece.group == index]
+    if type(base) is torch.optim.Adagrad:  # the one torch optimizer that makes its state when it is built
+        for group in base.param_groups:
+            for weight in group["params"]:
+                base.state[weight] = {"step": torch.tensor(0.0), "sum": torch.full_like(weight, group["initial_accumulator_value"])}

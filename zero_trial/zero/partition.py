@@ -1,0 +1,187 @@
+"""Which parameters are gathered, freed and reduced together: a model's tree cut into blocks, and parameters into buckets. Pure.
+
+A block is a member of the model's stack: a child of a ModuleList, or one of several alike children of a Sequential (the outermost such stack, unless
+one member holds more than a quarter of the model and has a stack of its own). Everything outside the blocks (embeddings, final norm, head,
+parameters that several blocks share) belongs to the root block, which lives as long as the whole forward and backward: code that uses such a
+weight outside its own module, as tied heads do, then always finds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What partitioning knows of a module: its dotted name, class, kind, parameters below it, and children."""
+
+    name: str
+    class_name: str
+    numel: int
+    is_list: bool = False  # ModuleList or ModuleDict: has no forward of its own
+    is_sequential: bool = False
+    children: tuple[ModuleFacts, ...] = ()
+
+    def walk(self) -> Iterator[ModuleFacts]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class LeafRules:
+    """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name, whatever the tree looks like."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+    def match(self, module: ModuleFacts) -> bool:
+        short = {entry.rsplit(".", 1)[-1] for entry in self.classes}
+        return (
+            module.class_name in short
+            or module.name in self.names
+            or any(module.name.endswith(suffix) for suffix in self.name_suffixes)
+        )
+
+
+def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
+    """Names of the modules that are blocks, in tree order; the root is not among them."""
+    found: list[str] = []
+
+    def visit(module: ModuleFacts) -> None:
+        members = {child.name for child in _stack_members(module)}
+        for child in module.children:
+            if child.numel == 0:
+                continue
+            if (rules.match(child) and not child.is_list) or (child.name in members and not child.is_list and not _too_large(child, root)):
+                found.append(child.name)
+            else:
+                visit(child)
+
+    visit(root)
+    return found
+
+
+def _stack_members(module: ModuleFacts) -> list[ModuleFacts]:
+    if module.is_list:
+        return list(module.children)
+    if module.is_sequential:
+        kinds = Counter(child.class_name for child in module.children if child.numel)
+        return [child for child in module.children if kinds[child.class_name] > 1]
+    return []
+
+
+def _too_large(member: ModuleFacts, root: ModuleFacts) -> bool:
+    return 4 * member.numel > root.numel and any(_stack_members(inner) and inner.is_list for inner in member.walk())
+
+
+def owner_of(parameter_names: Sequence[str], blocks: Sequence[str]) -> str:
+    """The block that owns a parameter known by these names (several when tied): the one block that all of them lie in, else the root."""
+    owners = {_block_of(name, blocks) for name in parameter_names}
+    return owners.pop() if len(owners) == 1 else ROOT
+
+
+def _block_of(name: str, blocks: Sequence[str]) -> str:
+    best = ROOT
+    for block in blocks:
+        if (name == block or name.startswith(block + ".")) and len(block) > len(best):
+            best = block
+    return best
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter as partitioning sees it. ``key`` separates what may not share a unit: dtype, device, trainable or not."""
+
+    name: str
+    numel: int
+    key: tuple[object, ...]
+    group: int  # optimizer group; -1 when frozen
+    block: str = ROOT
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """One unit to be: its members in layout order (sorted by optimizer group, so that each group is one run), and whether it always lives."""
+
+    name: str
+    members: tuple[Member, ...]
+    always: bool
+    block: str = ROOT
+
+
+@dataclass
+class Limits:
+    """Sizes in elements, from ds_config."""
+
+    bucket: int = 500_000_000
+    persistence: int = 100_000
+    model_persistence: int = 9_223_372_036_854_775_807
+    buckets_wanted: int = field(default=4)
+
+
+def into_buckets(members: Sequence[Member], limits: Limits) -> list[Grouping]:
+    """Buckets for parameters that always live, filled from the last parameter backwards: backward finishes those first.
+
+    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi), whichever is smaller, so that reductions
+    overlap with what is left of backward and no buffer is larger than the model needs.
+    """
+    total = sum(member.numel for member in members)
+    goal = min(limits.bucket, max(-(-total // limits.buckets_wanted), 1 << 20))
+    out: list[Grouping] = []
+    open_: dict[tuple[object, ...], list[Member]] = {}
+
+    def close(key: tuple[object, ...]) -> None:
+        chosen = open_.pop(key)
+        chosen.reverse()  # back into the model's order
+        out.append(Grouping(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.group)), True))
+
+    for member in reversed(members):
+        bucket = open_.setdefault(member.key, [])
+        if bucket and sum(m.numel for m in bucket) + member.numel > goal:
+            close(member.key)
+            bucket = open_.setdefault(member.key, [])
+        bucket.append(member)
+    for key in list(open_):
+        close(key)
+    return out
+
+
+def into_blocks(members: Sequence[Member], limits: Limits) -> list[Grouping]:
+    """Units for parameters that live while their block computes: one per block and key; small ones always live, in buckets.
+
+    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
+    Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
+    """
+    small, spent = [], 0
+    grouped: dict[tuple[str, tuple[object, ...]], list[Member]] = {}
+    for member in members:
+        if member.numel < limits.persistence and spent + member.numel <= limits.model_persistence:
+            small.append(member)
+            spent += member.numel
+        else:
+            grouped.setdefault((member.block, member.key), []).append(member)
+    units = [
+        Grouping(block or "root", tuple(sorted(chosen, key=lambda m: m.group)), False, block)
+        for (block, _), chosen in reversed(grouped.items())
+    ]
+    units.sort(key=lambda unit: unit.block == ROOT)
+    return units + [Grouping(f"small.{unit.name}", unit.members, True) for unit in into_buckets(small, limits)]
+
+
+def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:
+    """Where each optimizer group lies in a flat buffer: group -> [start, stop). ``offsets``: (offset, group) of each slot in order.
+
+    Padding goes with the group before it, so that every run starts and ends at an aligned element.
+    """
+    starts: dict[int, int] = {}
+    for offset, group in offsets:
+        starts.setdefault(group, offset)
+    ordered = sorted(starts.items(), key=lambda item: item[1])
+    stops = [start for _, start in ordered[1:]] + [numel]
+    return {group: (start, stop) for (group, start), stop in zip(ordered, stops, strict=True)}

@@ -1,0 +1,231 @@
+"""Turns full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, unit by unit.
+
+Units are reduced in one order on all ranks, whatever the order in which their gradients became complete: first the construction order, then, from
+the second step on, the order that rank 0 saw in the first. A unit that never completes (unused parameters, another branch taken) is
+reduced with zeros when backward has ended: a missing gradient never leaves another rank waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero_trial.mesh import AxisComm, Pending
+from zero_trial.zero.landing import Landing
+from zero_trial.zero.norm import square_sum
+from zero_trial.zero.plan import Lifetime, ReduceAt
+
+
+@dataclass
+class _Flight:
+    """One unit's reduction under way, and the tensors that it owns."""
+
+    landing: Landing
+    wire: torch.Tensor
+    out: torch.Tensor
+    stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
+    scatter: Pending
+    reduce: Pending | None = None
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A non-finite gradient: whose (axis index on shard; None when only the sum is known), and the unit and position in its shard."""
+
+    shard_index: int | None
+    landing: Landing
+    position: int  # in the full flat buffer
+
+    def parameter(self) -> str:
+        slot = self.landing.unit.layout.slot_at(self.position)
+        return slot.name if slot is not None else self.landing.unit.name
+
+
+class Reducer:
+    """Reduces the landings of one model.
+
+    ``wire_dtype``: dtype on the wire (None: the landing's own). ``wire_scale`` multiplies before the sum (prescaling against overflow).
+    ``in_flight`` bounds how many units wait at once, so that stage 2 and 3 hold at most that many full gradient buffers.
+    """
+
+    def __init__(
+        self,
+        landings: Sequence[Landing],
+        shard: AxisComm,
+        replica: AxisComm,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        wire_scale: float = 1.0,
+        in_flight: int = 2,
+    ) -> None:
+        self.landings = list(landings)
+        self._shard = shard
+        self._replica = replica
+        self._wire_dtype = wire_dtype
+        self._wire_scale = wire_scale
+        self._in_flight = in_flight
+        self._order = list(range(len(self.landings)))
+        self._index = {id(landing): index for index, landing in enumerate(self.landings)}
+        self._completed: list[int] = []
+        self._learned = False
+        self._cursor = 0
+        self._ready: set[int] = set()
+        self._flights: list[_Flight] = []
+        self.active = False
+        self.square_sums: dict[int, torch.Tensor] = {}  # by unit index, of the finished shards
+        self.culprits: list[Culprit] = []
+
+    def begin(self) -> None:
+        """The backward pass that now starts is to be reduced."""
+        self.active = True
+        self._cursor = 0
+        self._ready.clear()
+
+    def offer(self, landing: Landing) -> None:
+        """A unit's gradients are complete. Launches all units whose turn it is. Collective through the launched reductions."""
+        if not self.active:
+            return
+        index = self._index[id(landing)]
+        self._completed.append(index)
+        if not landing.late:
+            self._ready.add(index)
+        while self._cursor < len(self._order) and self._order[self._cursor] in self._ready:
+            self._launch(self.landings[self._order[self._cursor]])
+            self._cursor += 1
+
+    def finish(self) -> None:
+        """Reduces what is left and waits for everything; then every unit's shard holds its sum. Collective: every rank must call."""
+        if self.active:
+            self.active = False
+            for index in self._order[self._cursor :]:
+                self._launch(self.landings[index])
+            self._cursor = len(self._order)
+            self._land_all()
+            if not self._learned:
+                self._learn()
+
+    def ensure_reduced(self) -> None:
+        """Before a step: reduces units whose gradients no reduced backward pass took along.
+
+        Those are gradients from another engine's loss, from ``no_sync``, or such as came after their unit was complete (re-entrant
+        checkpointing of shared weights); a unit that was reduced before gets a second sum on top of the first.
+        """
+        waiting = [landing for landing in self.landings if not landing.shard_filled or landing.touched]
+        for landing in waiting:
+            self._launch(landing)
+        self._land_all()
+
+    def reset(self) -> None:
+        """Forgets all gradients and sums of this step."""
+        for landing in self.landings:
+            landing.reset()
+        self.square_sums.clear()
+        self.culprits.clear()
+        self.active = False
+
+    def _learn(self) -> None:
+        """From now on units go in the order that rank 0 saw, those that completed late or never at the end."""
+        seen = list(dict.fromkeys(index for index in self._completed if not self.landings[index].late))
+        order = seen + [index for index in self._order if index not in seen]
+        for axis in (self._shard, self._replica):
+            order = axis.gather_json(order, "reduction order")[0]
+        self._order = order
+        self._learned = True
+        self._completed.clear()
+
+    def order_by_name(self) -> list[str] | None:
+        """The learned order, for a checkpoint; None before the first reduced step."""
+        return [self.landings[index].unit.name for index in self._order] if self._learned else None
+
+    def take_order(self, names: list[str] | None) -> None:
+        """Continues with a learned order, if it is one of these units. The order never changes results, only what overlaps."""
+        known = {landing.unit.name: index for index, landing in enumerate(self.landings)}
+        if names is not None and sorted(names) == sorted(known):
+            self._order = [known[name] for name in names]
+            self._learned = True
+
+    def _launch(self, landing: Landing) -> None:
+        stash = landing.shard.clone() if landing.in_place and landing.shard_filled else None
+        full = landing.close()
+        dtype = self._wire_dtype or full.dtype
+        wire = full if dtype == full.dtype else full.to(dtype)
+        if self._wire_scale != 1.0:
+            wire.mul_(self._wire_scale)
+        low, high = landing.unit.layout.shard_range(self._shard.index)
+        straight = not landing.in_place and not landing.shard_filled and landing.shard.dtype == dtype
+        out = landing.shard if straight and self._shard.size > 1 else wire[low:high]
+        scatter = self._shard.reduce_scatter(wire, out, landing.unit.name)
+        flight = _Flight(landing, wire, out, stash, scatter)
+        self._flights.append(flight)
+        if self._shard.size == 1:
+            flight.reduce = self._replica.all_reduce(out, landing.unit.name)
+        waiting = [f for f in self._flights if f.reduce is None]
+        if len(waiting) > self._in_flight:
+            self._turn(waiting[0])
+            if self._replica.size == 1:
+                self._flights.remove(waiting[0])
+                self._store(waiting[0])
+
+    def _turn(self, flight: _Flight) -> None:
+        if flight.reduce is None:
+            flight.scatter.wait()
+            flight.reduce = self._replica.all_reduce(flight.out, flight.landing.unit.name)
+
+    def _land_all(self) -> None:
+        for flight in self._flights:
+            self._turn(flight)
+        for flight in self._flights:
+            if flight.reduce is not None:
+                flight.reduce.turn()
+        for flight in self._flights:
+            if flight.reduce is not None:
+                flight.reduce.wait()
+            self._store(flight)
+        self._flights.clear()
+
+    def _store(self, flight: _Flight) -> None:
+        landing, out = flight.landing, flight.out
+        if landing.in_place:
+            if out.data_ptr() != landing.own.data_ptr():
+                landing.own.copy_(out)
+            if flight.stash is not None:
+                landing.own.add_(flight.stash)
+        elif landing.shard_filled:
+            landing.shard.add_(out)
+        elif out.data_ptr() != landing.shard.data_ptr():
+            landing.shard.copy_(out)
+        landing.shard_filled = True
+        index = self._index[id(landing)]
+        total = square_sum(landing.shard)
+        self.square_sums[index] = total
+        if total.device.type == "cpu" and not math.isfinite(total.item()):
+            self.culprits.extend(self._find(flight))
+        flight.scatter.received.clear()
+        if landing.unit.plan.grads is Lifetime.USE:
+            landing.free()
+        if landing.unit.plan.reduce_at is ReduceAt.MICRO:
+            landing.sealed = False
+
+    def _find(self, flight: _Flight) -> list[Culprit]:
+        """Whose contribution was not finite: seen where direct exchange still holds each rank's part; else only the place in the sum."""
+        landing = flight.landing
+        low, _ = landing.unit.layout.shard_range(self._shard.index)
+        found = []
+        for index, part in flight.scatter.received.items():
+            position = first_bad(part)
+            if position is not None:
+                found.append(Culprit(index, landing, low + position))
+        if not found:
+            position = first_bad(landing.shard)
+            own = self._shard.index if flight.scatter.received else None
+            found.append(Culprit(own, landing, low + (position or 0)))
+        return found
+
+
+def first_bad(values: torch.Tensor) -> int | None:
+    """The index of the first element that is not finite."""
+    bad = torch.nonzero(~torch.isfinite(values.reshape(-1)), as_tuple=False)
+    return int(bad[0]) if bad.numel() else None

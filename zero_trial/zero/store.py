@@ -1,0 +1,70 @@
+"""Where a shard's fp32 master weights and moments live between steps, behind ``borrow`` and ``give_back``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zero_trial.zero.landing import Landing
+from zero_trial.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """Elements [low, high) of a unit's shard that belong to one optimizer group; ``weight`` (high-low,) is that part of the master."""
+
+    unit: Unit
+    landing: Landing
+    group: int
+    low: int
+    high: int
+    weight: nn.Parameter
+
+    @property
+    def numel(self) -> int:
+        return self.high - self.low
+
+    def gradient(self) -> torch.Tensor:
+        """The reduced gradient in the master's dtype and the weight's shape: a view where dtypes agree, else a new tensor (4 bytes per element)."""
+        return self.landing.shard[self.low : self.high].to(self.weight.dtype).view(self.weight.shape)
+
+
+class StateStore(Protocol):
+    """Gives out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their weights and moments are where the update runs."""
+
+    def batches(self) -> Iterator[Sequence[ShardPiece]]: ...
+
+    def borrow(self, batch: Sequence[ShardPiece]) -> None: ...
+
+    def give_back(self, batch: Sequence[ShardPiece]) -> None: ...
+
+
+class DeviceStore:
+    """Everything stays on the compute device. Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
+
+    Pieces go in one batch when their gradients need no cast; else in batches of at most ``cast_numel`` elements, which bounds the fp32 copies.
+    """
+
+    def __init__(self, pieces: Sequence[ShardPiece], cast_numel: int = 1 << 26) -> None:
+        self._batches: list[list[ShardPiece]] = [[]]
+        room = cast_numel
+        for piece in pieces:
+            needs = 0 if piece.landing.shard.dtype == piece.weight.dtype else piece.numel
+            if needs > room and self._batches[-1]:
+                self._batches.append([])
+                room = cast_numel
+            self._batches[-1].append(piece)
+            room -= needs
+
+    def batches(self) -> Iterator[Sequence[ShardPiece]]:
+        return iter(self._batches)
+
+    def borrow(self, batch: Sequence[ShardPiece]) -> None:
+        return None
+
+    def give_back(self, batch: Sequence[ShardPiece]) -> None:
+        return None

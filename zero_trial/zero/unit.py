@@ -1,0 +1,153 @@
+"""Parameters that are gathered, freed and reduced together: a Layout plus its live buffers.
+
+Memory of one unit of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
+
+    full     n p        always, or while the unit computes
+    shard    n/N p      part of full while full always lives
+    master   4 n/N      fp32; the shard itself when parameters are fp32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zero_trial.mesh import AxisComm, Pending
+from zero_trial.zero.layout import Layout
+from zero_trial.zero.plan import Lifetime, ZeroPlan
+
+
+class Unit:
+    """One flat buffer and the parameters that are views of it.
+
+    ``params[i]`` is the tensor of ``layout.slots[i]``. ``runs`` says where each optimizer group lies in the flat buffer. After
+    construction this rank's shard holds its part of what ``read(param)`` gave and ``agree`` made equal on all ranks, and the
+    parameters are views of ``full`` (or freed, if their lifetime says so).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        params: Sequence[nn.Parameter],
+        *,
+        plan: ZeroPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: AxisComm,
+        runs: Mapping[int, tuple[int, int]],
+        block: str = "",
+        trainable: bool = True,
+        read: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+        agree: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.params = list(params)
+        self.plan = plan
+        self.dtype = dtype
+        self.block = block
+        self.runs = runs
+        self.trainable = trainable
+        self.comm = comm
+        low, high = layout.shard_range(comm.index)
+        self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
+        self.live = True
+        self._gathering: Pending | None = None
+        self._freed = [_placeholder(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
+        master = self._fill(read, agree)[low:high]
+        own = self.full[low:high]
+        self.shard = own if plan.params is Lifetime.ALWAYS else own.clone()
+        # fp32 parameters are their own masters; frozen ones need none.
+        self.master = self.shard if dtype == torch.float32 or not trainable else master.float().clone()
+        if plan.params is Lifetime.ALWAYS:
+            self._attach()
+        else:
+            self.free()
+
+    def _fill(self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
+        """Copies the parameters' first values into ``full`` and returns them unrounded (n,), so that the fp32 masters lose nothing."""
+        wide = self.full if all(p.dtype == self.dtype for p in self.params) else torch.zeros_like(self.full, dtype=torch.float32)
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            wide[slot.offset : slot.offset + slot.numel].copy_(read(param).reshape(-1))
+        if agree is not None:
+            agree(wide)
+        if wide is not self.full:
+            self.full.copy_(wide)
+        return wide
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part of ``full``; only while live."""
+        low, high = self.layout.shard_range(self.comm.index)
+        return self.full[low:high]
+
+    def start_gather(self) -> None:
+        """Begins to bring the full parameters to life; :meth:`finish_gather` completes it. Moves n (N-1)/N elements. Collective over shard."""
+        if self.live or self._gathering is not None:
+            return
+        storage = self.full.untyped_storage()
+        storage.resize_(self.layout.numel * self.full.element_size())
+        self._gathering = self.comm.all_gather(self.full, self.shard, self.name)
+
+    def finish_gather(self) -> None:
+        """Waits until the full parameters are there and lets the modules see them."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self._attach()
+            self.live = True
+
+    @property
+    def gathering(self) -> bool:
+        return self._gathering is not None
+
+    def free(self) -> None:
+        """Gives the full buffer's memory back. The parameters keep their shapes but read as NaN: a use outside its time is loud, not stale.
+
+        Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which the next gather refills.
+        """
+        if not self.live or self.plan.params is Lifetime.ALWAYS:
+            return
+        self.live = False
+        for param, nothing in zip(self.params, self._freed, strict=True):
+            param.data = nothing
+        self.full.untyped_storage().resize_(0)
+
+    def publish(self) -> Pending | None:
+        """After an update of the master: rounds it into the shard, and gives every rank the new full copy where one always lives.
+
+        Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
+        """
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        if self.plan.params is not Lifetime.ALWAYS:
+            self.free()
+            return None
+        if self.comm.size == 1:
+            return None
+        return self.comm.all_gather(self.full, self.own, self.name)
+
+    def take_full(self) -> None:
+        """The full copy was edited, alike on all ranks: makes shard and master follow it."""
+        if self.plan.params is not Lifetime.ALWAYS:
+            self.shard.copy_(self.own)
+        if self.master is not self.shard:
+            self.master.copy_(self.shard)
+
+    def _attach(self) -> None:
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+
+    def persistent_bytes(self) -> int:
+        """Bytes of parameters and master weights that outlive a step on this rank."""
+        low = self.shard.element_size() * (self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel)
+        return low + (0 if self.master is self.shard else self.master.numel() * 4)
+
+
+def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of the full shape over one NaN: no memory, and any arithmetic with it shows."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

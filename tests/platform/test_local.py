@@ -118,7 +118,7 @@ def test_metrics_and_the_best_validation(tmp_path: Path) -> None:
 
 
 def test_events_carry_their_time(tmp_path: Path) -> None:
-    LocalPlatform(tmp_path).progress.emit({"kind": "note", "text": "hello"})
+    LocalPlatform(tmp_path).progress.emit({"kind": "note", "message": "hello"})
     [event] = read_lines(tmp_path / "events.jsonl")
     assert event["kind"] == "note" and event["time"] > 0
 

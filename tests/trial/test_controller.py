@@ -347,7 +347,7 @@ def test_ranks_with_different_numbers_of_batches_use_the_smallest_and_say_so(tmp
     first, second = run_world(2, Uneven, TrainSettings(max_length=Epoch(2)), tmp_path)
     assert first.outcome.step == second.outcome.step == 6  # two epochs of three
     assert second.trial.seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [0, 1]]
-    assert any("different numbers of batches [3, 5]" in event.get("text", "") for event in first.record.events)
+    assert any("different numbers of batches [3, 5]" in event.get("message", "") for event in first.record.events)
 
 
 def test_live_events_for_whoever_watches() -> None:

@@ -36,6 +36,8 @@ class ZeroTrialContext(ExperimentView):
         self.profiling = Profiling()
         self.auto_accumulation = True
         self.check_reproducibility = True
+        self.ds_configs: list[dict[str, Any]] = []  # of the engines made by ``initialize``, as they were used
+        self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
         self.weights_only = False  # the checkpoint to load is another trial's
         self.position: Position | None = None
         self._mpu: ModelParallelUnit | None = None
@@ -60,6 +62,8 @@ class ZeroTrialContext(ExperimentView):
         filled, table = reconcile_config(trial_ds_config(config, self.platform), self.platform)
         if not self.engines:
             self.note(str(table))
+        self.ds_configs.append(filled)
+        self.parameters += sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
         engine, _, _, _ = self._engine_factory(model=model, config=filled, **options)
         return self.wrap_model_engine(engine)
 

@@ -122,7 +122,9 @@ class Controller:
                     "total_steps": self._total,
                     "epoch_steps": self._state.epoch_length,
                     "global_batch_size": self._context.get_global_batch_size(),
+                    "parameters": self._context.parameters,
                     "resumed_from": storage_id,
+                    "resumed_from_step": self._state.step,
                 }
             )
 

@@ -62,4 +62,4 @@ class ExperimentView:
     def note(self, text: str) -> None:
         """A line for the person who watches; rank 0's only."""
         if self.distributed.rank == 0:
-            self.platform.progress.emit({"kind": "note", "text": text})
+            self.platform.progress.emit({"kind": "note", "message": text})

@@ -1,0 +1,72 @@
+"""Boundaries are a pure function of the global step."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.trial.periods import NEVER, Batch, Epoch, Position, is_boundary, next_boundary, read_unit, total_steps
+
+
+@pytest.mark.parametrize(
+    ("unit", "due"),
+    [
+        (Batch(3), [3, 6, 9, 12]),
+        (Batch(5), [5, 10]),
+        (Epoch(1), [4, 8, 12]),
+        (Epoch(2), [8]),
+        (Batch((1, 7)), [1, 7]),
+        (Epoch({2}), [8]),
+        (NEVER, []),
+        (Epoch(0), []),
+    ],
+)
+def test_boundaries_of_twelve_steps_in_epochs_of_four(unit: Batch | Epoch, due: list[int]) -> None:
+    assert [step for step in range(13) if is_boundary(step, unit, 4)] == due
+
+
+@pytest.mark.parametrize("unit", [Batch(3), Batch(1), Epoch(2), Batch((1, 7)), Epoch({2}), NEVER])
+def test_the_next_boundary_is_the_first_one_ahead(unit: Batch | Epoch) -> None:
+    for step in range(13):
+        ahead = [later for later in range(step + 1, 13) if is_boundary(later, unit, 4)]
+        assert next_boundary(step, unit, 4, 12) == (ahead[0] if ahead else None)
+
+
+def test_the_length_of_a_run_is_the_whole_trials() -> None:
+    assert total_steps(Batch(7), 4) == 7
+    assert total_steps(Epoch(3), 4) == 12
+    for nothing in (Batch(0), Epoch(0), Batch((3,))):
+        with pytest.raises(ConfigError, match="max_length"):
+            total_steps(nothing, 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit"),
+    [
+        (100, Batch(100)),
+        ({"batches": 5}, Batch(5)),
+        ({"epochs": 2}, Epoch(2)),
+        ({"records": 100}, Batch(3)),
+        ({"records": 5}, Batch(1)),
+        ({"records": 0}, Batch(0)),
+        (Epoch(1), Epoch(1)),
+    ],
+)
+def test_units_as_an_experiment_writes_them(value: object, unit: Batch | Epoch) -> None:
+    assert read_unit(value, "min_validation_period", 32) == unit
+
+
+@pytest.mark.parametrize("value", [-1, "10", {"batches": 1.5}, {"steps": 3}, {"batches": 1, "epochs": 1}, True, {}])
+def test_what_is_no_unit_is_refused_with_its_place(value: object) -> None:
+    with pytest.raises(ConfigError, match="min_validation_period"):
+        read_unit(value, "min_validation_period", 32)
+
+
+def test_records_need_the_global_batch_size() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        read_unit({"records": 100}, "searcher.max_length")
+
+
+def test_a_position_knows_its_epoch() -> None:
+    flags = [(p.epoch, p.is_epoch_start, p.is_epoch_end) for p in (Position(step, 3) for step in range(4))]
+    assert flags == [(0, True, False), (0, False, False), (0, False, True), (1, True, False)]

@@ -1,0 +1,111 @@
+"""The stream of samples: repeat, distribute, skip."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from zero_trial.trial.samplers import (
+    DealtBatches,
+    FromSampler,
+    OnePass,
+    Sequential,
+    Share,
+    Shuffled,
+    TrainBatches,
+    stream,
+)
+
+
+def take(batches: object, count: int) -> list[list[int]]:
+    return list(islice(iter(batches), count))  # type: ignore[call-overload,no-any-return]
+
+
+def test_epochs_are_joined_so_that_every_batch_is_full() -> None:
+    assert take(TrainBatches(Sequential(5), 2), 6) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
+
+
+def test_drop_last_leaves_out_each_epochs_tail() -> None:
+    assert take(TrainBatches(Sequential(5), 2, drop_last=True), 4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_batches_are_dealt_out_in_turn() -> None:
+    assert take(TrainBatches(Sequential(8), 2, Share(0, 2)), 3) == [[0, 1], [4, 5], [0, 1]]
+    assert take(TrainBatches(Sequential(8), 2, Share(1, 2)), 3) == [[2, 3], [6, 7], [2, 3]]
+
+
+@pytest.mark.parametrize("length", [5, 8, 13])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_skipping_is_the_same_as_not_reading_on(length: int, drop_last: bool, replicas: int) -> None:
+    order = Shuffled(length, seed=3)
+    for rank in range(replicas):
+        whole = take(TrainBatches(order, 2, Share(rank, replicas), 0, drop_last), 25)
+        for skip in (0, 1, 2, 7, 20):
+            assert take(TrainBatches(order, 2, Share(rank, replicas), skip, drop_last), 5) == whole[skip : skip + 5]
+
+
+@pytest.mark.parametrize("split", [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)])
+def test_a_step_trains_the_same_samples_whatever_the_replicas(split: tuple[int, int]) -> None:
+    """Global batch 12 in three steps, from 31 samples: over the seam of two epochs, none repeated, none left out."""
+    replicas, size = split
+    order = Shuffled(31, seed=1)
+    expected = list(islice(stream(order), 36))
+    for step in range(3):
+        parts = [take(TrainBatches(order, size, Share(rank, replicas), step), 1)[0] for rank in range(replicas)]
+        assert [index for part in parts for index in part] == expected[step * 12 : step * 12 + 12]
+    assert sorted(expected[:31]) == list(range(31))
+
+
+def test_a_shuffle_is_a_function_of_seed_and_epoch_and_touches_no_other_random_state() -> None:
+    before = torch.get_rng_state()
+    first = Shuffled(50, seed=1)
+    assert first.epoch(0) == Shuffled(50, seed=1).epoch(0)
+    assert sorted(first.epoch(0)) == list(range(50)) and first.epoch(0) != list(range(50))
+    assert first.epoch(0) != first.epoch(1) and first.epoch(0) != Shuffled(50, seed=2).epoch(0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_one_pass_reads_everything_once_and_the_last_batch_may_be_small() -> None:
+    first, second = (OnePass(Sequential(7), 2, Share(rank, 2)) for rank in range(2))
+    assert list(first) == [[0, 1], [4, 5]] and list(second) == [[2, 3], [6]]
+    assert (len(first), len(second)) == (2, 2)
+    assert list(OnePass(Sequential(7), 2, drop_last=True)) == [[0, 1], [2, 3], [4, 5]]
+    assert list(OnePass(Sequential(2), 2, Share(1, 2))) == []
+
+
+def test_batches_per_epoch_are_the_same_on_every_replica() -> None:
+    assert [len(TrainBatches(Sequential(23), 2, Share(rank, 3))) for rank in range(3)] == [3, 3, 3]
+
+
+def test_no_samples_no_batches() -> None:
+    assert list(TrainBatches(Sequential(0), 2)) == []
+    assert list(TrainBatches(Sequential(1), 2, drop_last=True)) == []
+
+
+class Epochs:
+    """A user's sampler that wants to know the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> object:
+        return iter([self.epoch * 10 + index for index in range(3)])
+
+
+def test_a_users_sampler_is_told_the_epoch() -> None:
+    order = FromSampler(Epochs(), 3)  # type: ignore[arg-type]
+    assert list(islice(stream(order, start=2), 5)) == [2, 10, 11, 12, 20]
+
+
+def test_a_users_batch_sampler_keeps_its_sizes() -> None:
+    given = [[0, 1, 2], [3], [4, 5]]
+    assert take(DealtBatches(given, 3, Share(1, 2)), 3) == [[3], [0, 1, 2], [4, 5]]
+    assert take(DealtBatches(given, 3, Share(1, 2), skip=1), 2) == [[0, 1, 2], [4, 5]]
+    assert list(DealtBatches(given, 3, Share(0, 2), repeat=False)) == [[0, 1, 2], [4, 5]]
+    assert (len(DealtBatches(given, 3, Share(0, 2))), len(DealtBatches(given, 3, Share(1, 2)))) == (2, 1)
+    assert list(DealtBatches([], 0)) == []

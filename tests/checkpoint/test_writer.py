@@ -239,3 +239,20 @@ def test_a_folder_that_rank_0_does_not_see_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="all hosts share"):
         commit(other_host, tmp_path / "there" / "a", reports, 1, None, {}, Disk())
     assert not other_host.exists()
+
+
+def test_a_folder_of_the_user_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "thesis.txt").write_text("years of work")
+    (tmp_path / "notes").write_text("a file")
+    for tag in ("models", "notes"):
+        with pytest.raises(CheckpointError, match="not a checkpoint"):
+            save_alone(tmp_path, tag, 1)
+    assert (tmp_path / "models" / "thesis.txt").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "notes"]
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    assert torch.equal(load(save_alone(tmp_path, "a", 1)), WTE)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

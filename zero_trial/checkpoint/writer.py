@@ -66,7 +66,17 @@ def check_tag(tag: str) -> str:
 
 
 def begin(final: Path, disk: Disk) -> Path:
-    """Step 1, rank 0: a new temporary folder; those that a killed save of the same tag left are removed."""
+    """Step 1, rank 0: a new temporary folder; those that a killed save of the same tag left are removed.
+
+    Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it would destroy.
+    """
+    if final.exists() and not (final / MANIFEST_NAME).is_file() and not (final.is_dir() and not any(final.iterdir())):
+        raise CheckpointError(
+            "something that is not a checkpoint has the name of the new one",
+            where=str(final),
+            expected="nothing, an empty folder, or a checkpoint to replace",
+            fix="Move it away, or save under another tag.",
+        )
     if final.parent.is_dir():
         for leftover in final.parent.iterdir():
             if leftover.name.startswith(final.name + TEMPORARY):

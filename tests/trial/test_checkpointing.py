@@ -1,0 +1,105 @@
+"""A trial's own state in a checkpoint, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trial.harness import LineTrial, run_rank, run_world, steps
+from zero_trial.errors import CheckpointError
+from zero_trial.trial import Batch, Keep
+from zero_trial.trial.checkpointing import TrialState, read_state, retained, write_state
+
+
+def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state = TrialState(
+        step=7, trial_id="x", window={"loss": [0.1 + 0.2, 3]}, history=[["step-000007", 7, None]], ranks=[{"a": 1}]
+    )
+    write_state(tmp_path, state)
+    assert read_state(tmp_path) == state
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"format": 2}', '{"format": 1, "unknown": 3}'])
+def test_what_is_no_state_is_a_checkpoint_error(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "trial_state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"trial_state\.json"):
+        read_state(tmp_path)
+
+
+def test_ranks_that_did_not_exist_take_rank_0s_part() -> None:
+    state = TrialState(samples=8, micro_batches=2, ranks=[{"loader": "a"}, {"loader": "b"}])
+    assert [state.resume(rank).loader_state for rank in range(3)] == ["a", "b", "a"]
+    assert TrialState().of_rank(0) == {}
+
+
+HISTORY = [["a", 1, 3.0], ["b", 2, 1.0], ["c", 3, None], ["d", 4, 2.0], ["e", 5, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("keep", "smaller", "left"),
+    [
+        (Keep(), True, "abcde"),
+        (Keep(best=1, latest=2), True, "bde"),
+        (Keep(best=1, latest=2), False, "de"),
+        (Keep(best=2, latest=1), True, "bde"),
+        (Keep(best=0, latest=1), True, "e"),
+        (Keep(best=1, latest=0), True, "b"),
+    ],
+)
+def test_the_best_and_the_latest_stay(keep: Keep, smaller: bool, left: str) -> None:
+    assert "".join(entry[0] for entry in retained(HISTORY, keep, smaller)) == left
+
+
+def test_in_a_run_the_others_are_deleted(tmp_path: Path) -> None:
+    run_rank(LineTrial, steps(8, checkpoint_period=Batch(2), keep=Keep(best=1, latest=2)), storage=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000008"]
+
+
+def test_what_lies_in_a_checkpoint(tmp_path: Path) -> None:
+    run_world(2, LineTrial, steps(3), tmp_path, trial_id="t")
+    folder = tmp_path / "step-000003"
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert names == ["metadata.json", "model0/rank0.json", "model0/rank1.json", "trial_state.json"]
+    assert json.loads((folder / "metadata.json").read_text())["trial_id"] == "t"
+    state = read_state(folder)
+    assert (state.step, state.samples, state.micro_batches, len(state.ranks)) == (3, 12, 3, 2)
+
+
+class WithNotes(LineTrial):
+    """Saves and loads something of its own."""
+
+    def save(self, context: Any, path: Path) -> None:
+        super().save(context, path)
+        (path / f"notes{context.distributed.rank}").write_text(str(len(self.seen)))
+
+    def load(self, context: Any, path: Path) -> None:
+        super().load(context, path)
+        self.loaded = (path / f"notes{context.distributed.rank}").read_text()
+
+
+def test_the_users_hooks(tmp_path: Path) -> None:
+    run_rank(WithNotes, steps(4), storage=tmp_path)
+    assert run_rank(WithNotes, steps(5), storage=tmp_path, latest_checkpoint="step-000004").trial.loaded == "4"
+
+
+def test_engines_that_find_nothing(tmp_path: Path) -> None:
+    run_rank(LineTrial, steps(2), storage=tmp_path)
+    (tmp_path / "step-000002/model0/rank0.json").unlink()
+    with pytest.raises(CheckpointError, match="Failed to load deepspeed checkpoint"):
+        run_rank(LineTrial, steps(3), storage=tmp_path, latest_checkpoint="step-000002")
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    class Full(LineTrial):
+        def save(self, context: Any, path: Path) -> None:
+            super().save(context, path)
+            if context.current_train_batch() == 4:
+                raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_rank(Full, steps(6, checkpoint_period=Batch(2)), storage=tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if (path / "metadata.json").exists()] == ["step-000002"]

@@ -1,0 +1,137 @@
+"""What a trial holds of its surroundings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trial.fake_engine import FakeEngine, fake_factory
+from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.platform.in_memory import InMemoryPlatform
+from zero_trial.trial import ModelParallelUnit, ZeroTrialContext, make_data_parallel_mpu
+
+TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}
+
+
+def context(**platform: Any) -> ZeroTrialContext:
+    return ZeroTrialContext(InMemoryPlatform(**platform), fake_factory())
+
+
+def engine(**config: Any) -> FakeEngine:
+    return FakeEngine(torch.nn.Linear(2, 1), {**DS_CONFIG, **config})
+
+
+def test_initialize_does_it_all_in_one_call() -> None:
+    around = context(
+        experiment={"data": {"ds_config": DS_CONFIG}},
+        hparams={
+            "global_batch_size": 6,
+            "ds_config": {"optimizer": {"params": {"lr": 0.5}}, "gradient_accumulation_steps": 3},
+        },
+    )
+    made = around.initialize(model=torch.nn.Linear(2, 1))
+    assert around.engines == [made] and made.lr == 0.5
+    assert (around.get_global_batch_size(), around.get_per_slot_batch_size()) == (6, 6)
+    assert (around.get_train_micro_batch_size_per_gpu(), around.get_num_micro_batches_per_slot()) == (2, 3)
+    assert around.mpu == ModelParallelUnit(0, 1, True, True) and around.calls_per_step == 3
+    assert around.parameters == 3 and around.ds_configs[0]["train_batch_size"] == 6
+    [note] = around.platform.record.events  # type: ignore[attr-defined]
+    assert note["message"].startswith("global batch 6 = micro 2 x accumulation 3 x data-parallel ranks 1")
+
+
+def test_the_steps_of_the_tutorial_one_by_one() -> None:
+    around = context(hparams={"ds_config": {"optimizer": {"params": {"lr": 0.25}}}, "global_batch_size": 2})
+    config = around.overwrite_ds_config(DS_CONFIG)
+    assert config["optimizer"]["params"]["lr"] == 0.25 and DS_CONFIG["optimizer"]["params"]["lr"] == 0.01
+    assert around.overwrite_ds_config(DS_CONFIG, {"optimizer.params.lr": 1.0})["optimizer"]["params"]["lr"] == 1.0
+    made = around.wrap_model_engine(FakeEngine(torch.nn.Linear(1, 1), config))
+    mpu = around.wrap_mpu(make_data_parallel_mpu(around.distributed))
+    assert around.mpu is mpu
+    assert around.reconcile_ds_config(made).train_batch_size == 2
+    assert around.reconcile_ds_config(config).train_batch_size == 2
+    with pytest.raises(TrialError, match="Only one MPU can be passed"):
+        around.set_mpu(mpu)
+
+
+def test_questions_before_there_is_an_engine() -> None:
+    around = context()
+    for ask in (
+        around.get_train_micro_batch_size_per_gpu,
+        around.get_global_batch_size,
+        lambda: around.use_pipeline_parallel,
+    ):
+        with pytest.raises(TrialError, match="Must have at least one model engine"):
+            ask()
+    with pytest.raises(TrialError, match="Must have at least one model engine"):
+        around.wrap_mpu(make_data_parallel_mpu(around.distributed))
+    with pytest.raises(TrialError, match="this is no engine: got Linear"):
+        around.wrap_model_engine(torch.nn.Linear(1, 1))
+
+
+def test_the_first_engines_batch_counts_and_a_difference_is_said() -> None:
+    around = context()
+    around.wrap_model_engine(engine())
+    around.wrap_model_engine(engine(train_micro_batch_size_per_gpu=8))
+    assert around.get_train_micro_batch_size_per_gpu() == 2
+    assert "differ in micro batch size" in around.platform.record.events[0]["message"]  # type: ignore[attr-defined]
+
+
+class Pair(LineTrial):
+    """Two engines, as a GAN has, the second with its own accumulation."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.other = context.initialize(
+            model=torch.nn.Linear(1, 1), config={**DS_CONFIG, "gradient_accumulation_steps": 1}
+        )
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        other = (self.other(torch.ones(2, 1)) ** 2).mean()
+        self.other.backward(other)
+        self.other.step()
+        return {"loss": loss, "other": other}
+
+
+def test_two_engines_with_their_own_accumulation(tmp_path: Path) -> None:
+    run = run_rank(Pair, steps(4), ds_config={"gradient_accumulation_steps": 2}, storage=tmp_path)
+    assert (run.trial.engine.global_steps, run.trial.other.global_steps) == (4, 8)
+    assert set(run.record.training[0][1]) == {"loss", "other"}
+    assert sorted(path.name for path in (tmp_path / "step-000004").iterdir() if path.is_dir()) == ["model0", "model1"]
+
+
+class Asks(LineTrial):
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        c = self.context
+        self.answers = [*getattr(self, "answers", []), (c.current_train_epoch(), c.current_train_batch(), c.is_epoch_start(), c.is_epoch_end())]
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+def test_the_position_is_the_trials() -> None:
+    class Short(Asks):
+        samples = 6
+
+    assert run_rank(Short, steps(4)).trial.answers == [
+        (0, 0, True, False),
+        (0, 1, False, False),
+        (0, 2, False, True),
+        (1, 3, True, False),
+    ]
+    with pytest.raises(TrialError, match="training has not started"):
+        context().current_train_batch()
+
+
+def test_a_tensorboard_writer_gets_what_is_reported(tmp_path: Path) -> None:
+    class Writes(LineTrial):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.get_tensorboard_writer()
+
+    run_rank(Writes, steps(2), tensorboard_path=tmp_path / "tb")
+    assert [path.name.startswith("events.") for path in (tmp_path / "tb").iterdir()] == [True]
+    with pytest.raises(ConfigError, match="keeps no TensorBoard files"):
+        context().get_tensorboard_writer()

@@ -1,0 +1,117 @@
+"""The trial's ds_config: base, overlay, batch sizes that agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trial.fake_engine import FakeEngine
+from zero_trial.config import overwrite_ds_config
+from zero_trial.config.source import open_source
+from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.platform.collectives import JsonDistributed
+from zero_trial.platform.in_memory import InMemoryPlatform
+from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, trial_ds_config
+
+GRID: dict[str, Any] = {"searcher": {"name": "grid"}}
+
+
+def platform(tmp_path: Path, ranks: int = 1, **options: Any) -> InMemoryPlatform:
+    return InMemoryPlatform(distributed=JsonDistributed(0, ranks), storage=tmp_path, model_dir=tmp_path, **options)
+
+
+def test_the_hyperparameters_leaves_lie_over_the_file_that_data_names(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1, "overlap_comm": True}})
+    )
+    around = platform(
+        tmp_path,
+        experiment={"data": {"ds_config": "ds.json"}},
+        hparams={"ds_config": {"zero_optimization": {"stage": 2}}},
+    )
+    assert trial_ds_config(None, around).value == {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "data", "hparams", "batch"),
+    [
+        ({"train_batch_size": 1}, {"train_batch_size": 2}, {"deepspeed_config": "ds.json"}, 1),
+        (None, {"train_batch_size": 2}, {"deepspeed_config": "ds.json"}, 2),
+        (None, None, {"deepspeed_config": "ds.json"}, 3),
+        (None, None, {"ds_config": "ds.json"}, 3),
+        (None, None, {"ds_config": {"train_batch_size": 4}}, 4),
+        ("ds.json", None, {"ds_config": {"train_batch_size": 4}}, 4),
+    ],
+)
+def test_where_the_base_comes_from(tmp_path: Path, given: Any, data: Any, hparams: Any, batch: int) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 3}')
+    around = platform(tmp_path, experiment={"data": {"ds_config": data}}, hparams=hparams)
+    assert trial_ds_config(given, around).value["train_batch_size"] == batch
+
+
+def test_no_ds_config_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no ds_config is given"):
+        trial_ds_config(None, platform(tmp_path))
+
+
+def test_the_hyperparameter_is_the_train_batch_size(tmp_path: Path) -> None:
+    around = platform(tmp_path, 2, hparams={"global_batch_size": 24, "data_parallel_world_size": 2})
+    filled, table = reconcile_config(open_source({"train_micro_batch_size_per_gpu": 4}), around)
+    assert (filled["train_batch_size"], filled["gradient_accumulation_steps"]) == (24, 3)
+    assert str(table).startswith("global batch 24 = micro 4 x accumulation 3 x data-parallel ranks 2\n")
+    assert "global_batch_size" in table.table
+
+
+@pytest.mark.parametrize(
+    ("config", "hparams"),
+    [
+        ({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}, {}),
+        ({"train_batch_size": 8}, {"global_batch_size": 16}),
+        ({"train_batch_size": 8}, {"data_parallel_world_size": 4}),
+    ],
+)
+def test_contradictions_end_a_single_run_and_only_the_point_of_a_search(
+    tmp_path: Path, config: dict[str, Any], hparams: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as single:
+        reconcile_config(open_source(config), platform(tmp_path, 2, hparams=hparams))
+    assert not isinstance(single.value, InvalidHP)
+    with pytest.raises(InvalidHP):
+        reconcile_config(open_source(config), platform(tmp_path, 2, hparams=hparams, experiment=GRID))
+
+
+def test_auto_steps_come_from_the_length_of_the_run(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
+    }
+    around = platform(tmp_path, experiment={"searcher": {"name": "single", "max_length": {"batches": 70}}})
+    assert reconcile_config(open_source(config), around)[0]["scheduler"]["params"]["total_num_steps"] == 70
+
+
+def test_an_engines_own_numbers(tmp_path: Path) -> None:
+    import torch
+
+    engine = FakeEngine(torch.nn.Linear(1, 1), {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3})
+    assert reconcile_engine(engine, platform(tmp_path, hparams={"global_batch_size": 12})).train_batch_size == 12
+    with pytest.raises(
+        ConfigError, match=r"hyperparameters.global_batch_size: contradicts the engine: got 16, expected 12"
+    ):
+        reconcile_engine(engine, platform(tmp_path, hparams={"global_batch_size": 16}))
+    with pytest.raises(InvalidHP, match="data_parallel_world_size"):
+        reconcile_engine(engine, platform(tmp_path, hparams={"data_parallel_world_size": 2}, experiment=GRID))
+
+
+def test_nothing_that_is_given_is_changed(tmp_path: Path) -> None:
+    base: dict[str, Any] = {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
+    around = platform(tmp_path, hparams={"ds_config": {"zero_optimization": {"stage": 2}}})
+    reconcile_config(trial_ds_config(base, around), around)
+    assert base == {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
+    assert overwrite_ds_config(base, {"zero_optimization.stage": 3})["zero_optimization"]["stage"] == 3

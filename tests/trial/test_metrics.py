@@ -1,0 +1,98 @@
+"""From what a trial returns to one number per name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zero_trial.errors import TrialError
+from zero_trial.trial.metrics import (
+    Reducer,
+    add_sums,
+    averages,
+    evaluation_reducers,
+    mean_over_calls,
+    over_ranks,
+    training_metrics,
+    validation_metrics,
+)
+
+
+def test_a_bare_tensor_is_the_loss() -> None:
+    loss = torch.tensor([2.0], requires_grad=True)
+    metrics = training_metrics(loss, "here")
+    assert metrics["loss"].item() == 2.0 and not metrics["loss"].requires_grad
+    assert training_metrics({"loss": loss.mean(), "accuracy": 0.5}, "here")["accuracy"].item() == 0.5
+
+
+@pytest.mark.parametrize("returned", [None, "0.5", [torch.tensor(1.0)], {1: torch.tensor(1.0)}])
+def test_anything_else_is_refused_in_the_words_that_users_know(returned: Any) -> None:
+    with pytest.raises(TrialError, match="train_batch must return a dictionary mapping string names to Tensor metrics"):
+        training_metrics(returned, "rank 0, step 1")
+
+
+def test_a_loss_that_is_not_a_scalar() -> None:
+    message = r"rank 1, step 3: train_batch returned a loss that is not a scalar: got a tensor of shape \(4, 2\), expected one number"
+    with pytest.raises(TrialError, match=message + r". Return loss.mean\(\)."):
+        training_metrics(torch.zeros(4, 2), "rank 1, step 3")
+    with pytest.raises(TrialError, match="accuracy is not a number"):
+        training_metrics({"accuracy": object()}, "here")
+
+
+def test_micro_batches_are_averaged() -> None:
+    calls = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}]
+    assert mean_over_calls(calls, "here")["loss"].item() == 2.5
+    with pytest.raises(TrialError, match="same metrics for every micro-batch"):
+        mean_over_calls([*calls, {"acc": torch.tensor(1.0)}], "here")
+
+
+def test_sums_of_ranks_and_windows() -> None:
+    total = add_sums([{"loss": (3.0, 2)}, {}, {"loss": [5.0, 2], "acc": [1.0, 4]}])
+    assert total == {"loss": (8.0, 4), "acc": (1.0, 4)}
+    assert averages(total) == {"loss": 2.0, "acc": 0.25}
+    assert averages({"loss": (0.0, 0)}) == {}
+
+
+@pytest.mark.parametrize(
+    ("reducer", "value"), [(Reducer.AVG, 2.0), (Reducer.SUM, 6.0), (Reducer.MAX, 3.0), (Reducer.MIN, 1.0)]
+)
+def test_reducers_over_batches(reducer: Reducer, value: float) -> None:
+    batches = [{"m": torch.tensor(number), "name": b"dropped"} for number in (1.0, 3.0, 2.0)]
+    assert validation_metrics(batches, {"m": reducer}, "here") == {"m": value}
+
+
+def test_vectors_stay_vectors() -> None:
+    assert validation_metrics([{"m": [1.0, 2.0]}, {"m": torch.tensor([3.0, 4.0])}], {}, "here") == {"m": [2.0, 3.0]}
+    assert validation_metrics([], {}, "here") == {}
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([{"m": 1.0}, {"n": 1.0}], "Validation metric names must match across all batches of data"),
+        ([{"m": None}], "the validation metric m is None"),
+        ([{"m": [1.0]}, {"m": [1.0, 2.0]}], "changes its shape"),
+        ([0.5], "evaluate_batch must return a dictionary"),
+        ([{"m": "word"}], "m is not a number"),
+    ],
+)
+def test_what_evaluate_batch_must_not_return(batches: list[Any], message: str) -> None:
+    with pytest.raises(TrialError, match=message):
+        validation_metrics(batches, {}, "here")
+
+
+def test_ranks_are_weighed_by_their_batches_and_silent_ones_left_out() -> None:
+    parts: list[tuple[dict[str, Any], int]] = [
+        ({"a": 1.0, "s": 1.0, "v": [1.0, 2.0]}, 3),
+        ({}, 0),
+        ({"a": 5.0, "s": 2.0, "v": [5.0, 6.0]}, 1),
+    ]
+    assert over_ranks(parts, {"s": Reducer.SUM}) == {"a": 2.0, "s": 3.0, "v": [2.0, 3.0]}
+    assert over_ranks([({}, 0)], {}) == {}
+
+
+def test_reducers_by_name_or_for_all() -> None:
+    assert evaluation_reducers(Reducer.MAX, ["a", "b"]) == {"a": Reducer.MAX, "b": Reducer.MAX}
+    assert evaluation_reducers({"a": Reducer.MIN}, ["a", "b"]) == {"a": Reducer.MIN, "b": Reducer.AVG}

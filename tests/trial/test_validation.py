@@ -1,0 +1,163 @@
+"""Validation on every rank, one set of metrics for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trial.fake_engine import FakeEngine
+from tests.trial.harness import LineTrial, Points, run_rank, run_world, steps
+from zero_trial.errors import ConfigError, DataError, TrialError
+from zero_trial.trial import Batch, DataLoader, Reducer
+
+
+class Indices(LineTrial):
+    """Reports what its validation batches hold."""
+
+    size = 8
+
+    def build_validation_data_loader(self) -> Any:
+        return DataLoader(Points(self.size), batch_size=2)
+
+    def evaluation_reducer(self) -> Any:
+        return {"total": Reducer.SUM, "highest": Reducer.MAX}
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        index, _, _ = next(dataloader_iter)
+        assert not torch.is_grad_enabled() and not self.engine.module.training
+        return {"total": index.sum(), "highest": index.max(), "mean": index.float().mean()}
+
+
+def test_reducers_by_name() -> None:
+    metrics = run_rank(Indices, steps(1)).outcome.final_metrics
+    assert metrics == {"total": 28.0, "highest": 7.0, "mean": 3.5, "batches": 1, "epochs": 0}
+
+
+def test_two_ranks_report_what_one_would(tmp_path: Path) -> None:
+    first, second = run_world(2, Indices, steps(1), tmp_path)
+    assert (
+        first.outcome.final_metrics == second.outcome.final_metrics == run_rank(Indices, steps(1)).outcome.final_metrics
+    )
+    assert len(first.record.validation) == 1
+
+
+def test_uneven_validation_batches_use_the_smallest_number_and_say_so(tmp_path: Path) -> None:
+    class Uneven(Indices):
+        size = 6
+
+    first, _ = run_world(2, Uneven, steps(1), tmp_path)
+    assert first.outcome.final_metrics["total"] == 0 + 1 + 2 + 3
+    assert any(
+        "build_validation_data_loader: ranks have different" in event.get("message", "")
+        for event in first.record.events
+    )
+
+
+def test_engines_train_again_afterwards_even_after_an_error() -> None:
+    modes: list[bool] = []
+
+    class Fails(LineTrial):
+        def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+            raise ValueError("mine")
+
+        def build_callbacks(self) -> Any:
+            from zero_trial.trial import TrialCallback
+
+            class Look(TrialCallback):
+                def on_trial_shutdown(inner) -> None:
+                    modes.append(self.engine.module.training)
+
+            return {"look": Look()}
+
+    with pytest.raises(ValueError, match="mine"):
+        run_rank(Fails, steps(1))
+    assert modes == [True]
+
+
+def test_the_older_form_with_one_argument() -> None:
+    class Older(LineTrial):
+        def evaluate_batch(self, iter_dataloader: Any) -> dict[str, Any]:  # type: ignore[override]
+            next(iter_dataloader)
+            return {"validation_loss": 0.5}
+
+    assert run_rank(Older, steps(1)).outcome.final_metrics["validation_loss"] == 0.5
+
+
+def test_the_full_dataset_is_seen_by_every_rank_and_rank_0_counts(tmp_path: Path) -> None:
+    class Full(LineTrial):
+        def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+            seen = sum(len(batch[0]) for batch in data_loader)
+            return {"seen": seen, "by": self.context.distributed.rank}
+
+    for run in run_world(2, Full, steps(1), tmp_path):
+        assert run.outcome.final_metrics["seen"] == 8 and run.outcome.final_metrics["by"] == 0
+
+
+def test_no_validation_without_a_method_for_it() -> None:
+    class Without(LineTrial):
+        evaluate_batch = LineTrial.__mro__[1].evaluate_batch  # ZeroTrial's own
+
+    run = run_rank(Without, steps(3, validation_period=Batch(1), step_zero_validation=True))
+    assert run.record.validation == [] and run.outcome.step == 3
+
+
+def test_a_loader_that_yields_nothing() -> None:
+    class Empty(Indices):
+        size = 0
+
+    with pytest.raises(DataError, match="rank 0: build_validation_data_loader returned a loader that yields nothing"):
+        run_rank(Empty, steps(1))
+
+
+def test_a_method_that_takes_more_than_one_batch() -> None:
+    class Greedy(Indices):
+        def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+            next(dataloader_iter)
+            next(dataloader_iter)
+            return {"m": 1.0}
+
+    with pytest.raises(DataError, match="evaluate_batch took more batches than there are"):
+        run_rank(Greedy, steps(1))
+
+
+def test_names_must_match() -> None:
+    class Changing(Indices):
+        def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+            next(dataloader_iter)
+            return {f"m{batch_idx}": 1.0}
+
+    with pytest.raises(TrialError, match="Validation metric names must match across all batches of data"):
+        run_rank(Changing, steps(1))
+
+
+class Pipelined(FakeEngine):
+    """An engine that does all micro-batches in one call."""
+
+    is_pipe_parallel = True
+
+
+class UnderPipeline(Indices):
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.engine.__class__ = Pipelined
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        return [super(UnderPipeline, self).train_batch(dataloader_iter, epoch_idx, batch_idx) for _ in range(3)][-1]
+
+
+def test_under_a_pipeline_batches_come_in_groups_and_a_rest_is_said() -> None:
+    run = run_rank(UnderPipeline, steps(2), ds_config={"gradient_accumulation_steps": 3})
+    assert run.trial.engine.global_steps == 2
+    assert run.outcome.final_metrics["highest"] == 1  # one group: the first of four batches starts it
+    assert any("1 batches at the end are left out" in event.get("message", "") for event in run.record.events)
+
+
+def test_under_a_pipeline_the_loader_must_fill_one_group() -> None:
+    class Short(UnderPipeline):
+        size = 4
+
+    with pytest.raises(ConfigError, match=r"expected at least gradient_accumulation_steps = 3"):
+        run_rank(Short, steps(1), ds_config={"gradient_accumulation_steps": 3})

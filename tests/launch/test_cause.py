@@ -20,15 +20,15 @@ def error(
 
 def test_the_first_error_is_the_cause_not_its_echo():
     errors = [error(0, 1.0, ECHO, "RuntimeError", 1), error(1, 2.0)]  # rank 0 wrote first, but only heard of it
-    assert first_cause(errors, RANKS, Death(0, 100, 1), []) == Cause(1, "loss is not a scalar", 2)
+    assert first_cause(errors, RANKS, [Death(0, 100, 1)], []) == Cause(1, "loss is not a scalar", 2)
 
 
 def test_the_earliest_of_several():
-    assert first_cause([error(0, 5.0), error(2, 4.0, "no data")], RANKS, None, []) == Cause(2, "no data", 2)
+    assert first_cause([error(0, 5.0), error(2, 4.0, "no data")], RANKS, [], []) == Cause(2, "no data", 2)
 
 
 def test_a_killed_rank_left_no_words():
-    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, Death(1, 101, -9), [])
+    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, [Death(1, 101, -9)], [])
     assert cause is not None
     assert (cause.rank, cause.exit_code) == (1, 5)
     assert cause.message.startswith("killed by SIGKILL (signal 9)")
@@ -36,30 +36,39 @@ def test_a_killed_rank_left_no_words():
 
 def test_a_mesh_error_is_an_echo_while_somebody_died():
     lost = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
-    killed = first_cause([lost], RANKS, Death(1, 101, -11), [])
+    killed = first_cause([lost], RANKS, [Death(1, 101, -11)], [])
     assert killed is not None and killed.rank == 1
-    assert first_cause([lost], RANKS, None, []) == Cause(0, "rank 1 never came to all_gather", 5)
+    assert first_cause([lost], RANKS, [], []) == Cause(0, "rank 1 never came to all_gather", 5)
+
+
+def test_the_agent_s_own_sigterm_is_no_cause():
+    """Rank 2 was killed; the agent saw rank 0's echo first and ended rank 1."""
+    deaths = [Death(0, 100, 1), Death(1, 101, -15), Death(2, 102, -9)]
+    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, deaths, [])
+    assert cause is not None and cause.rank == 2
+    left = first_cause([], RANKS, [Death(1, 101, -15)], [])  # nobody else: somebody outside has sent it
+    assert left is not None and left.message.startswith("killed by SIGTERM")
 
 
 def test_the_pid_names_the_rank_also_on_a_second_host():
     ranks = [RankRecord(8, 0, 100), RankRecord(9, 1, 101)]
-    cause = first_cause([], ranks, Death(1, 101, -9), [])
+    cause = first_cause([], ranks, [Death(1, 101, -9)], [])
     assert cause is not None and cause.rank == 9
 
 
 def test_a_rank_that_only_vanished():
-    cause = first_cause([error(0, 1.0, ECHO)], RANKS, None, [RANKS[1]])
+    cause = first_cause([error(0, 1.0, ECHO)], RANKS, [], [RANKS[1]])
     assert cause is not None and (cause.rank, cause.exit_code) == (1, 5)
 
 
 def test_an_exit_code_without_words():
-    assert first_cause([], RANKS, Death(2, 102, 3), []) == Cause(
+    assert first_cause([], RANKS, [Death(2, 102, 3)], []) == Cause(
         2, "the process ended with exit code 3 and left no error", 3
     )
 
 
 def test_nothing_is_known():
-    assert first_cause([], RANKS, None, []) is None
+    assert first_cause([], RANKS, [], []) is None
 
 
 @pytest.mark.parametrize(
@@ -83,4 +92,4 @@ def test_signals_in_words():
 
 
 def test_an_exit_code_that_cannot_be_passed_on_is_one():
-    assert first_cause([error(0, 1.0, code=-3)], RANKS, None, []) == Cause(0, "loss is not a scalar", 1)
+    assert first_cause([error(0, 1.0, code=-3)], RANKS, [], []) == Cause(0, "loss is not a scalar", 1)

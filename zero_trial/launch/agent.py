@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from zero_trial.launch.rendezvous import Rendezvous
 
 # "failed (exitcode: -9) local_rank: 1 (pid: 5768) of binary: python": logged once, for the rank that failed first.
-_FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
+# "rank      : 1 (local_rank: 1)" and under it "exitcode  : -9 (pid: 5768)": one such pair per failed rank in the final report.
+_REPORTED = re.compile(r"\(local_rank: (?P<local>\d+)\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Death:
-    """How the rank that failed first ended, as the agent saw it; a negative code is a signal."""
+    """How a rank ended, as the agent saw it; a negative code is a signal."""
 
     local_rank: int
     pid: int
@@ -72,10 +74,11 @@ class AgentCommand:
         ]
 
 
-def first_death(log: str) -> Death | None:
-    """The first failure that the agent's log tells of, if it does."""
-    found = _FAILED.search(log)
-    return Death(local_rank=int(found[2]), pid=int(found[3]), code=int(found[1])) if found else None
+def deaths(log: str) -> list[Death]:
+    """The failures that the agent's log tells of, each once, the one that it saw first in front."""
+    matches = [*_FIRST.finditer(log), *_REPORTED.finditer(log)]
+    found = [Death(local_rank=int(m["local"]), pid=int(m["pid"]), code=int(m["code"])) for m in matches]
+    return list(dict.fromkeys(found))
 
 
 def tail(text: str, lines: int = 5) -> Sequence[str]:

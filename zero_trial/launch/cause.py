@@ -45,17 +45,21 @@ def is_secondary(error: ErrorRecord) -> bool:
 
 
 def first_cause(
-    errors: Sequence[ErrorRecord], ranks: Sequence[RankRecord], death: Death | None, vanished: Sequence[RankRecord]
+    errors: Sequence[ErrorRecord],
+    ranks: Sequence[RankRecord],
+    deaths: Sequence[Death],
+    vanished: Sequence[RankRecord],
 ) -> Cause | None:
     """The cause of a failed run, or None when nothing is known.
 
-    ``death`` is the first failure that the agent logged, ``vanished`` are ranks whose process was gone before anyone asked it to stop. In order: the
-    earliest error that is no mere echo; a rank that died without words; the earliest echo.
+    ``deaths`` are the failures that the agent logged, the first one in front, without those that the supervisor itself brought about; ``vanished``
+    are ranks whose process was gone before anyone asked it to stop. In order: the earliest error that is no mere echo; a rank that died without
+    words; the earliest echo.
     """
     primary = sorted((error for error in errors if not is_secondary(error)), key=lambda error: error.time)
     if primary:
         return _from_error(primary[0])
-    silent = _silent(errors, ranks, death, vanished)
+    silent = _silent(errors, ranks, deaths, vanished)
     if silent is not None:
         return silent
     echoes = sorted(errors, key=lambda error: error.time)
@@ -68,17 +72,24 @@ def _from_error(error: ErrorRecord) -> Cause:
 
 
 def _silent(
-    errors: Sequence[ErrorRecord], ranks: Sequence[RankRecord], death: Death | None, vanished: Sequence[RankRecord]
+    errors: Sequence[ErrorRecord],
+    ranks: Sequence[RankRecord],
+    deaths: Sequence[Death],
+    vanished: Sequence[RankRecord],
 ) -> Cause | None:
-    """The rank that died without leaving an error: by the agent's word if it has one, else by its absence."""
+    """The rank that died without leaving an error: by the agent's word if it has one, else by its absence.
+
+    The agent ends the others with SIGTERM, so a rank that died of anything else is asked first.
+    """
     spoke = {error.rank for error in errors}
-    if death is not None:
-        rank = next((record.rank for record in ranks if record.pid == death.pid), death.local_rank)
-        if rank not in spoke:
-            return Cause(rank, how_it_ended(death.code), death.code if 0 < death.code < 256 else INFRASTRUCTURE)
-    gone = [record for record in vanished if record.rank not in spoke]
-    if gone:
-        return Cause(gone[0].rank, "the process ended without a word (killed?)", INFRASTRUCTURE)
+    by_pid = {record.pid: record.rank for record in ranks}
+    silent = [(by_pid.get(death.pid, death.local_rank), death.code) for death in deaths]
+    silent = [(rank, code) for rank, code in silent if rank not in spoke]
+    for rank, code in sorted(silent, key=lambda item: item[1] == -signal.SIGTERM):  # stable: the agent's order within
+        return Cause(rank, how_it_ended(code), code if 0 < code < 256 else INFRASTRUCTURE)
+    for record in vanished:
+        if record.rank not in spoke:
+            return Cause(record.rank, "the process ended without a word (killed?)", INFRASTRUCTURE)
     return None
 
 

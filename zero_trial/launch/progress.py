@@ -65,10 +65,8 @@ def event_line(event: Event) -> str | None:
     """The line of any other event; None for one that is not shown."""
     kind = event.get("kind")
     if kind == "validation":
-        metrics = event.get("metrics") or {}
-        return f"eval    step {event.get('step', '?')}  " + "  ".join(
-            f"{name} {metric(v)}" for name, v in metrics.items()
-        )
+        metrics = [f"{name} {metric(v)}" for name, v in (event.get("metrics") or {}).items() if name not in COUNTERS]
+        return f"eval    step {event.get('step', '?')}  {'  '.join(metrics)}"
     if kind == "checkpoint":
         parts = [f"saved   {event.get('path') or event.get('storage_id') or ''}".rstrip()]
         parts += [size(event["bytes"])] if event.get("bytes") else []

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Protocol
 
 from zero_trial.launch import records
-from zero_trial.launch.agent import AgentCommand, first_death, tail
+from zero_trial.launch.agent import AgentCommand, deaths, tail
 from zero_trial.launch.cause import INFRASTRUCTURE, Cause, first_cause
 from zero_trial.launch.processes import MARK, is_running, marked, send
 
@@ -76,6 +76,7 @@ class Supervisor:
         self._stop = stop or self._terminate_ranks
         self._asked: list[signal.Signals] = []
         self._vanished: tuple[records.RankRecord, ...] = ()
+        self._killed: set[int] = set()  # pids that did not end when they should have
         self._deadline: float | None = None
 
     def run(self) -> Outcome:
@@ -153,8 +154,10 @@ class Supervisor:
 
     def _kill_ranks(self, agent: subprocess.Popen[bytes]) -> None:
         """Kill the ranks, let the agent see it and report, then kill the agent too if it does not end."""
-        send((pid for pid in marked(self.mark) if pid != agent.pid), signal.SIGKILL)
-        send([record.pid for record in self._open_ranks() if is_running(record.pid)], signal.SIGKILL)
+        ranks = [record.pid for record in self._open_ranks() if is_running(record.pid)]
+        pids = {*ranks, *(pid for pid in marked(self.mark) if pid != agent.pid)}
+        self._killed |= pids
+        send(pids, signal.SIGKILL)
         try:
             agent.wait(self.patience.after_kill)
         except subprocess.TimeoutExpired:
@@ -196,7 +199,8 @@ class Supervisor:
             number = self._asked[0]
             return Outcome(128 + number, Cause(None, f"stopped by {number.name}", 128 + number))
         text = log.read_text(encoding="utf-8", errors="replace")
-        cause = first_cause(errors, self._own_ranks(), first_death(text), self._vanished)
+        seen = [death for death in deaths(text) if death.pid not in self._killed]
+        cause = first_cause(errors, self._own_ranks(), seen, self._vanished)
         if cause is None:
             words = " | ".join(tail(text)) or "nothing"
             cause = Cause(

@@ -1,0 +1,102 @@
+"""Entrypoints: found by reading, refused with the name that was probably meant."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint, trial_classes
+
+SOURCE = """
+from zero_trial import ZeroTrial
+class MyTrial(ZeroTrial): ...
+class Helper: ...
+"""
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "model_def.py").write_text(SOURCE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "model_def:MyTrial",
+        "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial",
+        ["python3", "-m", "zero_trial.run", "model_def:MyTrial"],
+    ],
+)
+def test_forms(value: str | list[str]):
+    assert parse_entrypoint(value) == Entrypoint("model_def", "MyTrial")
+
+
+@pytest.mark.parametrize("value", [None, "", "train.py", "a:B c:D", "model_def:"])
+def test_no_class_is_named(value: str | None):
+    with pytest.raises(ConfigError, match=r"no trial class is named.*Write entrypoint: model_def:MyTrial"):
+        parse_entrypoint(value)
+
+
+def test_a_class_that_is_there(model_dir: Path):
+    check_entrypoint(Entrypoint("model_def", "MyTrial"), model_dir)
+
+
+def test_a_wrong_name(model_dir: Path):
+    """The fifth of the ten most common mistakes."""
+    with pytest.raises(ConfigError) as caught:
+        check_entrypoint(Entrypoint("model_def", "MyTrail"), model_dir)
+    assert str(caught.value) == (
+        "model_def:MyTrail not found in ./model_def.py; it defines MyTrial(ZeroTrial). Use entrypoint: model_def:MyTrial."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model_def:Helper", "model_def:Helper is not a ZeroTrial in ./model_def.py; it defines MyTrial(ZeroTrial)."),
+        ("model_dfe:MyTrial", "there is no module model_dfe in"),
+    ],
+)
+def test_other_mistakes(name: str, message: str, model_dir: Path):
+    with pytest.raises(ConfigError) as caught:
+        check_entrypoint(parse_entrypoint(name), model_dir)
+    assert message in str(caught.value) and "Use entrypoint: model_def:MyTrial." in str(caught.value)
+
+
+def test_a_package_and_a_dotted_module(tmp_path: Path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text(SOURCE)
+    (tmp_path / "pkg" / "inner.py").write_text(SOURCE)
+    check_entrypoint(Entrypoint("pkg", "MyTrial"), tmp_path)
+    check_entrypoint(Entrypoint("pkg.inner", "MyTrial"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from elsewhere import MyTrial",
+        "MyTrial = make()",
+        "from elsewhere import Base\nclass MyTrial(Base): ...",
+        "import zero_trial as z\nclass MyTrial(z.ZeroTrial): ...",
+        "from zero_trial import ZeroTrial as T\nclass MyTrial(T): ...",
+        "from zero_trial import ZeroTrial\nclass Base(ZeroTrial): ...\nclass MyTrial(Base): ...",
+    ],
+)
+def test_what_only_running_could_tell_is_let_through(source: str, tmp_path: Path):
+    (tmp_path / "model_def.py").write_text(source)
+    check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+def test_a_syntax_error_is_named_with_its_line(tmp_path: Path):
+    (tmp_path / "model_def.py").write_text("x = 1\nclass MyTrial(:\n")
+    with pytest.raises(ConfigError, match=r"model_def\.py:2: not Python"):
+        check_entrypoint(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+def test_trials_in_order():
+    tree = ast.parse("class A(ZeroTrial): ...\nclass B: ...\nclass C(A): ...\nclass D(zero_trial.ZeroTrial[int]): ...")
+    assert trial_classes(tree) == ["A", "C", "D"]

@@ -1,0 +1,79 @@
+"""Processes that end with their parent, and finding those of a run by their mark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from zero_trial.launch.processes import MARK, is_running, marked, send
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+
+SLEEPER = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+
+# A parent that starts a tied child, prints the child's pid when the child says that it is tied, and waits.
+PARENT = """
+import os, subprocess, sys, threading
+code = "from zero_trial.launch.processes import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
+child = subprocess.Popen([sys.executable, "-c", code % os.getpid()], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_tied_process_dies_when_its_parent_is_killed():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.kill()
+        gone, alive = psutil.wait_procs([child], timeout=30)
+        assert (len(gone), len(alive)) == (1, 0)
+
+
+def test_a_process_whose_parent_is_gone_already_does_not_live():
+    code = "from zero_trial.launch.processes import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+@linux
+def test_the_mark_finds_a_run_s_processes_and_no_others():
+    with (
+        subprocess.Popen(SLEEPER, env={**os.environ, MARK: "abc"}) as mine,
+        subprocess.Popen(SLEEPER, env={**os.environ, MARK: "abcd"}) as other,
+    ):
+        try:
+            assert marked("abc") == [mine.pid]
+            send([mine.pid], signal.SIGKILL)
+            mine.wait(30)
+            assert marked("abc") == []
+        finally:
+            mine.kill()
+            other.kill()
+
+
+def test_running_or_not():
+    with subprocess.Popen(SLEEPER) as process:
+        assert is_running(process.pid)
+        process.kill()
+        if sys.platform == "linux":  # dead, not yet waited for: a zombie runs no more
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert not is_running(process.pid)
+        process.wait(30)
+        assert not is_running(process.pid)
+
+
+def test_a_signal_reaches_the_group_of_its_leader():
+    code = "import subprocess, sys, threading; c = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()']); print(c.pid, flush=True); c.wait()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as leader:
+        child = psutil.Process(int(leader.stdout.readline()))
+        send([leader.pid, 2**22 + 1], signal.SIGKILL)  # a pid that does not exist is passed over
+        assert psutil.wait_procs([child], timeout=30)[1] == []

@@ -1,0 +1,97 @@
+"""The screen with and without a terminal, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from zero_trial.launch.screen import EventWatcher, LogWatcher, Screen, with_size
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def train(step: int) -> dict[str, object]:
+    return {"kind": "train", "step": step, "total_steps": 9, "loss": 1.0}
+
+
+def test_without_a_terminal_a_line_every_ten_seconds():
+    out, clock = io.StringIO(), Clock()
+    screen = Screen(out, clock=clock)
+    for second in range(1, 25):
+        clock.now = second
+        screen.show(train(second))
+        screen.tick()
+    screen.close()
+    steps = [line.split()[2] for line in out.getvalue().splitlines()]
+    assert steps == ["10/9", "20/9", "24/9"]  # and the last one, so that the end is known
+
+
+def test_other_lines_come_at_once():
+    out = io.StringIO()
+    screen = Screen(out, clock=Clock())
+    screen.show({"kind": "note", "message": "hello"})
+    screen.show({"kind": "validation", "step": 4, "metrics": {"validation_loss": 2.5}})
+    assert out.getvalue().splitlines() == ["note    hello", "eval    step 4  validation_loss 2.5"]
+
+
+def test_on_a_terminal_one_line_moves():
+    out = io.StringIO()
+    screen = Screen(out, live=True)
+    screen.show(train(3))
+    screen.show(train(6))
+    screen.say("saved   x")
+    screen.close()
+    text = out.getvalue()
+    assert "\r" in text and "train   step 3/9 |" in text and "train   step 6/9 |" in text
+    assert "saved   x\n" in text
+    assert text.count("\n") == 2  # the line that stays, and the end of the live one
+
+
+def test_quiet_is_silent():
+    out = io.StringIO()
+    screen = Screen(out, live=True, quiet=True)
+    screen.show(train(1))
+    screen.say("x")
+    screen.close()
+    assert out.getvalue() == ""
+
+
+def test_a_watcher_shows_what_is_appended(tmp_path: Path):
+    out = io.StringIO()
+    events = tmp_path / "events.jsonl"
+    watcher = EventWatcher(events, Screen(out, clock=Clock()))
+    watcher.tick()
+    events.write_text(json.dumps({"kind": "note", "message": "a"}) + "\n" + json.dumps(train(2)) + "\n")
+    watcher.tick()
+    watcher.close()
+    assert out.getvalue() == "note    a\ntrain   step 2/9  loss 1\n"
+
+
+def test_a_checkpoint_is_shown_with_its_size(tmp_path: Path):
+    folder = tmp_path / "checkpoints" / "step-000002" / "model0"
+    folder.mkdir(parents=True)
+    (folder / "a").write_bytes(b"x" * 10)
+    (folder / "b").write_bytes(b"x" * 5)
+    event = with_size({"kind": "checkpoint", "storage_id": "step-000002"}, tmp_path)
+    assert event["bytes"] == 15
+    assert str(event["path"]).endswith("step-000002")
+
+
+def test_a_log_is_copied_up_to_the_traceback(tmp_path: Path):
+    out = io.StringIO()
+    log = tmp_path / "rank-0.log"
+    watcher = LogWatcher(log, out, stop_at="[bye]")
+    log.write_text("step 1\nstep")
+    watcher.tick()
+    assert out.getvalue() == "step 1\n"
+    log.write_text("step 1\nstep 2\n[bye]\nTraceback\n")
+    watcher.tick()
+    watcher.close()
+    assert out.getvalue() == "step 1\nstep 2\n"

@@ -1,0 +1,163 @@
+"""Supervised runs of small programs: however a rank ends, all end, one cause is named, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.programs import LIMIT, Silent, start_zero_trial, supervisor, write_program
+from zero_trial.launch import records
+from zero_trial.launch.processes import marked
+from zero_trial.launch.supervisor import Outcome, Supervisor
+
+
+def run(job: Supervisor) -> Outcome:
+    """Run to the end; afterwards nothing of the run may be alive."""
+    outcome = job.run()
+    assert marked(job.mark) == []
+    assert isinstance(job.watcher, Silent) and job.watcher.closed
+    return outcome
+
+
+def test_a_run_that_ends_well(tmp_path: Path):
+    job = supervisor(tmp_path, "print('rank', rank, os.environ['WORLD_SIZE'])")
+    assert run(job) == Outcome(0)
+    logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert logs == ["rank 0 2\n", "rank 1 2\n"]
+
+
+def test_one_failure_ends_a_rank_that_will_not_end(tmp_path: Path):
+    """Rank 0 ignores SIGTERM, as a rank that waits inside a native collective does in effect."""
+    job = supervisor(
+        tmp_path,
+        """
+        if rank == 1:
+            raise ValueError("my mistake")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        wait()
+        """,
+    )
+    outcome = run(job)
+    assert outcome.exit_code == 1 and outcome.cause is not None
+    assert outcome.cause.rank == 1 and outcome.cause.message.startswith("ValueError: my mistake (program.py:")
+
+
+def test_a_rank_killed_with_sigkill(tmp_path: Path):
+    """The other one ignores SIGTERM, and hears of it as a broken connection."""
+    job = supervisor(
+        tmp_path,
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122")
+        """,
+    )
+    outcome = run(job)
+    assert outcome.exit_code == 5 and outcome.cause is not None
+    assert outcome.cause.rank == 1 and "SIGKILL" in outcome.cause.message
+
+
+def test_children_of_ranks_do_not_stay(tmp_path: Path):
+    job = supervisor(
+        tmp_path,
+        """
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
+        """,
+        ranks=1,
+    )
+    assert run(job).exit_code == 0
+
+
+def test_what_the_agent_cannot_do_is_an_infrastructure_error(tmp_path: Path):
+    job = supervisor(tmp_path, "", ranks=1)
+    job.command.argv  # noqa: B018 - it is a method of a frozen value; the next line gives it an impossible number
+    object.__setattr__(job.command, "ranks", "many")
+    outcome = run(job)
+    assert outcome.exit_code == 5 and outcome.cause is not None
+    assert outcome.cause.rank is None and "torch.distributed.run" in outcome.cause.message
+
+
+def when_ranks_run(folder: Path, ranks: int, then: object) -> threading.Thread:
+    """Call ``then`` as soon as all ranks have said so by a file ``ready-<r>``."""
+
+    def watch() -> None:
+        ready = threading.Event()
+        while not all((folder / f"ready-{rank}").exists() for rank in range(ranks)):
+            ready.wait(0.05)
+        then()  # type: ignore[operator]
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+READY = 'open(f"ready-{rank}", "w").close()'
+
+
+def test_a_stop_lets_ranks_save(tmp_path: Path):
+    job = supervisor(
+        tmp_path,
+        f"""
+        def save(*_):
+            open(f"saved-{{rank}}", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        {READY}
+        wait()
+        """,
+    )
+    when_ranks_run(tmp_path, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome = run(job)
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert outcome.exit_code in (0, 130)  # the ranks have all ended with 0 by then, or not yet
+
+
+def test_a_second_stop_kills(tmp_path: Path):
+    job = supervisor(
+        tmp_path,
+        f"""
+        def refuse(*_):
+            open(f"asked-{{rank}}", "w").close()
+        signal.signal(signal.SIGTERM, refuse)
+        {READY}
+        wait()
+        """,
+    )
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        asked = threading.Event()
+        while not all((tmp_path / f"asked-{rank}").exists() for rank in (0, 1)):
+            asked.wait(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    when_ranks_run(tmp_path, 2, twice)
+    outcome = run(job)
+    assert outcome.exit_code == 128 + signal.SIGTERM and outcome.cause is not None
+    assert outcome.cause.message == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_orphan_when_the_command_itself_is_ended(number: signal.Signals, tmp_path: Path):
+    """SIGKILL cannot be handled: the kernel's tie between parent and child has to hold."""
+    script = write_program(tmp_path, f"{READY}\nwait()")
+    command = start_zero_trial("launch", "--slots", 2, "--run-dir", "run", script, cwd=tmp_path)
+    try:
+        watcher = when_ranks_run(tmp_path, 2, lambda: None)
+        watcher.join(LIMIT)
+        assert not watcher.is_alive()
+        family = psutil.Process(command.pid).children(recursive=True)
+        assert len(family) == 3  # the agent and two ranks
+        os.kill(command.pid, number)
+        assert psutil.wait_procs(family, timeout=30)[1] == []
+        command.communicate(timeout=30)
+    finally:
+        command.kill()
+    assert [record.rank for record in records.read_ranks(tmp_path / "run")] == [0, 1]

@@ -131,19 +131,9 @@ def _leaf(document: Document, row: Key, value: Any, raw_path: Path, result: Cano
 
 def _map(row: Key, value: Any, place: Place, raw_path: Path, result: Canonical) -> None:
     dotted = ".".join(raw_path)
-    try:
-        read = row.kind.read(value).value
-    except Mismatch as problem:
-        result.faults.append(
-            ConfigError(
-                "wrong value", where=place.where(dotted), got=shown(value), expected=problem.expected, fix=problem.fix
-            )
-        )
-        return
-    for path, meaning in translate(row.path, read):
-        result.notes.append(f"{place.where(dotted)}: an old spelling. Write {_spelled(path, meaning)}.")
-        for leaf, inner in _leaves(path, meaning):
-            result.put(leaf, inner, replace(place, note=f"written as {dotted}"), dotted)
+    for path, meaning in translate(row.path, _checked(row, value, place, dotted, result)):
+        note = f"{place.where(dotted)}: an old spelling. Write {path}: {shown(meaning)}."
+        _assign(path, meaning, place, dotted, note, result)
 
 
 def _amp(document: Document, value: Any, raw_path: Path, result: Canonical) -> None:
@@ -153,24 +143,48 @@ def _amp(document: Document, value: Any, raw_path: Path, result: Canonical) -> N
             ConfigError("not a section", where=place.where("amp"), got=shown(value), expected="an object")
         )
         return
-    for name in value:
-        if lookup("amp", str(name)) is None:
-            inner = (*raw_path, str(name))
-            result.faults.append(unknown_key(document.at(inner), inner, "amp", str(name)))
-    for path, meaning in translate_amp(value):
-        result.notes.append(f"{place.where('amp')}: DeepSpeed has removed it. Read as {_spelled(path, meaning)}.")
-        for leaf, inner_value in _leaves(path, meaning):
-            result.put(leaf, inner_value, replace(place, note="written as amp"), "amp")
+    levels: dict[str, Any] = {}
+    for name, inner in value.items():
+        path = (*raw_path, str(name))
+        row = lookup("amp", str(name))
+        if row is None:
+            result.faults.append(unknown_key(document.at(path), path, "amp", str(name)))
+        elif row.answer is not Answer.MAPPED:
+            _leaf(document, row, inner, path, result)
+        elif inner is not None and inner != "auto":
+            levels[row.name] = _checked(row, inner, document.at(path), row.path, result)
+    for path_of, meaning in translate_amp(levels):
+        note = f"{place.where('amp')}: DeepSpeed has removed it. Read as {path_of}: {shown(meaning)}."
+        _assign(path_of, meaning, place, "amp", note, result)
+
+
+def _checked(row: Key, value: Any, place: Place, dotted: str, result: Canonical) -> Any:
+    """The value in its inside form; None, and a fault, if it is not of its kind."""
+    try:
+        return row.kind.read(value).value
+    except Mismatch as problem:
+        result.faults.append(
+            ConfigError(
+                "wrong value",
+                where=place.where(dotted),
+                got=shown(value),
+                expected=problem.expected,
+                fix=problem.fix,
+            )
+        )
+        return None
+
+
+def _assign(path: str, meaning: Any, place: Place, dotted: str, note: str, result: Canonical) -> None:
+    result.notes.append(note)
+    for leaf, inner in _leaves(path, meaning):
+        result.put(leaf, inner, replace(place, note=f"written as {dotted}"), dotted)
 
 
 def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [pair for key, inner in value.items() for pair in _leaves(f"{path}.{key}", inner)]
     return [(path, value)]
-
-
-def _spelled(path: str, value: Any) -> str:
-    return f"{path}: {shown(value)}"
 
 
 def unknown_key(place: Place, raw_path: Path, parent: str, name: str) -> ConfigError:

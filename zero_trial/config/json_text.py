@@ -134,7 +134,7 @@ class _Parser:
                 raise self.fault("a string is not closed", line=opened, expected=quote)
             self.at += 1
             if char == quote:
-                return "".join(parts)
+                return _joined("".join(parts))
             parts.append(self.escape() if char == "\\" else char)
 
     def escape(self) -> str:
@@ -197,3 +197,10 @@ class _Parser:
 
     def fault(self, what: str, *, line: int | None = None, **facts: Any) -> ConfigError:
         return ConfigError(what, where=f"{self.file}:{line or self.line()}", **facts)
+
+
+def _joined(text: str) -> str:
+    """The two halves of an escaped character outside the basic plane become one; half of one becomes the replacement mark."""
+    if not any("\ud800" <= char <= "\udfff" for char in text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -90,11 +90,9 @@ def nearest(parent: str, name: str) -> str | None:
     for other, spellings in _SPELLINGS.items():
         if name in spellings:
             return f"{other}.{name}" if other else f"{name} (at the top level)"
-    close = difflib.get_close_matches(name, sorted(here), 1, 0.55)
-    if close:
-        return close[0]
     for other, spellings in _SPELLINGS.items():
         close = difflib.get_close_matches(name, sorted(spellings), 1, 0.85)
         if close:
             return f"{other}.{close[0]}" if other else close[0]
-    return None
+    close = difflib.get_close_matches(name, sorted(here), 1, 0.55)
+    return close[0] if close else None

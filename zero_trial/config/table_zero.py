@@ -246,9 +246,10 @@ HYBRID = (
     ),
     Key(
         "mesh.pipe",
-        Int(1, 1, unit="pipeline stages"),
-        HONOURED,
-        "1: a pipeline does not exist here yet",
+        Int(1, unit="pipeline stages"),
+        REFUSED,
+        "pipelines do not exist here yet",
+        instead="Remove the key.",
         origin=Origin.OURS,
     ),
     Key(

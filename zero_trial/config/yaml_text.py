@@ -28,7 +28,8 @@ def read_yaml(text: str, file: str) -> Document:
         where = f"{file}:{line}" if line else file
         raise ConfigError(f"not readable as YAML: {problem.problem or problem.context}", where=where) from None
     except (yaml.YAMLError, RecursionError) as problem:
-        raise ConfigError(f"not readable as YAML: {str(problem) or 'too deeply nested'}", where=file) from None
+        why = " ".join(str(problem).split()) or "too deeply nested"
+        raise ConfigError(f"not readable as YAML: {why}", where=file) from None
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError("not a YAML mapping", where=file, expected="keys with values")
     builder = _Builder(loader, file)
@@ -75,7 +76,7 @@ class _Builder:
             and EXPONENT.fullmatch(value)
         ):
             number = float(value)
-            spelled = spell_float(number)
+            spelled = str(int(number)) if number.is_integer() and abs(number) < 1e15 else spell_float(number)
             where = Place(self.file, node.start_mark.line + 1).where(".".join(path))
             self.warnings.append(f"{where}: '{value}' is a string in YAML 1.1. Write {spelled}.")
             return number

@@ -1,0 +1,121 @@
+"""A pool of gloo ranks that lives as long as the test run: a fresh spawn of ranks costs seconds, a call costs milliseconds."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_SECONDS = 120.0
+COLLECTIVE_TIMEOUT_SECONDS = 30.0
+
+
+class RankFailed(AssertionError):
+    """A rank raised, hung or died; the message holds every rank's traceback."""
+
+
+class RankPool:
+    """``size`` processes in one gloo world. After a failure the world is thrown away: its ranks may wait for each other for ever."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any) -> list[Any]:
+        """``body(*args, **kwargs)`` on every rank; the results in rank order. ``body`` is a module-level function."""
+        for pipe in self._pipes:
+            pipe.send((body, args, kwargs, timeout))
+        answers, faults = [], []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                done = pipe.poll(timeout + 10) and pipe.recv()
+            except (EOFError, ConnectionResetError):
+                done = (False, "the process died")
+            ok, value = done or (False, "no answer in time")
+            answers.append(value)
+            if not ok:
+                faults.append(f"--- rank {rank} of {self.size}\n{value}")
+        if faults:
+            self.close()
+            raise RankFailed("\n".join(faults))
+        return answers
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes = []
+
+
+class Pools:
+    """One pool per world size, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, size: int) -> RankPool:
+        pool = self._pools.get(size)
+        if pool is None or not pool.alive:
+            pool = self._pools[size] = RankPool(size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    from zero_trial.mesh import init_distributed
+
+    torch.set_num_threads(1)
+    init_distributed(timeout=COLLECTIVE_TIMEOUT_SECONDS)
+    while True:
+        try:
+            body, args, kwargs, timeout = pipe.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
+        try:
+            answer = (True, body(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(answer)

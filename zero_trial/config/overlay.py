@@ -45,6 +45,8 @@ def overlay(base: Document, over: Document) -> Document:
         fault = _shape_fault(before, leaf, path, place)
         if fault is not None:
             faults.append(fault)
+        elif leaf == {} and isinstance(before, Mapping):
+            continue  # an empty section changes nothing
         elif leaf is None:
             section.pop(path[-1], None)
         else:

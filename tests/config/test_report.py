@@ -1,0 +1,88 @@
+"""The resolved configuration, as a table, as JSON, and as a ds_config that gives the same again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.report import config_report, render_report, report_json, resolved_ds_config
+from zero_trial.config.table import REPORT_FIELDS, TABLE
+
+TEXT = """{"train_micro_batch_size_per_gpu": 4,
+ "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+ "zero_optimization": {"stage": 2, "round_robin_gradients": true, "reduce_scatter": true, "stage3_max_live_parameters": "auto"},
+ "tensorboard": {"enabled": true}
+}"""
+
+
+def test_what_was_given_and_what_needs_a_word():
+    assert render_report(read_ds_config(TEXT, name="ds.json")) == (
+        "train_micro_batch_size_per_gpu           4            ds.json:1\n"
+        'optimizer.type                           "Adam"       ds.json:2\n'
+        "optimizer.params                         {lr: 0.001}  ds.json:2\n"
+        "gradient_clipping                        1.0          default                               0.0 before DeepSpeed 0.19.8\n"
+        "bf16.check_grad_overflow                 true         default                               false before DeepSpeed 0.19.8\n"
+        "zero_optimization.stage                  2            ds.json:3\n"
+        "zero_optimization.reduce_scatter         true         ds.json:3\n"
+        "zero_optimization.max_live_parameters    1000000000   auto: left to zero_trial (ds.json:3)\n"
+        "zero_optimization.round_robin_gradients  true         ds.json:3                             "
+        f"no effect: {TABLE['zero_optimization.round_robin_gradients'].says}\n"
+        "tensorboard.enabled                      true         ds.json:4                             "
+        f"no effect yet: {TABLE['tensorboard.enabled'].says}"
+    )
+
+
+def test_everything():
+    config = read_ds_config(TEXT)
+    text = render_report(config, everything=True)
+    assert "fp16.loss_scale_window" in text and "mesh.shard" in text
+    assert len(text.splitlines()) == len(config_report(config))
+
+
+def test_warnings_stand_at_the_end():
+    text = render_report(read_ds_config({"bfloat16": {"enabled": True}}))
+    assert text.endswith("\nwarning: bfloat16: read as bf16.")
+
+
+CONFIGS: list[Any] = [
+    {},
+    TEXT,
+    {"bfloat16": {"enabled": True}, "zero_optimization": True, "compression_training": {"x": {"enabled": False}}},
+    {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+    {"zero_optimization": {"stage": 3, "leaf_module": {"classes": "Block"}, "offload_param": {"device": "none"}, "mics_shard_size": 2}},
+    {"communication_data_type": "float32", "checkpoint": {"tag_validation": "fail", "parallel_write": {"pipeline_stage": True}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", CONFIGS)
+def test_the_resolved_file_gives_the_same_again(source: Any):
+    config = read_ds_config(source)
+    resolved = json.loads(json.dumps(resolved_ds_config(config)))
+    again = read_ds_config(resolved)
+    for item in dataclasses.fields(config):
+        if item.name not in REPORT_FIELDS:
+            assert getattr(again, item.name) == getattr(config, item.name), item.name
+    assert resolved_ds_config(again) == resolved_ds_config(config)
+
+
+def test_the_resolved_file_writes_defaults_out():
+    resolved = resolved_ds_config(read_ds_config({}))
+    assert resolved["gradient_clipping"] == 1.0 and resolved["zero_optimization"]["stage"] == 0
+    assert "optimizer" not in resolved and "offload_param" not in resolved["zero_optimization"]
+
+
+def test_json():
+    body = json.loads(report_json(read_ds_config(TEXT, name="ds.json")))
+    entry = next(entry for entry in body["values"] if entry["key"] == "zero_optimization.stage")
+    assert entry == {
+        "key": "zero_optimization.stage",
+        "value": 2,
+        "source": "ds.json:3",
+        "answer": "honoured",
+        "remark": "",
+    }
+    assert body["ds_config"]["zero_optimization"]["stage"] == 2 and body["warnings"] == []

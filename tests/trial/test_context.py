@@ -107,7 +107,10 @@ def test_two_engines_with_their_own_accumulation(tmp_path: Path) -> None:
 class Asks(LineTrial):
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
         c = self.context
-        self.answers = [*getattr(self, "answers", []), (c.current_train_epoch(), c.current_train_batch(), c.is_epoch_start(), c.is_epoch_end())]
+        self.answers = [
+            *getattr(self, "answers", []),
+            (c.current_train_epoch(), c.current_train_batch(), c.is_epoch_start(), c.is_epoch_end()),
+        ]
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 

@@ -125,7 +125,7 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
 
 def test_exactly_one_early_exit_is_posted(tmp_path: Path) -> None:
     def work(ranks: Distributed) -> None:
-        LocalPlatform(tmp_path, distributed=ranks).report_early_exit("INVALID_HP")
+        LocalPlatform(tmp_path / "new", distributed=ranks).report_early_exit("INVALID_HP")
 
     run_ranks(4, work)
-    assert json.loads((tmp_path / "early_exit.json").read_text())["reason"] == "INVALID_HP"
+    assert json.loads((tmp_path / "new" / "early_exit.json").read_text())["reason"] == "INVALID_HP"

@@ -107,6 +107,9 @@ class FakeEngine:
     def no_sync(self) -> Any:
         return nullcontext()
 
+    def fp16_enabled(self) -> bool:
+        return bool(self.config.get("fp16", {}).get("enabled"))
+
     def get_lr(self) -> list[float]:
         return [self.lr]
 

@@ -302,15 +302,34 @@ def test_a_loss_that_is_not_finite_ends_every_rank_at_the_same_step(tmp_path: Pa
     assert record.checkpoints == ["step-000001", "step-000002"]  # and none of the broken step
 
 
-def test_a_loss_that_overflows_in_a_skipped_step_is_no_divergence() -> None:
-    class Overflows(LineTrial):
-        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
-            loss = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-            return loss * float("inf") if batch_idx == 1 else loss
+class Overflows(LineTrial):
+    """The second step's loss is infinite, and its update skipped."""
 
-    run = run_rank(Overflows, steps(4), skip_steps=(2,))
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        return loss * float("inf") if batch_idx == 1 else loss
+
+
+def test_a_loss_that_overflows_in_a_step_that_a_loss_scale_skips_is_no_divergence() -> None:
+    run = run_rank(Overflows, steps(4), skip_steps=(2,), ds_config={"fp16": {"enabled": True}})
     [(_, metrics)] = run.record.training
     assert metrics["loss"] == pytest.approx(sum(run.trial.losses[i] for i in (0, 2, 3)) / 3, rel=1e-6)
+
+
+def test_without_a_loss_scale_it_is_one_and_the_last_checkpoint_is_named() -> None:
+    with pytest.raises(
+        Diverged, match=r"rank 0, step 2: the loss became inf[\s\S]*The last checkpoint is step-000001."
+    ):
+        run_rank(Overflows, steps(4, checkpoint_period=Batch(1)), skip_steps=(2,))
+
+
+def test_a_loss_scale_does_not_explain_everything() -> None:
+    class Always(LineTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx) * float("nan")
+
+    with pytest.raises(Diverged, match=r"rank 0, step 11: the loss became nan"):
+        run_rank(Always, steps(30), skip_steps=tuple(range(31)), ds_config={"fp16": {"enabled": True}})
 
 
 def test_a_trial_without_an_engine() -> None:

@@ -182,6 +182,8 @@ class Saver:
         if with_counters:
             for name in _COUNTERS:
                 setattr(engine, name, state["counters"][name])
+            if engine.micro_steps % engine.gradient_accumulation_steps():  # saved with another accumulation
+                engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
             engine.loss_scaler = engine.loss_scaler.restored(state["loss_scaler"])
             engine.sharded.reducer.take_order(state["reduction_order"])
             self._together(lambda: self._read_own(reader), "read rank state")

@@ -195,6 +195,7 @@ class LocalPlatform:
         return min(values) if searcher.get("smaller_is_better", True) else max(values)
 
     def report_early_exit(self, reason: str) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
         try:
             with (self.run_dir / "early_exit.json").open("x") as file:  # whoever comes first; exactly one
                 file.write(f'{{"reason": "{reason}", "rank": {self.distributed.rank}}}\n')

@@ -83,6 +83,7 @@ class Controller:
             )
             self._reporter.tokens_per_sample = self._trial.tokens_per_sample
             self._reporter.window = {name: (value, count) for name, (value, count) in self._state.window.items()}
+            self._reporter.last_checkpoint = storage_id
             self._announce(storage_id)
             for callback in self._callbacks.values():
                 callback.on_trial_startup(self._state.step, storage_id)
@@ -168,10 +169,10 @@ class Controller:
         if position.is_epoch_start:
             for callback in self._callbacks.values():
                 callback.on_training_epoch_start(position.epoch)
-        metrics, skipped = runner.run(position.step, position.epoch)
+        metrics, overflowed = runner.run(position.step, position.epoch)
         self._state.step += 1
         self._context.position = Position(self._state.step, self._state.epoch_length)
-        self._reporter.add(self._state.step, metrics, skipped)
+        self._reporter.add(self._state.step, metrics, overflowed)
         self._context.profiling.step()
         if position.is_epoch_end:
             for callback in self._callbacks.values():
@@ -271,6 +272,7 @@ class Controller:
         value = None if value is None or math.isnan(value) else value
         storage_id = self._checkpointer.save(state, loader_state, value, settings.keep, settings.smaller_is_better)
         self._saved = (state.step, storage_id)
+        self._reporter.last_checkpoint = storage_id
 
     def _note_data_position(self) -> Any:
         """Collective.

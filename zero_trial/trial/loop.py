@@ -29,21 +29,23 @@ class StepRunner:
         self._calls = context.calls_per_step
 
     def run(self, step: int, epoch: int) -> tuple[Metrics, bool]:
-        """Step number ``step`` (from 0): its metrics, averaged over micro-batches, and whether an engine skipped the
-        update.
+        """Step number ``step`` (from 0): its metrics, averaged over micro-batches, and whether a loss scale was too
+        high.
 
         The metrics are empty on ranks that do not report.
         """
+        engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
-        before = [(engine.micro_steps, engine.skipped_steps) for engine in self._context.engines]
+        before = [(engine.micro_steps, engine.skipped_steps) for engine in engines]
         outputs = [self._call(self._feed, epoch, step) for _ in range(self._calls)]
         self._check_accumulation([micro for micro, _ in before], where)
-        skipped = any(
-            engine.skipped_steps > old for engine, (_, old) in zip(self._context.engines, before, strict=True)
+        overflowed = any(
+            engine.skipped_steps > old and scales_its_loss(engine)
+            for engine, (_, old) in zip(engines, before, strict=True)
         )
         if not self._context.mpu.should_report_metrics:
-            return {}, skipped
-        return mean_over_calls([training_metrics(output, where) for output in outputs], where), skipped
+            return {}, overflowed
+        return mean_over_calls([training_metrics(output, where) for output in outputs], where), overflowed
 
     def _check_accumulation(self, before: list[int], where: str) -> None:
         engines = self._context.engines
@@ -64,6 +66,12 @@ class StepRunner:
                     expected=f"a multiple of {accumulation}",
                     fix="Call engine.step() once per call of train_batch; after disable_auto_grad_accumulation() for all micro-batches.",
                 )
+
+
+def scales_its_loss(engine: Any) -> bool:
+    """Whether a skipped step is the ordinary work of a loss scale (fp16), and no sign of trouble."""
+    asked = getattr(engine, "fp16_enabled", None)
+    return bool(asked()) if callable(asked) else False
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:

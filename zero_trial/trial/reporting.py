@@ -18,6 +18,7 @@ from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.metrics import Sums, add_sums, averages
 
 EXCHANGE_SECONDS = 1.0
+FORGIVEN = 10  # losses in a row that may be not finite in steps that a loss scale skipped
 
 Clock = Callable[[], float]
 
@@ -50,6 +51,8 @@ class Reporter:
         self.timer = StepTimer(clock)
         self.window: Sums = {}  # agreed sums since the last report; the same on every rank
         self.tokens_per_sample: int | None = None
+        self.last_checkpoint: str | None = None
+        self._overflows = 0  # steps in a row that were skipped with a loss that is not finite
         self._context = context
         self._callbacks = callbacks
         self._total = total
@@ -60,9 +63,9 @@ class Reporter:
         self._steps: list[tuple[int, bool, dict[str, torch.Tensor]]] = []  # since the last exchange
         self._batches: list[dict[str, float]] = []  # this rank's values since the last report
 
-    def add(self, step: int, metrics: dict[str, torch.Tensor], skipped: bool) -> None:
+    def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: bool) -> None:
         """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device here."""
-        self._steps.append((step, skipped, metrics))
+        self._steps.append((step, overflowed, metrics))
 
     def wants_exchange(self, step: int) -> bool:
         return step >= self._next
@@ -70,7 +73,7 @@ class Reporter:
     def exchange(self, step: int) -> bool:
         """Collective. Joins the ranks' metrics since the last exchange; whether some rank wants to stop.
 
-        Raises Diverged on every rank if any rank's loss was not finite in a step whose update was not skipped.
+        Raises Diverged on every rank if any rank's loss was not finite unless a loss scale explains it.
         """
         sums, broken = self._read_steps()
         proposal = {
@@ -93,19 +96,18 @@ class Reporter:
         rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
         for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
             having = [index for index, (_, _, metrics) in enumerate(steps) if name in metrics]
-            values = torch.stack(
-                [
-                    steps[index][2][name].to(torch.float32 if _is_half(steps[index][2][name]) else None)
-                    for index in having
-                ]
-            )
+            values = torch.stack([_readable(steps[index][2][name]) for index in having])
             for index, value in zip(having, values.tolist(), strict=True):
                 rows[index][name] = value
         self._batches += rows
-        counted = [row for row, (_, skipped, _) in zip(rows, steps, strict=True) if _finite(row) or not skipped]
-        for (step, skipped, _), row in zip(steps, rows, strict=True):
-            if not skipped and not math.isfinite(row.get("loss", 0.0)):
+        counted = []
+        for (step, overflowed, _), row in zip(steps, rows, strict=True):
+            finite = math.isfinite(row.get("loss", 0.0))
+            self._overflows = 0 if finite else self._overflows + 1
+            if not finite and (not overflowed or self._overflows > FORGIVEN):
                 return {}, [step, str(row["loss"])]
+            if finite:
+                counted.append(row)
         return add_sums({name: (value, 1) for name, value in row.items()} for row in counted), None
 
     def _raise_if_broken(self, broken: Sequence[Any]) -> None:
@@ -113,11 +115,14 @@ class Reporter:
         if not found:
             return
         step, rank, loss = min(found)
+        saved = (
+            f" The last checkpoint is {self.last_checkpoint}." if self.last_checkpoint else " Nothing was saved yet."
+        )
         raise Diverged(
             f"the loss became {loss}",
             where=f"rank {rank}, step {step}",
             expected="a finite loss",
-            fix="Try half the learning rate, gradient_clipping: 1.0, or look at that step's batch.",
+            fix="Try half the learning rate, gradient_clipping: 1.0, or look at that step's batch." + saved,
         )
 
     def _propose(self, step: int) -> int:
@@ -172,9 +177,6 @@ def write_tensorboard(context: ZeroTrialContext, group: str, step: int, metrics:
     writer.flush()
 
 
-def _is_half(value: torch.Tensor) -> bool:
-    return value.dtype in (torch.float16, torch.bfloat16)
-
-
-def _finite(row: Mapping[str, float]) -> bool:
-    return all(math.isfinite(value) for value in row.values())
+def _readable(value: torch.Tensor) -> torch.Tensor:
+    """16-bit values as fp32: what is stacked must be of one dtype from step to step."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,0 +1,209 @@
+"""One rank from its command line to summary.json, and what it leaves when it fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trial.fake_engine import fake_factory
+from zero_trial.platform.run_folder import RunFolder, read_lines
+from zero_trial.run import known, main, peak_memory
+
+MODEL = '''
+"""A line fitted through points."""
+import torch
+from zero_trial import ZeroTrial
+from zero_trial.trial import DataLoader
+
+
+class MyTrial(ZeroTrial):
+    tokens_per_sample = 4
+
+    def __init__(self, context):
+        self.context = context
+        self.engine = context.initialize(model=torch.nn.Linear(1, 1))
+
+    def build_training_data_loader(self):
+        return DataLoader(torch.linspace(0, 1, 24).reshape(24, 1), self.context.get_train_micro_batch_size_per_gpu())
+
+    def build_validation_data_loader(self):
+        return DataLoader(torch.linspace(0, 1, 8).reshape(8, 1), 2)
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        x = next(dataloader_iter)
+        loss = ((self.engine(x) - 3 * x) ** 2).mean() * float(self.context.get_hparams().get("factor", 1.0))
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        x = next(dataloader_iter)
+        return {"validation_loss": ((self.engine(x) - 3 * x) ** 2).mean()}
+
+    def summary(self):
+        return {"unigram_bits_per_byte": 4.5}
+'''
+
+YAML = """
+name: line
+entrypoint: model_def:MyTrial
+searcher: {name: single, metric: validation_loss, max_length: {batches: 6}}
+perform_initial_validation: true
+min_checkpoint_period: {batches: 3}
+reproducibility: {experiment_seed: 7}
+data: {ds_config: ds_config.json}
+hyperparameters: {global_batch_size: 4}
+"""
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+@pytest.fixture()
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A model folder, and an experiment with its ds_config in a folder of its own."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_def.py").write_text(MODEL)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "const.yaml").write_text(YAML)
+    (tmp_path / "experiment" / "ds_config.json").write_text(json.dumps(DS_CONFIG))
+    path = list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    sys.modules.pop("model_def", None)
+
+
+def run(folder: Path, *more: str, name: str = "run", **options: Any) -> int:
+    words = ["--run-dir", str(folder / name), "--experiment", str(folder / "experiment" / "const.yaml")]
+    code = main([*words, "--model-dir", str(folder / "model"), *more], **options)
+    sys.modules.pop("model_def", None)
+    return code
+
+
+def error(folder: Path, name: str = "run") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(RunFolder(folder / name).error(0).read_text())
+    return content
+
+
+def test_from_yaml_to_summary_with_the_real_engine(folder: Path) -> None:
+    assert run(folder) == 0
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["step"], summary["ranks"], summary["zero_stage"], summary["seed"]) == (6, 1, 1, 7)
+    assert (summary["global_batch_size"], summary["gradient_accumulation_steps"]) == (4, 2)
+    assert summary["final_validation"]["validation_loss"] < summary["initial_validation"]["validation_loss"]
+    assert summary["unigram_bits_per_byte"] == 4.5 and summary["peak_memory_bytes"][0] > 1e6
+    assert summary["tokens_per_second"] == pytest.approx(4 * summary["samples_per_second"])
+    assert "zero_trial.run" in summary["repeat"] and summary["checkpoint"] == "step-000006"
+    events = read_lines(folder / "run" / "events.jsonl")
+    assert events[-1]["kind"] == "done" and events[-1]["end"] == "completed"
+    assert {event["kind"] for event in events} >= {"start", "note", "train", "validation", "checkpoint", "done"}
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["step-000003", "step-000006"]
+    assert not (folder / "run" / "errors").exists()
+
+
+def losses(folder: Path, name: str) -> list[tuple[int, float]]:
+    lines = read_lines(folder / name / "metrics.jsonl")
+    return [(line["step"], line["metrics"]["loss"]) for line in lines if line["group"] == "training"]
+
+
+def longer(folder: Path, steps: int) -> None:
+    text = YAML.replace("batches: 6", f"batches: {steps}") + "scheduling_unit: 1\n"
+    (folder / "experiment" / "const.yaml").write_text(text)
+
+
+def test_the_same_folder_again_goes_on_and_resume_and_warm_start_name_another(folder: Path) -> None:
+    longer(folder, 6)
+    assert run(folder, name="short") == 0
+    longer(folder, 8)
+    assert run(folder, name="whole") == 0
+    assert run(folder, "--resume", str(folder / "short"), name="other") == 0
+    assert run(folder, name="short") == 0
+    assert losses(folder, "other") == losses(folder, "whole")[6:] and losses(folder, "short") == losses(folder, "whole")
+    assert run(folder, "--warm-start", str(folder / "short" / "checkpoints" / "step-000006"), name="warm") == 0
+    assert [step for step, _ in losses(folder, "warm")] == list(range(1, 9))
+    assert losses(folder, "warm")[0] != losses(folder, "whole")[0]
+    assert run(folder, "--resume", str(folder / "experiment"), name="nothing") == 2
+    assert "there is no finished checkpoint" in error(folder, "nothing")["message"]
+
+
+def test_a_preempted_run_exits_with_75_and_is_continued(folder: Path) -> None:
+    longer(folder, 6)
+    (folder / "run").mkdir()
+    (folder / "run" / "preempt").touch()
+    assert run(folder) == 75
+    assert error(folder)["type"] == "Preempted" and "saved step-000001" in error(folder)["message"]
+    (folder / "run" / "preempt").unlink()
+    assert run(folder) == 0
+    assert [step for step, _ in losses(folder, "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_wrong_name_says_which_trials_there_are(folder: Path) -> None:
+    assert run(folder, "model_def:MyTrail") == 2
+    message = error(folder)["message"]
+    assert "model_def:MyTrail not found in ./model_def.py; it defines MyTrial(ZeroTrial)" in message
+    assert "Use entrypoint: model_def:MyTrial." in message
+
+
+def test_a_name_that_only_running_the_file_can_judge(folder: Path) -> None:
+    path = folder / "model" / "model_def.py"
+    path.write_text(path.read_text() + "\nOther = dict\n")
+    assert run(folder, "model_def:Other") == 2
+    assert "it defines MyTrial(ZeroTrial). Use entrypoint: model_def:MyTrial." in error(folder)["message"]
+
+
+def test_wrong_batch_arithmetic(folder: Path) -> None:
+    text = YAML.replace("global_batch_size: 4", "global_batch_size: 5")
+    (folder / "experiment" / "const.yaml").write_text(text)
+    assert run(folder) == 2
+    assert error(folder)["expected"] and "5" in error(folder)["message"]
+
+
+def test_a_loss_that_is_not_finite_exits_with_4(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = YAML.replace("global_batch_size: 4", "global_batch_size: 4, factor: .nan")
+    (folder / "experiment" / "const.yaml").write_text(text)
+    assert run(folder) == 4
+    assert error(folder)["message"].startswith("rank 0, step 1: the loss became nan")
+    assert error(folder)["step"] == 1
+    shown = capfd.readouterr().err
+    assert "the loss became nan" in shown and "Traceback" not in shown
+
+
+def test_a_fault_in_the_users_code_shows_its_traceback_in_the_log(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "model" / "model_def.py"
+    path.write_text(
+        path.read_text().replace("x = next(dataloader_iter)\n        loss", "x = unknown_name\n        loss")
+    )
+    assert run(folder, engine_factory=fake_factory()) == 1
+    assert error(folder)["message"].startswith("NameError: name 'unknown_name'") and not error(folder)["expected"]
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_an_invalid_hp_is_posted(folder: Path) -> None:
+    path = folder / "model" / "model_def.py"
+    raises = (
+        'from zero_trial.errors import InvalidHP\n        raise InvalidHP("too small")\n        self.context = context'
+    )
+    path.write_text(path.read_text().replace("self.context = context", raises, 1))
+    assert run(folder) == 2
+    assert json.loads((folder / "run" / "early_exit.json").read_text())["reason"] == "INVALID_HP"
+    assert error(folder)["type"] == "InvalidHP"
+
+
+def test_memory_that_runs_out_exits_with_3() -> None:
+    import torch
+
+    fault = known(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert "memory ran out: CUDA out of memory" in str(fault) and fault.exit_code == 3  # type: ignore[attr-defined]
+    assert peak_memory(torch.device("cpu")) > 1e6

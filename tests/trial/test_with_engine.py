@@ -1,0 +1,112 @@
+"""The controller with the real engine, one rank in this process: what a resumed run must have in common with the
+unbroken one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trial.harness import Points
+from zero_trial.engine import initialize
+from zero_trial.errors import TrialError
+from zero_trial.mesh import destroy_distributed
+from zero_trial.platform.in_memory import InMemoryPlatform
+from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial.seeding import seed_everything
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    destroy_distributed()
+
+
+def ds_config(stage: int, accumulation: int = 1, micro: int = 4) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+class DropoutTrial(ZeroTrial):
+    """A small network with dropout, so that the random state matters."""
+
+    def __init__(self, context: ZeroTrialContext) -> None:
+        super().__init__(context)
+        layers = [torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)]
+        self.engine = context.initialize(model=torch.nn.Sequential(*layers))
+        self.losses: list[float] = []
+
+    def build_training_data_loader(self) -> DataLoader:
+        return DataLoader(Points(50), self.context.get_train_micro_batch_size_per_gpu(), shuffle=True)
+
+    def build_validation_data_loader(self) -> DataLoader:
+        return DataLoader(Points(20), batch_size=4)
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        _, x, y = self.context.to_device(next(dataloader_iter))
+        loss = ((self.engine(x) - y) ** 2).mean()
+        self.engine.backward(loss)
+        self.engine.step()
+        self.losses.append(loss.item())
+        return loss
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        _, x, y = self.context.to_device(next(dataloader_iter))
+        return {"validation_loss": ((self.engine(x) - y) ** 2).mean()}
+
+
+def run(config: dict[str, Any], length: int, kind: type[DropoutTrial] = DropoutTrial, **options: Any) -> Any:
+    platform = InMemoryPlatform(experiment={"data": {"ds_config": config}}, seed=5, **options)
+    seed_everything(5)
+    trial = kind(ZeroTrialContext(platform, initialize))
+    settings = TrainSettings(Batch(length), Batch(6), Batch(7), Batch(4), checkpoint_policy="none")
+    outcome = Controller(trial, trial.context, settings).run()
+    return trial, platform.record, outcome
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path: Path, stage: int, accumulation: int) -> None:
+    config = ds_config(stage, accumulation)
+    whole, record, outcome = run(config, 16, storage=tmp_path)
+    assert outcome.final_metrics["validation_loss"] < record.validation[0][1]["validation_loss"]
+    rest, later, end = run(config, 16, storage=tmp_path, latest_checkpoint="step-000007")
+    assert rest.losses == whole.losses[7 * accumulation :]
+    assert later.training == [entry for entry in record.training if entry[0] > 7]
+    assert end.final_metrics == outcome.final_metrics
+
+
+def test_resume_with_another_stage_and_accumulation_sees_the_same_samples(tmp_path: Path) -> None:
+    """The same global batch, split another way: the loader goes on at the same sample and steps stay whole."""
+    run(ds_config(2, accumulation=1, micro=4), 7, storage=tmp_path)
+    trial, _, outcome = run(
+        ds_config(3, accumulation=2, micro=2), 10, storage=tmp_path, latest_checkpoint="step-000007"
+    )
+    assert (outcome.step, trial.engine.global_steps, len(trial.losses)) == (10, 10, 6)
+
+
+def test_a_checkpoint_of_another_trial_gives_weights_only(tmp_path: Path) -> None:
+    first, _, _ = run(ds_config(1), 7, storage=tmp_path)
+    trial, _, outcome = run(ds_config(1), 1, storage=tmp_path, latest_checkpoint="step-000007", trial_id="2")
+    assert outcome.step == 1 and trial.engine.global_steps == 1 and trial.losses[0] < first.losses[0]
+
+
+def test_a_loss_that_is_not_a_scalar(tmp_path: Path) -> None:
+    class Vector(DropoutTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            _, x, y = next(dataloader_iter)
+            loss = (self.engine(x) - y) ** 2
+            self.engine.backward(loss)
+            return loss
+
+    with pytest.raises(TrialError, match="the loss is not a scalar"):
+        run(ds_config(0), 2, Vector, storage=tmp_path)

@@ -67,6 +67,7 @@ def main() -> None:
         if step == args.num_iterations or (args.checkpoint_every and step % args.checkpoint_every == 0):
             # zero: every rank writes its share.
             engine.save_checkpoint(save_dir=args.checkpoint_dir, client_state={"checkpoint_step": step})
+    zero_trial.destroy_distributed()  # zero: the ranks part in good order
 
 
 if __name__ == "__main__":

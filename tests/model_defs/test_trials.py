@@ -1,0 +1,77 @@
+"""Both trials on one rank, from an experiment's YAML to summary.json, as a launcher starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model_defs.folder import MODEL_DEFS
+
+SENTENCES = "the quick brown fox jumps over the lazy dog and runs away from {} hounds\n"
+DS_CONFIG = {
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def experiment(folder: Path, trial: str, steps: int) -> Path:
+    text = folder / "text"
+    text.mkdir()
+    for number in range(12):
+        (text / f"{number}.txt").write_text(SENTENCES.format(number) * 40)
+    (folder / "ds_config.json").write_text(json.dumps(DS_CONFIG))
+    sizes = {"sequence": 32, "layers": 1, "heads": 2, "width": 32}
+    path = folder / "const.yaml"
+    path.write_text(
+        json.dumps(  # JSON is YAML
+            {
+                "name": "small",
+                "entrypoint": f"model_def:{trial}",
+                "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
+                "perform_initial_validation": True,
+                "reproducibility": {"experiment_seed": 3},
+                "data": {"ds_config": "ds_config.json", "source": str(text), "validation_windows": 16},
+                "hyperparameters": {"global_batch_size": 8, "model": sizes},
+            }
+        )
+    )
+    return path
+
+
+def summary_of(folder: Path, model: str, trial: str, steps: int = 40) -> dict[str, Any]:
+    command = [sys.executable, "-m", "zero_trial.run", f"model_def:{trial}", "--run-dir", str(folder / "run")]
+    command += ["--experiment", str(experiment(folder, trial, steps)), "--model-dir", str(MODEL_DEFS / model)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return summary
+
+
+def test_gpt_beats_the_unigram_baseline_of_its_own_text(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, "gpt", "GPTTrial", steps=60)
+    assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
+    assert summary["val_bits_per_byte"] < summary["unigram_bits_per_byte"] < 5.0
+    assert summary["val_bits_per_byte"] == pytest.approx(summary["validation_loss"] / 0.6931471805599453, rel=1e-6)
+    assert 0 < summary["xz_bits_per_byte"] < 1  # the same sentence again and again
+    assert summary["data"]["files"] == 12
+    assert summary["data"]["split"] == "by file"
+    assert len(summary["data"]["sha256"]) == 64
+    assert str(tmp_path) not in json.dumps(summary["data"])
+    assert (summary["step"], summary["seed"], summary["zero_stage"]) == (60, 3, 2)
+    assert summary["tokens_per_second"] == pytest.approx(32 * summary["samples_per_second"])
+
+
+def test_bert_reports_bits_per_masked_byte_beside_its_baseline(tmp_path: Path) -> None:
+    summary = summary_of(tmp_path, "bert_mlm", "BertTrial")
+    first, last = summary["initial_validation"], summary["final_validation"]
+    assert last["val_bits_per_masked_byte"] < first["val_bits_per_masked_byte"] - 2.0
+    assert 3.0 < summary["unigram_bits_per_masked_byte"] < 5.0
+    assert summary["data"]["files"] == 12

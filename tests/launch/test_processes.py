@@ -70,7 +70,8 @@ def test_running_or_not():
 
 
 def test_a_signal_reaches_the_group_of_its_leader():
-    code = "import subprocess, sys, threading; c = subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait()']); print(c.pid, flush=True); c.wait()"
+    sleeper = "import threading; threading.Event().wait()"
+    code = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {sleeper!r}]); print(c.pid, flush=True); c.wait()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as leader:

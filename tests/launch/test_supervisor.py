@@ -77,7 +77,6 @@ def test_children_of_ranks_do_not_stay(tmp_path: Path):
 
 def test_what_the_agent_cannot_do_is_an_infrastructure_error(tmp_path: Path):
     job = supervisor(tmp_path, "", ranks=1)
-    job.command.argv  # noqa: B018 - it is a method of a frozen value; the next line gives it an impossible number
     object.__setattr__(job.command, "ranks", "many")
     outcome = run(job)
     assert outcome.exit_code == 5 and outcome.cause is not None

@@ -97,7 +97,7 @@ def request_from(options: argparse.Namespace) -> RunRequest:
 
 
 def _say_hello(checked: Checked, seconds: float, screen: Screen) -> None:
-    """The first lines: what runs where, what was checked, what the batch is made of, what to be warned of."""
+    """The first lines: what runs where, what was checked, what to be warned of."""
     torch = metadata.version("torch")
     gpus = checked.devices.gpus if "+cpu" not in torch else 0
     facts = [
@@ -105,7 +105,7 @@ def _say_hello(checked: Checked, seconds: float, screen: Screen) -> None:
         f"torch {torch}",
         f"{checked.ranks} rank{'s' if checked.ranks != 1 else ''} on {'GPU (nccl)' if gpus else 'CPU (gloo)'}",
     ]
-    config, batch = checked.ds_config, checked.batch
+    config = checked.ds_config
     done = [
         f"{checked.path.name} ok",
         "ds_config ok" if config else "ds_config is the trial's own",
@@ -116,11 +116,5 @@ def _say_hello(checked: Checked, seconds: float, screen: Screen) -> None:
         facts += [f"ZeRO-{config.zero_optimization.stage}", precision]
     screen.say(" · ".join(facts))
     screen.say(f"check   {' · '.join(done)}  {seconds:.1f} s")
-    if batch is not None:
-        t = batch.batch
-        ranks = batch.axes.data_parallel
-        screen.say(
-            f"plan    batch {t.train_batch_size} = micro {t.micro_batch_size} × accumulation {t.accumulation} × ranks {ranks}"
-        )
     for warning in (*checked.experiment.warnings, *(config.warnings if config else ())):
         screen.say(f"warn    {warning}")

@@ -72,7 +72,8 @@ def event_line(event: Event) -> str | None:
         parts += [size(event["bytes"])] if event.get("bytes") else []
         return "  ".join(parts)
     if kind == "note" and event.get("message"):
-        return f"note    {event['message']}"
+        # A long note, a table say, stands whole in events.jsonl.
+        return f"note    {str(event['message']).splitlines()[0]}"
     if kind == "start":
         return start_line(event)
     return None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_trial.config import DsConfig, read_ds_config
@@ -17,7 +16,7 @@ from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimiz
 from zero_trial.engine.schedules import build_scheduler
 from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env
+from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, world_size
 from zero_trial.mesh.mesh import mesh_around
 from zero_trial.ops.optimizers import Lamb
 from zero_trial.zero import ShardedModel, ShardedOptimizer
@@ -94,12 +93,9 @@ def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mes
     if read_rank_env().launched or required or is_distributed():
         init_distributed(distributed_port=port, timeout=timeout, dist_init_required=required)
     if mpu is not None:
-        group = mpu.get_data_parallel_group()
-        ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (0,)
         model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
-        return mesh_around(ranks, group, model_size=model_size, timeout=timeout)
-    world = dist.get_world_size() if is_distributed() else 1
-    return build_mesh(mesh_shape(settings, world), timeout=timeout)
+        return mesh_around(mpu.get_data_parallel_group(), model_size=model_size, timeout=timeout)
+    return build_mesh(mesh_shape(settings, world_size()), timeout=timeout)
 
 
 def _device() -> torch.device:

@@ -7,7 +7,7 @@ from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import Mesh, build_mesh
 from zero_trial.mesh.topology import AXES, MeshShape
-from zero_trial.mesh.world import destroy_distributed, init_distributed, is_distributed
+from zero_trial.mesh.world import destroy_distributed, init_distributed, is_distributed, world_size
 
 __all__ = [
     "AXES",
@@ -22,4 +22,5 @@ __all__ = [
     "init_distributed",
     "is_distributed",
     "read_rank_env",
+    "world_size",
 ]

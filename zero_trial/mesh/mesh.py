@@ -12,7 +12,7 @@ from zero_trial.mesh.board import Board
 from zero_trial.mesh.comm import AxisComm
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.topology import AXES, MeshShape
-from zero_trial.mesh.world import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_board
+from zero_trial.mesh.world import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_board, world_size
 
 # Process groups by (world group, ranks): torch keeps groups for the life of the world, so a second engine must not build them again.
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
@@ -61,12 +61,13 @@ def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) ->
     return Mesh(shape, rank, axes, counters, board)
 
 
-def mesh_around(ranks: tuple[int, ...], group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
+def mesh_around(group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
     """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
 
     The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+    rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
     counters, board = CommCounters(), world_board()
 
     def comm(name: str, among: tuple[int, ...], own: Any) -> AxisComm:

@@ -27,6 +27,11 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def world_size() -> int:
+    """Ranks in the world; 1 when there is no process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,

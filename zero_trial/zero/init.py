@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed
+from zero_trial.mesh import Mesh, build_mesh, init_distributed, read_rank_env, world_size
 from zero_trial.mesh.topology import plan_shape
 from zero_trial.zero import directory
 from zero_trial.zero.presharded import PreSharded
@@ -76,9 +76,9 @@ class Init:
         if not self._enabled:
             return self
         if self._mesh is None:
-            env = init_distributed() if not is_distributed() else None
-            world = env.world_size if env is not None else torch.distributed.get_world_size()
-            self._mesh = build_mesh(plan_shape(world, shard_optimizer=True))
+            if read_rank_env().launched:
+                init_distributed()
+            self._mesh = build_mesh(plan_shape(world_size(), shard_optimizer=True))
         if self._mesh.shard.size == 1:
             return self
         self._mode = _Lifting()

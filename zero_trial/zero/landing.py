@@ -62,20 +62,18 @@ class Landing:
         view, seen, queued, waiting = self.views[index], self._seen, self._queued, self._waiting
 
         def land(param: nn.Parameter) -> None:
-            if param.grad is not view:
-                if small or self.sealed:
-                    if not queued[index]:
-                        queued[index] = True
-                        waiting.append(index)
-                else:
-                    self._take(index, param)
+            if small or self.sealed:
+                if not queued[index]:
+                    queued[index] = True
+                    waiting.append(index)
+            elif param.grad is not view:
+                self._take(index, param)
             if not self._counting:
                 return
             if seen[index] != self._pass:
                 seen[index] = self._pass
                 self._missing -= 1
                 if not self._missing:
-                    self.settle()
                     self._on_complete(self)
             elif not self._missing:
                 self.late = True
@@ -95,23 +93,36 @@ class Landing:
             self.landed[index] = True
         param.grad = self.views[index] if self._shares else None
 
-    def settle(self) -> None:
-        """Copies the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed)."""
-        if not self._waiting or self.sealed:
+    def settle(self, *, show: bool = True) -> None:
+        """Copies the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed).
+
+        ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user code to read.
+        """
+        waiting = self._waiting
+        if not waiting or self.sealed:
             return
         self.materialise()
         params, views, landed = self.unit.params, self.views, self.landed
-        fresh = [i for i in self._waiting if not landed[i] and params[i].grad is not None]
-        again = [i for i in self._waiting if landed[i] and params[i].grad is not None]
-        if fresh:
-            torch._foreach_copy_([views[i] for i in fresh], [params[i].grad for i in fresh])  # type: ignore[misc]
-        for i in again:
-            views[i].add_(params[i].grad)  # type: ignore[arg-type]
-        for i in self._waiting:
-            landed[i] = True
-            self._queued[i] = False
-            params[i].grad = views[i] if self._shares else None
-        self._waiting.clear()
+        targets, sources, again = [], [], []
+        for index in waiting:
+            grad = params[index].grad
+            self._queued[index] = False
+            if grad is None or grad is views[index]:
+                continue
+            if landed[index]:
+                again.append((views[index], grad))
+            else:
+                targets.append(views[index])
+                sources.append(grad)
+                landed[index] = True
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for view, grad in again:
+            view.add_(grad)
+        if show:
+            for index in waiting:
+                params[index].grad = views[index] if self._shares else None
+        waiting.clear()
 
     @property
     def touched(self) -> bool:
@@ -139,7 +150,7 @@ class Landing:
     def close(self) -> torch.Tensor:
         """Seals the full buffer for its reduction: what did not land is zero, and autograd no longer writes into it."""
         self.sealed = False
-        self.settle()
+        self.settle(show=False)
         if not self.live:
             self.materialise()
         elif not all(self.landed):

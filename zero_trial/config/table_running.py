@@ -98,8 +98,8 @@ CHECKPOINT = (
     Key(
         "checkpoint.tag_validation",
         Text(("Ignore", "Warn", "Fail")),
-        HONOURED,
-        "what happens when ranks pass different tags",
+        NOT_YET,
+        "tags are not compared between ranks yet",
     ),
     Key(
         "checkpoint.load_universal",

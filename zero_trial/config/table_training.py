@@ -160,7 +160,7 @@ GRADIENTS = (
         "gradient_predivide_factor",
         Float(above=0),
         HONOURED,
-        "with prescale_gradients: the part of the division that is done before the sum",
+        "without prescale_gradients: gradients are divided by it before they are summed, and by the rest after",
     ),
     Key(
         "gradient_allreduce_op",

@@ -39,8 +39,8 @@ STAGE = (
     Key(
         f"{_Z}.allgather_bucket_size",
         Int(1, unit="elements"),
-        HONOURED,
-        "an upper limit; the buffer is never larger than the model needs",
+        NOT_YET,
+        "parameters are gathered unit by unit, and a unit is limited by reduce_bucket_size",
     ),
     Key(f"{_Z}.use_multi_rank_bucket_allreduce", Bool(), NO_EFFECT, "there is no all-reduce to bucket", default=True),
     Key(

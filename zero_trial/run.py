@@ -26,14 +26,14 @@ import zero_trial
 from zero_trial.config import ExperimentConfig, read_experiment
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, Preempted, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
-from zero_trial.mesh.env import RankEnv
+from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import build_mesh
 from zero_trial.mesh.topology import MeshShape
 from zero_trial.mesh.world import destroy_distributed, init_distributed
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.local import LocalPlatform, checkpoint_step, latest_checkpoint
 from zero_trial.platform.protocols import Distributed
-from zero_trial.platform.run_folder import RunFolder, error_record, write_json
+from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
 from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.outcome import End, Outcome
@@ -101,10 +101,13 @@ def known(error: BaseException) -> BaseException:
 
 def fail(error: BaseException, state: RankState) -> int:
     """Leaves the error for the supervisor. The log gets a traceback only if the error is nobody's expected one."""
-    record = error_record(error, state.env.rank, state.step, time.time())
+    now = time.time()
+    record = error_record(error, state.env.rank, state.step, now)
     path = state.folder.error(state.env.rank)
     if not path.exists():  # the first error is the cause
         write_json(path, record)
+    if state.env.rank == 0:
+        append_line(state.folder.events, {"kind": "error", **{key: record[key] for key in ("time", "step", "message")}})
     if isinstance(error, ZeroTrialError):
         sys.stderr.write(f"{error}\n")
     else:
@@ -114,6 +117,7 @@ def fail(error: BaseException, state: RankState) -> int:
 
 def run_rank(options: argparse.Namespace, state: RankState, engine_factory: EngineFactory) -> None:
     """Builds everything around the trial, the trial, and runs it."""
+    state.env = read_rank_env()
     experiment = read_experiment(options.experiment)
     model_dir = options.model_dir.resolve()
     name = parse_entrypoint(options.entrypoint or experiment.entrypoint)

@@ -18,6 +18,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/model_defs/": "they mirror model_defs/",
     "tests/experiments/": "they mirror experiments/",
     "tests/benchmarks/": "they mirror benchmarks/",
+    "tests/trial/test_with_engine.py": "the controller around the real engine",
     "tests/launch/test_end_to_end.py": "whole runs from the command line",
     "tests/launch/test_two_hosts.py": "whole runs between two network namespaces",
 }

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
-from zero_trial.errors import CheckpointError
-from zero_trial.trial import Batch, Keep
+from zero_trial.errors import CheckpointError, TrialError
+from zero_trial.trial import Batch, Keep, TrialCallback
 from zero_trial.trial.checkpointing import TrialState, read_state, retained, write_state
 
 
@@ -103,3 +103,16 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         run_rank(Full, steps(6, checkpoint_period=Batch(2)), storage=tmp_path)
     assert [path.name for path in tmp_path.iterdir() if (path / "metadata.json").exists()] == ["step-000002"]
+
+
+def test_a_state_that_is_no_json_is_named(tmp_path: Path) -> None:
+    class Keeps(TrialCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    class WithKeeps(LineTrial):
+        def build_callbacks(self) -> dict[str, TrialCallback]:
+            return {"mine": Keeps()}
+
+    with pytest.raises(TrialError, match="the state of callback mine cannot be saved"):
+        run_rank(WithKeeps, steps(1), storage=tmp_path)

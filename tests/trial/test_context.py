@@ -40,7 +40,8 @@ def test_initialize_does_it_all_in_one_call() -> None:
     assert around.mpu == ModelParallelUnit(0, 1, True, True) and around.calls_per_step == 3
     assert around.parameters == 3 and around.ds_configs[0]["train_batch_size"] == 6
     [note] = around.platform.record.events  # type: ignore[attr-defined]
-    assert note["message"].startswith("global batch 6 = micro 2 x accumulation 3 x data-parallel ranks 1")
+    assert note["message"] == "global batch 6 = micro 2 x accumulation 3 x data-parallel ranks 1"
+    assert "gradient_accumulation_steps" in note["table"]
 
 
 def test_the_steps_of_the_tutorial_one_by_one() -> None:
@@ -48,9 +49,10 @@ def test_the_steps_of_the_tutorial_one_by_one() -> None:
     config = around.overwrite_ds_config(DS_CONFIG)
     assert config["optimizer"]["params"]["lr"] == 0.25 and DS_CONFIG["optimizer"]["params"]["lr"] == 0.01
     assert around.overwrite_ds_config(DS_CONFIG, {"optimizer.params.lr": 1.0})["optimizer"]["params"]["lr"] == 1.0
-    made = around.wrap_model_engine(FakeEngine(torch.nn.Linear(1, 1), config))
-    mpu = around.wrap_mpu(make_data_parallel_mpu(around.distributed))
-    assert around.mpu is mpu
+    built = FakeEngine(torch.nn.Linear(1, 1), config)
+    mpu = around.wrap_mpu(built.mpu)  # before the engine, as the tutorial does
+    made = around.wrap_model_engine(built)
+    assert around.mpu is mpu == make_data_parallel_mpu(around.distributed)
     assert around.reconcile_ds_config(made).train_batch_size == 2
     assert around.reconcile_ds_config(config).train_batch_size == 2
     with pytest.raises(TrialError, match="Only one MPU can be passed"):
@@ -67,7 +69,7 @@ def test_questions_before_there_is_an_engine() -> None:
         with pytest.raises(TrialError, match="Must have at least one model engine"):
             ask()
     with pytest.raises(TrialError, match="Must have at least one model engine"):
-        around.wrap_mpu(make_data_parallel_mpu(around.distributed))
+        around.set_mpu(make_data_parallel_mpu(around.distributed))
     with pytest.raises(TrialError, match="this is no engine: got Linear"):
         around.wrap_model_engine(torch.nn.Linear(1, 1))
 

@@ -29,6 +29,7 @@ def test_our_own_loader_seeks_by_samples() -> None:
     feed = open_feed(DataLoader(data, 2), "x", SECOND_OF_TWO, 0, Resume(samples=12, micro_batches=99))
     assert feed.taken == 3 and next(feed)[0].tolist() == [14, 15] and feed.taken == 4
     assert data.read == [14, 15]
+    assert feed.state_dict() == {"micro_batches": 4, "samples": 16, "loader": None}
 
 
 def test_a_position_between_two_batches_is_refused() -> None:
@@ -67,6 +68,7 @@ class Stateful:
 def test_a_loader_with_a_state_takes_it_back() -> None:
     feed = open_feed(Stateful(), "x", ALONE, 0, Resume(0, 4, {"at": 4}))
     assert next(feed) == 5 and feed.taken == 5
+    assert feed.state_dict() == {"micro_batches": 5, "samples": 0, "loader": {"at": 5}}
 
 
 def test_a_loader_that_yields_nothing() -> None:

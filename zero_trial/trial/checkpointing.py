@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import CheckpointError
+from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.feed import Resume
@@ -95,9 +95,7 @@ class Checkpointer:
         ``value`` is the searcher's metric at this very step, if it was validated.
         """
         context, rank = self._context, self._context.distributed.rank
-        callbacks = {name: dict(callback.state_dict()) for name, callback in self._callbacks.items()}
-        own = {"callbacks": callbacks, "reducers": context.reducers.state(), "loader": loader_state}
-        state.ranks = context.distributed.allgather(own)
+        state.ranks = context.distributed.allgather(self._own_part(loader_state))
         for callback in self._callbacks.values():
             callback.on_checkpoint_save_start(asdict(state))
         metadata = {
@@ -121,6 +119,24 @@ class Checkpointer:
         for callback in self._callbacks.values():
             callback.on_checkpoint_upload_end(storage_id)
         return storage_id
+
+    def _own_part(self, loader_state: Any) -> dict[str, Any]:
+        """What belongs to this rank alone.
+
+        Raises TrialError for a part that is no JSON, before any rank waits for another.
+        """
+        parts: dict[str, Any] = {
+            f"callback {name}": callback.state_dict() for name, callback in self._callbacks.items()
+        }
+        parts |= {"reducers": self._context.reducers.state(), "the data loader": loader_state}
+        for name, part in parts.items():
+            try:
+                json.dumps(part)
+            except (TypeError, ValueError) as error:
+                fix = "Use numbers, strings, lists and dicts; tensors as .tolist()."
+                raise TrialError(f"the state of {name} cannot be saved: {error}", where="state_dict", fix=fix) from None
+        callbacks = {name: parts[f"callback {name}"] for name in self._callbacks}
+        return {"callbacks": callbacks, "reducers": parts["reducers"], "loader": loader_state}
 
     @contextmanager
     def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialState] | None]:

@@ -61,7 +61,7 @@ class ZeroTrialContext(ExperimentView):
         """
         filled, table = reconcile_config(trial_ds_config(config, self.platform), self.platform)
         if not self.engines:
-            self.note(str(table))
+            self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)
         self.parameters += sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
         engine, _, _, _ = self._engine_factory(model=model, config=filled, **options)
@@ -86,16 +86,20 @@ class ZeroTrialContext(ExperimentView):
             self.note("engines differ in micro batch size; the first engine's counts for the data loaders")
         return engine
 
-    def wrap_mpu(self, mpu: ModelParallelUnit) -> ModelParallelUnit:
-        """Replaces the mpu that the first engine gave. Once, and after an engine is wrapped."""
-        self._first_engine()
+    def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
+        """Says where this rank stands among the replicas, instead of the first engine. Once.
+
+        ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``.
+        """
         if self._mpu_given:
             raise TrialError("Only one MPU can be passed to the context", where="wrap_mpu")
-        self._mpu, self._mpu_given = mpu, True
-        return mpu
+        self._mpu = mpu if isinstance(mpu, ModelParallelUnit) else make_engine_mpu(mpu)
+        self._mpu_given = True
+        return self._mpu
 
-    def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """As ``wrap_mpu``."""
+    def set_mpu(self, mpu: Any) -> None:
+        """As ``wrap_mpu``, and after an engine is wrapped."""
+        self._first_engine()
         self.wrap_mpu(mpu)
 
     @property
@@ -123,7 +127,7 @@ class ZeroTrialContext(ExperimentView):
             table = reconcile_engine(engine_or_config, self.platform)
         else:
             table = reconcile_config(open_source(engine_or_config), self.platform)[1]
-        self.note(str(table))
+        self.note(table.line(), table=table.table)
         return table
 
     def overwrite_ds_config(

@@ -108,11 +108,23 @@ class Controller:
         if mpu.should_build_data_loader:
             self._loader = self._trial.build_training_data_loader()
             check_reproducible(self._loader, name, context.check_reproducibility)
+            self._compare_batch(name)
         accumulation = context.get_num_micro_batches_per_slot()
         self._state.epoch_length = epoch_steps(context.distributed, self._loader, mpu, accumulation, context.note)
         if mpu.should_build_data_loader:
             resume = self._state.resume(context.distributed.rank)
             self._feed = open_feed(self._loader, name, mpu, context.platform.seed, resume)
+
+    def _compare_batch(self, name: str) -> None:
+        """Global batch and throughput are counted by the engine's micro batch: a loader that gives another one is
+        worth a word.
+        """
+        given = (
+            self._loader.batch_size if isinstance(self._loader, DataLoader) and not self._loader.batch_sampler else None
+        )
+        micro = self._context.get_train_micro_batch_size_per_gpu()
+        if given is not None and given != micro:
+            self._context.note(f"{name}: batches of {given} samples, but the engine's micro batch is {micro}")
 
     def _announce(self, storage_id: str | None) -> None:
         if self._context.distributed.rank == 0:
@@ -187,7 +199,7 @@ class Controller:
         }
         step, epoch_length = self._state.step, self._state.epoch_length
         due = {what for what, unit in units.items() if is_boundary(step, unit, epoch_length)}
-        return due | {Due.REPORT} if step == self._total else due
+        return due | {Due.REPORT, Due.VALIDATE} if step == self._total else due
 
     def _boundary(self, due: set[Due]) -> End:
         """Collective.
@@ -275,19 +287,13 @@ class Controller:
         self._reporter.last_checkpoint = storage_id
 
     def _note_data_position(self) -> Any:
-        """Collective.
-
-        How many micro-batches were handed out, as the ranks that read data agree; this rank's loader state.
-        """
-        taken = self._context.distributed.allgather(None if self._feed is None else self._feed.taken)
-        known = [number for number in taken if number is not None]
+        """Collective. How much data was handed out, as the ranks that read it agree; this rank's loader state."""
+        own = self._feed.state_dict() if self._feed is not None else None
+        ranks = self._context.distributed.allgather(None if own is None else [own["micro_batches"], own["samples"]])
+        known = [position for position in ranks if position is not None]
         if known and min(known) != max(known):
             self._context.note(
-                f"ranks have taken different numbers of batches {taken}; a resume goes on from {min(known)}"
+                f"ranks have taken different numbers of batches {ranks}; a resume goes on from {min(known)}"
             )
-        self._state.micro_batches = min(known, default=0)
-        size = getattr(self._loader, "batch_size", None) if isinstance(self._loader, DataLoader) else None
-        sizes = self._context.distributed.allgather(size)
-        batch = next((number for number in sizes if number is not None), 0)
-        self._state.samples = self._state.micro_batches * batch * self._context.mpu.data_parallel_world_size
-        return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+        self._state.micro_batches, self._state.samples = min(known, default=[0, 0])
+        return None if own is None else own["loader"]

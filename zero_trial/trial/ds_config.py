@@ -32,12 +32,15 @@ class Reconciled:
     data_parallel: int
     table: str = ""
 
-    def __str__(self) -> str:
-        line = (
+    def line(self) -> str:
+        """The equation with its numbers."""
+        return (
             f"global batch {self.train_batch_size} = micro {self.micro_batch_size} x accumulation {self.accumulation} "
             f"x data-parallel ranks {self.data_parallel}"
         )
-        return f"{line}\n{self.table}" if self.table else line
+
+    def __str__(self) -> str:
+        return f"{self.line()}\n{self.table}" if self.table else self.line()
 
 
 def trial_ds_config(given: Given | None, platform: Platform) -> Document:

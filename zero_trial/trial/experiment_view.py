@@ -59,7 +59,7 @@ class ExperimentView:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def note(self, text: str) -> None:
-        """A line for the person who watches; rank 0's only."""
+    def note(self, text: str, **more: Any) -> None:
+        """A line for the person who watches, and ``more`` for whoever reads the events; rank 0's only."""
         if self.distributed.rank == 0:
-            self.platform.progress.emit({"kind": "note", "message": text})
+            self.platform.progress.emit({"kind": "note", "message": text, **more})

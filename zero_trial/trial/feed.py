@@ -13,14 +13,27 @@ UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never
 
 
 class TrainFeed:
-    """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a resume."""
+    """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a resume.
 
-    def __init__(self, loader: Any, name: str, taken: int = 0, repeat: bool = False) -> None:
+    ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed. ``source`` is the loader
+    that the trial returned, asked for its ``state_dict`` if it has one.
+    """
+
+    def __init__(
+        self, loader: Any, name: str, taken: int = 0, repeat: bool = False, samples_each: int = 0, source: Any = None
+    ) -> None:
         self._loader = loader
         self._name = name
         self._repeat = repeat
         self._batches = iter(loader)
         self.taken = taken
+        self._samples_each = samples_each
+        self._source = source
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, JSON-able: micro-batches of this replica, samples over all, the loader's own state."""
+        own = self._source.state_dict() if hasattr(self._source, "state_dict") else None
+        return {"micro_batches": self.taken, "samples": self.taken * self._samples_each, "loader": own}
 
     def __iter__(self) -> TrainFeed:
         return self
@@ -111,11 +124,13 @@ def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume:
     if isinstance(loader, DataLoader):
         skip = _skip(loader, mpu, resume)
         replica = loader.get_data_loader(True, skip, mpu.data_parallel_world_size, mpu.data_parallel_rank, seed)
-        return TrainFeed(replica, name, skip)
+        fixed = loader.batch_sampler is None and loader.batch_size is not None
+        each = (loader.batch_size or 0) * mpu.data_parallel_world_size if fixed else 0
+        return TrainFeed(replica, name, skip, samples_each=each)
     if resume.loader_state is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(resume.loader_state)
-        return TrainFeed(loader, name, resume.micro_batches, repeat=True)
-    feed = TrainFeed(loader, name, repeat=True)
+        return TrainFeed(loader, name, resume.micro_batches, repeat=True, source=loader)
+    feed = TrainFeed(loader, name, repeat=True, source=loader)
     feed.jump(resume.micro_batches)
     return feed
 

@@ -1,0 +1,56 @@
+"""The benchmark's own machinery: real ranks on a tiny model, failures that are named, and medians over rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.contenders import missing
+from benchmarks.engine import above_bare
+from benchmarks.rounds import Failed, Job, _medians, run_once, run_rounds
+from benchmarks.workload import Workload
+
+TINY = Workload("tiny", micro_batch=2, layers=4, width=8)
+
+
+def job(name: str, ranks: int = 2) -> Job:
+    return Job(name, "fp32", TINY, ranks, threads=1, accumulation=2, warmup=1, steps=3, timeout_seconds=120)
+
+
+def test_ours_and_ddp_do_the_same_work() -> None:
+    ours, ddp = run_once(job("ours-2")), run_once(job("ddp"))
+    assert len(ours["losses"]) == 4
+    assert ours["losses"] == pytest.approx(ddp["losses"], rel=1e-6)
+    assert ours["losses"][-1] != ours["losses"][0]
+    assert ours["parameter_tensors"] == 8
+    assert ours["wall_ms"] > 0
+
+
+def test_a_contender_that_fails_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Failed, match=r"(?s)ended with 1\n.*ValueError"):
+        run_once(job("ours-nonsense", ranks=1))
+    rows = run_rounds([job("ours-nonsense", ranks=1), job("bare", ranks=1)], rounds=1)
+    assert [row["name"] for row in rows] == ["bare"]
+    assert "failed   ours-nonsense fp32" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.contenders.importlib.util.find_spec", lambda name: None)
+    assert "not installed" in (missing("deepspeed-2") or "")
+    assert missing("ddp") is None
+
+
+def test_rounds_are_joined_by_their_median() -> None:
+    rounds = [{"wall_ms": wall, "cpu_ms": 1.0, "losses": [0.5]} for wall in (30.0, 10.0, 20.0)]
+    row = _medians(job("ddp"), rounds)
+    assert (row["wall_ms"], row["wall_ms_min"], row["wall_ms_max"], row["rounds"]) == (20.0, 10.0, 30.0, 3)
+
+
+def test_above_bare_subtracts_the_row_of_the_same_dtype() -> None:
+    rows = [
+        {"name": "bare", "dtype": "fp32", "cpu_ms": 10.0},
+        {"name": "bare", "dtype": "bf16", "cpu_ms": 4.0},
+        {"name": "ddp", "dtype": "bf16", "cpu_ms": 9.0},
+        {"name": "ddp", "dtype": "fp16", "cpu_ms": 9.0},
+    ]
+    above_bare(rows, "cpu_ms")
+    assert [row.get("cpu_ms_above_bare") for row in rows] == [None, None, 5.0, None]

@@ -80,6 +80,8 @@ def plan_shape(
             raise ConfigError(
                 "ZeRO stage 0 shards nothing", where="mesh.shard", got=shard, expected=1, fix="Set zero_optimization.stage to 1, 2 or 3."
             )
+        if replica not in (None, data):
+            raise ConfigError("at ZeRO stage 0 every data-parallel rank is a replica", where="mesh.replica", got=replica, expected=data)
         return MeshShape(pipe, data, 1, model)
     if shard is None:
         shard = data // replica if replica else data

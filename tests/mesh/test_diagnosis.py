@@ -1,0 +1,82 @@
+"""Tests for zero_trial/mesh/diagnosis.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.mesh.board import Board, Position
+from zero_trial.mesh.diagnosis import behind, explain, listing
+
+
+class FakeBoard(Board):
+    """Rank 0 of three, and what the others are said to have published."""
+
+    def __init__(self, others: dict[int, Position | None]) -> None:
+        super().__init__(None, 0, 1)
+        self._others = others
+        self.step = 17
+        self.sequence = 8
+        self.enter("all_gather(block.3) over shard")
+
+    def positions(self) -> dict[int, Position | None]:
+        return {0: self._now} | self._others
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.mesh.diagnosis.time.sleep", lambda seconds: None)
+
+
+HERE = Position(17, 9, "all_gather(block.3) over shard", 0.0, True)
+LATE = Position(16, 4, "reduce_scatter(bucket0) over shard", 0.0, False)
+TIMED_OUT = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+NAME = "all_gather(block.3) over shard"
+
+
+def test_the_rank_that_never_came_is_named_with_its_place() -> None:
+    error = explain(FakeBoard({1: LATE, 2: HERE}), (0, 1, 2), NAME, TIMED_OUT, 2.0)
+    text = str(error)
+    assert text.startswith(f"rank 0, step 17, {NAME}: waited 2 s for rank 1, which never reached this collective.")
+    assert "rank 1 at step 16, after reduce_scatter(bucket0) over shard (collective 4" in text
+    assert "rank 2" not in text
+    assert error.exit_code == 5
+
+
+def test_several_late_ranks_and_one_that_said_nothing() -> None:
+    text = str(explain(FakeBoard({1: LATE, 2: None}), (0, 1, 2), NAME, TIMED_OUT, 0.5))
+    assert "waited 0.5 s for rank 1, rank 2" in text
+    assert "rank 2 has reported nothing" in text
+
+
+def test_ranks_of_other_groups_are_left_out() -> None:
+    text = str(explain(FakeBoard({1: LATE, 2: LATE}), (0, 2), NAME, TIMED_OUT, 1.0))
+    assert "for rank 2," in text
+    assert "rank 1" not in text
+
+
+@pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:1", "Connection reset by peer", "Broken pipe"])
+def test_a_lost_connection_means_that_a_rank_ended(text: str) -> None:
+    error = str(explain(FakeBoard({1: LATE, 2: HERE}), (0, 1, 2), NAME, RuntimeError(text), 1.0))
+    assert "another rank ended while this one waited for it" in error
+    assert "rank 1 at step 16" in error
+    assert "rank 2 at step 17" in error
+    assert text in error
+
+
+def test_any_other_failure_is_told_as_it_is() -> None:
+    error = str(explain(FakeBoard({1: HERE}), (0, 1), NAME, RuntimeError("Invalid scalar type\nbacktrace"), 1.0))
+    assert "a collective failed: got Invalid scalar type." in error
+    assert "backtrace" not in error
+    assert "RuntimeError" in str(explain(FakeBoard({1: HERE}), (0, 1), NAME, RuntimeError(), 1.0))
+
+
+def test_behind() -> None:
+    """Behind is who entered fewer collectives, or said nothing; a rank that is ahead is not."""
+    ahead = Position(17, 12)
+    assert behind({0: HERE, 1: LATE, 2: None, 3: HERE, 4: ahead}, 0) == [1, 2]
+    assert behind({0: None, 1: LATE}, 0) == []
+
+
+def test_listing() -> None:
+    assert listing({0: HERE}, 0) == "no other rank"
+    assert listing({0: HERE, 1: None, 2: None}, 0, [2]) == "rank 2 has reported nothing"

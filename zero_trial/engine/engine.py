@@ -107,6 +107,7 @@ class Engine(EngineSurface):
         finite = math.isfinite(norm)
         self._grad_norm = norm
         if finite or not self.wiring.skip_nonfinite:
+            self.sharded.settle()
             self.optimizer.step(self._unscale() * (clip_factor(norm, self.wiring.clip) if finite else 1.0))
             self.sharded.publish()
             if not self.wiring.defer_publish:

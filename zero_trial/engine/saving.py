@@ -171,6 +171,7 @@ class Saver:
         folder, verified = found
         reader = self._together(lambda: self._open(folder, verified), "open checkpoint")
         state = decode(reader.manifest.state, reader.read)
+        engine.sharded.settle()
         self._together(lambda: self._read_weights(reader, strict), "read weights")
         engine.sharded.reducer.reset()
         if with_optimizer and engine.optimizer is not None:

@@ -146,6 +146,11 @@ class ShardedModel:
             landing.end_pass()
         self.reducer.finish()
 
+    def settle(self) -> None:
+        """Waits for gathers under way (fetched ahead and never used): they read the shards that are about to be written."""
+        for unit in self.units:
+            unit.finish_gather()
+
     def publish(self) -> None:
         """The masters are updated: rounds them into parameters and starts to give every rank the full copies that always live.
 

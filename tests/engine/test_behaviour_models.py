@@ -1,0 +1,515 @@
+"""Models of every shape that users bring, trained by an engine at every ZeRO stage and by plain torch: the same parameters come out.
+
+Two ranks, fp32, a few AdamW steps. Tolerance 2e-6, as in the oracle: only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, compare
+from tests.support.pool import Pools
+
+WIDTH = 12
+
+
+class Mix(nn.Module):
+    """A block whose every parameter gets a gradient that is not zero in theory."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Mix() for _ in range(blocks)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain_loss(model: Any, turn: Turn) -> torch.Tensor:
+    return model(turn.normal(4, 5)).square().mean()
+
+
+# --- parameters: groups, frozen, unused, tied, sizes --------------------------------------------------------------------
+
+
+def by_kind(model: nn.Module) -> list[dict[str, Any]]:
+    """Three groups; biases of all blocks in one without decay, the head with its own lr."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {"params": [p for n, p in named if n.startswith("head")], "lr": 5e-3},
+        {"params": [p for n, p in named if not n.startswith("head") and n.endswith("bias")], "weight_decay": 0.0},
+        {"params": [p for n, p in named if not n.startswith("head") and not n.endswith("bias")], "lr": 2e-3, "weight_decay": 0.3},
+    ]
+
+
+def frozen_front() -> nn.Module:
+    """Two frozen blocks in front of the trainable ones: no gradient ever enters them."""
+    model = Stack(4)
+    for frozen in (model.embed, model.blocks[0], model.blocks[1]):
+        frozen.requires_grad_(False)
+    return model
+
+
+def frozen_middle() -> nn.Module:
+    """A frozen block that gradients must pass through, and a half frozen one."""
+    model = Stack(4)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.requires_grad_(False)
+    return model
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen weight and a trainable product of two thin ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, WIDTH) * 0.1)
+        self.b = nn.Parameter(torch.randn(WIDTH, 2) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + F.linear(F.linear(x, self.a), self.b))
+
+
+class Lora(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.blocks = nn.ModuleList([Adapted() for _ in range(3)])
+        self.head.requires_grad_(False)
+
+
+class Spare(Stack):
+    """``spare`` and one block are never used; ``sometimes`` on rank 1 only, in odd steps; ``rare`` in the first step on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.spare = nn.Linear(7, 7)
+        self.never = nn.ModuleList([Mix(), Mix()])
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.rare = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, turn: Turn | None = None) -> torch.Tensor:
+        x = self.embed(x)
+        if turn is not None and turn.rank == 1 and turn.step % 2:
+            x = x + self.sometimes(x)
+        if turn is not None and turn.rank == 0 and turn.step == 0:
+            x = x * self.rare
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class BranchInBlock(nn.Module):
+    """A block of which each rank uses another half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return x + torch.tanh(self.left(x) if left else self.right(x))
+
+
+class Branches(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([BranchInBlock() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, (index + turn.rank + turn.step) % 3 == 0)
+        return self.head(x)
+
+
+class Tied(Stack):
+    """Weights shared between embedding and head, between two blocks, and one block that stands in the list twice."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.blocks.append(self.blocks[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.pad(x, (0, WIDTH - 5)))
+
+
+class Sizes(Stack):
+    """Empty, scalar, one-element and huge parameters (three buckets' worth), between ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.one = nn.Parameter(torch.tensor([0.2]))
+        self.huge = nn.Linear(WIDTH, 800)
+        self.back = nn.Linear(800, WIDTH)
+        self.blocks[0].register_parameter("nothing", nn.Parameter(torch.zeros(3, 0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.scale + self.one + self.empty.sum()
+        x = x + self.back(torch.tanh(self.huge(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OnlyEmpty(nn.Module):
+    """Blocks without any parameter, and one whose only parameter is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 0), nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x)) + self.blocks[2](x).sum()
+
+
+# --- control flow -------------------------------------------------------------------------------------------------------
+
+
+class Twice(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index in (0, 1, 0, 2, 1, 0):
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class OtherOrder(Stack):
+    """The order of blocks changes with every step, alike on all ranks; some are left out."""
+
+    ORDERS = ((0, 1, 2), (0, 1, 2), (2, 0, 1), (1,), (1, 2, 2), (0, 1, 2))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.embed(x)
+        for index in self.ORDERS[step]:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class Nested(nn.Module):
+    """Blocks inside blocks: stacks of stacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList([nn.ModuleList([Mix(), Mix()]), nn.Sequential(Mix(), Mix(), Mix())])
+        self.mixed = nn.ModuleDict({"a": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), "b": Mix()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.pad(x, (0, WIDTH - 5))
+        for inner in self.outer[0]:
+            x = inner(x)
+        return self.mixed["b"](self.mixed["a"](self.outer[1](x)))
+
+
+class Recomputed(Stack):
+    """torch.utils.checkpoint around each block, or around two at once."""
+
+    def __init__(self, reentrant: bool, pairs: bool = False) -> None:
+        super().__init__(4)
+        self.reentrant, self.pairs = reentrant, pairs
+
+    def two(self, first: int, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[first + 1](self.blocks[first](x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index in range(0, 4, 2 if self.pairs else 1):
+            part = (lambda x, index=index: self.two(index, x)) if self.pairs else self.blocks[index]
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class RecomputedShared(Stack):
+    """Reentrant checkpointing runs one backward per segment: a weight used in several segments gets several gradients."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(2)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index in (0, 1, 0, 1, 0):
+            x = checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class FrozenFrontRecomputed(Recomputed):
+    """No input of the first checkpoint requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+        self.embed.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+
+
+# --- outputs ------------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["x", "extra"])
+
+
+@dataclass
+class Out:
+    x: torch.Tensor
+    extra: Any = None
+
+
+class Opaque:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Wrapping(Mix):
+    """A block that returns its output in the given wrapping."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return {
+            "tuple": (x, None, 3),
+            "nested": ([{"deep": (x,)}], "text"),
+            "dict": {"x": x, "none": None},
+            "dataclass": Out(x, [x.detach()]),
+            "namedtuple": Pair(x, {"n": 1}),
+            "object": Opaque(x),
+            "list of objects": [Opaque(x)],
+        }[self.kind]
+
+
+def unwrap(value: Any) -> torch.Tensor:
+    while not isinstance(value, torch.Tensor):
+        value = value["x"] if isinstance(value, dict) and "x" in value else value
+        value = value["deep"] if isinstance(value, dict) else value
+        value = value[0] if isinstance(value, (tuple, list)) else getattr(value, "x", value)
+    return value
+
+
+class Wrapped(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = ["tuple", "nested", "dict", "dataclass", "namedtuple", "object", "list of objects"]
+        self.blocks = nn.ModuleList([Wrapping(kind) for kind in kinds])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = unwrap(block(x))
+        return {"logits": self.head(x), "nothing": None, "parts": Out(x)}
+
+
+class Auxiliary(Mix):
+    """Leaves a loss of its own on an attribute, as routers do; with ``only`` that is the block's only differentiable result."""
+
+    def __init__(self, only: bool = False) -> None:
+        super().__init__()
+        self.only = only
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aux = [y.square().mean()] if self.only else y.square().mean()
+        return x.detach() + y.detach() if self.only else y
+
+
+class WithAuxiliary(Stack):
+    def __init__(self, only: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Auxiliary(only and index == 1) for index in range(3)])
+
+
+def loss_with_auxiliary(model: Any, turn: Turn) -> torch.Tensor:
+    main = plain_loss(model, turn)
+    for block in getattr(model, "module", model).blocks:
+        main = main + 0.1 * (block.aux[0] if isinstance(block.aux, list) else block.aux)
+    return main
+
+
+class Late(nn.Module):
+    """A loss that reaches a block's weight twice: through its output, and directly from the root (weight decay by hand)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean() + 0.01 * self.inner.head.weight.square().sum()
+
+
+# --- layers of torch ----------------------------------------------------------------------------------------------------
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.stages = nn.Sequential(self.stage(), self.stage())
+        self.head = nn.Linear(6, 3)
+
+    @staticmethod
+    def stage() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stages(F.gelu(self.norm(self.stem(x)))).mean((2, 3)))
+
+
+def conv_loss(model: Any, turn: Turn) -> torch.Tensor:
+    return F.cross_entropy(model(turn.normal(4, 1, 6, 6)), torch.arange(4) % 3)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(5, 6, num_layers=2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x[None])[0])
+
+
+class Attention(nn.Module):
+    """torch's own encoder layers: a weight of an inner module is used by the outer module's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        for block in self.encoder.layers:  # the key bias has no gradient in theory
+            block.self_attn.in_proj_bias.requires_grad_(False)
+        self.table = nn.Embedding(11, 8, padding_idx=0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.table(tokens)) @ self.table.weight.T
+
+
+def token_loss(model: Any, turn: Turn) -> torch.Tensor:
+    tokens = (turn.normal(3, 4).abs() * 5).long() % 11
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+class Normed(Stack):
+    """Parametrized weights: what is used is computed from what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            torch.nn.utils.parametrizations.weight_norm(block.up)
+        torch.nn.utils.parametrizations.weight_norm(self.head)
+
+
+# --- losses -------------------------------------------------------------------------------------------------------------
+
+
+def input_gradient_loss(model: Any, turn: Turn) -> torch.Tensor:
+    x = turn.normal(4, 5).requires_grad_()
+    return model(x).square().mean() + x.square().mean()
+
+
+def penalty_loss(model: Any, turn: Turn) -> torch.Tensor:
+    """A gradient penalty: the gradient of an output by the input enters the loss, so autograd goes through the model three times."""
+    x = turn.normal(4, 5).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().mean() + model(x).square().mean()
+
+
+def two_inputs_loss(model: Any, turn: Turn) -> torch.Tensor:
+    """The model twice in one loss, as contrastive losses do."""
+    return (model(turn.normal(4, 5)) - 0.5 * model(turn.normal(4, 5) * 2)).square().mean()
+
+
+def evaluate(model: Any, turn: Turn) -> None:
+    """After every micro-batch: under no_grad and inference_mode, in eval mode, and a forward with gradients that is never taken back."""
+    model.eval()
+    with torch.no_grad():
+        plain_loss(model, turn)
+    with torch.inference_mode():
+        plain_loss(model, turn)
+    model.train()
+    plain_loss(model, turn)
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+CASES: dict[str, Case] = {
+    "groups": Case(Stack, plain_loss, groups=by_kind),
+    "groups accumulated": Case(Stack, plain_loss, groups=by_kind, accumulation=3, steps=3),
+    "frozen front": Case(frozen_front, plain_loss),
+    "frozen middle": Case(frozen_middle, plain_loss, groups=by_kind),
+    "lora": Case(Lora, plain_loss),
+    "unused": Case(Spare, lambda m, t: m(t.normal(4, 5), t).square().mean(), accumulation=2),
+    "branches differ by rank": Case(Branches, lambda m, t: m(t.normal(4, 5), t).square().mean()),
+    "tied": Case(Tied, plain_loss),
+    "tied in groups": Case(Tied, plain_loss, groups=by_kind, accumulation=2),
+    "sizes": Case(Sizes, plain_loss, groups=by_kind),
+    "empty blocks": Case(OnlyEmpty, plain_loss),
+    "called twice": Case(Twice, plain_loss, accumulation=2),
+    "other order": Case(OtherOrder, lambda m, t: m(t.normal(4, 5), t.step).square().mean(), steps=6),
+    "nested": Case(Nested, plain_loss),
+    "checkpoint": Case(lambda: Recomputed(False), plain_loss, accumulation=2),
+    "checkpoint pairs": Case(lambda: Recomputed(False, pairs=True), plain_loss),
+    "checkpoint reentrant": Case(lambda: Recomputed(True), plain_loss, accumulation=2),
+    "checkpoint reentrant pairs": Case(lambda: Recomputed(True, pairs=True), plain_loss),
+    "checkpoint shared": Case(lambda: RecomputedShared(False), plain_loss),
+    "checkpoint reentrant shared": Case(lambda: RecomputedShared(True), plain_loss, accumulation=2),
+    "checkpoint frozen front": Case(FrozenFrontRecomputed, plain_loss),
+    "outputs": Case(Wrapped, lambda m, t: m(t.normal(4, 5))["logits"].square().mean()),
+    "auxiliary loss": Case(WithAuxiliary, loss_with_auxiliary),
+    "auxiliary loss only": Case(lambda: WithAuxiliary(only=True), loss_with_auxiliary),
+    "direct use": Case(Late, lambda m, t: m(t.normal(4, 5))),
+    "convolutions": Case(Conv, conv_loss, accumulation=2),
+    "recurrent": Case(Recurrent, plain_loss),
+    "attention": Case(Attention, token_loss),
+    "weight norm": Case(Normed, plain_loss),
+    "input gradient": Case(Stack, input_gradient_loss),
+    "gradient penalty": Case(Stack, penalty_loss, optimizer=SGD, dense_optimizer=sgd),
+    "two forwards": Case(Stack, two_inputs_loss, accumulation=2),
+    "evaluation between": Case(Stack, plain_loss, accumulation=2, between=evaluate),
+}
+
+
+def train(case: str, stage: str) -> float:
+    return compare(CASES[case], STAGES[stage])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_plain_torch_does(ranks: Pools, case: str, stage: str) -> None:
+    for gap in ranks(2).run(train, case, stage, timeout=45):
+        assert gap <= TOLERANCE

@@ -37,6 +37,12 @@ def test_asking(value: Any, asks: bool):
     assert Key("k", Opaque(), Answer.REFUSED, "why", default=1, harmless=(-1,)).asks(value) is asks
 
 
+def test_false_is_not_zero():
+    row = Key("k", Opaque(), Answer.HONOURED, "why", harmless=(False, -1))
+    assert row.is_harmless(False) and row.is_harmless(-1)
+    assert not row.is_harmless(0) and not row.is_harmless(-1.0) and not row.is_harmless(True)
+
+
 def test_rows_that_are_alike():
     rows = alike("s", Answer.NOT_YET, "later", a=Bool(), b=Int())
     assert [row.path for row in rows] == ["s.a", "s.b"]

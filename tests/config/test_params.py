@@ -93,6 +93,18 @@ def test_a_name_that_nobody_knows_is_left_to_torch():
     assert not read("optimizer", "muon", {}).warnings
 
 
+def test_one_bit_names_are_trained_as_their_base():
+    found = read("optimizer", "OneBitAdam", {"freeze_step": 10, "lr": 1e-3})
+    assert not found.faults
+    assert found.warnings == ["optimizer.type: gradients are not compressed; trained as AdamW."]
+
+
+@pytest.mark.parametrize("name", ["MuAdam", "musgd", "LBFGS", "SparseAdam"])
+def test_optimizers_that_cannot_be_used(name: str):
+    (fault,) = read("optimizer", name, {}).faults
+    assert str(fault).startswith("optimizer.type: it cannot be used: it ")
+
+
 def test_null_and_places_with_a_fault_are_passed_over():
     given = {"lr": None, "eps": "auto"}
     assert read_params("optimizer", "Adam", given, Document({}), {"optimizer.params.eps"}) == Params("Adam")

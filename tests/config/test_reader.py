@@ -300,6 +300,39 @@ def test_the_input_is_left_alone():
     assert json.dumps(mine) == before
 
 
+CORPUS = Path(__file__).parent / "corpus"
+ANSWERS: dict[str, list[str]] = json.loads((CORPUS / "answers.json").read_text("utf-8"))
+ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "warmup_steps": 10,
+    "num_training_steps": 100, "max_grad_norm": 1.0, "fp16": False, "bf16": False, "hidden_size": 64, "per_device_train_batch_size": 2,
+}  # fmt: skip
+
+
+def test_the_corpus_is_large_and_complete():
+    assert {path.stem for path in CORPUS.glob("*.json")} - {"answers"} == set(ANSWERS)
+    assert len(ANSWERS) >= 100
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_file_of_the_kinds_that_people_have(name: str):
+    """Each is read, or refused for exactly the keys that stand in answers.json; what is read says where each value came from."""
+    path = CORPUS / f"{name}.json"
+    try:
+        config = read_ds_config(path, hints=ARGUMENTS)
+    except ConfigError as error:
+        faults = error.faults or (error,)
+        assert [fault.where.partition(" ")[2] for fault in faults if fault.where] == ANSWERS[name]
+        assert all(f"{name}.json" in str(fault) for fault in faults)
+        return
+    assert ANSWERS[name] == []
+    for entry in config_report(config):
+        row = TABLE[entry.key]
+        written = not entry.source.startswith("default")
+        assert f"{name}.json" in entry.source or not written
+        if written and row.answer is not Answer.HONOURED and row.asks(entry.value):
+            assert entry.remark, f"{entry.key} has no effect, and the report does not say so"
+
+
 REAL: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto", "steps_per_print": 10,
     "gradient_clipping": 1.0, "wall_clock_breakdown": False, "dump_state": False,

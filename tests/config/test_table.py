@@ -155,6 +155,9 @@ def test_sections_are_frozen():
         ("zero_optimization", "stag", "stage"),
         ("fp16", "initial_scale_pwr", "initial_scale_power"),
         ("", "offload_optimiser", "zero_optimization.offload_optimizer"),
+        ("optimizer", "lr", "optimizer.params.lr"),
+        ("", "lr", "optimizer.params.lr"),
+        ("scheduler", "warmup_num_steps", "scheduler.params.warmup_num_steps"),
         ("", "xyzzy", None),
     ],
 )

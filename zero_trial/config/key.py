@@ -32,8 +32,8 @@ class Origin(Enum):
 class Key:
     """One row. ``path`` is dotted and canonical; ``says`` is the meaning, or the reason of the answer; ``instead`` is what to write.
 
-    ``aliases`` are other last parts of the path that are equally valid; ``harmless`` are values, beside the default, that ask for nothing
-    and are therefore never refused; ``was`` is the default of older DeepSpeed where it changed.
+    ``aliases`` are other last parts of the path that are equally valid; ``harmless`` are values that people write for "nothing" and that
+    are read as if the key were not there; ``was`` is the default of older DeepSpeed where it changed.
     """
 
     path: str
@@ -63,11 +63,15 @@ class Key:
 
     def asks(self, value: Any) -> bool:
         """Whether ``value`` asks for what this key does: not the default, not harmless, and, for a section, something in it enabled."""
-        if value is None or value == self.default or any(value is h or value == h for h in self.harmless):
+        if value is None or value == self.default or self.is_harmless(value):
             return False
         if isinstance(value, Mapping):
             return _enabled(value)
         return True
+
+    def is_harmless(self, value: Any) -> bool:
+        """Whether ``value`` is one that stands for nothing; False is not 0."""
+        return any(type(value) is type(nothing) and value == nothing for nothing in self.harmless)
 
 
 def _enabled(section: Mapping[str, Any]) -> bool:

@@ -60,7 +60,7 @@ _LAMB = {
     "eps_inside_sqrt": _FLAG,
     "amsgrad": _FLAG,
 }
-_ONE_BIT = {
+_COMPRESSION = {
     name: Param(Opaque())
     for name in (
         *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min"),
@@ -95,11 +95,20 @@ OPTIMIZERS = _by_lower_name(
     Named("Lamb", _LAMB),
     Named("Adagrad", _ADAGRAD),
     Named("Lion", _LION),
-    Named("OneBitAdam", _ADAM | _ONE_BIT),
-    Named("ZeroOneAdam", _ADAM | _ONE_BIT),
-    Named("OneBitLamb", _LAMB | _ONE_BIT),
+    Named("OneBitAdam", _ADAM | _COMPRESSION),
+    Named("ZeroOneAdam", _ADAM | _COMPRESSION),
+    Named("OneBitLamb", _LAMB | _COMPRESSION),
 )
-ANY_CASE = ("Muon", "MuAdam", "MuAdamW", "MuSGD")
+ANY_CASE = ("Muon",)
+ONE_BIT = {"OneBitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OneBitLamb": "Lamb"}
+_MUP = "it needs the shapes that the mup package keeps; build it with mup and pass it to initialize"
+REFUSED_OPTIMIZERS = {
+    "MuAdam": _MUP,
+    "MuAdamW": _MUP,
+    "MuSGD": _MUP,
+    "LBFGS": "it calls the model several times per step, which a step after backward cannot do",
+    "SparseAdam": "it works on sparse gradients, and gradients here are dense",
+}
 TORCH_OPTIMIZERS = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
     *("RMSprop", "Rprop", "SGD", "SparseAdam"),

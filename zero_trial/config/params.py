@@ -12,7 +12,9 @@ from zero_trial.config.document import Document
 from zero_trial.config.kinds import Float, Mismatch, as_number
 from zero_trial.config.named_params import (
     ANY_CASE,
+    ONE_BIT,
     OPTIMIZERS,
+    REFUSED_OPTIMIZERS,
     SCHEDULERS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
@@ -40,6 +42,9 @@ def read_params(section: str, name: str, given: Mapping[str, Any], document: Doc
     found = Params(named.name if named else name)
     if named is None:
         _check_name(section, name, document, found)
+    elif named.name in ONE_BIT:
+        where = document.at((section, "type")).where(f"{section}.type")
+        found.warnings.append(f"{where}: gradients are not compressed; trained as {ONE_BIT[named.name]}.")
     for key, value in given.items():
         path = f"{section}.params.{key}"
         where = document.at((section, "params", str(key))).where(path)
@@ -108,6 +113,11 @@ def _unknown(key: str, where: str, named: Named) -> ConfigError:
 
 def _check_name(section: str, name: str, document: Document, found: Params) -> None:
     """A name that is not in the tables: fine if torch has it, a fault if it is close to a known one, else torch's to say."""
+    where = document.at((section, "type")).where(f"{section}.type")
+    refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()} if section == "optimizer" else {}
+    if name.lower() in refused:
+        found.faults.append(ConfigError(f"it cannot be used: {refused[name.lower()]}", where=where, got=shown(name)))
+        return
     if section == "optimizer":
         exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values()), *ANY_CASE}
         any_case = {known.lower() for known in ANY_CASE}
@@ -117,7 +127,6 @@ def _check_name(section: str, name: str, document: Document, found: Params) -> N
         return
     by_lower = {known.lower(): known for known in sorted(exact)}
     near = difflib.get_close_matches(name.lower(), by_lower, 1)
-    where = document.at((section, "type")).where(f"{section}.type")
     if near:
         found.faults.append(
             ConfigError(f"no such {section}", where=where, got=shown(name), fix=f'Did you mean "{by_lower[near[0]]}"?')

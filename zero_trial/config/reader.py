@@ -73,7 +73,7 @@ def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, A
         path = ".".join(parts)
         row = TABLE[path]
         where = document.at(parts).where(path)
-        if value is None or where in skip:
+        if value is None or where in skip or row.is_harmless(value):
             continue
         if row.is_section:
             values[path] = {}
@@ -89,9 +89,7 @@ def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, A
             faults.append(ConfigError(row.says, where=where, got=shown(value), fix=row.instead))
             continue
         warnings += [f"{where}: {reading.warning}"] if reading.warning else []
-        values[path] = (
-            None if row.path == "zero_optimization.mics_shard_size" and reading.value == -1 else reading.value
-        )
+        values[path] = reading.value
     for section in _PARAMS:
         if section in document.value:
             _require_type(section, values, document, faults)

@@ -14,6 +14,7 @@ from typing import Any
 
 from zero_trial.config.key import Key
 from zero_trial.config.kinds import Section
+from zero_trial.config.named_params import OPTIMIZERS, SCHEDULERS
 from zero_trial.config.sections import DsConfig
 from zero_trial.config.table_legacy import LEGACY
 from zero_trial.config.table_running import RUNNING
@@ -87,6 +88,11 @@ def nearest(parent: str, name: str) -> str | None:
     close = difflib.get_close_matches(name, sorted(here), 1, 0.7)
     if close:
         return close[0]
+    if parent in ("", "optimizer", "scheduler"):
+        owner = "scheduler" if parent == "scheduler" else "optimizer"
+        known = (OPTIMIZERS if owner == "optimizer" else SCHEDULERS).values()
+        if any(name in named.params for named in known):
+            return f"{owner}.params.{name}"
     for other, spellings in _SPELLINGS.items():
         if name in spellings:
             return f"{other}.{name}" if other else f"{name} (at the top level)"

@@ -21,7 +21,7 @@ PRINTING = (
     ),
     Key("wall_clock_breakdown", Bool(), NOT_YET, "timers of forward, backward and step are not printed yet"),
     Key("memory_breakdown", Bool(), NOT_YET, "memory is not printed per step yet"),
-    Key("dump_state", Bool(), HONOURED, "the engine prints its whole configuration when it starts"),
+    Key("dump_state", Bool(), NOT_YET, "the configuration is not printed by the engine yet; it is in the run folder"),
     Key(
         "dataloader_drop_last", Bool(), HONOURED, "the loader that initialize makes leaves out an incomplete last batch"
     ),

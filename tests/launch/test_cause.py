@@ -38,7 +38,7 @@ def test_a_mesh_error_is_an_echo_while_somebody_died():
     lost = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
     killed = first_cause([lost], RANKS, [Death(1, 101, -11)], [])
     assert killed is not None and killed.rank == 1
-    assert first_cause([lost], RANKS, [], []) == Cause(0, "rank 1 never came to all_gather", 5)
+    assert first_cause([lost], RANKS, [], []) == Cause(0, "rank 1 never came to all_gather", 5, echo=True)
 
 
 def test_the_agent_s_own_sigterm_is_no_cause():

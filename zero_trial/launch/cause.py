@@ -5,6 +5,7 @@ When one rank dies, the others fail too: their connections to it break. Only the
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 from collections.abc import Sequence
@@ -28,11 +29,15 @@ _SECONDARY = re.compile(
 
 @dataclass(frozen=True)
 class Cause:
-    """What ended the run: the rank (None when no rank is to blame), the words for the user, and the exit code of the command."""
+    """What ended the run: the rank (None when no rank is to blame), the words for the user, and the exit code of the command.
+
+    ``echo`` says that the rank only heard of it: the cause itself is not known here.
+    """
 
     rank: int | None
     message: str
     exit_code: int
+    echo: bool = False
 
     @property
     def headline(self) -> str:
@@ -63,7 +68,7 @@ def first_cause(
     if silent is not None:
         return silent
     echoes = sorted(errors, key=lambda error: error.time)
-    return _from_error(echoes[0]) if echoes else None
+    return dataclasses.replace(_from_error(echoes[0]), echo=True) if echoes else None
 
 
 def _from_error(error: ErrorRecord) -> Cause:

@@ -18,7 +18,7 @@ class PlacementRequest:
 
     slots: int | None = None
     hostfile: str | None = None
-    hostfile_name: str = "hostfile"
+    hostfile_name: str = ""
     include: str = ""
     exclude: str = ""
     num_nodes: int | None = None
@@ -101,7 +101,7 @@ def _explicit(request: PlacementRequest, port: int) -> Rendezvous | None:
 
 
 def _from_hostfile(request: PlacementRequest, text: str, port: int, names: Sequence[str]) -> Placement:
-    present = parse_hostfile(text, request.hostfile_name)
+    present = parse_hostfile(text, request.hostfile_name or "hostfile")
     chosen = first_hosts(choose(present, request.include, request.exclude), request.num_nodes, request.slots)
     plans = plan_hosts(chosen, present, request.master_addr, port)
     if not request.spread:

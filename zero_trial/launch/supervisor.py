@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -208,4 +209,6 @@ class Supervisor:
                 f"torch.distributed.run ended with code {code} before a rank did; its last words: {words}",
                 INFRASTRUCTURE,
             )
+        if cause.echo and not self.command.rendezvous.single:
+            cause = dataclasses.replace(cause, message=f"{cause.message} (the cause may stand on another host)")
         return Outcome(cause.exit_code, cause)

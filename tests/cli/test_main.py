@@ -1,0 +1,60 @@
+"""The command line as a whole: fast, quiet, one block per error."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+import zero_trial
+from zero_trial.cli.main import main, report_error
+from zero_trial.errors import ConfigError, DoesNotFit
+
+
+def test_help_names_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("run", "launch", "env", "75 preempted"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"zero_trial {zero_trial.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["run", "--no-such-option"], ["launch"]])
+def test_what_it_does_not_know_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: zero-trial")
+
+
+def test_an_error_is_a_block_and_a_code(capsys: pytest.CaptureFixture[str]):
+    assert main(["run", "nowhere.yaml", "."]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error   nowhere.yaml: cannot be read")
+    assert "Traceback" not in captured.err and captured.out == ""
+
+
+def test_debug_shows_where_it_was_raised(capsys: pytest.CaptureFixture[str]):
+    assert main(["--debug", "run", "nowhere.yaml", "."]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_several_faults_are_indented():
+    out = io.StringIO()
+    code = report_error(ConfigError.many([ConfigError("a", where="x"), ConfigError("b")]), out)
+    assert (code, out.getvalue()) == (2, "error   2 faults:\n          x: a.\n          b.\n")
+    assert report_error(DoesNotFit("too big"), out) == 3
+
+
+def test_the_installed_names():
+    """As a program of its own, without torch."""
+    code = "import sys; from zero_trial.cli.main import build_parser; build_parser().format_help(); sys.exit(3 if 'torch' in sys.modules else 0)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

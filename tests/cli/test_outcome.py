@@ -1,0 +1,40 @@
+"""How the end of a run is shown."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from zero_trial.cli.outcome import report_outcome, shown
+from zero_trial.launch.cause import Cause
+from zero_trial.launch.supervisor import Outcome
+
+
+def report(outcome: Outcome, folder: Path) -> tuple[int, str]:
+    out = io.StringIO()
+    return report_outcome(outcome, folder, out), out.getvalue()
+
+
+def test_success_says_nothing(tmp_path: Path):
+    assert report(Outcome(0), tmp_path) == (0, "")
+
+
+def test_the_rank_its_words_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    code, text = report(Outcome(2, Cause(1, "a\nb", 2)), tmp_path / "runs" / "0001")
+    assert (code, text) == (2, "failed  rank 1: a\n        b\nlog     runs/0001/logs/rank-1.log\n")
+
+
+@pytest.mark.parametrize("code", [75, 130, 143])
+def test_a_stop_is_no_failure(code: int, tmp_path: Path):
+    assert report(Outcome(code, Cause(None, "stopped by SIGINT", code)), tmp_path) == (
+        code,
+        "stopped stopped by SIGINT\n",
+    )
+
+
+def test_no_rank_to_blame_points_to_all_logs(tmp_path: Path):
+    _, text = report(Outcome(5, Cause(None, "port in use", 5)), tmp_path)
+    assert text == f"failed  port in use\nlog     {shown(tmp_path / 'logs')}\n"

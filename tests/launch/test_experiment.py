@@ -1,0 +1,91 @@
+"""The checks before a run, without starting one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zero_trial.errors import ConfigError
+from zero_trial.launch.experiment import RunRequest, check, read_summary, repeat_command
+from zero_trial.launch.placement import PlacementRequest
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "tiny",
+    "entrypoint": "model_def:MyTrial",
+    "resources": {"slots_per_trial": 2},
+    "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 3}},
+    "hyperparameters": {},
+    "data": {"ds_config": {"train_batch_size": 8}},
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "model_def.py").write_text("from zero_trial import ZeroTrial\nclass MyTrial(ZeroTrial): ...\n")
+    return tmp_path
+
+
+def request(project: Path, changes: dict[str, Any] | None = None, **more: Any) -> RunRequest:
+    path = project / "const.yaml"
+    path.write_text(yaml.safe_dump({**EXPERIMENT, **(changes or {})}))
+    return RunRequest(**{"experiment": path, "model_dir": project, **more})
+
+
+def test_a_good_experiment(project: Path):
+    checked = check(request(project), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (checked.ranks, checked.seed, str(checked.entrypoint)) == (2, 0, "model_def:MyTrial")
+    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 4
+    assert not (project / "runs").exists()
+
+
+def test_slots_and_seed_of_the_command_line_win(project: Path):
+    changes = {"reproducibility": {"experiment_seed": 3}}
+    assert check(request(project, changes), {"CUDA_VISIBLE_DEVICES": ""}).seed == 3
+    checked = check(request(project, changes, slots=4, seed=9), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (checked.ranks, checked.seed) == (4, 9)
+    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
+
+
+def test_a_trial_may_bring_its_own_ds_config(project: Path):
+    checked = check(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""})
+    assert checked.ds_config is None and checked.batch is None
+
+
+def test_several_hosts_count_all_ranks(project: Path):
+    hosts = PlacementRequest(nnodes="2", node_rank=1, master_addr="a")
+    checked = check(request(project, placement=hosts), {"CUDA_VISIBLE_DEVICES": ""})
+    assert checked.ranks == 4
+    assert checked.batch is not None and checked.batch.batch.micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"searcher": {"name": "grid", "metric": "loss", "max_length": 3}}, {}, "the searcher grid tries many trials"),
+        ({"entrypoint": "model_def:Other"}, {}, "const.yaml:"),
+        ({}, {"model_dir": Path("nowhere")}, "MODEL_DIR: there is no such folder: got nowhere"),
+        ({}, {"experiment": Path("nowhere.yaml")}, "nowhere.yaml: cannot be read"),
+        ({}, {"experiment": None}, "there is no experiment to run"),
+        ({}, {"slots": 3}, "8"),  # 8 samples cannot be shared by 3 ranks
+    ],
+)
+def test_refusals(changes: dict[str, Any], more: dict[str, Any], message: str, project: Path):
+    with pytest.raises(ConfigError) as caught:
+        check(request(project, changes, **more), {"CUDA_VISIBLE_DEVICES": ""})
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_the_summary_is_read_if_there_is_one(tmp_path: Path):
+    assert read_summary(tmp_path) is None
+    (tmp_path / "summary.json").write_text('{"seed": 7}')
+    assert read_summary(tmp_path) == {"seed": 7}
+
+
+def test_the_command_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert repeat_command(tmp_path / "runs" / "0001") == "zero-trial run runs/0001/config.lock.yaml"
+    assert repeat_command(tmp_path / "my runs") == "zero-trial run 'my runs/config.lock.yaml'"

@@ -1,0 +1,101 @@
+"""Two hosts, played by two network namespaces that are joined by a cable: each runs its own command, and the ranks reduce over the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.programs import LIMIT, child_environment
+
+# Both namespaces have a loopback of their own, so ranks that tried to meet there would never find each other.
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "over", os.environ["GLOO_SOCKET_IFNAME"], "sum", int(total), flush=True)
+if os.environ.get("FAIL") == str(dist.get_rank()):
+    raise ValueError("boom")
+dist.barrier()
+"""
+
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Names of two connected namespaces; skips where they cannot be made, with the system's own reason."""
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        pytest.skip("network namespaces need Linux and the program ip")
+    names = (f"zt-a-{os.getpid()}", f"zt-b-{os.getpid()}")
+    cables = (f"zta{os.getpid()}", f"ztb{os.getpid()}")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
+        for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    except OSError as reason:
+        pytest.skip(f"network namespaces are not allowed here: {reason}")
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                ip("netns", "delete", name)
+
+
+def start(namespace: str, folder: Path, node: int, env: dict[str, str]) -> subprocess.Popen[str]:
+    """This host's command, in its namespace."""
+    words = ["ip", "netns", "exec", namespace, sys.executable, "-m", "zero_trial.cli.main", "launch", "--slots", "1"]
+    words += ["--nnodes", "2", "--node_rank", str(node), "--master_addr", ADDRESSES[0], "--master_port", "29611"]
+    full = {name: value for name, value in child_environment().items() if name != "GLOO_SOCKET_IFNAME"}
+    return subprocess.Popen(
+        [*words, "--run-dir", str(folder / f"run-{node}"), "train.py"],
+        cwd=folder,
+        env={**full, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_both(namespaces: tuple[str, str], folder: Path, **env: str) -> list[tuple[int, str, str]]:
+    (folder / "train.py").write_text(SCRIPT)
+    hosts = [start(namespace, folder, node, env) for node, namespace in enumerate(namespaces)]
+    try:
+        texts = [host.communicate(timeout=LIMIT) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    return [(host.returncode, *text) for host, text in zip(hosts, texts, strict=True)]
+
+
+def test_ranks_meet_across_hosts(namespaces: tuple[str, str], tmp_path: Path):
+    (first, second) = run_both(namespaces, tmp_path)
+    assert first == (0, f"rank 0 of 2 over zta{os.getpid()} sum 3\n", "")
+    assert second == (0, "", "")  # only the host of rank 0 shows it; the other has it in its log
+    assert (tmp_path / "run-1/logs/rank-1.log").read_text() == f"rank 1 of 2 over ztb{os.getpid()} sum 3\n"
+
+
+def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_path: Path):
+    (first, second) = run_both(namespaces, tmp_path, FAIL="1")
+    assert second[0] == 1 and "rank 1: ValueError: boom" in second[2]
+    assert first[0] != 0 and "Traceback" not in first[1] + first[2]
+    assert first[2].startswith("failed  rank 0: ") and "(the cause may stand on another host)" in first[2]

@@ -54,6 +54,14 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-000005").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-000005/mine").touch()
+    with pytest.raises(CheckpointError, match="no checkpoint has its name"):
+        store(LocalPlatform(tmp_path), 5)
+    assert (tmp_path / "checkpoints/step-000005/mine").exists()
+
+
 def test_latest_is_the_highest_finished_step(tmp_path: Path) -> None:
     platform = LocalPlatform(tmp_path)
     for step in (5, 1000000, 30):

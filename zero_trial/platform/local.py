@@ -54,7 +54,10 @@ class LocalMetrics:
 
 @dataclass(frozen=True)
 class LocalCheckpoints:
-    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by rank 0."""
+    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by rank 0.
+
+    With several hosts the folder must be one that they share.
+    """
 
     folder: Path
     distributed: Distributed
@@ -109,6 +112,8 @@ def publish(temporary: Path, final: Path) -> None:
     The parent is flushed, so that the name survives.
     """
     aside = None
+    if final.exists() and checkpoint_step(final) is None:
+        raise CheckpointError("something that is no checkpoint has its name", where=str(final), fix="Move it away.")
     if final.exists():
         aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         final.rename(aside)

@@ -6,19 +6,17 @@ import math
 import time
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.errors import InvalidHP
 from zero_trial.trial.checkpointing import Checkpointer, TrialState
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.data import DataLoader
-from zero_trial.trial.epochs import epoch_steps
-from zero_trial.trial.feed import TrainFeed, check_reproducible, open_feed
 from zero_trial.trial.loop import StepRunner
 from zero_trial.trial.outcome import End, Outcome
 from zero_trial.trial.periods import Position, is_boundary, total_steps
 from zero_trial.trial.reporting import Clock, Reporter, write_tensorboard
+from zero_trial.trial.scoring import Score
 from zero_trial.trial.settings import TrainSettings
+from zero_trial.trial.train_data import data_position, open_train_data
 from zero_trial.trial.trial import ZeroTrial
 from zero_trial.trial.validation import Validator
 
@@ -44,8 +42,7 @@ class Controller:
         self._callbacks = trial.build_callbacks()
         self._checkpointer = Checkpointer(trial, context, self._callbacks)
         self._state = TrialState(trial_id=context.platform.trial_id)
-        self._loader: Any = None
-        self._feed: TrainFeed | None = None
+        self._score = Score(settings.metric, settings.smaller_is_better)
         self._saved: tuple[int, str] | None = None  # step and storage id of the newest checkpoint
 
     def run(self) -> Outcome:
@@ -74,7 +71,8 @@ class Controller:
         with self._checkpointer.open(storage_id) as opened:
             if opened is not None:
                 self._take_state(opened[1])
-            self._open_data()
+            self._data = open_train_data(self._trial, context, self._state.resume(context.distributed.rank))
+            self._state.epoch_length = self._data.epoch_length
             self._validator = Validator(self._trial, context, list(self._callbacks.values()))
             self._total = total_steps(self._settings.max_length, self._state.epoch_length)
             context.position = Position(self._state.step, self._state.epoch_length)
@@ -102,29 +100,6 @@ class Controller:
         if not self._context.weights_only and storage_id is not None:
             self._saved = (state.step, storage_id)
         state.ranks = []
-
-    def _open_data(self) -> None:
-        context, mpu, name = self._context, self._context.mpu, "build_training_data_loader"
-        if mpu.should_build_data_loader:
-            self._loader = self._trial.build_training_data_loader()
-            check_reproducible(self._loader, name, context.check_reproducibility)
-            self._compare_batch(name)
-        accumulation = context.get_num_micro_batches_per_slot()
-        self._state.epoch_length = epoch_steps(context.distributed, self._loader, mpu, accumulation, context.note)
-        if mpu.should_build_data_loader:
-            resume = self._state.resume(context.distributed.rank)
-            self._feed = open_feed(self._loader, name, mpu, context.platform.seed, resume)
-
-    def _compare_batch(self, name: str) -> None:
-        """Global batch and throughput are counted by the engine's micro batch: a loader that gives another one is
-        worth a word.
-        """
-        given = (
-            self._loader.batch_size if isinstance(self._loader, DataLoader) and not self._loader.batch_sampler else None
-        )
-        micro = self._context.get_train_micro_batch_size_per_gpu()
-        if given is not None and given != micro:
-            self._context.note(f"{name}: batches of {given} samples, but the engine's micro batch is {micro}")
 
     def _announce(self, storage_id: str | None) -> None:
         if self._context.distributed.rank == 0:
@@ -155,7 +130,7 @@ class Controller:
         for callback in self._callbacks.values():
             callback.on_training_start()
         first, end = state.step, End.COMPLETED
-        runner = StepRunner(self._trial, self._context, self._feed)
+        runner = StepRunner(self._trial, self._context, self._data.feed)
         self._reporter.timer.start()
         while state.step < self._total and end is End.COMPLETED:
             self._step(runner)
@@ -235,7 +210,7 @@ class Controller:
         metrics = self._validator.run()
         # The searcher's time metric is looked up among the validation metrics.
         metrics |= {"batches": state.step, "epochs": state.step // state.epoch_length}
-        value = self._searcher_value(metrics)
+        value = self._score.of(metrics)
         best = (
             context.platform.best_validation() if context.distributed.rank == 0 else None
         )  # before this one is reported
@@ -250,50 +225,18 @@ class Controller:
         self._validator.finish(dict(metrics))
         if self._settings.checkpoint_policy != "best" or value is None:
             return self._settings.checkpoint_policy == "all"
-        return bool(context.distributed.broadcast(self._is_better(value, best)))
-
-    def _searcher_value(self, metrics: dict[str, Any]) -> float | None:
-        name = self._settings.metric
-        if name is None:
-            return None
-        value = metrics.get(name)
-        if not isinstance(value, (int, float)):
-            raise ConfigError(
-                f"searcher.metric {name!r} was never reported"
-                if value is None
-                else f"searcher.metric {name!r} is no scalar",
-                where="searcher.metric",
-                got=f"the trial reports {sorted(set(metrics) - {'batches', 'epochs'})}",
-                fix="Name one of these.",
-            )
-        return float(value)
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        if math.isnan(value):
-            return False
-        return best is None or math.isnan(best) or (value < best if self._settings.smaller_is_better else value > best)
+        return bool(context.distributed.broadcast(self._score.is_better(value, best)))
 
     def _save(self) -> None:
         """Collective. A checkpoint of the step that is complete now, unless there is one."""
         state, settings = self._state, self._settings
         if self._saved is not None and self._saved[0] == state.step:
             return
-        loader_state = self._note_data_position()
+        position = data_position(self._data.feed, self._context)
+        state.samples, state.micro_batches = position.samples, position.micro_batches
         state.window = {name: list(entry) for name, entry in self._reporter.window.items()}
-        value = self._searcher_value(state.latest_metrics) if state.last_validation == state.step else None
+        value = self._score.of(state.latest_metrics) if state.last_validation == state.step else None
         value = None if value is None or math.isnan(value) else value
-        storage_id = self._checkpointer.save(state, loader_state, value, settings.keep, settings.smaller_is_better)
+        storage_id = self._checkpointer.save(state, position.loader, value, settings.keep, settings.smaller_is_better)
         self._saved = (state.step, storage_id)
         self._reporter.last_checkpoint = storage_id
-
-    def _note_data_position(self) -> Any:
-        """Collective. How much data was handed out, as the ranks that read it agree; this rank's loader state."""
-        own = self._feed.state_dict() if self._feed is not None else None
-        ranks = self._context.distributed.allgather(None if own is None else [own["micro_batches"], own["samples"]])
-        known = [position for position in ranks if position is not None]
-        if known and min(known) != max(known):
-            self._context.note(
-                f"ranks have taken different numbers of batches {ranks}; a resume goes on from {min(known)}"
-            )
-        self._state.micro_batches, self._state.samples = min(known, default=[0, 0])
-        return None if own is None else own["loader"]

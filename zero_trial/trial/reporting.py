@@ -126,9 +126,14 @@ class Reporter:
         )
 
     def _propose(self, step: int) -> int:
-        """The step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps."""
-        seconds = (self.timer.seconds - self._exchanged_at) / max(step - self._exchanged, 1)
-        return step + max(1, int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 1)
+        """The step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps.
+
+        At most twice as many steps as the last time: a pace may change, and nobody shall wait long for news.
+        """
+        steps = max(step - self._exchanged, 1)
+        seconds = (self.timer.seconds - self._exchanged_at) / steps
+        fitting = int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 2 * steps
+        return step + max(1, min(fitting, 2 * steps))
 
     def _say(self, step: int, latest: Mapping[str, float]) -> None:
         steps = step - self._exchanged

@@ -26,12 +26,15 @@ MIX = (
 )
 
 
+Order = Sequence[int] | torch.Tensor
+
+
 class EpochOrder(Protocol):
-    """The order of one epoch's samples (or ready batches), as a function of the epoch."""
+    """The order of one epoch's samples, as a function of the epoch."""
 
     def __len__(self) -> int: ...
 
-    def epoch(self, epoch: int) -> Sequence[int]: ...
+    def epoch(self, epoch: int) -> Order: ...
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,16 @@ class Sequential:
     def __len__(self) -> int:
         return self.length
 
-    def epoch(self, epoch: int) -> Sequence[int]:
+    def epoch(self, epoch: int) -> Order:
         return range(self.length)
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A permutation per epoch from a generator of its own; no other random state is read or changed."""
+    """A permutation per epoch from a generator of its own; no other random state is read or changed.
+
+    8 bytes per sample.
+    """
 
     length: int
     seed: int
@@ -57,17 +63,17 @@ class Shuffled:
     def __len__(self) -> int:
         return self.length
 
-    def epoch(self, epoch: int) -> Sequence[int]:
+    def epoch(self, epoch: int) -> Order:
         generator = torch.Generator().manual_seed((self.seed + epoch * MIX) % 2**63)
-        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
-        return order
+        return torch.randperm(self.length, generator=generator)
 
 
 @dataclass(frozen=True)
 class FromSampler:
-    """A user's sampler, run through once per epoch (after ``set_epoch``, if it has that).
+    """A user's sampler, run through once per epoch, after ``set_epoch(epoch)`` if it has that.
 
-    It must be the same on every rank.
+    Its order must be a function of the epoch alone, the same on every rank; else ranks overlap and a resume is not
+    exact.
     """
 
     sampler: Iterable[int]
@@ -76,20 +82,42 @@ class FromSampler:
     def __len__(self) -> int:
         return self.length
 
-    def epoch(self, epoch: int) -> Sequence[int]:
+    def epoch(self, epoch: int) -> Order:
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
         return list(self.sampler)
 
 
-def stream(order: EpochOrder, start: int = 0, epoch_length: int | None = None) -> Iterator[int]:
-    """The endless stream of samples from position ``start`` on; ``epoch_length`` cuts every epoch's tail (drop_last)."""
-    length = len(order) if epoch_length is None else epoch_length
-    first, offset = divmod(start, length)
-    for epoch in count(first):
-        yield from islice(order.epoch(epoch), offset, length)
-        offset = 0
+class Stream:
+    """The endless stream of samples, read anywhere; ``epoch_length`` cuts every epoch's tail (drop_last).
+
+    Keeps one epoch's order.
+    """
+
+    def __init__(self, order: EpochOrder, epoch_length: int | None = None) -> None:
+        self._order = order
+        self._length = len(order) if epoch_length is None else epoch_length
+        self._kept: tuple[int, Order] | None = None
+
+    def samples(self, start: int, count: int) -> list[int]:
+        """Samples [start, start + count) of the stream. The price is that of ``count``, wherever ``start`` is."""
+        found: list[int] = []
+        while len(found) < count:
+            epoch, offset = divmod(start + len(found), self._length)
+            stop = min(offset + count - len(found), self._length)
+            found += plain(self._epoch(epoch)[offset:stop])
+        return found
+
+    def _epoch(self, epoch: int) -> Order:
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = (epoch, self._order.epoch(epoch))
+        return self._kept[1]
+
+
+def plain(order: Order) -> list[int]:
+    """An order's samples as Python integers."""
+    return order.tolist() if isinstance(order, torch.Tensor) else list(order)
 
 
 @dataclass(frozen=True)
@@ -111,17 +139,13 @@ class TrainBatches:
     drop_last: bool = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        size, replicas = self.batch_size, self.share.replicas
-        length = len(self.order)
+        size, length = self.batch_size, len(self.order)
         usable = length - length % size if self.drop_last else length
         if usable <= 0:
             return
-        first = (self.skip * replicas + self.share.rank) * size
-        samples = stream(self.order, first, usable)
-        while True:
-            yield list(islice(samples, size))
-            for _ in islice(samples, size * (replicas - 1)):  # the batches of the other replicas
-                pass
+        stream = Stream(self.order, usable)
+        for batch in count(self.skip):
+            yield stream.samples((batch * self.share.replicas + self.share.rank) * size, size)
 
     def __len__(self) -> int:
         """Full batches of this replica per epoch: the same on every replica."""
@@ -140,7 +164,7 @@ class OnePass:
     def __iter__(self) -> Iterator[list[int]]:
         samples = self.order.epoch(0)
         for batch in range(self.share.rank, self._batches(), self.share.replicas):
-            yield list(samples[batch * self.batch_size : (batch + 1) * self.batch_size])
+            yield plain(samples[batch * self.batch_size : (batch + 1) * self.batch_size])
 
     def _batches(self) -> int:
         whole, rest = divmod(len(self.order), self.batch_size)

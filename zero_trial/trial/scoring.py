@@ -1,0 +1,41 @@
+"""The searcher's metric among the validation metrics, and which of two values is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Score:
+    """``metric`` None: nothing is scored."""
+
+    metric: str | None
+    smaller_is_better: bool = True
+
+    def of(self, metrics: Mapping[str, Any]) -> float | None:
+        """The metric's value. Raises ConfigError, naming what there is, if it is missing or no scalar."""
+        if self.metric is None:
+            return None
+        value = metrics.get(self.metric)
+        if not isinstance(value, (int, float)):
+            what = "was never reported" if value is None else "is no scalar"
+            raise ConfigError(
+                f"searcher.metric {self.metric!r} {what}",
+                where="searcher.metric",
+                got=f"the trial reports {sorted(set(metrics) - {'batches', 'epochs'})}",
+                fix="Name one of these.",
+            )
+        return float(value)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether ``value`` beats ``best``; anything beats nothing, and nan beats nothing at all."""
+        if math.isnan(value):
+            return False
+        if best is None or math.isnan(best):
+            return True
+        return value < best if self.smaller_is_better else value > best

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.trial.fake_engine import FakeGrid
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshError, TrialError
 from zero_trial.platform.in_memory import Record
@@ -380,3 +382,52 @@ def test_live_events_for_whoever_watches() -> None:
     ]
     assert [event["loss"] for event in trained] == pytest.approx(run.trial.losses)
     assert all(event["samples_per_second"] > 0 and event["eta_seconds"] >= 0 for event in trained)
+
+
+class OtherSlice(FakeGrid):
+    """Both ranks are one replica; rank 1 holds its second slice."""
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+    def get_slice_parallel_rank(self) -> int:
+        return self.rank
+
+
+class Sliced(LineTrial):
+    """A trial whose model is spread over two ranks; the second one's metrics are nonsense and must not count."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        context.wrap_mpu(OtherSlice(context.distributed.rank, 2))
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if dataloader_iter is None:
+            self.engine.backward(self.engine(torch.ones(2, 1)).mean())
+            self.engine.step()
+            return {"loss": torch.tensor(1e6)}
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        return (
+            {"validation_loss": 1e6} if dataloader_iter is None else super().evaluate_batch(dataloader_iter, batch_idx)
+        )
+
+
+def test_metrics_are_averaged_over_replicas_and_not_over_the_ranks_of_one(tmp_path: Path) -> None:
+    first, second = run_world(2, Sliced, steps(4), tmp_path)
+    assert first.trial.seen == [[0, 1], [2, 3], [4, 5], [6, 7]] and second.trial.seen == []
+    [(_, metrics)] = first.record.training
+    assert metrics["loss"] == pytest.approx(sum(first.trial.losses) / 4, rel=1e-6)
+    assert first.outcome.final_metrics["validation_loss"] < 100
+
+
+def test_events_tell_of_validation_and_checkpoints() -> None:
+    run = run_rank(LineTrial, steps(2))
+    events = {event["kind"]: event for event in run.record.events}
+    assert set(events["validation"]["metrics"]) == {"validation_loss"}
+    assert events["checkpoint"]["files"] == 3 and events["checkpoint"]["bytes"] > 100
+    assert events["checkpoint"]["path"].endswith("step-000002")

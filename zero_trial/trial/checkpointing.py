@@ -115,7 +115,8 @@ class Checkpointer:
         state.ranks = []
         if rank == 0:
             context.platform.checkpoints.retain([entry[0] for entry in state.history])
-            context.platform.progress.emit({"kind": "checkpoint", "step": state.step, "storage_id": storage_id})
+            event = {"kind": "checkpoint", "step": state.step, "storage_id": storage_id}
+            context.platform.progress.emit({**event, **_size(path.parent / storage_id)})
         for callback in self._callbacks.values():
             callback.on_checkpoint_upload_end(storage_id)
         return storage_id
@@ -162,3 +163,11 @@ class Checkpointer:
                     self._callbacks[name].load_state_dict(kept)
             self._context.reducers.load_state(own.get("reducers") or [])
         self._trial.load(self._context, path)
+
+
+def _size(folder: Path) -> dict[str, Any]:
+    """Path, bytes and number of files of a checkpoint that lies on this machine; nothing of one that lies elsewhere."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    if not files:
+        return {}
+    return {"path": str(folder), "bytes": sum(path.stat().st_size for path in files), "files": len(files)}

@@ -11,6 +11,7 @@ from zero_trial.errors import InvalidHP
 from zero_trial.trial.checkpointing import Checkpointer, TrialState
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.loop import StepRunner
+from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.outcome import End, Outcome
 from zero_trial.trial.periods import Position, is_boundary, total_steps
 from zero_trial.trial.reporting import Clock, Reporter, write_tensorboard
@@ -209,7 +210,7 @@ class Controller:
         context, state = self._context, self._state
         metrics = self._validator.run()
         # The searcher's time metric is looked up among the validation metrics.
-        metrics |= {"batches": state.step, "epochs": state.step // state.epoch_length}
+        metrics |= dict(zip(COUNTERS, (state.step, state.step // state.epoch_length), strict=True))
         value = self._score.of(metrics)
         best = (
             context.platform.best_validation() if context.distributed.rank == 0 else None
@@ -218,9 +219,8 @@ class Controller:
         state.initial_metrics = state.initial_metrics or metrics
         if context.distributed.rank == 0:
             context.platform.metrics.report_validation_metrics(state.step, metrics)
-            context.platform.progress.emit(
-                {"kind": "validation", "step": state.step, "total_steps": self._total, "metrics": metrics}
-            )
+            shown = {"step": state.step, "total_steps": self._total, "metrics": without_counters(metrics)}
+            context.platform.progress.emit({"kind": "validation", **shown})
             write_tensorboard(context, "validation", state.step, metrics)
         self._validator.finish(dict(metrics))
         if self._settings.checkpoint_policy != "best" or value is None:

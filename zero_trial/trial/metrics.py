@@ -20,6 +20,8 @@ class Reducer(Enum):
     MIN = "min"
 
 
+COUNTERS = ("batches", "epochs")  # added to the validation metrics, for the searcher's time metric
+
 Sums = dict[str, tuple[float, int]]  # name -> (sum over steps and ranks, number of values)
 
 
@@ -162,3 +164,8 @@ def evaluation_reducers(answer: Reducer | Mapping[str, Reducer], names: Iterable
     if isinstance(answer, Reducer):
         return dict.fromkeys(names, answer)
     return {name: answer.get(name, Reducer.AVG) for name in names}
+
+
+def without_counters(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Validation metrics as the trial gave them."""
+    return {name: value for name, value in metrics.items() if name not in COUNTERS}

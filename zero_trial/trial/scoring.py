@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.trial.metrics import without_counters
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Score:
             raise ConfigError(
                 f"searcher.metric {self.metric!r} {what}",
                 where="searcher.metric",
-                got=f"the trial reports {sorted(set(metrics) - {'batches', 'epochs'})}",
+                got=f"the trial reports {sorted(without_counters(metrics))}",
                 fix="Name one of these.",
             )
         return float(value)

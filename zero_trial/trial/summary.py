@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.metrics import without_counters
 from zero_trial.trial.outcome import Outcome
 from zero_trial.trial.trial import ZeroTrial
 
@@ -33,12 +34,12 @@ def build_summary(
         "micro_batch_size": context.get_train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": context.get_num_micro_batches_per_slot(),
         "checkpoint": outcome.checkpoint,
-        "initial_validation": _figures(outcome.initial_metrics),
-        "final_validation": _figures(outcome.final_metrics),
+        "initial_validation": without_counters(outcome.initial_metrics),
+        "final_validation": without_counters(outcome.final_metrics),
     }
     if trial.tokens_per_sample:
         summary["tokens_per_second"] = outcome.samples_per_second * trial.tokens_per_sample
-    return {**summary, **_figures(outcome.final_metrics), **trial.summary(), **more}
+    return {**summary, **without_counters(outcome.final_metrics), **trial.summary(), **more}
 
 
 def zero_stage(context: ZeroTrialContext) -> int | None:
@@ -49,8 +50,3 @@ def zero_stage(context: ZeroTrialContext) -> int | None:
     if not context.ds_configs:
         return None
     return int((context.ds_configs[0].get("zero_optimization") or {}).get("stage", 0))
-
-
-def _figures(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics without the counters that were added for the searcher."""
-    return {name: value for name, value in metrics.items() if name not in ("batches", "epochs")}

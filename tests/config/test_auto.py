@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from zero_trial.config.auto import RULES, contradictions, resolve_auto
+from zero_trial.config.auto import contradictions, resolve_auto
 from zero_trial.config.document import Document
-from zero_trial.config.table import TABLE
 
 HF_FILE: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -114,8 +111,3 @@ def test_contradictions():
     assert (
         contradictions(Document.of({"train_batch_size": "x"}), {"global_batch_size": 8}) == []
     )  # the reader's fault to name
-
-
-@pytest.mark.parametrize("path", RULES)
-def test_rules_are_for_known_keys(path: str):
-    assert path in TABLE or path.rpartition(".")[0] in ("optimizer.params", "scheduler.params")

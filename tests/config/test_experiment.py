@@ -9,7 +9,6 @@ import pytest
 from zero_trial.config.experiment import ExperimentConfig, SearcherConfig
 from zero_trial.config.experiment_reader import read_experiment
 from zero_trial.config.reader import read_ds_config
-from zero_trial.config.report import resolved_ds_config
 from zero_trial.errors import ConfigError
 
 HEAD = "entrypoint: model_def:MyTrial\nsearcher: {name: single, metric: loss}\n"
@@ -113,17 +112,3 @@ def test_sampled_hyperparameters_take_the_place_of_ranges(tmp_path: Path):
 def test_only_single_does_not_search():
     assert not SearcherConfig().searches and SearcherConfig(name="grid").searches
     assert ExperimentConfig("n", "e", SearcherConfig(), {}).search_space == ()
-
-
-def test_a_locked_experiment_repeats_the_trial(tmp_path: Path):
-    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}')
-    text = "data: {ds_config: ds.json, source: x}\nhyperparameters:\n  lr: 0.25\n  depth: {type: int, minval: 1, maxval: 4}\n"
-    experiment = read_experiment(write(tmp_path, text))
-    sampled = {"lr": 0.25, "depth": 3}
-    config = read_ds_config(experiment.ds_config(tmp_path, sampled), hyperparameters=sampled)
-    locked = experiment.locked(resolved_ds_config(config), sampled)
-    again = read_experiment(locked)
-    assert (again.hyperparameters, again.search_space, again.data["source"]) == (sampled, (), "x")
-    repeated = read_ds_config(again.ds_config(tmp_path), hyperparameters=again.hyperparameters)
-    assert repeated.optimizer == config.optimizer and resolved_ds_config(repeated) == resolved_ds_config(config)
-    assert experiment.raw["data"]["ds_config"] == "ds.json"

@@ -7,22 +7,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.config.kinds import (
-    AnyOf,
-    Bool,
-    DType,
-    Float,
-    Int,
-    Kind,
-    Mismatch,
-    Names,
-    Numbers,
-    Opaque,
-    Section,
-    Text,
-    as_number,
-    spell_float,
-)
+from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Kind, Names, Numbers, Opaque, Section, Text
+from zero_trial.config.numerals import Mismatch
 
 READS: list[tuple[Kind, Any, Any]] = [
     (Bool(), True, True),
@@ -104,30 +90,12 @@ def test_numbers_in_a_list_warn_too():
 
 
 @pytest.mark.parametrize(
-    ("value", "fix"), [("32", "Write 32 without quotes."), ("many", None), (None, None), (True, None)]
-)
-def test_other_strings_are_not_numbers(value: Any, fix: str | None):
-    with pytest.raises(Mismatch) as problem:
-        as_number(value, "a number")
-    assert problem.value.fix == fix
-
-
-@pytest.mark.parametrize(
     ("value", "fix"), [("True", "Write true."), (0, "Write false."), ("off", "Write false."), ("x", None), ([], None)]
 )
 def test_what_was_meant_by_a_bool(value: Any, fix: str | None):
     with pytest.raises(Mismatch) as problem:
         Bool().read(value)
     assert problem.value.fix == fix
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(1e-4, "1.0e-4"), (0.001, "0.001"), (0.0, "0.0"), (2.5e-7, "2.5e-7"), (1e22, "1.0e+22"), (3.0, "3.0")],
-)
-def test_floats_are_spelled_for_json_and_yaml(number: float, text: str):
-    assert spell_float(number) == text
-    assert float(text) == number
 
 
 def test_words_of_ranges():

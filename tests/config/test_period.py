@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.config.kinds import Mismatch
+from zero_trial.config.numerals import Mismatch
 from zero_trial.config.period import NEVER, Period, read_period
 
 

@@ -12,7 +12,7 @@ import pytest
 import zero_trial
 from zero_trial.config import table_legacy, table_running, table_training, table_zero
 from zero_trial.config.key import Answer, Key
-from zero_trial.config.kinds import Mismatch
+from zero_trial.config.numerals import Mismatch
 from zero_trial.config.sections import DsConfig, OffloadParamSection, ZeroSection
 from zero_trial.config.table import FIELDS, TABLE, field_defaults, lookup, nearest, section_class
 

@@ -1,107 +1,16 @@
-""" "auto": where each key's value comes from when the user leaves it to the trial's hyperparameters, the model and the mesh.
-
-The names are those of Hugging Face's integration (TrainingArguments) and the short ones that trials use.
-"""
+""" "auto": where each key's value comes from when the user leaves it to the trial's hyperparameters, the model and the mesh."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
+from zero_trial.config.auto_rules import AUTO, RULES, AutoRule, Found, Hints, named
 from zero_trial.config.document import Document
 from zero_trial.config.key import Answer
-from zero_trial.config.kinds import Mismatch
+from zero_trial.config.numerals import Mismatch
 from zero_trial.config.table import TABLE
 from zero_trial.errors import ConfigError
-
-AUTO = "auto"
-Hints = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A value for a key, and what it was made from."""
-
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True)
-class AutoRule:
-    """``names``: hyperparameters, the first that exists is taken. ``compute``: otherwise, from the hints and the document.
-
-    ``derived``: without a source the key is left out, because another part of the house derives it. ``fill``: the hyperparameter is also
-    taken where ds_config says nothing, and a different number in ds_config is a contradiction.
-    """
-
-    names: tuple[str, ...] = ()
-    compute: Callable[[Hints, Document], Found | None] | None = None
-    derived: bool = False
-    fill: bool = False
-
-
-def _betas(hints: Hints, _: Document) -> Found | None:
-    if "adam_beta1" in hints and "adam_beta2" in hints:
-        return Found([hints["adam_beta1"], hints["adam_beta2"]], "hyperparameters adam_beta1, adam_beta2")
-    return None
-
-
-def _peak_lr(hints: Hints, document: Document) -> Found | None:
-    found = _named(hints, _LR)
-    lr = document.get(("optimizer", "params", "lr"))
-    return found or (None if lr in (None, AUTO) else Found(lr, "optimizer.params.lr"))
-
-
-def _warmup_steps(hints: Hints, _: Document) -> Found | None:
-    total = _named(hints, _TOTAL)
-    if total is not None and "warmup_ratio" in hints:
-        steps = math.ceil(total.value * hints["warmup_ratio"])
-        return Found(steps, f"hyperparameter warmup_ratio of {total.value} steps")
-    return None
-
-
-def _by_hidden(describe: str, formula: Callable[[int], int]) -> Callable[[Hints, Document], Found | None]:
-    def compute(hints: Hints, _: Document) -> Found | None:
-        hidden = _named(hints, _HIDDEN)
-        if hidden is None:
-            return None
-        size = max(hidden.value) if isinstance(hidden.value, list | tuple) else hidden.value
-        return Found(formula(int(size)), f"{describe}, hidden size {size}")
-
-    return compute
-
-
-_LR = ("lr", "learning_rate")
-_TOTAL = ("total_num_steps", "num_training_steps", "max_steps")
-_HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
-_Z = "zero_optimization"
-
-RULES: Mapping[str, AutoRule] = {
-    "train_batch_size": AutoRule(("global_batch_size", "train_batch_size"), derived=True, fill=True),
-    "train_micro_batch_size_per_gpu": AutoRule(
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", "micro_batch_size"), derived=True, fill=True
-    ),
-    "gradient_accumulation_steps": AutoRule(("gradient_accumulation_steps",), derived=True, fill=True),
-    "gradient_clipping": AutoRule(("gradient_clipping", "max_grad_norm"), fill=True),
-    "optimizer.params.lr": AutoRule(_LR, fill=True),
-    "optimizer.params.weight_decay": AutoRule(("weight_decay",), fill=True),
-    "optimizer.params.betas": AutoRule(("betas",), _betas),
-    "optimizer.params.eps": AutoRule(("eps", "adam_epsilon")),
-    "optimizer.params.momentum": AutoRule(("momentum",)),
-    "scheduler.params.warmup_min_lr": AutoRule(("warmup_min_lr",), lambda hints, document: Found(0.0, "always 0")),
-    "scheduler.params.warmup_max_lr": AutoRule(("warmup_max_lr",), _peak_lr),
-    "scheduler.params.warmup_num_steps": AutoRule(("warmup_num_steps", "warmup_steps"), _warmup_steps),
-    "scheduler.params.total_num_steps": AutoRule(_TOTAL),
-    "fp16.enabled": AutoRule(("fp16",), fill=True),
-    "bf16.enabled": AutoRule(("bf16",), fill=True),
-    f"{_Z}.stage": AutoRule(("zero_stage",), fill=True),
-    f"{_Z}.reduce_bucket_size": AutoRule((), _by_hidden("hidden²", lambda hidden: hidden * hidden)),
-    f"{_Z}.prefetch_bucket_size": AutoRule((), _by_hidden("0.9 × hidden²", lambda hidden: int(0.9 * hidden * hidden))),
-    f"{_Z}.param_persistence_threshold": AutoRule((), _by_hidden("10 × hidden", lambda hidden: 10 * hidden)),
-    f"{_Z}.gather_16bit_weights_on_model_save": AutoRule(("zero3_save_16bit_model",)),
-}
 
 
 def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
@@ -131,7 +40,7 @@ def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
     faults: list[ConfigError] = []
     for path, rule in RULES.items():
         parts = tuple(path.split("."))
-        given, hint = document.get(parts), _named(hints, rule.names)
+        given, hint = document.get(parts), named(hints, rule.names)
         if not rule.fill or hint is None or given in (None, AUTO) or _same(given, hint.value, path):
             continue
         faults.append(
@@ -149,7 +58,7 @@ def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
 def _fill(document: Document, hints: Hints) -> Document:
     for path, rule in RULES.items():
         parts = tuple(path.split("."))
-        found = _named(hints, rule.names)
+        found = named(hints, rule.names)
         belongs = parts[0] not in ("optimizer", "scheduler") or document.get(parts[:1]) is not None
         if rule.fill and found is not None and belongs and document.get(parts) is None:
             document = document.with_value(parts, found.value, document.place.noted(found.source, nowhere=True))
@@ -183,23 +92,18 @@ def _takes_auto(path: str) -> bool:
 def _may_default(path: str) -> bool:
     """Without a source, sizes take their default (they are limits, not results), and so does what is decided here or has no effect."""
     row = TABLE.get(path)
-    if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", f"{_Z}.stage"):
+    if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
         return False
     decided_here = row.default is None and not row.path.startswith("optimizer")
-    is_size = row.path.startswith(f"{_Z}.") and isinstance(row.default, int) and not isinstance(row.default, bool)
+    is_size = (
+        row.path.startswith("zero_optimization.") and isinstance(row.default, int) and not isinstance(row.default, bool)
+    )
     return decided_here or is_size or row.answer in (Answer.NO_EFFECT, Answer.NOT_YET)
 
 
 def _search(rule: AutoRule, hints: Hints, document: Document) -> Found | None:
-    found = _named(hints, rule.names)
+    found = named(hints, rule.names)
     return found if found is not None or rule.compute is None else rule.compute(hints, document)
-
-
-def _named(hints: Hints, names: tuple[str, ...]) -> Found | None:
-    for name in names:
-        if hints.get(name) is not None and hints[name] != AUTO:
-            return Found(hints[name], f"hyperparameter {name}")
-    return None
 
 
 def _same(given: Any, hint: Any, path: str) -> bool:

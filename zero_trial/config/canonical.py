@@ -8,8 +8,9 @@ from typing import Any
 
 from zero_trial.config.document import Document, Path, Place
 from zero_trial.config.key import Answer, Key
-from zero_trial.config.kinds import Mismatch, Section
+from zero_trial.config.kinds import Section
 from zero_trial.config.mapped import translate, translate_amp
+from zero_trial.config.numerals import Mismatch
 from zero_trial.config.table import lookup, nearest
 from zero_trial.errors import ConfigError
 

@@ -79,19 +79,6 @@ class ExperimentConfig:
         places = self._hyperparameter_places().below(("ds_config",), "hyperparameters.ds_config")
         return overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
 
-    def locked(self, resolved: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The experiment as one file that repeats this trial: ``resolved`` ds_config inside, hyperparameters without ranges."""
-        chosen = copy.deepcopy(dict(self.hyperparameters if hyperparameters is None else hyperparameters))
-        for name in ("ds_config", "deepspeed_config"):
-            chosen.pop(name, None)
-        locked = copy.deepcopy(dict(self.raw))
-        locked["hyperparameters"] = chosen
-        locked["data"] = {**copy.deepcopy(dict(self.data)), "ds_config": copy.deepcopy(dict(resolved))}
-        locked["name"] = self.name
-        if hyperparameters is not None and isinstance(locked.get("searcher"), dict):
-            locked["searcher"]["name"] = "single"
-        return locked
-
     def _base(self, model_dir: Path, chosen: Mapping[str, Any]) -> Document:
         over = chosen.get("ds_config")
         candidates = (

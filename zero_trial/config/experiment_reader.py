@@ -13,7 +13,8 @@ from zero_trial.config.document import Document
 from zero_trial.config.experiment import ExperimentConfig, SearcherConfig
 from zero_trial.config.experiment_keys import OPEN, SECTIONS, TOP
 from zero_trial.config.hyperparameters import read_hyperparameters
-from zero_trial.config.kinds import Kind, Mismatch
+from zero_trial.config.kinds import Kind
+from zero_trial.config.numerals import Mismatch
 from zero_trial.config.period import NEVER, Period, read_period
 from zero_trial.config.yaml_text import read_yaml
 from zero_trial.errors import ConfigError

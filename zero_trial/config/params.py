@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_trial.config.canonical import shown
 from zero_trial.config.document import Document
-from zero_trial.config.kinds import Float, Mismatch, as_number
+from zero_trial.config.kinds import Float
 from zero_trial.config.named_params import (
     ANY_CASE,
     ONE_BIT,
@@ -20,6 +20,7 @@ from zero_trial.config.named_params import (
     TORCH_SCHEDULERS,
     Named,
 )
+from zero_trial.config.numerals import Mismatch, as_number
 from zero_trial.errors import ConfigError
 
 _NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(low=0)}

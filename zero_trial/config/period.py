@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_trial.config.canonical import shown
-from zero_trial.config.kinds import Int, Mismatch
+from zero_trial.config.kinds import Int
+from zero_trial.config.numerals import Mismatch
 
 UNITS = ("batches", "epochs", "records")
 

@@ -11,7 +11,8 @@ from zero_trial.config.auto import contradictions, resolve_auto
 from zero_trial.config.canonical import canonical, shown
 from zero_trial.config.document import Document
 from zero_trial.config.key import Answer, Key
-from zero_trial.config.kinds import Mismatch, Section
+from zero_trial.config.kinds import Section
+from zero_trial.config.numerals import Mismatch
 from zero_trial.config.params import read_params
 from zero_trial.config.rules import cross_faults
 from zero_trial.config.sections import DsConfig

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from zero_trial.config.document import Document, Path, Place, twice
-from zero_trial.config.kinds import EXPONENT, spell_float
+from zero_trial.config.numerals import EXPONENT, spell_float
 from zero_trial.errors import ConfigError
 
 _DEPTH = 64

@@ -60,7 +60,11 @@ def by_kind(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {"params": [p for n, p in named if n.startswith("head")], "lr": 5e-3},
         {"params": [p for n, p in named if not n.startswith("head") and n.endswith("bias")], "weight_decay": 0.0},
-        {"params": [p for n, p in named if not n.startswith("head") and not n.endswith("bias")], "lr": 2e-3, "weight_decay": 0.3},
+        {
+            "params": [p for n, p in named if not n.startswith("head") and not n.endswith("bias")],
+            "lr": 2e-3,
+            "weight_decay": 0.3,
+        },
     ]
 
 
@@ -221,7 +225,9 @@ class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.outer = nn.ModuleList([nn.ModuleList([Mix(), Mix()]), nn.Sequential(Mix(), Mix(), Mix())])
-        self.mixed = nn.ModuleDict({"a": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), "b": Mix()})
+        self.mixed = nn.ModuleDict(
+            {"a": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), "b": Mix()}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.pad(x, (0, WIDTH - 5))
@@ -470,6 +476,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 CASES: dict[str, Case] = {
     "groups": Case(Stack, plain_loss, groups=by_kind),
     "groups accumulated": Case(Stack, plain_loss, groups=by_kind, accumulation=3, steps=3),
+    "groups clipped": Case(Stack, plain_loss, groups=by_kind, clip=0.1, accumulation=2),
+    "unused clipped": Case(Spare, lambda m, t: m(t.normal(4, 5), t).square().mean(), clip=0.1),
     "frozen front": Case(frozen_front, plain_loss),
     "frozen middle": Case(frozen_middle, plain_loss, groups=by_kind),
     "lora": Case(Lora, plain_loss),

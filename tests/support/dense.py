@@ -40,6 +40,10 @@ class Turn:
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01)
+
+
 @dataclass(frozen=True)
 class Case:
     """``loss(model, turn)`` calls the model, or the engine in its place. ``between(model)`` runs after each micro-batch, at both."""
@@ -48,11 +52,13 @@ class Case:
     loss: Callable[[Any, Turn], torch.Tensor]
     groups: Groups | None = None
     optimizer: dict[str, Any] = field(default_factory=lambda: ADAMW)
-    dense_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01)
+    dense_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     config: dict[str, Any] = field(default_factory=dict)
     steps: int = 4
     accumulation: int = 1
+    clip: float = 0.0
     between: Callable[[Any, Turn], None] | None = None
+    dense_schedule: Callable[[torch.optim.Optimizer], Any] | None = None
 
 
 def trainable(model: nn.Module) -> list[dict[str, Any]]:
@@ -67,6 +73,7 @@ def train_dense(case: Case, ranks: int) -> Iterator[nn.Module]:
     torch.manual_seed(1)
     model = case.build()
     optimizer = case.dense_optimizer((case.groups or trainable)(model))
+    schedule = case.dense_schedule(optimizer) if case.dense_schedule is not None else None
     params = [param for param in model.parameters() if param.requires_grad]
     buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in range(ranks)]
     for step in range(case.steps):
@@ -81,8 +88,12 @@ def train_dense(case: Case, ranks: int) -> Iterator[nn.Module]:
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+        if case.clip:
+            nn.utils.clip_grad_norm_(params, case.clip)
         optimizer.step()
         optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
         yield model
 
 
@@ -90,7 +101,7 @@ def build_engine(case: Case, zero: dict[str, Any], **kwargs: Any) -> zero_trial.
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": case.clip,
         "comm_timeout_seconds": 30.0,
         "optimizer": case.optimizer,
         "zero_optimization": zero,
@@ -127,10 +138,7 @@ def difference(engine: zero_trial.Engine, reference: nn.Module) -> float:
 def compare(case: Case, zero: dict[str, Any], **kwargs: Any) -> float:
     """The largest difference after the last step."""
     engine = build_engine(case, zero, **kwargs)
-    reference: nn.Module | None = None
-    for reference, _ in zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True):
-        pass
-    assert reference is not None
-    gap = difference(engine, reference)
+    steps = list(zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True))
+    gap = difference(engine, steps[-1][0])
     engine.destroy()
     return gap

@@ -195,8 +195,13 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
 
     Raises ConfigError when it already holds state: that state belongs to whole tensors that this rank no longer has.
     """
-    held = [param for param, state in base.state.items() if any(torch.is_tensor(v) and v.dim() > 0 and bool(v.any()) for v in state.values())]
-    if held:
+    eager = isinstance(base, torch.optim.Adagrad)  # the one torch optimizer that makes its state when it is built
+
+    def has_stepped(state: Mapping[str, Any]) -> bool:
+        telling = [state["step"]] if eager else [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+        return any(bool(value.any()) for value in telling)
+
+    if any(has_stepped(state) for state in base.state.values()):
         raise ConfigError(
             "the client optimizer has stepped before it was given to initialize()",
             where="optimizer",
@@ -205,7 +210,7 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
     base.state.clear()
     for index, group in enumerate(base.param_groups):
         group["params"] = [piece.weight for piece in pieces if piece.group == index]
-    if type(base) is torch.optim.Adagrad:  # the one torch optimizer that makes its state when it is built
+    if eager:
         for group in base.param_groups:
             for weight in group["params"]:
                 base.state[weight] = {"step": torch.tensor(0.0), "sum": torch.full_like(weight, group["initial_accumulator_value"])}

@@ -1,0 +1,256 @@
+"""Several engines in one process: a GAN that alternates, one loss through two engines, and two engines that know nothing of each other.
+
+Each against plain torch with the same losses; two ranks, every stage, 0 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zero_trial
+from tests.support.dense import STAGES, TOLERANCE, Turn, difference
+from tests.support.pool import Pools
+
+STEPS, RANKS = 4, 2
+
+
+class Tower(nn.Module):
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(start, 10)
+        self.blocks = nn.ModuleList([nn.Linear(10, 10) for _ in range(3)])
+        self.last = nn.Linear(10, end)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+def build() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    return Tower(4, 6), Tower(6, 1)
+
+
+def engines(stages: tuple[str, str], accumulation: int = 1) -> list[zero_trial.Engine]:
+    found = []
+    for model, stage, lr in zip(build(), stages, (1e-3, 2e-3), strict=True):
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.3,
+            "comm_timeout_seconds": 30.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01}},
+            "zero_optimization": STAGES[stage],
+        }
+        found.append(zero_trial.initialize(model=model, config=config)[0])
+    return found
+
+
+class Plain:
+    """One model of plain torch with the engine's three calls, so that one script drives both; gradients are means over ranks."""
+
+    def __init__(self, model: nn.Module, lr: float, share: float) -> None:
+        self.model, self.share = model, share
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        (loss * self.share).backward(retain_graph=retain_graph)
+
+    def step(self) -> None:
+        for param in self.model.parameters():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def plain_pair(accumulation: int = 1) -> list[Plain]:
+    return [Plain(model, lr, 1 / (RANKS * accumulation)) for model, lr in zip(build(), (1e-3, 2e-3), strict=True)]
+
+
+# Scripts: generators that yield where plain torch must let the other ranks come first (before a step). `pair`: (generator, discriminator).
+
+
+def gan(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
+    """Discriminator on real and detached fake, then the generator through the discriminator, whose gradients are then forgotten."""
+    generator, discriminator = pair
+    for number in range(accumulation):
+        turn = Turn(step, number, rank)
+        real, noise = turn.normal(4, 6), turn.normal(4, 4)
+        fake = generator(noise)
+        discriminator.backward(
+            F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake.detach())).mean()
+        )
+        yield "micro d"
+    yield "d"
+    for number in range(accumulation):
+        noise = Turn(step, number, rank).normal(4, 4) * 0.5
+        generator.backward(F.softplus(-discriminator(generator(noise))).mean())
+        yield "micro g"
+    yield "g"
+    yield "forget d"
+
+
+def gan_two_losses(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
+    """Real and fake in two backward passes of the discriminator, as DCGAN's tutorial does; the same fake graph serves the generator."""
+    generator, discriminator = pair
+    turn = Turn(step, 0, rank)
+    fake = generator(turn.normal(4, 4))
+    discriminator.backward(F.softplus(-discriminator(turn.normal(4, 6))).mean())
+    discriminator.backward(F.softplus(discriminator(fake.detach())).mean())
+    yield "micro d"
+    yield "d"
+    generator.backward(F.softplus(-discriminator(fake)).mean())
+    yield "micro g"
+    yield "g"
+    yield "forget d"
+
+
+def joint(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
+    """One loss through both, called on the first; both step."""
+    first, second = pair
+    for number in range(accumulation):
+        turn = Turn(step, number, rank)
+        first.backward((second(first(turn.normal(4, 4))) - 1).square().mean())
+        yield "micro g"
+        yield "micro d"
+    yield "g"
+    yield "d"
+
+
+def joint_and_own(pair: Any, step: int, rank: int, accumulation: int) -> Iterator[str]:
+    """Both have a loss of their own besides the common one."""
+    first, second = pair
+    turn = Turn(step, 0, rank)
+    middle = first(turn.normal(4, 4))
+    first.backward((second(middle) - 1).square().mean(), retain_graph=True)
+    second.backward(second(turn.normal(4, 6)).square().mean())
+    yield "micro g"
+    yield "micro d"
+    yield "g"
+    yield "d"
+
+
+SCRIPTS = {"gan": gan, "gan two losses": gan_two_losses, "joint": joint, "joint and own": joint_and_own}
+
+
+def drive_engines(script: str, stages: tuple[str, str], accumulation: int) -> list[float]:
+    pair = engines(stages, accumulation)
+    generator, discriminator = pair
+    acts = {
+        "micro d": discriminator.step,
+        "micro g": generator.step,
+        "forget d": discriminator.zero_grad,
+        "d": lambda: None,  # engine.step() at the boundary was the step
+        "g": lambda: None,
+    }
+    for step in range(STEPS):
+        for mark in SCRIPTS[script](pair, step, generator.global_rank, accumulation):
+            acts[mark]()
+    reference = drive_plain(script, accumulation)
+    return [difference(engine, plain.model) for engine, plain in zip(pair, reference, strict=True)]
+
+
+def drive_plain(script: str, accumulation: int) -> list[Plain]:
+    """The ranks' scripts side by side in one process, all up to a mark before any goes on."""
+    pair = plain_pair(accumulation)
+    generator, discriminator = pair
+    acts = {"d": discriminator.step, "g": generator.step, "forget d": discriminator.zero_grad}
+    for step in range(STEPS):
+        for marks in zip(*(SCRIPTS[script](pair, step, rank, accumulation) for rank in range(RANKS)), strict=True):
+            acts.get(marks[0], lambda: None)()
+    return pair
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("script", ["gan", "joint"])
+def test_two_engines_train_as_plain_torch_does(ranks: Pools, script: str, stage: str, accumulation: int) -> None:
+    for gaps in ranks(2).run(drive_engines, script, (stage, stage), accumulation):
+        assert max(gaps) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "stages", [("zero0", "zero3"), ("zero3-free", "zero1"), ("zero2", "zero2"), ("zero3", "zero3")]
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_engines_of_different_stages_mix(ranks: Pools, script: str, stages: tuple[str, str]) -> None:
+    for gaps in ranks(2).run(drive_engines, script, stages, 1):
+        assert max(gaps) <= TOLERANCE
+
+
+def toggled(stage: str) -> list[float]:
+    """The discriminator's requires_grad is switched off while the generator trains, as many GAN scripts do."""
+    pair = engines((stage, stage))
+    plain = plain_pair()
+    for step in range(STEPS):
+        for mark in gan(pair, step, pair[0].global_rank, 1):
+            if mark == "micro d":
+                pair[1].step()
+                pair[1].module.requires_grad_(False)
+            elif mark == "micro g":
+                pair[0].step()
+                pair[1].module.requires_grad_(True)
+        for marks in zip(*(gan(plain, step, rank, 1) for rank in range(RANKS)), strict=True):
+            {"d": plain[1].step, "g": plain[0].step, "forget d": plain[1].zero_grad}.get(marks[0], lambda: None)()
+    return [difference(engine, side.model) for engine, side in zip(pair, plain, strict=True)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_requires_grad_may_be_switched_off_for_a_while(ranks: Pools, stage: str) -> None:
+    for gaps in ranks(2).run(toggled, stage):
+        assert max(gaps) <= TOLERANCE
+
+
+def forgetting(stage: str) -> tuple[float, float]:
+    """A backward pass whose gradients are forgotten leaves no trace, in the middle of an accumulation either."""
+    gaps = []
+    for accumulation in (1, 2):
+        torch.manual_seed(3)
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": STAGES[stage],
+        }
+        pair = []
+        for _ in range(2):
+            pair.append(zero_trial.initialize(model=build()[1], config=config)[0])
+        for engine, spoil in zip(pair, (False, True), strict=True):
+            for step in range(2 * accumulation):
+                x = Turn(step, 0, engine.global_rank).normal(4, 6)
+                if spoil and step % accumulation == 0:
+                    engine.backward(engine(x * 100).square().mean())
+                    engine.zero_grad()
+                engine.backward(engine(x).square().mean())
+                engine.step()
+        gaps.append(difference(pair[1], _as_module(pair[0])))
+    return gaps[0], gaps[1]
+
+
+def _as_module(engine: zero_trial.Engine) -> nn.Module:
+    state = engine.module_state_dict()
+    module = build()[1]
+    module.load_state_dict(state)
+    return module
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_forgotten_gradients_leave_no_trace(ranks: Pools, stage: str) -> None:
+    assert ranks(2).run(forgetting, stage) == [(0.0, 0.0)] * 2

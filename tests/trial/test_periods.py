@@ -35,6 +35,8 @@ def test_the_next_boundary_is_the_first_one_ahead(unit: Batch | Epoch) -> None:
 def test_the_length_of_a_run_is_the_whole_trials() -> None:
     assert total_steps(Batch(7), 4) == 7
     assert total_steps(Epoch(3), 4) == 12
+    with pytest.raises(ConfigError, match="has no length, so there are no epochs"):
+        total_steps(Epoch(3), 2**62)
     for nothing in (Batch(0), Epoch(0), Batch((3,))):
         with pytest.raises(ConfigError, match="max_length"):
             total_steps(nothing, 4)

@@ -52,3 +52,19 @@ def test_a_trial_that_takes_two_batches_per_step_goes_on_after_the_last_one(tmp_
 
     run_rank(Twice, steps(3), storage=tmp_path)
     assert run_rank(Twice, steps(4), storage=tmp_path, latest_checkpoint="step-000003").trial.seen == [[14, 15]]
+
+
+def test_a_loader_without_a_length_is_one_long_epoch() -> None:
+    class Streams(LineTrial):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.disable_dataset_reproducibility_checks()
+
+        def build_training_data_loader(self) -> Any:
+            from torch.utils.data import DataLoader as TorchDataLoader
+
+            return (batch for batch in TorchDataLoader(self.data, 2))
+
+    run = run_rank(Streams, steps(5))
+    assert run.trial.calls == [(0, step) for step in range(5)]
+    assert next(event for event in run.record.events if event["kind"] == "start")["epoch_steps"] is None

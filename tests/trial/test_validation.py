@@ -100,7 +100,8 @@ def test_no_validation_without_a_method_for_it() -> None:
     class Without(LineTrial):
         evaluate_batch = LineTrial.__mro__[1].evaluate_batch  # ZeroTrial's own
 
-    run = run_rank(Without, steps(3, validation_period=Batch(1), step_zero_validation=True))
+    run = run_rank(Without, steps(3, validation_period=Batch(1), step_zero_validation=True, metric="validation_loss"))
+    assert any("'validation_loss' is never reported" in event.get("message", "") for event in run.record.events)
     assert run.record.validation == [] and run.outcome.step == 3
 
 
@@ -110,6 +111,19 @@ def test_a_loader_that_yields_nothing() -> None:
 
     with pytest.raises(DataError, match="rank 0: build_validation_data_loader returned a loader that yields nothing"):
         run_rank(Empty, steps(1))
+
+
+def test_a_loader_without_a_length() -> None:
+    class Endless(Indices):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.disable_dataset_reproducibility_checks()
+
+        def build_validation_data_loader(self) -> Any:
+            return iter([1])
+
+    with pytest.raises(DataError, match="a loader without a length"):
+        run_rank(Endless, steps(1))
 
 
 def test_a_method_that_takes_more_than_one_batch() -> None:

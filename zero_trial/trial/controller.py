@@ -13,7 +13,7 @@ from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.loop import StepRunner
 from zero_trial.trial.metrics import COUNTERS, without_counters
 from zero_trial.trial.outcome import End, Outcome
-from zero_trial.trial.periods import Position, is_boundary, total_steps
+from zero_trial.trial.periods import UNENDING, Position, is_boundary, total_steps
 from zero_trial.trial.reporting import Clock, Reporter, write_tensorboard
 from zero_trial.trial.scoring import Score
 from zero_trial.trial.settings import TrainSettings
@@ -50,6 +50,7 @@ class Controller:
         """Collective. Trains to the end, or to where the platform or the trial wants to stop; saved in every case.
 
         Raises InvalidHP, Diverged and all that user code raises; an InvalidHP is posted to the platform first.
+        Nothing is saved then: the other ranks may be in the middle of a step.
         """
         try:
             self._set_up()
@@ -75,6 +76,10 @@ class Controller:
             self._data = open_train_data(self._trial, context, self._state.resume(context.distributed.rank))
             self._state.epoch_length = self._data.epoch_length
             self._validator = Validator(self._trial, context, list(self._callbacks.values()))
+            if self._score.metric is not None and not self._validator.enabled:
+                context.note(
+                    f"searcher.metric {self._score.metric!r} is never reported: the trial has no evaluate_batch"
+                )
             self._total = total_steps(self._settings.max_length, self._state.epoch_length)
             context.position = Position(self._state.step, self._state.epoch_length)
             self._reporter = Reporter(
@@ -109,7 +114,7 @@ class Controller:
                     "kind": "start",
                     "step": self._state.step,
                     "total_steps": self._total,
-                    "epoch_steps": self._state.epoch_length,
+                    "epoch_steps": self._state.epoch_length if self._state.epoch_length < UNENDING else None,
                     "global_batch_size": self._context.get_global_batch_size(),
                     "parameters": self._context.parameters,
                     "resumed_from": storage_id,

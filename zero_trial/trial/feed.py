@@ -85,11 +85,11 @@ def check_reproducible(loader: Any, name: str, check: bool) -> None:
         return
     if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
         raise DataError(
-            f"{name} must return a data loader", got=type(loader).__name__, expected="zero_trial.DataLoader"
+            f"{name} must return a data loader", got=type(loader).__name__, expected="zero_trial.trial.DataLoader"
         )
     if check:
         raise RuntimeError(
-            f"{name} returned {type(loader).__module__}.{type(loader).__name__}. Only zero_trial.DataLoader gives exact sharding, "
+            f"{name} returned {type(loader).__module__}.{type(loader).__name__}. Only zero_trial.trial.DataLoader gives exact sharding, "
             "reproducibility of the shuffle and exact resume. Return one, or, to disable this check, call "
             "context.disable_dataset_reproducibility_checks() in the trial's __init__; "
             "sharding the data over the ranks is then up to you."

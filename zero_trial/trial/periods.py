@@ -30,6 +30,7 @@ class Epoch:
 
 TrainUnit = Batch | Epoch
 NEVER = Batch(0)
+UNENDING = 2**40  # steps; an epoch as long as this is one whose loader does not know its length
 EVERY_HUNDRED = Batch(100)
 
 
@@ -58,7 +59,14 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
     """The step counter's value at the end of the run: all steps of the trial, not those still to do."""
     if not isinstance(max_length.value, int) or max_length.value <= 0:
         raise ConfigError("the run's length must be a positive number", where="max_length", got=max_length)
-    return max_length.value * (1 if isinstance(max_length, Batch) else epoch_length)
+    if isinstance(max_length, Batch):
+        return max_length.value
+    if epoch_length >= UNENDING:
+        fix = "Give the length in batches, or return a loader that has a length."
+        raise ConfigError(
+            "the training loader has no length, so there are no epochs", where="max_length", got=max_length, fix=fix
+        )
+    return max_length.value * epoch_length
 
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:

@@ -46,7 +46,7 @@ class Validator:
         self._loader = built
         if self._full:
             return
-        mine = len(built) if mpu.should_build_data_loader else None
+        mine = _length(built) if mpu.should_build_data_loader else None
         self._batches = agreed_minimum(context.distributed, mine, LOADER, context.note)
         if context.use_pipeline_parallel:
             self._join_micro_batches(context.get_num_micro_batches_per_slot())
@@ -122,3 +122,11 @@ class Validator:
                     got=f"batch {index} of {self._batches}",
                     fix="Take one batch per call.",
                 ) from None
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:
+        fix = "Return zero_trial.trial.DataLoader, or give the loader a __len__."
+        raise DataError(f"{LOADER} returned a loader without a length", got=type(loader).__name__, fix=fix) from None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
-from zero_trial.launch.screen import EventWatcher, LogWatcher, Screen, with_size
+import pytest
+
+from zero_trial.launch.screen import EventWatcher, LogWatcher, Screen, is_terminal, with_size
 
 
 class Clock:
@@ -49,9 +52,22 @@ def test_on_a_terminal_one_line_moves():
     screen.say("saved   x")
     screen.close()
     text = out.getvalue()
-    assert "\r" in text and "train   step 3/9 |" in text and "train   step 6/9 |" in text
+    assert "\r" in text and "train   step 3/9 |" in text and "| loss 1" in text and "train   step 6/9 |" in text
     assert "saved   x\n" in text
     assert text.count("\n") == 2  # the line that stays, and the end of the live one
+
+
+def test_a_terminal_without_room_is_none(monkeypatch: pytest.MonkeyPatch):
+    main, terminal = os.openpty()
+    try:
+        with os.fdopen(terminal, "w") as stream:
+            sizes = {"none": os.terminal_size((0, 0)), "some": os.terminal_size((80, 24))}
+            for size, live in (("none", False), ("some", True)):
+                monkeypatch.setattr(os, "get_terminal_size", lambda fd, size=size: sizes[size])
+                assert is_terminal(stream) is live
+    finally:
+        os.close(main)
+    assert not is_terminal(io.StringIO())
 
 
 def test_quiet_is_silent():

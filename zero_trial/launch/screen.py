@@ -27,7 +27,7 @@ class Screen:
     ) -> None:
         self._stream = stream
         self._quiet = quiet
-        self._live = stream.isatty() if live is None else live
+        self._live = is_terminal(stream) if live is None else live
         self._clock = clock
         self._bar: Any = None
         self._last_plain = clock()
@@ -79,15 +79,15 @@ class Screen:
         if self._bar is None:
             self._bar = self._new_bar(event)
         self._bar.n = event.get("step", self._bar.n)
-        self._bar.set_postfix_str(training_facts(event), refresh=False)
+        self._bar.set_description_str(training_facts(event), refresh=False)
         self._bar.refresh()
 
     def _new_bar(self, event: Event) -> Any:
         from tqdm import tqdm
 
-        form = "train   step {n_fmt}/{total_fmt} |{bar:16}|{postfix}"
+        form = "train   step {n_fmt}/{total_fmt} |{bar:16}| {desc}"
         if not event.get("total_steps"):
-            form = "train   step {n_fmt}{postfix}"
+            form = "train   step {n_fmt}  {desc}"
         return tqdm(
             total=event.get("total_steps"),
             file=self._stream,
@@ -96,6 +96,17 @@ class Screen:
             leave=True,
             ascii=".#",
         )
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal with room for a line; some (a pseudo-terminal of a build system) say that they have none."""
+    if not stream.isatty():
+        return False
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return size.columns > 0 and size.lines > 0
 
 
 def with_size(event: Event, run_dir: Path) -> Event:

@@ -90,6 +90,16 @@ def test_a_position_can_be_read_by_a_person() -> None:
     inside = Position(5, 9, "all_reduce(x) over shard", 1e18, True)
     assert inside.describe() == "at step 5, in all_reduce(x) over shard (collective 9, 0 s ago)"
     assert "after start" in Position().describe()
+    assert "gave up in x" in Position(5, 9, "x", 0.0, True, True).describe()
+
+
+def test_giving_up_lasts_until_the_next_collective() -> None:
+    board = Board(None, 0, 1)
+    board.enter("a")
+    board.give_up()
+    assert board._now.gave_up
+    board.enter("b")
+    assert not board._now.gave_up
 
 
 def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:

@@ -63,6 +63,45 @@ def test_a_lost_connection_means_that_a_rank_ended(text: str) -> None:
     assert text in error
 
 
+GAVE_UP = Position(17, 9, "all_gather(block.3) over shard", 0.0, True, True)
+EARLIER = Position(16, 4, "reduce_scatter(bucket0) over shard", 0.0, True, True)
+CLOSED = RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_that_comes_when_all_others_gave_up_was_late_itself() -> None:
+    text = str(explain(FakeBoard({1: GAVE_UP, 2: GAVE_UP}), (0, 1, 2), NAME, CLOSED, 1.0))
+    assert f"rank 0, step 17, {NAME}: rank 1, rank 2 gave up before this rank came." in text
+    assert "rank 2 at step 17, gave up in all_gather(block.3)" in text
+
+
+def test_of_a_lost_connection_only_those_are_suspected_that_did_not_give_up() -> None:
+    """Rank 2 died; rank 1 noticed and gave up as this rank does."""
+    text = str(explain(FakeBoard({1: GAVE_UP, 2: LATE}), (0, 1, 2), NAME, CLOSED, 1.0))
+    assert "another rank ended" in text
+    assert "own error: rank 2 at" in text
+    assert "rank 1" not in text
+
+
+def test_a_failure_that_was_caught_long_ago_excuses_nobody() -> None:
+    assert "another rank ended" in str(explain(FakeBoard({1: EARLIER}), (0, 1), NAME, CLOSED, 1.0))
+    assert "waited 1 s for rank 1" in str(explain(FakeBoard({1: EARLIER}), (0, 1), NAME, TIMED_OUT, 1.0))
+
+
+def test_when_all_are_there_they_disagree() -> None:
+    other = Position(17, 9, "reduce_scatter(block.3) over shard", 0.0, True)
+    text = str(explain(FakeBoard({1: other}), (0, 1), NAME, TIMED_OUT, 1.0))
+    assert "waited 1 s although every rank has come this far" in text
+    assert "rank 1 at step 17, in reduce_scatter(block.3)" in text
+
+
+def test_this_rank_tells_the_others_that_it_gave_up() -> None:
+    board = FakeBoard({1: LATE})
+    explain(board, (0, 1), NAME, TIMED_OUT, 1.0)
+    own = board.positions()[0]
+    assert own is not None
+    assert own.gave_up
+
+
 def test_any_other_failure_is_told_as_it_is() -> None:
     error = str(explain(FakeBoard({1: HERE}), (0, 1), NAME, RuntimeError("Invalid scalar type\nbacktrace"), 1.0))
     assert "a collective failed: got Invalid scalar type." in error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 PERIOD_SECONDS = 0.25
@@ -25,9 +25,10 @@ class Position:
     operation: str = "start"
     since: float = 0.0  # time.time() of entering it
     inside: bool = False  # still waiting in it
+    gave_up: bool = False  # it raised a MeshError there and waits no more
 
     def describe(self) -> str:
-        verb = "in" if self.inside else "after"
+        verb = "gave up in" if self.gave_up else "in" if self.inside else "after"
         return f"at step {self.step}, {verb} {self.operation} (collective {self.sequence}, {max(time.time() - self.since, 0):.0f} s ago)"
 
 
@@ -60,6 +61,10 @@ class Board:
         """The main thread now waits for an operation that it entered earlier."""
         now = self._now
         self._now = Position(now.step, now.sequence, operation, time.time(), True)
+
+    def give_up(self) -> None:
+        """This rank's collective failed; whoever comes later need not wait for it."""
+        self._now = replace(self._now, gave_up=True)
 
     def positions(self) -> dict[int, Position | None]:
         """Every rank's last published position; None for a rank that never published or whose store is gone."""

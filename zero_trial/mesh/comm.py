@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -97,11 +98,15 @@ class AxisComm:
         self._now("all_reduce", label, lambda: dist.all_reduce(values, reduce_op, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Overwrites ``tensor`` with that of axis index ``source``, waited for."""
-        if self.size == 1:
+        """Overwrites ``tensor`` (any dtype, any strides) with that of axis index ``source``, waited for."""
+        if self.size == 1 or tensor.numel() == 0:
             return
         self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
-        self._now("broadcast", label, lambda: dist.broadcast(tensor, self.ranks[source], group=self.group, async_op=True))
+        values = tensor.contiguous()
+        raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
+        self._now("broadcast", label, lambda: dist.broadcast(raw, self.ranks[source], group=self.group, async_op=True))
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         """Every rank's ``value`` (anything that JSON holds), in rank order, on every rank. For rare, small things."""
@@ -139,10 +144,10 @@ class AxisComm:
         transport: Transport = self._direct if full.device.type == "cpu" else self._native
         name = f"{kind}({label}) over {self.name}"
         self.board.enter(name)
-        self._sequence = (self._sequence + 1) % (1 << 24)
+        self._sequence += 1
         verb = transport.all_gather if kind == "all_gather" else transport.reduce_scatter
         try:
-            works, finish = verb(full, part, self._sequence)
+            works, finish = verb(full, part, message_tag(self._sequence, name))
         except RuntimeError as error:
             self._fail(name, error)
         self.board.leave()
@@ -188,6 +193,14 @@ class AxisComm:
 
     def _fail(self, name: str, error: RuntimeError) -> NoReturn:
         raise explain(self.board, self.ranks, name, error, self.timeout) from error
+
+
+def message_tag(sequence: int, name: str) -> int:
+    """Marks the messages of one collective: 20 bits of its number and 11 of its name.
+
+    Ranks that disagree about what comes next then wait for each other in vain, and are told so, instead of summing what does not belong together.
+    """
+    return (sequence % (1 << 20)) << 11 | zlib.crc32(name.encode()) & 0x7FF
 
 
 class _Done(Pending):

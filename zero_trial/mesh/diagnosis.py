@@ -12,17 +12,27 @@ _GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "
 
 def explain(board: Board, ranks: tuple[int, ...], operation: str, error: RuntimeError, timeout: float) -> MeshError:
     """The MeshError for ``operation`` on this rank, from what every rank last published."""
+    board.give_up()
     time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks' boards publish where they are now
     positions = {rank: position for rank, position in board.positions().items() if rank in ranks}
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     lost = any(word in text.lower() for word in _GONE_WORDS)
     here = f"rank {board.rank}, step {board.step}, {operation}"
     late = behind(positions, board.rank)
+    gone = [rank for rank in positions if rank != board.rank and not gave_up(positions, rank, board.rank)]
+    if lost and not gone:
+        names = ", ".join(f"rank {rank}" for rank in positions if rank != board.rank)
+        return MeshError(
+            f"{names} gave up before this rank came",
+            where=here,
+            fix=f"{listing(positions, board.rank)}. Find out why this rank was late or called another collective; "
+            f"if it is only slow, raise comm_timeout_seconds in ds_config. ({text[:160]})",
+        )
     if lost:
         return MeshError(
             "another rank ended while this one waited for it",
             where=here,
-            fix=f"Look for that rank's own error: {listing(positions, board.rank)}. ({text[:160]})",
+            fix=f"Look for that rank's own error: {listing(positions, board.rank, gone)}. ({text[:160]})",
         )
     if late:
         names = ", ".join(f"rank {rank}" for rank in late)
@@ -32,12 +42,25 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Runtime
             fix=f"{listing(positions, board.rank, late)}. Every rank must run the same number of batches and collective calls; "
             "if it is only slow, raise comm_timeout_seconds in ds_config.",
         )
+    if "timed out" in text.lower():
+        return MeshError(
+            f"waited {timeout:g} s although every rank has come this far",
+            where=here,
+            fix=f"The ranks disagree about what comes next: {listing(positions, board.rank)}. Every rank must make the same collective calls "
+            "in the same order.",
+        )
     return MeshError(
         "a collective failed",
         where=here,
         got=text[:200],
         fix=f"Ranks: {listing(positions, board.rank)}. Look for an earlier error in another rank's log.",
     )
+
+
+def gave_up(positions: dict[int, Position | None], rank: int, own: int) -> bool:
+    """Whether ``rank`` has raised an error of its own at a collective that ``own`` had not entered before."""
+    at, mine = positions[rank], positions[own]
+    return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
 
 
 def behind(positions: dict[int, Position | None], own: int) -> list[int]:

@@ -65,8 +65,7 @@ class DirectTransport:
 
         def add_in_rank_order() -> dict[int, torch.Tensor]:
             own = parts[self._index]
-            culprits = {**received, self._index: own.clone() if out.data_ptr() == own.data_ptr() and len(received) > 1 else own}
-            sum_in_order([culprits[index] for index in range(len(self._ranks))], out)
+            sum_in_order([received.get(index, own) for index in range(len(self._ranks))], out)
             return received
 
         return works, add_in_rank_order
@@ -90,7 +89,7 @@ class DirectTransport:
 
 
 def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
-    """``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of two parts."""
+    """``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of them."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
         return

@@ -51,8 +51,24 @@ def initialize(
     source = _config_source(args, config, config_params)
     settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
+    engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {}))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def build_engine(
+    model: nn.Module,
+    settings: DsConfig,
+    mesh: Mesh,
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+) -> Engine:
+    """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh."""
     wiring = wire(settings, mesh.data.size)
-    device = _device()
     model.to(device)
     groups = _parameter_groups(model, optimizer, model_parameters)
     sharded = ShardedModel(
@@ -62,9 +78,7 @@ def initialize(
     wrapped = _build_optimizer(engine, optimizer, groups, settings)
     engine.optimizer = sharded.optimizer = wrapped
     engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {}))
-    return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
+    return engine
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -103,3 +103,15 @@ def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
         local_corpus(tmp_path, suffixes=(".py",))
     with pytest.raises(DataError, match="between 0 and 1"):
         local_corpus(tmp_path, val_share=1.0)
+
+
+@pytest.mark.parametrize("source", [None, 3, ""])
+def test_what_is_no_source_is_an_error(source: object) -> None:
+    with pytest.raises(DataError, match="no text source"):
+        local_corpus(source)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", ["1e6", 1.5, 0, True])
+def test_what_is_no_size_is_an_error(folder: Path, limit: object) -> None:
+    with pytest.raises(DataError, match="cannot limit the text"):
+        local_corpus(folder, max_bytes=limit)  # type: ignore[arg-type]

@@ -82,6 +82,7 @@ def local_corpus(
     """
     if not 0.0 < val_share < 1.0:
         raise DataError("the validation share must lie between 0 and 1", where="local_corpus(val_share)", got=val_share)
+    _check(source, max_bytes)
     files = _limit(_distinct(_read_all(source, suffixes)), max_bytes)
     if not files:
         kinds = ", ".join(suffixes) if suffixes else "any kind of text"
@@ -94,6 +95,17 @@ def local_corpus(
     total = sum(len(file.content) for file in files)
     name = "stdlib" if source == "stdlib" else Path(source).name
     return Corpus(name, split, _tensor(train), _tensor(val), Fingerprint(len(files), total, digests.hexdigest()))
+
+
+def _check(source: object, max_bytes: object) -> None:
+    """What a YAML file may hold in these places, and is no text source or size."""
+    if not isinstance(source, (str, Path)) or not str(source):
+        raise DataError("no text source", where="local_corpus(source)", got=repr(source), expected="a path or stdlib")
+    if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 2):
+        expected = "a whole number of at least 2"
+        raise DataError(
+            "cannot limit the text", where="local_corpus(max_bytes)", got=repr(max_bytes), expected=expected
+        )
 
 
 def _read_all(source: str | Path, suffixes: Sequence[str] | None) -> Iterator[_TextFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.programs import LIMIT, child_environment
+from tests.launch.programs import LIMIT, child_environment, zero_trial
+from tests.launch.test_end_to_end import MODEL_DEF, write_experiment
 
 # Both namespaces have a loopback of their own, so ranks that tried to meet there would never find each other.
 SCRIPT = """
@@ -61,24 +63,18 @@ def namespaces() -> Iterator[tuple[str, str]]:
                 ip("netns", "delete", name)
 
 
-def start(namespace: str, folder: Path, node: int, env: dict[str, str]) -> subprocess.Popen[str]:
-    """This host's command, in its namespace."""
-    words = ["ip", "netns", "exec", namespace, sys.executable, "-m", "zero_trial.cli.main", "launch", "--slots", "1"]
-    words += ["--nnodes", "2", "--node_rank", str(node), "--master_addr", ADDRESSES[0], "--master_port", "29611"]
+def run_both(
+    namespaces: tuple[str, str], folder: Path, verb: str, *arguments: str, **env: str
+) -> list[tuple[int, str, str]]:
+    """Each host's own command, in its namespace; exit code, output and errors of each."""
     full = {name: value for name, value in child_environment().items() if name != "GLOO_SOCKET_IFNAME"}
-    return subprocess.Popen(
-        [*words, "--run-dir", str(folder / f"run-{node}"), "train.py"],
-        cwd=folder,
-        env={**full, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run_both(namespaces: tuple[str, str], folder: Path, **env: str) -> list[tuple[int, str, str]]:
-    (folder / "train.py").write_text(SCRIPT)
-    hosts = [start(namespace, folder, node, env) for node, namespace in enumerate(namespaces)]
+    hosts = []
+    for node, namespace in enumerate(namespaces):
+        words = ["ip", "netns", "exec", namespace, sys.executable, "-m", "zero_trial.cli.main", verb, "--slots", "1"]
+        words += ["--nnodes", "2", "--node_rank", str(node), "--master_addr", ADDRESSES[0], "--master_port", "29611"]
+        words += [argument.format(node=node) for argument in arguments]
+        pipe = subprocess.PIPE
+        hosts.append(subprocess.Popen(words, cwd=folder, env={**full, **env}, stdout=pipe, stderr=pipe, text=True))
     try:
         texts = [host.communicate(timeout=LIMIT) for host in hosts]
     finally:
@@ -87,15 +83,35 @@ def run_both(namespaces: tuple[str, str], folder: Path, **env: str) -> list[tupl
     return [(host.returncode, *text) for host, text in zip(hosts, texts, strict=True)]
 
 
+def launch_both(namespaces: tuple[str, str], folder: Path, **env: str) -> list[tuple[int, str, str]]:
+    (folder / "train.py").write_text(SCRIPT)
+    return run_both(namespaces, folder, "launch", "--run-dir", "run-{node}", "train.py", **env)
+
+
 def test_ranks_meet_across_hosts(namespaces: tuple[str, str], tmp_path: Path):
-    (first, second) = run_both(namespaces, tmp_path)
+    (first, second) = launch_both(namespaces, tmp_path)
     assert first == (0, f"rank 0 of 2 over zta{os.getpid()} sum 3\n", "")
     assert second == (0, "", "")  # only the host of rank 0 shows it; the other has it in its log
     assert (tmp_path / "run-1/logs/rank-1.log").read_text() == f"rank 1 of 2 over ztb{os.getpid()} sum 3\n"
 
 
 def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_path: Path):
-    (first, second) = run_both(namespaces, tmp_path, FAIL="1")
+    (first, second) = launch_both(namespaces, tmp_path, FAIL="1")
     assert second[0] == 1 and "rank 1: ValueError: boom" in second[2]
     assert first[0] != 0 and "Traceback" not in first[1] + first[2]
     assert first[2].startswith("failed  rank 0: ") and "(the cause may stand on another host)" in first[2]
+
+
+def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path):
+    """The run's folder is shared, as over a network file system; the result is that of two ranks on one host, to the bit."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_def.py").write_text(MODEL_DEF)
+    write_experiment(tmp_path)
+    one = zero_trial("run", "const.yaml", "model", "--slots", 2, "--run-dir", "one", cwd=tmp_path)
+    assert one.returncode == 0
+    (first, second) = run_both(namespaces, tmp_path, "run", "--run-dir", "two", "const.yaml", "model")
+    assert (first[0], first[2], second) == (0, "", (0, second[1], ""))
+    assert "2 ranks · ZeRO-2" in first[1]
+    alone, together = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
+    assert together["final_validation"] == alone["final_validation"]
+    assert together["ranks"] == 2

@@ -19,6 +19,9 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/experiments/": "they mirror experiments/",
     "tests/benchmarks/": "they mirror benchmarks/",
     "tests/trial/test_with_engine.py": "the controller around the real engine",
+    "tests/engine/test_oracle.py": "every stage against dense training: no one module's business",
+    "tests/engine/test_behaviour_": "what users do with an engine, across its modules",
+    "tests/engine/test_keys.py": "each ds_config key from the file to its effect",
     "tests/launch/test_end_to_end.py": "whole runs from the command line",
     "tests/launch/test_two_hosts.py": "whole runs between two network namespaces",
 }

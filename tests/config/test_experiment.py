@@ -112,3 +112,18 @@ def test_sampled_hyperparameters_take_the_place_of_ranges(tmp_path: Path):
 def test_only_single_does_not_search():
     assert not SearcherConfig().searches and SearcherConfig(name="grid").searches
     assert ExperimentConfig("n", "e", SearcherConfig(), {}).search_space == ()
+
+
+def test_what_the_experiment_knows_for_auto():
+    searcher = {"name": "single", "metric": "loss"}
+    base = {"entrypoint": "m:T", "hyperparameters": {}}
+    assert read_experiment({**base, "searcher": {**searcher, "max_length": {"batches": 7}}}).hints == {"total_num_steps": 7}
+    assert read_experiment({**base, "searcher": {**searcher, "max_length": {"epochs": 7}}}).hints == {}
+
+
+def test_whether_a_ds_config_is_named():
+    base = {"entrypoint": "m:T", "searcher": {"name": "single", "metric": "loss"}}
+    named = [{"hyperparameters": {"ds_config": {}}}, {"hyperparameters": {"deepspeed_config": "a.json"}}]
+    named += [{"hyperparameters": {}, "data": {"ds_config": "a.json"}}]
+    assert all(read_experiment({**base, **more}).names_ds_config() for more in named)
+    assert not read_experiment({**base, "hyperparameters": {"x": 1}, "data": {}}).names_ds_config()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.config.experiment_reader import read_experiment
+from zero_trial.config.experiment_reader import examine_experiment, read_experiment
 from zero_trial.config.period import Period
 from zero_trial.errors import ConfigError
 
@@ -139,3 +139,13 @@ def test_every_experiment_of_the_project_is_read(path: Path):
     read = read_experiment(path)
     assert read.warnings == ()
     read.ds_config(path.parent)
+
+
+def test_a_faulty_experiment_is_still_understood():
+    """For a check that goes on: what is wrong stands at its default, and the faults are listed."""
+    text = "entrypoint: model_def:T\nhyperparameters: {lr: 1}\nsearcher: {name: single, metric: loss}\nmax_restarts: -1\nnam: x\n"
+    config, faults = examine_experiment(text)
+    assert (config.max_restarts, config.entrypoint, config.hyperparameters) == (5, "model_def:T", {"lr": 1})
+    assert [fault.where for fault in faults] == ["experiment:5 nam", "experiment:4 max_restarts"]
+    with pytest.raises(ConfigError, match="2 faults"):
+        read_experiment(text)

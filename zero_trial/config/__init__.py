@@ -4,7 +4,7 @@ from zero_trial.config.auto import resolve_auto
 from zero_trial.config.batch import BatchTriple, solve_batch
 from zero_trial.config.document import Document
 from zero_trial.config.experiment import ExperimentConfig, SearcherConfig
-from zero_trial.config.experiment_reader import read_experiment
+from zero_trial.config.experiment_reader import examine_experiment, read_experiment
 from zero_trial.config.overlay import overwrite_ds_config
 from zero_trial.config.period import Period
 from zero_trial.config.reader import read_ds_config
@@ -22,6 +22,7 @@ __all__ = [
     "Reconciliation",
     "SearcherConfig",
     "config_report",
+    "examine_experiment",
     "overwrite_ds_config",
     "read_ds_config",
     "read_experiment",

@@ -65,6 +65,19 @@ class ExperimentConfig:
         """Dotted names of the hyperparameters that are still ranges."""
         return tuple(ranges(self.hyperparameters))
 
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What the experiment knows that fills "auto": the run's length in steps, where it is counted in them."""
+        length = self.searcher.max_length
+        return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
+
+    def names_ds_config(self) -> bool:
+        """Whether a ds_config is named here; if not, the trial itself gives one."""
+        own = self.hyperparameters
+        return any(
+            value is not None for value in (self.data.get("ds_config"), own.get("ds_config"), own.get("deepspeed_config"))
+        )
+
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
         """The source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``, under it ``hyperparameters.ds_config``.
 

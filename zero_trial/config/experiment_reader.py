@@ -25,6 +25,19 @@ def read_experiment(source: str | Path | Mapping[str, Any], name: str | None = N
 
     Raises ConfigError with all faults, each with file and line.
     """
+    config, faults = examine_experiment(source, name)
+    if faults:
+        raise ConfigError.many(faults)
+    return config
+
+
+def examine_experiment(
+    source: str | Path | Mapping[str, Any], name: str | None = None
+) -> tuple[ExperimentConfig, list[ConfigError]]:
+    """The experiment as far as it can be understood, and all its faults: a faulty value stands at its default.
+
+    Raises ConfigError only for what is no readable YAML at all.
+    """
     document, folder = _open_experiment(source, name)
     faults: list[ConfigError] = []
     _unknown_keys(document, faults)
@@ -52,9 +65,7 @@ def read_experiment(source: str | Path | Mapping[str, Any], name: str | None = N
         document=document,
         folder=folder,
     )
-    if faults:
-        raise ConfigError.many(faults)
-    return config
+    return config, faults
 
 
 def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -> tuple[Document, Path | None]:

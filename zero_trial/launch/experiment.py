@@ -110,18 +110,11 @@ def _experiment_path(request: RunRequest) -> Path:
 def _check_ds_config(checked: Checked) -> Checked:
     """The ds_config read, and its batch sizes brought together with the ranks, unless the trial brings its own."""
     experiment = checked.experiment
-    hyperparameters = experiment.hyperparameters
-    named = (
-        experiment.data.get("ds_config"),
-        hyperparameters.get("ds_config"),
-        hyperparameters.get("deepspeed_config"),
-    )
-    if all(value is None for value in named):
+    if not experiment.names_ds_config():
         return checked
-    length = experiment.searcher.max_length
-    hints = {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
-    config = read_ds_config(experiment.ds_config(checked.model_dir), hints=hints, hyperparameters=hyperparameters)
-    batch = reconcile(config, checked.ranks, hyperparameters)
+    values, hints = experiment.hyperparameters, experiment.hints
+    config = read_ds_config(experiment.ds_config(checked.model_dir), hints=hints, hyperparameters=values)
+    batch = reconcile(config, checked.ranks, values)
     return Checked(**{**vars(checked), "ds_config": config, "batch": batch})
 
 

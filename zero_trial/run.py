@@ -7,7 +7,6 @@ of a launcher runs it.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import resource
 import shlex
@@ -36,6 +35,7 @@ from zero_trial.platform.protocols import Distributed
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
 from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.loading import import_trial_class
 from zero_trial.trial.outcome import End, Outcome
 from zero_trial.trial.seeding import seed_everything
 from zero_trial.trial.settings import settings_from_experiment
@@ -215,18 +215,7 @@ def with_found_ds_config(experiment: ExperimentConfig) -> dict[str, Any]:
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
     """The user's class. Raises ConfigError, naming the trials that there are, if it is not one."""
     check_entrypoint(name, model_dir, where="entrypoint")
-    sys.path.insert(0, str(model_dir))
-    module = importlib.import_module(name.module)
-    kind = getattr(module, name.name, None)
-    if isinstance(kind, type) and issubclass(kind, ZeroTrial):
-        return kind
-    found = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, ZeroTrial)]
-    trials = [key for key in found if key != "ZeroTrial"]
-    raise ConfigError(
-        f"{name} not found in {model_dir / name.module}.py; it defines {', '.join(f'{key}(ZeroTrial)' for key in trials) or 'no ZeroTrial'}",
-        where="entrypoint",
-        fix=f"Use entrypoint: {name.module}:{trials[0]}." if trials else "Write a subclass of zero_trial.ZeroTrial.",
-    )
+    return import_trial_class(name.module, name.name, model_dir)
 
 
 def finish(outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, options: argparse.Namespace) -> None:

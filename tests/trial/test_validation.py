@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from tests.trial.fake_engine import FakeEngine
 from tests.trial.harness import LineTrial, Points, run_rank, run_world, steps
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial import Batch, DataLoader, Reducer
+from zero_trial.trial.validation import Validator
 
 
 class Indices(LineTrial):
@@ -44,12 +46,29 @@ def test_two_ranks_report_what_one_would(tmp_path: Path) -> None:
     assert len(first.record.validation) == 1
 
 
-def test_uneven_validation_batches_use_the_smallest_number_and_say_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "total", "left_out"), [(6, 15, 0), (7, 21, 0), (5, 6, 1)])
+def test_what_is_left_over_is_split_and_a_loss_is_said(tmp_path: Path, size: int, total: float, left_out: int) -> None:
     class Uneven(Indices):
-        size = 6
+        def build_validation_data_loader(self) -> Any:
+            return DataLoader(Points(size), batch_size=2)
 
     first, _ = run_world(2, Uneven, steps(1), tmp_path)
-    assert first.outcome.final_metrics["total"] == 0 + 1 + 2 + 3
+    assert first.outcome.final_metrics["total"] == total
+    said = [event["message"] for event in first.record.events if "left out" in event.get("message", "")]
+    assert len(said) == (1 if left_out else 0) and all(f"the last {left_out} samples" in message for message in said)
+
+
+def test_other_loaders_with_uneven_batches_use_the_smallest_number_and_say_so(tmp_path: Path) -> None:
+    class Foreign(Indices):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.disable_dataset_reproducibility_checks()
+
+        def build_validation_data_loader(self) -> Any:
+            return TorchDataLoader(Points(2 + 2 * self.context.distributed.rank), batch_size=2)
+
+    first, _ = run_world(2, Foreign, steps(1), tmp_path)
+    assert first.outcome.final_metrics["total"] == 2
     assert any(
         "build_validation_data_loader: ranks have different" in event.get("message", "")
         for event in first.record.events
@@ -175,3 +194,10 @@ def test_under_a_pipeline_the_loader_must_fill_one_group() -> None:
 
     with pytest.raises(ConfigError, match=r"expected at least gradient_accumulation_steps = 3"):
         run_rank(Short, steps(1), ds_config={"gradient_accumulation_steps": 3})
+
+
+def test_no_more_batches_than_asked_for() -> None:
+    trial = run_rank(Indices, steps(1)).trial
+    validator = Validator(trial, trial.context, [], most=1)
+    assert validator.batches == 1 and validator.run()["highest"] == 1
+    assert Validator(trial, trial.context, [], most=9).batches == 4

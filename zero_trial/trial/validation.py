@@ -21,15 +21,25 @@ LOADER = "build_validation_data_loader"
 
 
 class Validator:
-    """Validates whenever asked; the loader is built once."""
+    """Validates whenever asked; the loader is built once.
 
-    def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, callbacks: Sequence[TrialCallback]) -> None:
+    ``most``: no more batches than that are taken, for a trial run.
+    """
+
+    def __init__(
+        self,
+        trial: ZeroTrial,
+        context: ZeroTrialContext,
+        callbacks: Sequence[TrialCallback],
+        most: int | None = None,
+    ) -> None:
         self._trial = trial
         self._context = context
         self._callbacks = callbacks
         self._full = overrides(trial, "evaluate_full_dataset")
         self._loader: Any = None
         self._batches = 0
+        self._most = most
         self.enabled = self._full or overrides(trial, "evaluate_batch")
         if self.enabled:
             self._open()
@@ -43,6 +53,11 @@ class Validator:
         if isinstance(built, DataLoader):
             replicas, rank = (1, 0) if self._full else (mpu.data_parallel_world_size, mpu.data_parallel_rank)
             built = built.get_data_loader(False, 0, replicas, rank, context.platform.seed)
+            left_out = getattr(built.batch_sampler, "left_out", 0)
+            if left_out:
+                context.note(
+                    f"{LOADER}: the last {left_out} samples are left out, so that all ranks have equally many batches"
+                )
         self._loader = built
         if self._full:
             return
@@ -50,6 +65,12 @@ class Validator:
         self._batches = agreed_minimum(context.distributed, mine, LOADER, context.note)
         if context.use_pipeline_parallel:
             self._join_micro_batches(context.get_num_micro_batches_per_slot())
+        self._batches = min(self._batches, self._batches if self._most is None else self._most)
+
+    @property
+    def batches(self) -> int:
+        """Calls of ``evaluate_batch`` in one validation."""
+        return self._batches
 
     def _join_micro_batches(self, accumulation: int) -> None:
         """Under a pipeline one evaluation takes ``accumulation`` micro-batches."""

@@ -70,12 +70,24 @@ def test_a_shuffle_is_a_function_of_seed_and_epoch_and_touches_no_other_random_s
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_one_pass_reads_everything_once_and_the_last_batch_may_be_small() -> None:
+def test_one_pass_reads_everything_once_and_the_last_batches_may_be_small() -> None:
     first, second = (OnePass(Sequential(7), 2, Share(rank, 2)) for rank in range(2))
     assert list(first) == [[0, 1], [4, 5]] and list(second) == [[2, 3], [6]]
-    assert (len(first), len(second)) == (2, 2)
+    assert list(OnePass(Sequential(5), 2)) == [[0, 1], [2, 3], [4]]
     assert list(OnePass(Sequential(7), 2, drop_last=True)) == [[0, 1], [2, 3], [4, 5]]
-    assert list(OnePass(Sequential(2), 2, Share(1, 2))) == []
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", range(26))
+def test_in_one_pass_replicas_have_equally_many_batches_and_lose_less_than_one_sample_each(
+    length: int, replicas: int
+) -> None:
+    passes = [OnePass(Sequential(length), 3, Share(rank, replicas)) for rank in range(replicas)]
+    batches = [list(one) for one in passes]
+    assert [len(part) for part in batches] == [len(one) for one in passes] == [len(passes[0])] * replicas
+    read = sorted(index for part in batches for batch in part for index in batch)
+    assert read == list(range(length - passes[0].left_out)) and passes[0].left_out < replicas
+    assert all(0 < len(batch) <= 3 for part in batches for batch in part)
 
 
 def test_batches_per_epoch_are_the_same_on_every_replica() -> None:

@@ -154,7 +154,12 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class OnePass:
-    """This replica's batches of a single pass, in order; the last one may be smaller. For validation."""
+    """This replica's batches of a single pass, for validation. Every replica has equally many, so that none waits for
+    another.
+
+    What is left after the last round of full batches is split evenly into one smaller batch each; only if there are
+    fewer samples than replicas are they left out (``drop_last`` leaves them out always).
+    """
 
     order: EpochOrder
     batch_size: int
@@ -162,16 +167,29 @@ class OnePass:
     drop_last: bool = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        samples = self.order.epoch(0)
-        for batch in range(self.share.rank, self._batches(), self.share.replicas):
-            yield plain(samples[batch * self.batch_size : (batch + 1) * self.batch_size])
+        samples, size, replicas, rank = self.order.epoch(0), self.batch_size, self.share.replicas, self.share.rank
+        rounds, rest = self._rounds()
+        for start in range(rank * size, rounds * size * replicas, size * replicas):
+            yield plain(samples[start : start + size])
+        if rest:
+            each, more = divmod(rest, replicas)
+            start = len(self.order) - rest + rank * each + min(rank, more)
+            yield plain(samples[start : start + each + (rank < more)])
 
-    def _batches(self) -> int:
-        whole, rest = divmod(len(self.order), self.batch_size)
-        return whole + (1 if rest and not self.drop_last else 0)
+    def _rounds(self) -> tuple[int, int]:
+        """Rounds of full batches, and the samples of the smaller ones after them."""
+        rounds, rest = divmod(len(self.order), self.batch_size * self.share.replicas)
+        return rounds, 0 if self.drop_last or rest < self.share.replicas else rest
+
+    @property
+    def left_out(self) -> int:
+        """Samples that no replica reads."""
+        rounds, rest = self._rounds()
+        return len(self.order) - rounds * self.batch_size * self.share.replicas - rest
 
     def __len__(self) -> int:
-        return len(range(self.share.rank, self._batches(), self.share.replicas))
+        rounds, rest = self._rounds()
+        return rounds + (rest > 0)
 
 
 @dataclass(frozen=True)

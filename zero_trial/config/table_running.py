@@ -26,7 +26,12 @@ PRINTING = (
         "dataloader_drop_last", Bool(), HONOURED, "the loader that initialize makes leaves out an incomplete last batch"
     ),
     Key("disable_python_gc", Bool(), NOT_YET, "Python's garbage collector is left on"),
-    Key("log_level", Text(), NOT_YET, "logging is not filtered by it yet"),
+    Key(
+        "log_level",
+        Text(),
+        HONOURED,
+        "least level of the lines that the engine prints: debug, info, warning, error, critical",
+    ),
     Key(
         "comm_timeout_seconds",
         Float(above=0),
@@ -98,8 +103,8 @@ CHECKPOINT = (
     Key(
         "checkpoint.tag_validation",
         Text(("Ignore", "Warn", "Fail")),
-        NOT_YET,
-        "tags are not compared between ranks yet",
+        HONOURED,
+        "when ranks save under different tags: rank 0's is taken (Ignore), with a warning (Warn), or it is an error (Fail)",
     ),
     Key(
         "checkpoint.load_universal",

@@ -109,22 +109,25 @@ PRECISION = (
     ),
     Key("bf16.bf16_master_weights_and_grads", Bool(), REFUSED, _FP32_MASTERS, instead="Remove the key."),
     Key("bf16.bf16_optimizer_states", Bool(), REFUSED, "optimizer states are fp32", instead="Remove the key."),
-    Key(
-        "torch_autocast",
-        Section(),
-        REFUSED,
-        "torch.autocast is not wired into the engine yet",
-        instead="Use bf16: {enabled: true}, or torch.autocast in the model's forward.",
-    ),
+    Key("torch_autocast", Section(), HONOURED, "the forward under torch.autocast, over fp32 parameters"),
     Key(
         "torch_autocast.enabled",
         Bool(),
-        REFUSED,
-        "torch.autocast is not wired into the engine yet",
-        instead="Use bf16.",
+        HONOURED,
+        "engine(...) runs under torch.autocast; a loss outside of it does not",
     ),
-    Key("torch_autocast.dtype", DType(), NO_EFFECT, "torch_autocast is off"),
-    Key("torch_autocast.lower_precision_safe_modules", Names(), NO_EFFECT, "torch_autocast is off"),
+    Key(
+        "torch_autocast.dtype",
+        DType(),
+        HONOURED,
+        "null means bf16; with fp16 the loss is scaled as the keys of fp16 say",
+    ),
+    Key(
+        "torch_autocast.lower_precision_safe_modules",
+        Names(),
+        NO_EFFECT,
+        "torch.autocast chooses by operation; parameters cross the wire in fp32, gradients in communication_data_type",
+    ),
     Key("data_types", Section(), HONOURED, "dtypes beside those of the precision mode"),
     Key(
         "data_types.grad_accum_dtype",
@@ -138,7 +141,7 @@ PRECISION = (
         HONOURED,
         "checked: it must be the dtype of the precision mode (fp16, bf16 or fp32)",
     ),
-    Key("data_types.buffer_dtype", DType(), REFUSED, "buffers follow the parameters", instead="Remove the key."),
+    Key("data_types.buffer_dtype", DType(), HONOURED, "dtype of floating buffers; null means that of the parameters"),
     Key(
         "data_types.keep_in_fp32_modules",
         Names(also=("auto",)),
@@ -165,16 +168,16 @@ GRADIENTS = (
     Key(
         "gradient_allreduce_op",
         Text(("mean", "sum")),
-        REFUSED,
-        "gradients are averaged over the data-parallel ranks",
-        instead="Remove the key, and multiply the loss by the number of data-parallel ranks for a sum.",
+        HONOURED,
+        "gradients are averaged or summed over the data-parallel ranks, at every ZeRO stage",
     ),
     Key(
         "managed_gradient_accumulation",
         Bool(),
-        REFUSED,
-        "the engine owns the accumulation boundary",
-        instead="Set gradient_accumulation_steps and remove the key.",
+        HONOURED,
+        "false: every engine.step() is an update with all that backward has added since the last one. Pass "
+        "scale_wrt_gas=False and average yourself; set_gradient_accumulation_boundary(True) before the last backward "
+        "lets its communication overlap",
     ),
     Key(
         "fp32_allreduce",

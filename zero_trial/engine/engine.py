@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zero_trial.config import DsConfig
+from zero_trial.engine.autocast import forward_of
 from zero_trial.engine.casting import cast_floats
 from zero_trial.engine.mpu import EngineMpu
 from zero_trial.engine.nonfinite import NonFinite, name_culprit
@@ -65,6 +66,9 @@ class Engine(EngineSurface):
         self._grad_norm: float | None = None
         self._applied = False
         self._boundary: bool | None = None  # set by a caller who owns the boundary
+        self._pending = 0  # backward passes since the last step
+        self._managed = config.managed_gradient_accumulation
+        self._call = forward_of(module, wiring.autocast, device.type)
         self._sync = True
         self._saver = Saver(self)
         model.optimizer = optimizer
@@ -76,7 +80,7 @@ class Engine(EngineSurface):
         """The module's own forward. Floating inputs are cast to the parameters' dtype when that is 16-bit."""
         if self.wiring.policy.param != torch.float32:
             args, kwargs = cast_floats((args, kwargs), self.wiring.policy.param)
-        return self.module(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale; reduced where the plan says so. Returns loss/accumulation.
@@ -91,12 +95,17 @@ class Engine(EngineSurface):
         factor = self.loss_scaler.scale / steps
         (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
         self.sharded.end_backward()
+        self._pending += 1
         return loss.detach() if steps == 1 else loss.detach() / steps
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: clip, update, publish, advance the schedule; before it: nothing but counting. Collective."""
-        boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
+        """At the accumulation boundary: clip, update, publish, advance the schedule; before it: nothing but counting. Collective.
+
+        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one.
+        """
+        boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        micro_batches = self._batch.accumulation if self._managed else self._pending
+        self.micro_steps += 1 if self._managed else micro_batches
         self._applied = False
         if not boundary:
             return
@@ -110,7 +119,9 @@ class Engine(EngineSurface):
             self.sharded.settle()
             self.optimizer.step(self._unscale() * (clip_factor(norm, self.wiring.clip) if finite else 1.0))
             self.sharded.publish()
-            if not self.wiring.defer_publish:
+            if self.wiring.defer_publish:
+                self.sharded.wait_when_called()
+            else:
                 self.sharded.wait()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -121,13 +132,15 @@ class Engine(EngineSurface):
         self.sharded.reducer.reset()
         self._advance_scale(not finite)
         self.global_steps += 1
-        self.global_samples += self._batch.train_batch_size
+        self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
+        self._pending = 0
         self.mesh.board.step = self.global_steps
         self._report()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator)."""
         self.sharded.reducer.reset()
+        self._pending = 0
         for param in self.module.parameters():
             param.grad = None
 
@@ -140,8 +153,8 @@ class Engine(EngineSurface):
         return math.sqrt(total.item()) * self._unscale() if total.item() >= 0 else math.nan
 
     def _unscale(self) -> float:
-        """From a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient."""
-        return 1.0 / (self.mesh.data.size * self.sharded.wire_scale * self.loss_scaler.scale)
+        """From a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient, or to the sum where that was asked for."""
+        return 1.0 / (self.wiring.divisor * self.sharded.wire_scale * self.loss_scaler.scale)
 
     def _advance_scale(self, overflow: bool) -> None:
         before = self.loss_scaler.scale
@@ -173,12 +186,19 @@ class Engine(EngineSurface):
     # --- accumulation ---------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Is the micro-batch under way the last one before an update?"""
-        return self._boundary if self._boundary is not None else (self.micro_steps + 1) % self._batch.accumulation == 0
+        """Is the micro-batch under way the last one before an update? A caller who owns the boundary has said so, or it is not known to be."""
+        if self._boundary is not None or not self._managed:
+            return bool(self._boundary)
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on the caller says where the boundary is."""
         self._boundary = is_boundary
+
+    def pending_micro_batches(self) -> int:
+        """Micro-batches whose gradients wait for a step."""
+        counted = self._managed and self._boundary is None
+        return self.micro_steps % self._batch.accumulation if counted else self._pending
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.schedules import build_scheduler
@@ -50,6 +51,7 @@ def initialize(
         raise ConfigError("initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module")
     source = _config_source(args, config, config_params)
     settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
+    open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
     if training_data is not None:

@@ -49,16 +49,16 @@ class Saver:
         Raises TrialError in the middle of an accumulation: its gradients are no part of a checkpoint.
         """
         engine = self._engine
-        if engine.micro_steps % engine.gradient_accumulation_steps():
+        if engine.pending_micro_batches():
             raise TrialError(
                 "a checkpoint can be saved only between optimizer steps",
                 where="engine.save_checkpoint",
-                got=f"micro-batch {engine.micro_steps % engine.gradient_accumulation_steps()} of {engine.gradient_accumulation_steps()}",
+                got=f"micro-batch {engine.pending_micro_batches()} of {engine.gradient_accumulation_steps()}",
                 fix="Save when engine.is_gradient_accumulation_boundary() was True for the step before.",
             )
         engine.sharded.wait()
         tag = tag or f"global_step{engine.global_steps}"
-        self._same_everywhere(tag)
+        tag = self._same_everywhere(tag)
         state, state_tensors = encode(self._state(client_state), "engine")
         own, own_tensors = encode(self._own_state(), f"rank{engine.mesh.rank}")
         slices = list(self._weights(without_frozen)) + list(self._moments()) + [Slice.whole(n, t) for n, t in own_tensors.items()]
@@ -173,7 +173,7 @@ class Saver:
         state = decode(reader.manifest.state, reader.read)
         engine.sharded.settle()
         self._together(lambda: self._read_weights(reader, strict), "read weights")
-        engine.sharded.reducer.reset()
+        engine.zero_grad()
         if with_optimizer and engine.optimizer is not None:
             self._together(lambda: self._read_optimizer(reader, state), "read optimizer state")
         engine.sharded.publish()
@@ -293,7 +293,17 @@ class Saver:
         if faults:
             raise CheckpointError(faults[0])
 
-    def _same_everywhere(self, tag: str) -> None:
-        tags = self._engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
-        if len(set(tags)) > 1:
-            raise CheckpointError("ranks save under different tags", where="save_checkpoint(tag)", got=", ".join(map(repr, tags)))
+    def _same_everywhere(self, tag: str) -> str:
+        """The tag under which all ranks save: rank 0's. ``checkpoint.tag_validation`` says what happens when another rank named another one."""
+        tags: list[str] = self._engine.mesh.world.gather_json(tag, "save_checkpoint called by every rank")
+        validation = self._engine.config.checkpoint.tag_validation
+        if len(set(tags)) > 1 and validation != "Ignore":
+            fix = 'Give every rank the same tag, or set checkpoint.tag_validation to "Ignore" to save under that of rank 0.'
+            fault = CheckpointError(
+                "ranks save under different tags", where="save_checkpoint(tag)", got=", ".join(map(repr, tags)), expected="one tag", fix=fix
+            )
+            if validation == "Fail":
+                raise fault
+            if self._engine.mesh.rank == 0:
+                log.warning("%s Saved as %r.", fault, tags[0])
+        return tags[0]

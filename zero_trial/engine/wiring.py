@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from zero_trial.config import BatchTriple, DsConfig, solve_batch
+from zero_trial.engine.autocast import autocast_dtype
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import MeshShape
 from zero_trial.mesh.topology import plan_shape
 from zero_trial.precision.loss_scale import fp16_loss_scale
-from zero_trial.precision.policy import DtypePolicy, dtype_policy
+from zero_trial.precision.policy import DtypePolicy, dtype_from_name, dtype_policy
 from zero_trial.zero.gatherer import LiveLimits
 from zero_trial.zero.model import ShardingSettings
 from zero_trial.zero.partition import LeafRules, Limits
@@ -27,6 +30,8 @@ class Wiring:
     clip: float
     skip_nonfinite: bool
     defer_publish: bool  # wait for updated parameters in the next forward instead of at the end of the step
+    divisor: int  # what the sum of gradients over ranks is divided by: 1 keeps the sum
+    autocast: torch.dtype | None  # the forward runs under torch.autocast to it
 
 
 def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
@@ -66,6 +71,8 @@ def wire(config: DsConfig, data_parallel_size: int) -> Wiring:
         clip=config.gradient_clipping,
         skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
         defer_publish=zero.overlap_comm is True,
+        divisor=1 if config.gradient_allreduce_op == "sum" else data_parallel_size,
+        autocast=autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype),
     )
 
 
@@ -82,16 +89,20 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
             consecutive_hysteresis=fp16.consecutive_hysteresis,
             min_loss_scale=fp16.min_loss_scale,
         )
-        if fp16.enabled
+        if fp16.enabled or autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype) == torch.float16
         else None
     )
-    return dtype_policy(
+    policy = dtype_policy(
         "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32",
         grad_accum_dtype=config.data_types.grad_accum_dtype,
         communication_data_type=config.communication_data_type,
         accumulation_steps=accumulation,
-        loss_scale=scale,
+        loss_scale=scale if fp16.enabled else None,
     )
+    buffer = config.data_types.buffer_dtype
+    policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype") if buffer is not None else policy.param)
+    # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can underflow.
+    return replace(policy, loss_scale=scale) if scale is not None else policy
 
 
 def _wire_scale(config: DsConfig, ranks: int) -> float:

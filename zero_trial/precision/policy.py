@@ -34,6 +34,7 @@ class DtypePolicy:
     comm: torch.dtype
     master: torch.dtype = torch.float32
     loss_scale: LossScale = field(default_factory=StaticScale)
+    buffer: torch.dtype | None = None  # floating buffers; None: as the parameters
 
     @property
     def has_separate_master(self) -> bool:

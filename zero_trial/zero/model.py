@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zero_trial.errors import TrialError
 from zero_trial.mesh import Mesh, Pending
@@ -23,6 +26,7 @@ from zero_trial.zero.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.zero.presharded import read_first_values
 from zero_trial.zero.reducer import Reducer
 from zero_trial.zero.unit import Unit
+from zero_trial.zero.whole_state import WholeState
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,9 @@ class ShardedModel:
         self.optimizer: ShardedOptimizer | None = None
         self.gradient_multiplier: Callable[[], float] = lambda: 1.0  # from a reduced gradient shard to the averaged gradient
         self._publishing: list[Pending] = []
+        self._alarm: Any = None
         directory.register((param for unit in self.units for param in unit.params), self)
-        self._handles = [
-            module.register_forward_pre_hook(lambda *_: self.wait(), prepend=True),
-            module.register_state_dict_pre_hook(lambda *_: self._open_all()),
-            module._register_state_dict_hook(self._copy_out),
-            module.register_load_state_dict_pre_hook(lambda *_: self._open_all()),
-            module.register_load_state_dict_post_hook(lambda *_: self._take_all()),
-        ]
+        self._whole_state = WholeState(module, self.units, self.wait)
 
     def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter]) -> Unit:
         first = params[grouping.members[0].name]
@@ -121,7 +120,7 @@ class ShardedModel:
                     self.mesh.data.broadcast(param.data, name)
             for name, buffer in self.module.named_buffers():
                 if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(self.policy.param)
+                    buffer.data = buffer.data.to(self.policy.buffer or self.policy.param)
                 if buffer.numel():
                     self.mesh.data.broadcast(buffer.data, name)
 
@@ -154,7 +153,7 @@ class ShardedModel:
     def publish(self) -> None:
         """The masters are updated: rounds them into parameters and starts to give every rank the full copies that always live.
 
-        :meth:`wait` (and every forward) waits for them. Collective over shard.
+        :meth:`wait` or :meth:`wait_when_called` must follow. Collective over shard.
         """
         for unit in self.units:
             if not unit.trainable:
@@ -165,10 +164,24 @@ class ShardedModel:
 
     def wait(self) -> None:
         """Returns when every parameter that always lives is whole again."""
+        if self._alarm is not None:
+            self._alarm.remove()
+            self._alarm = None
         if self._publishing:
             pendings, self._publishing = self._publishing, []
             for pending in pendings:
                 pending.wait()
+
+    def wait_when_called(self) -> None:
+        """Whoever calls the module next, or any part of it, :meth:`wait`s first. The hook is torch's global one and goes after that call."""
+        if self._publishing and self._alarm is None:
+            parts, this = {id(part) for part in self.module.modules()}, weakref.ref(self)
+
+            def ring(module: nn.Module, _: object) -> None:
+                if id(module) in parts and (model := this()) is not None:
+                    model.wait()
+
+            self._alarm = register_module_forward_pre_hook(ring)
 
     def _complete(self, landing: Landing) -> None:
         self.gatherer.after_gradients(landing.unit)
@@ -185,8 +198,8 @@ class ShardedModel:
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
         for unit in self._units_of(params):
             if source is not None:
-                self.mesh.shard.broadcast(unit.full, f"edited {unit.name}", source)
-                unit.take_full()
+                self.mesh.data.broadcast(unit.full, f"edited {unit.name}", source)
+                unit.take_edits()
             unit.free()
 
     @contextmanager
@@ -222,8 +235,7 @@ class ShardedModel:
         for landing in self.landings:
             landing.remove_hooks()
         self.gatherer.remove_hooks()
-        for handle in self._handles:
-            handle.remove()
+        self._whole_state.remove_hooks()
         directory.forget(param for unit in self.units for param in unit.params)
 
     def _units_of(self, params: list[nn.Parameter]) -> list[Unit]:
@@ -233,17 +245,3 @@ class ShardedModel:
     def _open_all(self) -> None:
         self.wait()
         self.gatherer.ensure_all()
-
-    def _take_all(self) -> None:
-        for unit in self.units:
-            unit.take_full()
-        self.gatherer.free_all()
-
-    def _copy_out(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
-        """state_dict() gave views of buffers that are about to be freed: copies of their own instead."""
-        if not self.frees_parameters:
-            return
-        for key, value in state.items():
-            if torch.is_tensor(value):
-                state[key] = value.clone()
-        self.gatherer.free_all()

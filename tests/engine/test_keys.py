@@ -1,0 +1,259 @@
+"""Keys of ds_config from the file to what the engine does: each test fails if its key is ignored."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zero_trial
+from tests.support.models import TinyLM, make_engine, tokens, train_dense, train_engine
+from tests.support.pool import Pools
+from zero_trial.errors import CheckpointError, TrialError
+
+
+class Net(nn.Module):
+    """Two layers, a table of frequencies and a count, and what its layers computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.register_buffer("frequencies", torch.linspace(1.0, 2.0, 16))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.down = nn.Linear(16, 1)
+        self.computed: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        self.computed = hidden.dtype
+        return self.down(F.relu(hidden) * self.frequencies.to(hidden.dtype)).float().square().mean()
+
+
+def engine_of(**config: Any) -> zero_trial.Engine:
+    torch.manual_seed(0)
+    defaults = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+    }
+    return zero_trial.initialize(model=Net(), config=defaults | config)[0]
+
+
+def rows(seed: int, count: int = 4) -> torch.Tensor:
+    return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+# --- torch_autocast, data_types ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_torch_autocast(dtype: str) -> None:
+    engine = engine_of(torch_autocast={"enabled": True, "dtype": dtype}, fp16={"initial_scale_power": 4})
+    before = engine.module.up.weight.detach().clone()
+    for step in range(2):
+        engine.backward(engine(rows(step)))
+        engine.step()
+    assert engine.module.computed == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert engine.module.up.weight.dtype == torch.float32
+    assert not torch.equal(engine.module.up.weight, before)
+    assert engine.loss_scale == (16.0 if dtype == "fp16" else 1.0)  # fp16 gradients can underflow
+
+
+def test_amp_level_1_is_autocast() -> None:
+    engine = engine_of(amp={"enabled": True, "opt_level": "O1"})
+    engine(rows(0))
+    assert engine.module.computed == torch.float16
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+def test_buffer_dtype(asked: str | None, dtype: torch.dtype) -> None:
+    engine = engine_of(bf16={"enabled": True}, data_types={"buffer_dtype": asked})
+    assert engine.module.frequencies.dtype == dtype
+    assert engine.module.count.dtype == torch.int64
+    engine.backward(engine(rows(0)))
+    engine.step()
+    assert engine.module.up.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_grad_accum_dtype(asked: str | None, dtype: torch.dtype) -> None:
+    engine = engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": asked})
+    assert {landing.shard.dtype for landing in engine.sharded.landings} == {dtype}
+
+
+# --- what crosses the wire --------------------------------------------------------------------------------------------
+
+
+def wire_bytes(config: dict[str, Any]) -> tuple[int, int]:
+    """Elements and bytes of one step's reduce-scatters."""
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}} | config)
+    engine.mesh.counters.reset()
+    train_engine(engine, range(1))
+    traffic = engine.mesh.counters.total("reduce_scatter")
+    return traffic.elements, traffic.bytes
+
+
+@pytest.mark.parametrize(("asked", "itemsize"), [(None, 4), ("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_communication_data_type(ranks: Pools, asked: str | None, itemsize: int) -> None:
+    for elements, moved in ranks(2).run(wire_bytes, {"communication_data_type": asked}):
+        assert moved == elements * itemsize > 0
+
+
+def sent(config: dict[str, Any]) -> tuple[float, float]:
+    """The norm of the gradient, and the largest value of the first unit's buffer as it was handed to the reduction."""
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}} | config)
+    seen: list[float] = []
+    scatter = engine.mesh.shard.reduce_scatter
+
+    def watched(full: torch.Tensor, out: torch.Tensor, label: str) -> Any:
+        seen.append(full.abs().max().item())
+        return scatter(full, out, label)
+
+    engine.mesh.shard.reduce_scatter = watched  # type: ignore[method-assign]
+    train_engine(engine, range(1))
+    return engine.get_global_grad_norm() or 0.0, max(seen)
+
+
+def test_predivision_scales_what_is_sent_and_not_the_mean(ranks: Pools) -> None:
+    norm, plain = ranks(2).run(sent, {})[0]
+    for config, factor in (({"prescale_gradients": True}, 2.0), ({"gradient_predivide_factor": 4.0}, 4.0)):
+        same, scaled = ranks(2).run(sent, config)[0]
+        assert same == pytest.approx(norm, rel=1e-6)
+        assert scaled == pytest.approx(plain / factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("prescale", [False, True])
+def test_gradient_allreduce_op_sum(ranks: Pools, stage: int, prescale: bool) -> None:
+    zero = {"stage": stage, "param_persistence_threshold": 0}
+    mean, _ = ranks(2).run(sent, {"zero_optimization": zero})[0]
+    total, _ = ranks(2).run(
+        sent, {"zero_optimization": zero, "gradient_allreduce_op": "sum", "prescale_gradients": prescale}
+    )[0]
+    assert total == pytest.approx(2 * mean, rel=1e-6)
+
+
+# --- who owns the boundary --------------------------------------------------------------------------------------------
+
+
+def train_unmanaged(stage: int, announce: bool) -> tuple[float, int, int, int]:
+    """Two steps of 2 and 3 micro-batches of 1; the largest difference from dense training on the same samples, and the counters."""
+    config = {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+    }
+    engine = make_engine(TinyLM, config)
+    torch.manual_seed(1)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    ranks, rank = engine.dp_world_size, engine.global_rank
+    for step, count in enumerate((2, 3)):
+        batch = tokens(step, count * ranks)
+        for number in range(count):
+            if announce:
+                engine.set_gradient_accumulation_boundary(number == count - 1)
+            sample = batch[number * ranks + rank : number * ranks + rank + 1]
+            engine.backward(engine(sample) / count, scale_wrt_gas=False)
+        assert engine.pending_micro_batches() == count
+        engine.step()
+        assert engine.was_step_applied() and engine.pending_micro_batches() == 0
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+    state = engine.module_state_dict()
+    worst = max((state[name] - value).abs().max().item() for name, value in model.state_dict().items())
+    return worst, engine.global_steps, engine.micro_steps, engine.global_samples
+
+
+@pytest.mark.parametrize("announce", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_caller_owns_the_boundary(ranks: Pools, stage: int, announce: bool) -> None:
+    for worst, steps, micro, samples in ranks(2).run(train_unmanaged, stage, announce):
+        assert worst <= 2e-6
+        assert (steps, micro, samples) == (2, 5, 10)
+
+
+def test_no_checkpoint_in_the_middle_of_the_callers_accumulation(tmp_path: Path) -> None:
+    engine = engine_of(managed_gradient_accumulation=False)
+    engine.backward(engine(rows(0)))
+    with pytest.raises(TrialError, match="only between optimizer steps"):
+        engine.save_checkpoint(tmp_path)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(rows(0)))
+    engine.load_checkpoint(tmp_path)
+    assert engine.pending_micro_batches() == 0
+    engine.save_checkpoint(tmp_path, "again")
+
+
+# --- checkpoint.tag_validation ----------------------------------------------------------------------------------------
+
+
+def save_under(folder: str, validation: str | None) -> list[str]:
+    """Each rank saves under another tag; the warnings of this rank, or its error."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_trial").addHandler(handler)
+    engine = make_engine(TinyLM, {"checkpoint": {"tag_validation": validation}} if validation else {})
+    try:
+        engine.save_checkpoint(folder, f"tag{engine.global_rank}")
+    except CheckpointError as error:
+        return [f"error: {error}"]
+    finally:
+        logging.getLogger("zero_trial").removeHandler(handler)
+    return lines
+
+
+WORDS = "save_checkpoint(tag): ranks save under different tags: got 'tag0', 'tag1', expected one tag."
+
+
+@pytest.mark.parametrize("validation", [None, "Warn", "Ignore", "Fail"])
+def test_tag_validation(ranks: Pools, tmp_path: Path, validation: str | None) -> None:
+    first, second = ranks(2).run(save_under, str(tmp_path), validation)
+    saved = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    if validation == "Fail":
+        assert saved == [] and all(lines[0].startswith(f"error: {WORDS}") for lines in (first, second))
+    else:
+        assert saved == ["tag0"] and second == []
+        assert (
+            first == []
+            if validation == "Ignore"
+            else first[0].startswith(WORDS) and first[0].endswith("Saved as 'tag0'.")
+        )
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("drop", "batches"), [(False, [4, 4, 2]), (True, [4, 4])])
+def test_dataloader_drop_last(drop: bool, batches: list[int]) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "dataloader_drop_last": drop}
+    loader = zero_trial.initialize(model=Net(), config=config, training_data=list(torch.randn(10, 8)))[2]
+    assert [len(batch) for batch in loader] == batches
+
+
+def test_the_dense_reference_is_not_trivial() -> None:
+    """Guards the comparisons above: training moves the weights by far more than their tolerance."""
+    torch.manual_seed(1)
+    start = TinyLM().state_dict()["embed.weight"]
+    trained = train_dense(TinyLM, 2, 4, 0.0)[0].state_dict()["embed.weight"]
+    assert (start - trained).abs().max() > 1e-4
+
+
+def test_log_level() -> None:
+    before = logging.getLogger("zero_trial").level
+    try:
+        engine_of(log_level="error")
+        assert logging.getLogger("zero_trial").level == logging.ERROR
+    finally:
+        logging.getLogger("zero_trial").setLevel(before)

@@ -14,7 +14,10 @@ class TrialCallback:
     """
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-        """The trial is built and restored; ``first_batch_idx`` steps are complete."""
+        """The trial is built; its checkpoint, if there is one, is loaded right after this.
+
+        ``first_batch_idx`` steps are complete.
+        """
 
     def on_trial_shutdown(self) -> None:
         """The last call, also after an error."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from zero_trial.errors import ConfigError
 from zero_trial.zero.facts import facts_of, members_of, parameter_names
 from zero_trial.zero.partition import LeafRules
 
@@ -69,3 +71,13 @@ def test_frozen_parameters_and_strangers() -> None:
         assert "layers.0.bias" not in params
         assert ("layers.2.weight" in params) is with_frozen
         assert len(members) == len(params)
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    """The fp32 masters would keep its real part alone."""
+    module = nn.Module()
+    module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained: got torch\.complex64"):
+        members_of(module, groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
+    module.phase.requires_grad_(False)
+    assert members_of(module, groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)[0][0].group == -1

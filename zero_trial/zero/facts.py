@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from zero_trial.errors import ConfigError
 from zero_trial.zero.partition import LeafRules, Member, ModuleFacts, find_blocks, owner_of
 
 
@@ -51,6 +52,13 @@ def members_of(
         trained = param.requires_grad and id(param) in groups
         if not trained and (not with_frozen or param.requires_grad):
             continue
+        if trained and param.is_complex():
+            raise ConfigError(
+                "a complex parameter cannot be trained",
+                where=name,
+                got=param.dtype,
+                fix="Keep torch.view_as_real of it as the parameter, and use torch.view_as_complex in the forward.",
+            )
         params[name] = param
         target = dtype if param.is_floating_point() else param.dtype
         members.append(

@@ -9,6 +9,7 @@ from torch import nn
 
 from zero_trial.mesh import AxisComm
 from zero_trial.zero import directory
+from zero_trial.zero.absent import absent
 from zero_trial.zero.layout import ALIGN, round_up
 
 
@@ -35,8 +36,7 @@ class PreSharded:
         low = self._comm.index * self._shard.numel()
         own = values[low : low + self._shard.numel()]
         self._shard[: own.numel()].copy_(own)
-        self._param.data = torch.full((), float("nan"), dtype=self._shard.dtype, device=self._shard.device).expand(self._param.shape)
-        self.live = False
+        self._leave()
 
     def gather(self) -> torch.Tensor:
         """The full value as a new tensor. Collective."""
@@ -50,6 +50,10 @@ class PreSharded:
             self._param.data = self.gather()
             self.live = True
 
+    def _leave(self) -> None:
+        self._param.data = absent(self._param.shape, self._shard.dtype, self._shard.device)
+        self.live = False
+
     # the Holder protocol, so that GatheredParameters works before there is an engine
 
     def open(self, params: list[nn.Parameter]) -> None:
@@ -57,8 +61,7 @@ class PreSharded:
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
         if source is None:
-            self._param.data = self._param.data.new_full((), float("nan")).expand(self._param.shape)
-            self.live = False
+            self._leave()
             return
         values = self._param.data.contiguous()
         self._comm.broadcast(values, "edited parameter", source)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zero_trial.mesh import AxisComm, Pending
+from zero_trial.zero.absent import absent
 from zero_trial.zero.layout import Layout
 from zero_trial.zero.plan import Lifetime, ZeroPlan
 
@@ -57,7 +58,7 @@ class Unit:
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
         self._gathering: Pending | None = None
-        self._freed = [_placeholder(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
+        self._freed = [absent(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
         master = self._fill(read, agree)[low:high]
         own = self.full[low:high]
         self.shard = own if plan.params is Lifetime.ALWAYS else own.clone()
@@ -146,8 +147,3 @@ class Unit:
         """Bytes of parameters and master weights that outlive a step on this rank."""
         low = self.shard.element_size() * (self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel)
         return low + (0 if self.master is self.shard else self.master.numel() * 4)
-
-
-def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of the full shape over one NaN: no memory, and any arithmetic with it shows."""
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

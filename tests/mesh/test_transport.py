@@ -45,7 +45,7 @@ def test_the_result_may_be_written_over_any_part(count: int, dtype: torch.dtype)
 
 
 def test_every_rank_starts_with_its_right_hand_neighbour() -> None:
-    assert [DirectTransport(None, (4, 5, 6, 7), index)._peers() for index in range(4)] == [
+    assert [DirectTransport(None, (4, 5, 6, 7), index).peers() for index in range(4)] == [
         [1, 2, 3],
         [2, 3, 0],
         [3, 0, 1],

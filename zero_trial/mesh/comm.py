@@ -17,7 +17,9 @@ import torch.distributed as dist
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.diagnosis import explain
-from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Transport, Works
+from zero_trial.mesh.shared_memory import SharedMemory
+from zero_trial.mesh.shared_transport import SharedTransport
+from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Received, Transport, Works
 
 
 class Pending:
@@ -29,24 +31,29 @@ class Pending:
         self._works = works
         self._finish = finish
         self._next: Pending | None = None
-        self.received: dict[int, torch.Tensor] = {}  # by axis index: contributions of a direct reduce-scatter, until released
+        self.received = Received({})  # what peers contributed to a reduce-scatter on CPU, if it was asked for
 
-    def turn(self) -> None:
+    def turn(self, *, keep: bool = False) -> None:
         """Finishes the part under way and starts what follows it (the gather half of an all-reduce), without waiting for that."""
-        if self._finish is None:
+        if self._finish is None or self._comm is None:
             return
         for work in self._works:
-            self._comm._await(work, self._label)  # type: ignore[union-attr]
+            self._comm._await(work, self._label)
         finish, self._finish, self._works = self._finish, None, []
-        result = finish()
+        try:
+            result = finish()
+        except OSError as error:  # memory of a peer that is gone
+            self._comm._fail(self._label, RuntimeError(f"closed: {error}"))
         if isinstance(result, Pending):
             self._next = result
-        elif isinstance(result, dict):
+        elif isinstance(result, Received):
             self.received = result
+            if not keep:
+                result.release()
 
-    def wait(self) -> None:
-        """Returns when the result is there. May be called again."""
-        self.turn()
+    def wait(self, *, keep: bool = False) -> None:
+        """Returns when the result is there. May be called again. ``keep``: ``received`` stays readable until it is released."""
+        self.turn(keep=keep)
         if self._next is not None:
             self._next.wait()
             self._next = None
@@ -72,6 +79,20 @@ class AxisComm:
         self._sequence = 0
         self._native = NativeTransport(group)
         self._direct = DirectTransport(group, ranks, index)
+        self._on_host: Transport = self._direct  # between CPU tensors; shared memory where all ranks are on one host
+        # Where small control values live so that this group's backend can move them.
+        on_cpu = group is None or "gloo" in str(dist.get_backend(group))
+        self._control = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.on_cpu = on_cpu
+
+    def share_memory(self, memory: SharedMemory) -> None:
+        """From now on CPU tensors go through ``memory``: every rank of the axis is on this host. All ranks must do so alike."""
+        self._on_host = SharedTransport(self.group, self.ranks, self.index, memory, self._direct)
+
+    @property
+    def transport(self) -> str:
+        """How CPU tensors travel here: ``shared memory`` or ``gloo``."""
+        return "shared memory" if isinstance(self._on_host, SharedTransport) else "gloo"
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
         """Sums ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that part of ``full``. Moves n (N-1)/N elements."""
@@ -113,7 +134,7 @@ class AxisComm:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        device = self._control_device()
+        device = self._control
         lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
         lengths[self.index] = data.numel()
         self.all_reduce_small(lengths, label)
@@ -127,7 +148,7 @@ class AxisComm:
     def barrier(self, label: str) -> None:
         """Returns when every rank of the axis has arrived."""
         if self.size > 1:
-            self.all_reduce_small(torch.zeros(1, device=self._control_device()), label)
+            self.all_reduce_small(torch.zeros(1, device=self._control), label)
 
     def _start(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int) -> Pending:
         if self.size == 1:
@@ -141,21 +162,23 @@ class AxisComm:
 
     def _launch(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, then: Callable[[], Pending] | None = None) -> Pending:
         """Starts a collective; ``then`` starts the one that follows when the first is done."""
-        transport: Transport = self._direct if full.device.type == "cpu" else self._native
+        transport: Transport = self._on_host if full.device.type == "cpu" else self._native
         name = f"{kind}({label}) over {self.name}"
         self.board.enter(name)
         self._sequence += 1
         verb = transport.all_gather if kind == "all_gather" else transport.reduce_scatter
         try:
             works, finish = verb(full, part, message_tag(self._sequence, name))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._fail(name, error)
         self.board.leave()
         if then is None:
             return Pending(self, name, works, finish)
 
         def finish_and_follow() -> Pending:
-            finish()
+            result = finish()
+            if isinstance(result, Received):
+                result.release()
             return then()
 
         return Pending(self, name, works, finish_and_follow)
@@ -181,17 +204,7 @@ class AxisComm:
             self._fail(name, error)
         self.board.leave()
 
-    @property
-    def on_cpu(self) -> bool:
-        return self._control_device().type == "cpu"
-
-    def _control_device(self) -> torch.device:
-        """Where small control values live so that this group's backend can move them."""
-        if self.group is None or "gloo" in str(dist.get_backend(self.group)):
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def _fail(self, name: str, error: RuntimeError) -> NoReturn:
+    def _fail(self, name: str, error: Exception) -> NoReturn:
         raise explain(self.board, self.ranks, name, error, self.timeout) from error
 
 

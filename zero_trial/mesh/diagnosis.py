@@ -10,7 +10,7 @@ from zero_trial.mesh.board import PERIOD_SECONDS, Board, Position
 _GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
 
-def explain(board: Board, ranks: tuple[int, ...], operation: str, error: RuntimeError, timeout: float) -> MeshError:
+def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Exception, timeout: float) -> MeshError:
     """The MeshError for ``operation`` on this rank, from what every rank last published."""
     board.give_up()
     time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks' boards publish where they are now

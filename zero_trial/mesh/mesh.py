@@ -11,6 +11,7 @@ from zero_trial.errors import MeshError
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.comm import AxisComm
 from zero_trial.mesh.counters import CommCounters
+from zero_trial.mesh.sharing import share_if_possible
 from zero_trial.mesh.topology import AXES, MeshShape
 from zero_trial.mesh.world import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_board, world_size
 
@@ -43,8 +44,10 @@ class Mesh:
         self.world = axes["world"]
 
 
-def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
+def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, shared_memory: bool = True) -> Mesh:
     """The mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
+
+    ``shared_memory``: CPU ranks of one host exchange tensors through memory that they share, where they can.
 
     Raises MeshError when the shape does not have as many ranks as the world.
     """
@@ -58,6 +61,9 @@ def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) ->
         return AxisComm(name, mine, mine.index(rank), group, counters, board, timeout)
 
     axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
+    if shared_memory:
+        for axis in axes.values():
+            share_if_possible(axis)
     return Mesh(shape, rank, axes, counters, board)
 
 

@@ -17,6 +17,20 @@ Works = list[Any]
 Finish = Callable[[], Any]
 
 
+class Received(dict[int, torch.Tensor]):
+    """What each peer (by axis index) contributed to a reduce-scatter, readable until :meth:`release`."""
+
+    def __init__(self, parts: dict[int, torch.Tensor], release: Callable[[], None] = lambda: None) -> None:
+        super().__init__(parts)
+        self._release = release
+
+    def release(self) -> None:
+        """Lets go of the contributions; their memory is the sender's again. Once."""
+        self.clear()
+        release, self._release = self._release, lambda: None
+        release()
+
+
 class Transport(Protocol):
     """Starts collectives on one axis. Each verb returns the works to wait for and what remains to be done after them."""
 
@@ -57,32 +71,32 @@ class DirectTransport:
         parts = full.view(len(self._ranks), -1)
         received: dict[int, torch.Tensor] = {}
         works: Works = []
-        for peer in self._peers():
+        for peer in self.peers():
             received[peer] = torch.empty_like(parts[peer])
             works.append(dist.irecv(received[peer], self._ranks[peer], group=self._group, tag=tag))
-        for peer in self._peers():
+        for peer in self.peers():
             works.append(dist.isend(parts[peer], self._ranks[peer], group=self._group, tag=tag))
 
-        def add_in_rank_order() -> dict[int, torch.Tensor]:
+        def add_in_rank_order() -> Received:
             own = parts[self._index]
             sum_in_order([received.get(index, own) for index in range(len(self._ranks))], out)
-            return received
+            return Received(received)
 
         return works, add_in_rank_order
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]:
         parts = full.view(len(self._ranks), -1)
         works: Works = []
-        for peer in self._peers():
+        for peer in self.peers():
             works.append(dist.irecv(parts[peer], self._ranks[peer], group=self._group, tag=tag))
-        for peer in self._peers():
+        for peer in self.peers():
             works.append(dist.isend(shard, self._ranks[peer], group=self._group, tag=tag))
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         return works, _nothing
 
-    def _peers(self) -> list[int]:
+    def peers(self) -> list[int]:
         """The other ranks, each rank starting with its right-hand neighbour, so that not all send to rank 0 first."""
         size = len(self._ranks)
         return [(self._index + distance) % size for distance in range(1, size)]

@@ -15,8 +15,9 @@ from zero_trial.zero.directory import by_holder
 class GatheredParameters:
     """Inside the block the parameters hold their full values on every rank of the shard axis. Collective: every rank must enter.
 
-    ``modifier_rank=None``: read only; edits are dropped where parameters are sharded. ``modifier_rank=r``: what rank ``r`` of the shard axis
-    wrote becomes everyone's value, fp32 master weights included. Ordinary parameters pass through untouched. ``fwd_module`` is
+    ``modifier_rank=None``: read only; edits are dropped where parameters are sharded. ``modifier_rank=r``: what data-parallel rank ``r``
+    wrote becomes everyone's value at every ZeRO stage, fp32 master weights included (those of elements that were not edited keep their bits).
+    Ordinary parameters pass through untouched. ``fwd_module`` is
     accepted for compatibility: uses outside a module's own forward need no registration here.
     """
 

@@ -42,16 +42,38 @@ class Gatherer:
         self._order = UseOrder(self._sizes)
         self._cleaning = False
         self.last_micro_batch = True
+        self._inside_root = False
         self.handles: list[Any] = []
         for block in units:
             self._install(modules[block], block)
+        if ROOT in units:
+            self._install_side_doors(modules[ROOT])
 
     def _install(self, module: nn.Module, block: str) -> None:
         self.handles.append(module.register_forward_pre_hook(functools.partial(self._before_forward, block), prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(functools.partial(self._after_forward, block), with_kwargs=True))
 
+    def _install_side_doors(self, root: nn.Module) -> None:
+        """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
+        held = {id(param) for unit in self._units[ROOT] for param in unit.params}
+        for module in root.modules():
+            if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
+                self.handles.append(module.register_forward_pre_hook(self._enter_sideways, prepend=True))
+                self.handles.append(module.register_forward_hook(self._leave_sideways))
+
+    def _enter_sideways(self, module: nn.Module, args: Any) -> None:
+        if not self._inside_root:
+            self.ensure(ROOT, record=False)
+
+    def _leave_sideways(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._inside_root and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._before_backward, ROOT))
+
     def start_step(self) -> None:
         """Parameters are about to change hands: a new sequence of uses begins."""
+        self._inside_root = False  # a forward that raised did not say that it left
         self._order.start_step()
 
     def ensure(self, block: str, *, record: bool = True) -> None:
@@ -108,12 +130,14 @@ class Gatherer:
                 unit.start_gather()
 
     def _before_forward(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside_root = self._inside_root or block == ROOT
         self.ensure(block, record=torch.is_grad_enabled())
         frozen = [unit for unit in self._units[block] if not unit.trainable]
         if frozen and torch.is_grad_enabled():
             self._free_when_reached(frozen, tensors_in((args, kwargs)))
 
     def _after_forward(self, block: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside_root = self._inside_root and block != ROOT
         if torch.is_grad_enabled():
             outputs = [t for t in tensors_in((output, side_outputs(module))) if t.requires_grad]
             for tensor in outputs:

@@ -34,12 +34,14 @@ class Landing:
         layout, device = unit.layout, unit.full.device
         self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
+        self._padding = [self.full[start:stop] for start, stop in layout.gaps()]
         low, high = layout.shard_range(unit.comm.index)
         self.own = self.full[low:high]
         self.in_place = unit.plan.grads is not Lifetime.USE and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
         self.shard = self.own if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
         self.shard_filled = False  # holds a reduced sum of this step
         self.live = True
+        self._stale = False  # padding may hold anything
         self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
         self.late = False  # a gradient came after the unit was complete (re-entrant checkpointing): reduce only when backward has ended
         count = len(unit.params)
@@ -141,22 +143,23 @@ class Landing:
         self._counting = False
 
     def materialise(self) -> None:
-        """Brings the full buffer to life, zeroed, so that padding and parameters without a gradient are zeros."""
+        """Brings the full buffer to life, with whatever the memory held: :meth:`close` zeroes what nothing landed on."""
         if not self.live:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            self.full.zero_()
+            self._stale = True
             self.live = True
 
     def close(self) -> torch.Tensor:
         """Seals the full buffer for its reduction: what did not land is zero, and autograd no longer writes into it."""
         self.sealed = False
         self.settle(show=False)
-        if not self.live:
-            self.materialise()
-        elif not all(self.landed):
-            for view, landed in zip(self.views, self.landed, strict=True):
-                if not landed:
-                    view.zero_()
+        self.materialise()
+        empty = [view for view, landed in zip(self.views, self.landed, strict=True) if not landed and view.numel()]
+        if self._stale:
+            empty += self._padding
+            self._stale = False
+        if empty:
+            torch._foreach_zero_(empty)
         self.detach()
         self.sealed = True
         return self.full

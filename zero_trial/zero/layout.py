@@ -78,6 +78,12 @@ class Layout:
                 found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
         return found
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, stop) of the padding between and after the slots."""
+        starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
+        stops = [slot.offset + slot.numel for slot in self.slots]
+        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
     def slot_at(self, position: int) -> Slot | None:
         """The slot that holds element ``position`` of the flat buffer; None for padding."""
         index = bisect_right([slot.offset for slot in self.slots], position) - 1

@@ -171,7 +171,7 @@ class Reducer:
 
     def _turn(self, flight: _Flight) -> None:
         if flight.reduce is None:
-            flight.scatter.wait()
+            flight.scatter.wait(keep=True)
             flight.reduce = self._replica.all_reduce(flight.out, flight.landing.unit.name)
 
     def _land_all(self) -> None:
@@ -203,7 +203,7 @@ class Reducer:
         self.square_sums[index] = total
         if total.device.type == "cpu" and not math.isfinite(total.item()):
             self.culprits.extend(self._find(flight))
-        flight.scatter.received.clear()
+        flight.scatter.received.release()
         if landing.unit.plan.grads is Lifetime.USE:
             landing.free()
         if landing.unit.plan.reduce_at is ReduceAt.MICRO:

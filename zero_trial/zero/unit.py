@@ -9,7 +9,7 @@ Memory of one unit of n elements on N shards (p bytes per parameter element: 2 f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -132,12 +132,27 @@ class Unit:
             return None
         return self.comm.all_gather(self.full, self.own, self.name)
 
-    def take_full(self) -> None:
-        """The full copy was edited, alike on all ranks: makes shard and master follow it."""
+    def take_full(self, params: Collection[int] | None = None) -> None:
+        """The full copy was set, alike on all ranks: shard and master follow it. ``params`` (ids): only these parameters' elements do."""
+        if params is None:
+            parts = [slice(None)]
+        else:
+            chosen = {slot.name for slot, param in zip(self.layout.slots, self.params, strict=True) if id(param) in params}
+            pieces = self.layout.pieces(self.comm.index)
+            parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
+        for part in parts:
+            if self.plan.params is not Lifetime.ALWAYS:
+                self.shard[part].copy_(self.own[part])
+            if self.master is not self.shard:
+                self.master[part].copy_(self.shard[part])
+
+    def take_edits(self) -> None:
+        """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
+        if self.master is not self.shard:
+            edited = self.own != self.master.to(self.dtype)
+            self.master.copy_(torch.where(edited, self.own.float(), self.master))
         if self.plan.params is not Lifetime.ALWAYS:
             self.shard.copy_(self.own)
-        if self.master is not self.shard:
-            self.master.copy_(self.shard)
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):

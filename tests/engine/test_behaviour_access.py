@@ -1,0 +1,521 @@
+"""What user code does to an engine's model besides training it: reads, edits, saves, loads, calls parts of it, and trains on as plain torch would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, adamw, build_engine, difference, train_dense
+from tests.support.pool import Pools
+from zero_trial import zero
+
+WIDTH = 10
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+        )
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("shift", torch.arange(3.0))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x)) + self.shift
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return model(turn.normal(4, 5)).square().mean()
+
+
+def run_both(
+    stage: str,
+    at_engine: Callable[[zero_trial.Engine, int], None],
+    at_plain: Callable[[nn.Module, int], None],
+    build: Callable[[], nn.Module] = Net,
+    steps: int = 4,
+    **config: Any,
+) -> float:
+    """Trains both, with an act before every step."""
+    case = Case(build, loss, config=config, steps=steps)
+    engine = build_engine(case, STAGES[stage])
+    torch.manual_seed(1)
+    plain = build()
+    optimizer = adamw([param for param in plain.parameters() if param.requires_grad])
+    for step in range(steps):
+        at_engine(engine, step)
+        at_plain(plain, step)
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.step()
+        for rank in range(2):
+            (loss(plain, Turn(step, 0, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return difference(engine, plain)
+
+
+# --- GatheredParameters -------------------------------------------------------------------------------------------------
+
+
+def edited(stage: str) -> float:
+    """Rank 1 edits some weights; a rank that is not the modifier writes nonsense; reading in between changes nothing."""
+
+    def at_engine(engine: zero_trial.Engine, step: int) -> None:
+        module = engine.module
+        with (
+            zero.GatheredParameters([module.head.weight, module.blocks[1][0].bias], modifier_rank=step % 2),
+            torch.no_grad(),
+        ):
+            factor = 1.1 if engine.global_rank == step % 2 else 99.0
+            module.head.weight.mul_(factor)
+            module.blocks[1][0].bias.add_(0.01 * factor)
+        with zero.GatheredParameters(module.parameters()):
+            assert all(torch.isfinite(param).all() for param in module.parameters())
+            assert module.head.weight.shape == (3, WIDTH)
+
+    def at_plain(plain: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            plain.head.weight.mul_(1.1)
+            plain.blocks[1][0].bias.add_(0.01 * 1.1)
+
+    return run_both(stage, at_engine, at_plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_of_one_rank_are_everyones(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(edited, stage):
+        assert gap <= TOLERANCE
+
+
+def gathered_details(stage: str) -> None:
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+    weight = engine.module.blocks[0][0].weight
+    with zero.GatheredParameters(weight):
+        before = weight.detach().clone()
+    with zero.GatheredParameters(engine.module):  # a whole module
+        torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+        with zero.GatheredParameters([weight]):  # nested
+            torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+    with zero.GatheredParameters([weight], enabled=False):
+        pass
+    with zero.GatheredParameters([]):
+        pass
+    with zero.GatheredParameters([nn.Parameter(torch.ones(2))], modifier_rank=0):  # not ours
+        pass
+    with contextlib.suppress(KeyError), zero.GatheredParameters([weight], modifier_rank=0):
+        raise KeyError("inside")
+    loss(engine, Turn(0, 0, 0))
+    with zero.GatheredParameters(engine.module.parameters()):
+        torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3", "zero3-free"])
+def test_gathered_parameters_nest_and_survive_errors(ranks: Pools, stage: str) -> None:
+    ranks(2).run(gathered_details, stage)
+
+
+def masters_kept() -> None:
+    """bf16: an edit of some elements, or loading a part, leaves the fp32 bits of all others as they are."""
+    engine = build_engine(Case(Net, loss, config={"bf16": {"enabled": True}}), STAGES["zero3"])
+    named = dict(engine.module.named_parameters())
+    before = {name: zero.safe_get_full_fp32_param(param) for name, param in named.items()}
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
+    with zero.GatheredParameters(engine.module.parameters(), modifier_rank=1), torch.no_grad():
+        named["head.weight"][0] = 2.0
+    before["head.weight"][0] = 2.0
+    engine.module.blocks[0][0].load_state_dict({"weight": torch.ones(WIDTH, WIDTH), "bias": torch.ones(WIDTH)})
+    before["blocks.0.0.weight"].fill_(1.0)
+    before["blocks.0.0.bias"].fill_(1.0)
+    for name, param in named.items():
+        torch.testing.assert_close(zero.safe_get_full_fp32_param(param), before[name], rtol=0, atol=0)
+
+
+def test_edits_keep_the_other_masters_bits(ranks: Pools) -> None:
+    ranks(2).run(masters_kept)
+
+
+# --- zero.Init ----------------------------------------------------------------------------------------------------------
+
+
+def built_sharded(stage: str) -> float:
+    def build() -> nn.Module:
+        with zero.Init():
+            return Net()
+
+    case = Case(build, loss, steps=3)
+    engine = build_engine(case, STAGES[stage])
+    for step in range(3):
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.step()
+    reference = list(train_dense(Case(Net, loss, steps=3), 2))[-1]
+    return difference(engine, reference)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_built_in_shards_trains_alike(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(built_sharded, stage):
+        assert gap <= TOLERANCE
+
+
+# --- safe_get_full_*, safe_set_full_* -----------------------------------------------------------------------------------
+
+
+def full_values(stage: str, accumulation: int, fp16: bool) -> dict[str, float]:
+    """Largest differences of master, gradient and moments from plain torch, for every parameter."""
+    config = {"fp16": {"enabled": True, "loss_scale": 64}} if fp16 else {}
+    engine = build_engine(Case(Net, loss, accumulation=accumulation, config=config), STAGES[stage])
+    torch.manual_seed(1)
+    plain = Net()
+    if fp16:
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.copy_(param.half())
+    optimizer = adamw(plain.parameters())
+    worst = {"grad": 0.0, "weight": 0.0, "moment": 0.0}
+    named = dict(plain.named_parameters())
+    for step in range(2):
+        for number in range(accumulation):
+            turn = Turn(step, number, engine.global_rank)
+            engine.backward(loss(engine, turn))
+            for rank in range(2):
+                (loss(plain, Turn(step, number, rank)) / 2 / accumulation).backward()
+            if number + 1 == accumulation:
+                for name, param in engine.module.named_parameters():
+                    grad = zero.safe_get_full_grad(param)
+                    assert grad is not None
+                    assert grad.dtype == torch.float32
+                    worst["grad"] = max(worst["grad"], (grad - named[name].grad).abs().max().item())
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in engine.module.named_parameters():
+        master = zero.safe_get_full_fp32_param(param)
+        assert master.dtype == torch.float32
+        worst["weight"] = max(worst["weight"], (master - named[name]).abs().max().item())
+        for kind in ("exp_avg", "exp_avg_sq"):
+            ours, theirs = zero.safe_get_full_optimizer_state(param, kind), optimizer.state[named[name]][kind]
+            assert ours is not None
+            worst["moment"] = max(worst["moment"], (ours - theirs).abs().max().item())
+    assert zero.safe_get_full_grad(engine.module.head.weight) is None
+    assert zero.safe_get_full_optimizer_state(engine.module.head.weight, "no such") is None
+    return worst
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_values_are_plain_torchs(ranks: Pools, stage: str, accumulation: int) -> None:
+    for worst in ranks(2).run(full_values, stage, accumulation, False):
+        assert worst["grad"] <= 1e-6
+        assert worst["weight"] <= TOLERANCE
+        assert worst["moment"] <= 1e-6
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+def test_full_gradients_are_unscaled(ranks: Pools, stage: str) -> None:
+    """fp16 rounds to 2**-11: gradients of about 1 come back within a percent, not 64 times too large."""
+    for worst in ranks(2).run(full_values, stage, 2, True):
+        assert worst["grad"] <= 2e-2
+
+
+def set_values(stage: str) -> float:
+    """Weights and moments set through the safe functions count as if plain torch had set them."""
+
+    def at_engine(engine: zero_trial.Engine, step: int) -> None:
+        if step == 2:
+            for name, param in engine.module.named_parameters():
+                zero.safe_set_full_fp32_param(param, zero.safe_get_full_fp32_param(param) * 0.5)
+                if name.endswith("weight"):
+                    state = zero.safe_get_full_optimizer_state(param, "exp_avg")
+                    assert state is not None
+                    zero.safe_set_full_optimizer_state(param, state * 2, "exp_avg")
+
+    torch.manual_seed(1)
+    plain = Net()
+    optimizer = adamw(plain.parameters())
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+    for step in range(4):
+        at_engine(engine, step)
+        if step == 2:
+            with torch.no_grad():
+                for name, param in plain.named_parameters():
+                    param.mul_(0.5)
+                    if name.endswith("weight"):
+                        optimizer.state[param]["exp_avg"].mul_(2)
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.step()
+        for rank in range(2):
+            (loss(plain, Turn(step, 0, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return difference(engine, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_that_are_set_count(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(set_values, stage):
+        assert gap <= TOLERANCE
+
+
+# --- state_dict, load_state_dict ----------------------------------------------------------------------------------------
+
+
+def state_dicts(stage: str) -> None:
+    engine = build_engine(Case(Net, loss, steps=2), STAGES[stage])
+    reference = list(train_dense(Case(Net, loss, steps=2), 2))[-1]
+    for step in range(2):
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.step()
+    module = engine.module
+    state = module.state_dict()
+    assert state.keys() == reference.state_dict().keys()
+    for name, value in reference.state_dict().items():
+        assert state[name].shape == value.shape, name
+        torch.testing.assert_close(state[name], value, rtol=0, atol=TOLERANCE)
+    kept = {name: value.clone() for name, value in state.items()}
+    part = module.blocks[1].state_dict(prefix="here.")  # a part of the model, under another prefix
+    assert set(part) == {f"here.{index}.{kind}" for index in (0, 2) for kind in ("weight", "bias")}
+    for name, value in part.items():
+        torch.testing.assert_close(value, kept[name.replace("here.", "blocks.1.")], rtol=0, atol=0)
+    torch.testing.assert_close(module.head.state_dict()["weight"], kept["head.weight"], rtol=0, atol=0)
+    engine.backward(loss(engine, Turn(2, 0, engine.global_rank)))
+    engine.step()
+    for name, value in state.items():  # what was taken does not follow the training
+        if engine.sharded.frees_parameters:
+            torch.testing.assert_close(value, kept[name], rtol=0, atol=0)
+
+    module.load_state_dict({name: value * 3 for name, value in kept.items()})
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, kept[name] * 3, rtol=0, atol=0)
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(zero.safe_get_full_fp32_param(param), kept[name] * 3, rtol=0, atol=0)
+    module.blocks[2].load_state_dict({name[9:]: value for name, value in kept.items() if name.startswith("blocks.2.")})
+    module.head.load_state_dict({"weight": kept["head.weight"], "bias": kept["head.bias"]})
+    now = module.state_dict()
+    for name in ("blocks.2.0.weight", "blocks.2.2.bias", "head.weight"):
+        torch.testing.assert_close(now[name], kept[name], rtol=0, atol=0)
+    torch.testing.assert_close(now["embed.weight"], kept["embed.weight"] * 3, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        module.load_state_dict({**kept, "head.weight": torch.ones(2, 2)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict({"head.weight": kept["head.weight"]})
+    assert torch.isfinite(loss(engine, Turn(9, 0, 0)))
+    engine.load_module_state_dict(kept)
+    assert difference(engine, _loaded(kept)) == 0.0
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert set(trained) == set(kept)
+
+
+def _loaded(state: dict[str, torch.Tensor]) -> nn.Module:
+    model = Net()
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_dicts_hold_whole_tensors(ranks: Pools, stage: str) -> None:
+    ranks(2).run(state_dicts, stage)
+
+
+# --- parts of the model, and the engine taken away -----------------------------------------------------------------------
+
+
+def parts_called(stage: str) -> float:
+    """A method of the module, and an inner module by itself, with and without gradients."""
+
+    def at_engine(engine: zero_trial.Engine, step: int) -> None:
+        with torch.no_grad():
+            features = engine.features(Turn(step, 5, 0).normal(2, 5))
+            assert torch.isfinite(engine.module.head(features)).all()
+            assert torch.isfinite(engine.module.blocks[0](features)).all()
+
+    return run_both(stage, at_engine, lambda plain, step: None)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_of_the_model_may_be_called(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(parts_called, stage):
+        assert gap <= TOLERANCE
+
+
+def trained_by_parts(stage: str) -> float:
+    """The loss never goes through the module's own forward."""
+
+    def by_parts(model: Any, turn: Turn) -> torch.Tensor:
+        inner = getattr(model, "module", model)
+        return inner.head(inner.features(turn.normal(4, 5))).square().mean()
+
+    case = Case(Net, by_parts, accumulation=2)
+    engine = build_engine(case, STAGES[stage])
+    dense = train_dense(case, 2)
+    for step in range(4):
+        for number in range(2):
+            engine.backward(by_parts(engine, Turn(step, number, engine.global_rank)))
+            engine.step()
+        reference = next(dense)
+    return difference(engine, reference)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_may_bypass_the_forward(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(trained_by_parts, stage):
+        assert gap <= TOLERANCE
+
+
+def called_early(stage: str, how: str) -> None:
+    """overlap_comm: updated parameters travel while other things happen; whoever calls a part of the model waits for them."""
+    engine = build_engine(Case(Net, loss), STAGES[stage] | {"overlap_comm": True})
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    engine.step()
+    assert engine.sharded._publishing
+    nn.Linear(1, 1)(torch.ones(1))  # someone else's module
+    assert engine.sharded._publishing
+    if how == "part":
+        engine.module.blocks[0][2](torch.ones(2, WIDTH))
+    elif how == "state":
+        engine.module.head.state_dict()
+    elif how == "save":
+        engine.module_state_dict()
+    else:
+        engine(torch.ones(2, 5))
+    assert not engine.sharded._publishing
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize("how", ["part", "state", "save", "forward"])
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_whoever_calls_a_part_waits_for_its_parameters(ranks: Pools, stage: str, how: str) -> None:
+    ranks(2).run(called_early, stage, how)
+
+
+def destroyed(stage: str) -> float:
+    """After destroy() the module is plain: it trains with a plain optimizer, and a new engine can take it."""
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+    engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
+    engine.step()
+    module = engine.module
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    engine.destroy()
+    del engine
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    loss(module, Turn(1, 0, 0)).backward()
+    assert all(param.grad is not None and torch.isfinite(param.grad).all() for param in module.parameters())
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    module.zero_grad()
+    module.load_state_dict(before)
+    again = build_engine(Case(lambda: module, loss), STAGES["zero3"])
+    again.backward(loss(again, Turn(1, 0, again.global_rank)))
+    again.step()
+    plain = _loaded(before)
+    for rank in range(2):
+        (loss(plain, Turn(1, 0, rank)) / 2).backward()
+    adamw(plain.parameters()).step()
+    return difference(again, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_destroyed_engine_leaves_a_plain_module(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(destroyed, stage):
+        assert gap <= TOLERANCE
+
+
+# --- no_sync ------------------------------------------------------------------------------------------------------------
+
+
+def unsynced(stage: str) -> tuple[float, int, int]:
+    """Three backward passes, of which only the last talks; (difference, elements reduced inside no_sync, outside)."""
+    case = Case(Net, loss, accumulation=3)
+    engine = build_engine(case, STAGES[stage])
+    axis = "shard" if engine.mesh.shard.size > 1 else "replica"
+
+    def reduced() -> int:
+        return sum(engine.mesh.counters.get(kind, axis).elements for kind in ("reduce_scatter", "all_reduce"))
+
+    dense, inside, outside = train_dense(case, 2), 0, 0
+    for step in range(4):
+        for number in range(3):
+            before = reduced()
+            with engine.no_sync() if number < 2 else contextlib.nullcontext():
+                engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
+            spent = reduced() - before
+            inside, outside = (inside + spent, outside) if number < 2 else (inside, outside + spent)
+            engine.step()
+        reference = next(dense)
+    return difference(engine, reference), inside, outside
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_only_accumulates(ranks: Pools, stage: str) -> None:
+    for gap, inside, outside in ranks(2).run(unsynced, stage):
+        assert gap <= TOLERANCE
+        assert inside == 0
+        assert outside > 0
+
+
+def own_boundary(stage: str) -> float:
+    """The caller says where the boundary is: steps of three, one and two micro-batches."""
+    lengths = (3, 1, 2)
+    engine = build_engine(Case(Net, loss), STAGES[stage])
+    torch.manual_seed(1)
+    plain = Net()
+    optimizer = adamw(plain.parameters())
+    for step, length in enumerate(lengths):
+        for number in range(length):
+            engine.set_gradient_accumulation_boundary(number == length - 1)
+            engine.backward(loss(engine, Turn(step, number, engine.global_rank)) / length)
+            engine.step()
+            for rank in range(2):
+                (loss(plain, Turn(step, number, rank)) / 2 / length).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.global_steps == len(lengths)
+    return difference(engine, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_caller_may_own_the_boundary(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(own_boundary, stage):
+        assert gap <= TOLERANCE
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------------
+
+
+class Compiled(Net):
+    """Every block compiled; ``aot_eager`` needs no compiler on the machine and traces the same graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index, block in enumerate(self.blocks):
+            self.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)
+
+
+def compiled(stage: str) -> float:
+    torch._dynamo.reset()
+    engine = build_engine(Case(Compiled, loss, steps=3), STAGES[stage])
+    for step in range(3):
+        engine.backward(loss(engine, Turn(step, 0, engine.global_rank)))
+        engine.step()
+    reference = list(train_dense(Case(Net, loss, steps=3), 2))[-1]
+    state = {name.replace("_orig_mod.", ""): value for name, value in engine.module_state_dict().items()}
+    return max((state[name] - value).abs().max().item() for name, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3", "zero3-free"])
+def test_compiled_blocks_train_alike(ranks: Pools, stage: str) -> None:
+    for gap in ranks(2).run(compiled, stage):
+        assert gap <= TOLERANCE

@@ -165,7 +165,7 @@ def build_platform(
     seed = options.seed if options.seed is not None else experiment.experiment_seed or 0
     return LocalPlatform(
         run_dir=options.run_dir,
-        experiment=with_found_ds_config(experiment),
+        experiment=experiment.plain(),
         hparams=experiment.hyperparameters,
         model_dir=model_dir,
         seed=seed,
@@ -201,15 +201,6 @@ def named_checkpoint(path: Path) -> Path:
             "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
         )
     return found
-
-
-def with_found_ds_config(experiment: ExperimentConfig) -> dict[str, Any]:
-    """The experiment as plain data; a ds_config file that lies beside the YAML is named by its full path."""
-    raw = dict(experiment.raw)
-    named = experiment.data.get("ds_config")
-    if isinstance(named, str) and experiment.folder is not None and (experiment.folder / named).is_file():
-        raw["data"] = {**experiment.data, "ds_config": str((experiment.folder / named).resolve())}
-    return raw
 
 
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:

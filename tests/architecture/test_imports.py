@@ -31,7 +31,9 @@ ARROWS: Mapping[str, set[str]] = {
     "trial": {"platform.protocols", "config", "errors"},
     "launch": {"config", "errors"},
     "master": {"config", "errors"},
-    "cli": {"launch", "master", "trial", "engine", "planning", "config", "errors", "__init__"},
+    # A check rehearses the user's trial with an engine of its own, so it meets the trial half and never the engine's.
+    "checking": {"config", "launch", "trial", "platform", "errors"},
+    "cli": {"checking", "launch", "master", "trial", "engine", "planning", "config", "errors", "__init__"},
 }
 
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within a second.

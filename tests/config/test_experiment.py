@@ -117,7 +117,9 @@ def test_only_single_does_not_search():
 def test_what_the_experiment_knows_for_auto():
     searcher = {"name": "single", "metric": "loss"}
     base = {"entrypoint": "m:T", "hyperparameters": {}}
-    assert read_experiment({**base, "searcher": {**searcher, "max_length": {"batches": 7}}}).hints == {"total_num_steps": 7}
+    assert read_experiment({**base, "searcher": {**searcher, "max_length": {"batches": 7}}}).hints == {
+        "total_num_steps": 7
+    }
     assert read_experiment({**base, "searcher": {**searcher, "max_length": {"epochs": 7}}}).hints == {}
 
 
@@ -127,3 +129,10 @@ def test_whether_a_ds_config_is_named():
     named += [{"hyperparameters": {}, "data": {"ds_config": "a.json"}}]
     assert all(read_experiment({**base, **more}).names_ds_config() for more in named)
     assert not read_experiment({**base, "hyperparameters": {"x": 1}, "data": {}}).names_ds_config()
+
+
+def test_plain_data_names_a_file_beside_the_yaml_in_full(tmp_path: Path):
+    path = write(tmp_path, "hyperparameters: {}\ndata: {ds_config: ds.json, more: 1}\n")
+    assert read_experiment(path).plain()["data"] == {"ds_config": "ds.json", "more": 1}
+    (tmp_path / "ds.json").write_text("{}")
+    assert read_experiment(path).plain()["data"] == {"ds_config": str(tmp_path / "ds.json"), "more": 1}

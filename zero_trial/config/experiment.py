@@ -71,6 +71,14 @@ class ExperimentConfig:
         length = self.searcher.max_length
         return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
 
+    def plain(self) -> dict[str, Any]:
+        """The experiment as plain data; a ds_config file that lies beside the YAML is named by its full path."""
+        raw = dict(self.raw)
+        named = self.data.get("ds_config")
+        if isinstance(named, str) and self.folder is not None and (self.folder / named).is_file():
+            raw["data"] = {**self.data, "ds_config": str((self.folder / named).resolve())}
+        return raw
+
     def names_ds_config(self) -> bool:
         """Whether a ds_config is named here; if not, the trial itself gives one."""
         own = self.hyperparameters

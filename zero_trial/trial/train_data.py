@@ -40,14 +40,14 @@ def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume)
     if mpu.should_build_data_loader:
         loader = trial.build_training_data_loader()
         check_reproducible(loader, NAME, context.check_reproducibility)
-        _compare_batch(loader, context)
+        compare_batch(loader, context)
     accumulation = context.get_num_micro_batches_per_slot()
     length = epoch_steps(context.distributed, loader, mpu, accumulation, context.note)
     reads = mpu.should_build_data_loader
     return TrainData(open_feed(loader, NAME, mpu, context.platform.seed, resume) if reads else None, length)
 
 
-def _compare_batch(loader: Any, context: ZeroTrialContext) -> None:
+def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
     """Global batch and throughput are counted by the engine's micro batch: a loader that gives another is worth a word."""
     given = loader.batch_size if isinstance(loader, DataLoader) and loader.batch_sampler is None else None
     micro = context.get_train_micro_batch_size_per_gpu()

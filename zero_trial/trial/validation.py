@@ -65,11 +65,10 @@ class Validator:
         self._batches = agreed_minimum(context.distributed, mine, LOADER, context.note)
         if context.use_pipeline_parallel:
             self._join_micro_batches(context.get_num_micro_batches_per_slot())
-        self._batches = min(self._batches, self._batches if self._most is None else self._most)
 
     @property
     def batches(self) -> int:
-        """Calls of ``evaluate_batch`` in one validation."""
+        """Calls of ``evaluate_batch`` in a whole validation."""
         return self._batches
 
     def _join_micro_batches(self, accumulation: int) -> None:
@@ -133,7 +132,7 @@ class Validator:
 
     def _outputs(self, batches: Iterator[Any] | None) -> Iterator[Any]:
         evaluate = fitted(self._trial.evaluate_batch)
-        for index in range(self._batches):
+        for index in range(self._batches if self._most is None else min(self._batches, self._most)):
             try:
                 yield evaluate(batches, index)
             except StopIteration:

@@ -1,0 +1,103 @@
+"""The ds_config of every point of a search, read and reconciled with the ranks; the same fault at many points is one finding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero_trial.checking.finding import Area, Finding, Severity, flat
+from zero_trial.checking.points import Point, Space
+from zero_trial.config.experiment import ExperimentConfig
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.reconcile import Reconciliation, reconcile
+from zero_trial.config.sections import DsConfig
+from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
+
+_NUMBERS = re.compile(r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One point's ds_config and batch sizes, as they will be used."""
+
+    point: Point
+    config: DsConfig
+    batch: Reconciliation
+
+
+@dataclass(frozen=True)
+class ConfigChecks:
+    """``legal``: points that can be trained; ``pruned``: numbers of those that a search would leave out."""
+
+    findings: tuple[Finding, ...]
+    legal: tuple[Resolved, ...]
+    pruned: tuple[int, ...]
+
+
+def resolve(experiment: ExperimentConfig, model_dir: Path, slots: int, point: Point) -> Resolved:
+    """Raises ConfigError with all faults of the point's ds_config, InvalidHP where a search would go on without the point."""
+    search = experiment.searcher.searches
+    values = point.hyperparameters
+    source = experiment.ds_config(model_dir, values)
+    config = read_ds_config(source, hints=experiment.hints, hyperparameters=values, search=search)
+    return Resolved(point, config, reconcile(config, slots, values, search=search))
+
+
+def check_ds_configs(experiment: ExperimentConfig, model_dir: Path, slots: int, space: Space) -> ConfigChecks:
+    """All points of ``space``. Reads files; starts nothing."""
+    groups: dict[str, _Group] = {}
+    legal: list[Resolved] = []
+    pruned: list[int] = []
+    for point in space.points:
+        try:
+            resolved = resolve(experiment, model_dir, slots, point)
+        except ConfigError as error:
+            faults = flat([error])
+            if all(isinstance(fault, InvalidHP) for fault in faults):
+                pruned.append(point.number)
+            for fault in faults:
+                _add(groups, fault, Severity.FAULT, point)
+        else:
+            legal.append(resolved)
+            for warning in resolved.config.warnings:
+                _add(groups, ConfigError(warning), Severity.WARNING, point)
+    return ConfigChecks(tuple(_findings(groups.values(), space, bool(legal))), tuple(legal), tuple(pruned))
+
+
+@dataclass
+class _Group:
+    """The points at which the same thing is wrong; the first one's words stand for all."""
+
+    error: ZeroTrialError
+    severity: Severity
+    points: list[Point] = field(default_factory=list)
+
+
+def _add(groups: dict[str, _Group], error: ZeroTrialError, severity: Severity, point: Point) -> None:
+    """Numbers differ from point to point and do not make another fault."""
+    key = (
+        f"{type(error).__name__} {error.where} {_NUMBERS.sub('#', error.what)} {error.expected if error.where else ''}"
+    )
+    group = groups.setdefault(key, _Group(error, severity))
+    if point not in group.points[-1:]:
+        group.points.append(point)
+
+
+def _findings(groups: Iterable[_Group], space: Space, some_legal: bool) -> Iterable[Finding]:
+    """An invalid combination is a warning as long as there are others that can be trained."""
+    for group in groups:
+        invalid = isinstance(group.error, InvalidHP)
+        severity = Severity.WARNING if invalid and some_legal else group.severity
+        numbers = tuple(point.number for point in group.points)
+        yield Finding(Area.DS_CONFIG, severity, group.error, numbers, _where_it_holds(group, space, invalid))
+
+
+def _where_it_holds(group: _Group, space: Space, invalid: bool) -> str:
+    if len(space.points) == 1:
+        return ""
+    pruned = "would be pruned: " if invalid else ""
+    if len(group.points) == len(space.points):
+        return f"{pruned}at every point"
+    return f"{pruned}at {len(group.points)} of {len(space.points)} points, first {group.points[0].describe()}"

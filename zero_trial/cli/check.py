@@ -1,0 +1,50 @@
+"""``zero-trial check CONST.yaml MODEL_DIR``: everything that is wrong with an experiment, before a rank is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "check",
+        help="find what is wrong with an experiment, without starting it",
+        description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
+        "shown together. Starts no ranks and writes nothing; the model definition is imported and built once, on the CPU.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "experiment", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+    )
+    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
+    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    parser.add_argument(
+        "--points", type=int, default=128, metavar="N", help="points of a search to look at, at most (default: 128)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="evaluate one batch, to see whether the metric is reported"
+    )
+    parser.add_argument("--no-build", action="store_true", help="read files only: do not import the model definition")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    from zero_trial.checking.check import CheckRequest, check_experiment
+    from zero_trial.checking.render import check_as_json, render_check
+
+    request = CheckRequest(
+        options.experiment, options.model_dir, options.slots, options.points, not options.no_build, options.dry_run
+    )
+    report = check_experiment(request, os.environ)
+    if options.json:
+        print(json.dumps(check_as_json(report), indent=1, default=str))
+    else:
+        print("\n".join(render_check(report)))
+    return report.exit_code

@@ -40,6 +40,5 @@ class GatheredParameters:
             holder.open(params)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            for holder, params in self._groups:
-                holder.close(params, self._modifier)
+        for holder, params in self._groups:
+            holder.close(params, self._modifier if kind is None else None)

@@ -152,9 +152,7 @@ class _Lifting(TorchFunctionMode):
 
     def _lift(self, holder: PreSharded) -> None:
         with torch.no_grad():
-            if id(holder) in self._open:
-                self._open.move_to_end(id(holder))
-                return
+            self._open.pop(id(holder), None)
             while len(self._open) >= OPEN:
                 self._open.popitem(last=False)[1].cut()
             holder.lift()

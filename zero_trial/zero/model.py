@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zero_trial.zero.gatherer import Gatherer, LiveLimits
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import lay_out
 from zero_trial.zero.optimizer import ShardedOptimizer
-from zero_trial.zero.partition import Grouping, LeafRules, Limits, into_blocks, into_buckets, runs_of_groups
+from zero_trial.zero.partition import Grouping, LeafRules, Limits, into_blocks, into_buckets, merge_small, persistent_members, runs_of_groups
 from zero_trial.zero.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.zero.presharded import read_first_values
 from zero_trial.zero.reducer import Reducer
@@ -62,7 +62,10 @@ class ShardedModel:
         self.wire_scale = settings.wire_scale
         number = {id(param): index for index, group in enumerate(groups) for param in group}
         per_unit = plan.params is not Lifetime.ALWAYS
-        members, params, _ = members_of(module, number, settings.leaf, dtype=policy.param, with_frozen=per_unit)
+        members, params, blocks = members_of(module, number, settings.leaf, dtype=policy.param, with_frozen=per_unit)
+        merged = merge_small(blocks, persistent_members(members, settings.limits)[1], settings.limits.smallest_unit)
+        group_of = {block: group for group, inside in merged.items() for block in inside}
+        members = [replace(member, block=group_of.get(member.block, member.block)) for member in members]
         groupings = into_blocks(members, settings.limits) if per_unit else into_buckets(members, settings.limits)
         self.units = [self._unit(grouping, params) for grouping in groupings]
         self._agree_on_the_rest({id(param) for unit in self.units for param in unit.params})
@@ -70,7 +73,8 @@ class ShardedModel:
         for unit in self.units:
             if unit.plan.params is not Lifetime.ALWAYS:
                 freed.setdefault(unit.block, []).append(unit)
-        self.gatherer = Gatherer(dict(module.named_modules()), freed, plan.reshard, settings.live)
+        inside = {group: [module.get_submodule(block) for block in merged.get(group, (group,))] for group in freed}
+        self.gatherer = Gatherer(inside, freed, plan.reshard, settings.live)
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.landings = [
             Landing(unit, dtype=wide, shard_dtype=policy.grad, on_complete=self._complete) for unit in self.units if unit.trainable
@@ -86,6 +90,7 @@ class ShardedModel:
         self.optimizer: ShardedOptimizer | None = None
         self.gradient_multiplier: Callable[[], float] = lambda: 1.0  # from a reduced gradient shard to the averaged gradient
         self._publishing: list[Pending] = []
+        self._visits: list[list[Unit]] = []  # for each open() without its close(), innermost last: the units that it brought to life
         self._alarm: Any = None
         directory.register((param for unit in self.units for param in unit.params), self)
         self._whole_state = WholeState(module, self.units, self.wait)
@@ -115,14 +120,15 @@ class ShardedModel:
         """Parameters outside the units, and buffers: policy dtype, rank 0's values."""
         with torch.no_grad():
             for name, param in self.module.named_parameters():
-                if id(param) not in managed and param.is_floating_point():
-                    param.data = read_first_values(param).to(self.policy.param)
+                if id(param) not in managed:
+                    values = read_first_values(param)
+                    param.data = values.to(self.policy.param) if values.is_floating_point() else values
+                    directory.forget([param])
                     self.mesh.data.broadcast(param.data, name)
             for name, buffer in self.module.named_buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(self.policy.buffer or self.policy.param)
-                if buffer.numel():
-                    self.mesh.data.broadcast(buffer.data, name)
+                self.mesh.data.broadcast(buffer.data, name)
 
     @property
     def frees_parameters(self) -> bool:
@@ -191,16 +197,21 @@ class ShardedModel:
 
     def open(self, params: list[nn.Parameter]) -> None:
         self.wait()
-        for unit in self._units_of(params):
+        opened = [unit for unit in self._units_of(params) if not unit.live]
+        for unit in opened:
             unit.start_gather()
+        for unit in opened:
             unit.finish_gather()
+        self._visits.append(opened)
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
+        opened = self._visits.pop()
         for unit in self._units_of(params):
             if source is not None:
                 self.mesh.data.broadcast(unit.full, f"edited {unit.name}", source)
                 unit.take_edits()
-            unit.free()
+            if unit in opened:
+                unit.free()
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -30,7 +30,9 @@ class PreSharded:
         self.cut()
 
     def cut(self) -> None:
-        """Keeps this rank's part of the parameter's present value and frees the rest."""
+        """Keeps this rank's part of the parameter's present value and frees the rest. Collective, if the value is there."""
+        if not self.live:
+            return
         values = self._param.detach().contiguous().view(-1)
         self._comm.broadcast(values, "first values")
         low = self._comm.index * self._shard.numel()
@@ -57,16 +59,19 @@ class PreSharded:
     # the Holder protocol, so that GatheredParameters works before there is an engine
 
     def open(self, params: list[nn.Parameter]) -> None:
-        self.lift()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self.cut()  # what was written until now stays, whatever becomes of the edits that follow
+            self.lift()
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        if source is None:
-            self._leave()
-            return
-        values = self._param.data.contiguous()
-        self._comm.broadcast(values, "edited parameter", source)
-        self._param.data = values
-        self.cut()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if source is None:
+                self._leave()
+                return
+            values = self._param.data.contiguous()
+            self._comm.broadcast(values, "edited parameter", source)
+            self._param.data = values
+            self.cut()
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:

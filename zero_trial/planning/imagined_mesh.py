@@ -1,0 +1,155 @@
+"""A mesh of ranks that are not there: collectives that hold the memory of real ones, and move nothing.
+
+What a collective of n elements on N ranks holds until its result is there, by how the ranks exchange:
+
+    SHARED    ranks of one host      n (N-1)/N (reduce-scatter) or n/N (all-gather) in segments that peers read; segments stay for the next payload
+    DIRECT    CPU ranks over gloo    n (N-1)/N received contributions (reduce-scatter); small payloads go this way on one host too
+    NATIVE    NCCL                   nothing that is a tensor
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from zero_trial.mesh import AxisComm, CommCounters, Mesh, MeshShape, Pending
+from zero_trial.mesh.board import Board
+from zero_trial.mesh.shared_memory import HEADER, SMALLEST
+from zero_trial.mesh.shared_transport import WORTH_BYTES
+from zero_trial.mesh.topology import AXES
+from zero_trial.mesh.transport import Received
+
+
+class Exchange(Enum):
+    """How the ranks of an axis exchange tensors."""
+
+    SHARED = "shared memory"
+    DIRECT = "gloo"
+    NATIVE = "nccl"
+
+
+@dataclass
+class _Segment:
+    capacity: int
+    used: bool = False
+
+
+@dataclass
+class Segments:
+    """The shared segments that this rank would own, by the rule of :class:`zero_trial.mesh.shared_memory.SharedMemory`.
+
+    Peers are taken to read as fast as this rank does; a slower one may cost another segment.
+    """
+
+    made: list[_Segment] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(HEADER + segment.capacity for segment in self.made)
+
+    def acquire(self, nbytes: int) -> _Segment:
+        found = next((s for s in self.made if not s.used and nbytes <= s.capacity <= max(4 * nbytes, SMALLEST)), None)
+        if found is None:
+            found = _Segment(max(SMALLEST, 1 << (nbytes - 1).bit_length()))
+            self.made.append(found)
+        found.used = True
+        return found
+
+
+class ImaginedComm(AxisComm):
+    """One axis as its first rank sees it. Nothing is sent; what would arrive from the others is zeros."""
+
+    def __init__(
+        self, name: str, size: int, counters: CommCounters, board: Board, exchange: Exchange, segments: Segments
+    ) -> None:
+        super().__init__(name, tuple(range(size)), 0, None, counters, board, 0.0)
+        self._exchange = exchange
+        self._segments = segments
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
+        if self.size == 1:
+            return _copied(full, out)
+        own = full.view(self.size, -1)[0]
+        parts: dict[int, torch.Tensor] = {}
+        segment = None
+        if self._shares(full):
+            segment = self._segments.acquire(own.numel() * own.element_size() * (self.size - 1))
+        elif self._exchange is not Exchange.NATIVE:
+            parts = {peer: torch.zeros_like(own) for peer in range(1, self.size)}
+
+        def add() -> Received:
+            if (
+                self._exchange is not Exchange.NATIVE and self.size > 2
+            ):  # more than two are summed in a buffer of their own
+                out.copy_(own.float() if own.dtype.itemsize == 2 else own.clone())
+            else:
+                out.copy_(own)
+            return Received(parts, lambda: _free(segment))
+
+        return Pending(self, label, [], add)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
+        if self.size == 1:
+            return _copied(shard, full)
+        parts = full.view(self.size, -1)
+        parts[0].copy_(shard)
+        parts[1:].zero_()
+        segment = self._segments.acquire(shard.numel() * shard.element_size()) if self._shares(full) else None
+        return Pending(self, label, [], lambda: _free(segment))
+
+    def all_reduce(self, full: torch.Tensor, label: str) -> Pending:
+        if self.size == 1:
+            return _copied(full, full)
+        own = full.view(self.size, -1)[0]
+        scatter = self.reduce_scatter(full, own, label)
+
+        def gather() -> Pending:
+            scatter.wait()
+            scatter.received.release()
+            return self.all_gather(full, own, label)
+
+        return Pending(self, label, [], gather)
+
+    def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
+        """The other ranks' numbers are this one's: nothing to do."""
+
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """This rank's values are everyone's."""
+
+    def gather_json(self, value: Any, label: str) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self, label: str) -> None:
+        """Nobody to wait for."""
+
+    def _shares(self, full: torch.Tensor) -> bool:
+        return self._exchange is Exchange.SHARED and full.numel() * full.element_size() >= WORTH_BYTES
+
+
+def imagined_mesh(shape: MeshShape, exchange: Exchange = Exchange.SHARED, segments: Segments | None = None) -> Mesh:
+    """Rank 0's place in ``shape``; no process group is needed, and none is used. ``segments`` notes what sharing would cost."""
+    counters, board = CommCounters(), Board(None, 0, 1)
+    pool = segments if segments is not None else Segments()
+    sizes = dict(zip(AXES, shape.sizes, strict=True))
+    sizes |= {"data": shape.data_parallel_size, "world": math.prod(shape.sizes)}
+    axes: dict[str, AxisComm] = {
+        name: ImaginedComm(name, size, counters, board, exchange, pool) for name, size in sizes.items()
+    }
+    return Mesh(shape, 0, axes, counters, board)
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
+    """An axis of one rank: the result is the input. Compared by storage, because imagined tensors have no addresses."""
+    if source.untyped_storage()._cdata != target.untyped_storage()._cdata:
+        target.copy_(source)
+    return Pending(None, "", [], None)
+
+
+def _free(segment: _Segment | None) -> None:
+    if segment is not None:
+        segment.used = False

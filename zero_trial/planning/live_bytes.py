@@ -1,0 +1,156 @@
+"""How many bytes of tensors live at each moment: every storage that an operation makes is counted until it is gone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+@dataclass
+class _Storage:
+    """One live storage: its bytes when last looked at, and whether autograd saved a tensor in it."""
+
+    ref: weakref.ref[Any]
+    size: int
+    number: int
+    saved: bool = False
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered; what it counted stays counted until it dies, entered or not.
+
+    ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a storage that is resized counts with its new
+    size from the next operation on. Not seen: memory that no tensor holds (libraries, kernels' own workspace, caches of an allocator), and
+    tensors over memory that no operation made (shared memory, files) unless they are held.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, _Storage] = {}
+        self._resized: list[torch.Tensor] = []
+        self._made = 0
+        self._before = 0
+        self._saved_from = 0
+        self.live = 0
+        self.peak = 0
+        self.saved = 0
+        self.saved_peak = 0
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that were made before, or elsewhere."""
+        for tensor in tensors:
+            self._see(tensor)
+        self.peak = max(self.peak, self.live)
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors' storages are resized in place (freed and brought back): they are looked at again at every operation."""
+        self._resized = list(tensors)
+        self.hold(self._resized)
+
+    def restart(self) -> None:
+        """Peaks are of what comes from now on."""
+        self._look_again()
+        self.peak = self.live
+        self.saved_peak = self.saved
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, storages made from now on that autograd saves for backward are counted as ``saved`` while they live.
+
+        What was there before (parameters, buffers, the batch) is not: it would be there without backward too.
+        """
+        self._saved_from = self._made
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
+            return _imagined_number(args[0])
+        out = func(*args, **(kwargs or {}))
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:
+            if isinstance(leaf, torch.Tensor) and (self._knows(leaf) or not _is_of(leaf, args)):
+                self._see(leaf)
+        self._look_again()
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        known = self._storages.get(tensor.untyped_storage()._cdata)
+        return known is not None and known.ref() is not None
+
+    def _look_again(self) -> None:
+        for tensor in self._resized:
+            self._see(tensor)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is not None and known.ref() is not None:
+            self.live += size - known.size
+            if known.saved:
+                self.saved += size - known.size
+            known.size = size
+            return
+        if known is not None:
+            self._gone(key, known.number)
+        self._made += 1
+        self._storages[key] = _Storage(weakref.ref(storage, partial(self._died, key, self._made)), size, self._made)
+        self.live += size
+
+    def _died(self, key: int, number: int, _: Any) -> None:
+        self._gone(key, number)
+
+    def _gone(self, key: int, number: int) -> None:
+        known = self._storages.get(key)
+        if known is None or known.number != number:  # the address has been given to another storage since
+            return
+        del self._storages[key]
+        self.live -= known.size
+        if known.saved:
+            self.saved -= known.size
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            known = self._storages.get(tensor.untyped_storage()._cdata)
+            if known is not None and not known.saved and known.number > self._saved_from:
+                known.saved = True
+                self.saved += known.size
+                self.saved_peak = max(self.saved_peak, self.saved)
+        return tensor
+
+
+def _is_of(tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether the tensor is a view of one of the arguments, or that argument itself."""
+    key = tensor.untyped_storage()._cdata
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata == key for leaf in tree_flatten(args)[0]
+    )
+
+
+def _is_fake(tensor: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def _imagined_number(tensor: torch.Tensor) -> float | bool:
+    """What a tensor without values answers to ``item()``: losses and norms are 1.0, conditions False.
+
+    An integer could decide a shape, and a wrong shape a wrong plan: LookupError.
+    """
+    if tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point():
+        return 1.0
+    raise LookupError("an integer is read from a tensor, and this one has no values")

@@ -1,0 +1,122 @@
+"""What is planned for: a model with a batch and a loss, or whatever else can be rehearsed at another stage and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from zero_trial.config import DsConfig
+from zero_trial.engine import Engine
+from zero_trial.planning.blueprint import Blueprint
+from zero_trial.planning.plan import Figures
+from zero_trial.planning.rehearsal import Role, rehearse_either
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Subject(Protocol):
+    """Can be rehearsed."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters, each once."""
+
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int) -> tuple[Figures, str]:
+        """The figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, and how they were had."""
+
+
+class ModelSubject:
+    """A model alone. ``batch``: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one tensor); None: states only.
+
+    ``loss(engine, batch)`` gives the scalar to differentiate; without it the model is called, and its own loss taken, or one made of its outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        loss: Loss | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._blueprint = Blueprint(model, options, device)
+        self._batch = batch
+        self._loss = loss if loss is not None else call_and_reduce
+        self._rows = rows_of(batch)
+
+    @property
+    def parameters(self) -> int:
+        return self._blueprint.parameters
+
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int) -> tuple[Figures, str]:
+        batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
+
+        def micro(engines: Sequence[Engine], imagined: bool) -> None:
+            given = self._blueprint.batch(batch, imagined=imagined)
+            engines[0].backward(self._loss(engines[0], given))
+            engines[0].step()
+
+        role = Role(self._blueprint, settings)
+        calls = settings.gradient_accumulation_steps or 1
+        if self._batch is None:
+            return rehearse_either([role], ranks, None)
+        return rehearse_either([role], ranks, micro, calls=calls, work=self.parameters * largest(batch))
+
+
+def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
+    """The model's loss on ``batch``: its output, if that is one number; else the first floating number in it, as Hugging Face's outputs have.
+
+    Where there is none, the loss is made outside of the model and not known here: a log-softmax over the last dimension of each floating
+    output stands for it, which holds as much as a cross entropy does.
+    """
+    output = (
+        engine(**batch)
+        if isinstance(batch, Mapping)
+        else engine(*batch)
+        if isinstance(batch, (tuple, list))
+        else engine(batch)
+    )
+    floats = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    single = next((leaf for leaf in floats if leaf.numel() == 1), None)
+    if single is not None:
+        return single.reshape(())
+    return torch.stack([torch.log_softmax(leaf.float(), -1).mean() for leaf in floats]).sum()
+
+
+def _leaves(output: Any) -> list[Any]:
+    """Leaves of nested outputs; objects with attributes (dataclasses, say) count as dicts."""
+    found: list[Any] = []
+    for leaf in tree_flatten(output)[0]:
+        opens = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
+        found += tree_flatten(dict(vars(leaf)))[0] if opens else [leaf]
+    return found
+
+
+def rows_of(batch: Any) -> int | None:
+    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
+    return next(
+        (leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+    )
+
+
+def first_rows(batch: Any, rows: int, wanted: int) -> Any:
+    """The batch cut, or repeated, to ``wanted`` samples: every tensor whose first dimension is ``rows``; the rest stays as it is."""
+
+    def fit(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:
+            return leaf
+        if wanted < rows:
+            return leaf[:wanted].clone()
+        return leaf[torch.arange(wanted) % rows]
+
+    return tree_map(fit, batch)
+
+
+def largest(batch: Any) -> int:
+    """Elements of the batch's largest tensor."""
+    return max((leaf.numel() for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)), default=0)

@@ -18,6 +18,9 @@ from zero_trial.zero.model import ShardingSettings
 from zero_trial.zero.partition import LeafRules, Limits
 from zero_trial.zero.plan import ZeroPlan, plan_for_stage
 
+# Elements. Below this a unit's messages cost more than the memory that freeing it saves (half a megabyte in fp32).
+SMALLEST_UNIT = 1 << 17
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -62,6 +65,7 @@ def wire(config: DsConfig, data_parallel_size: int) -> Wiring:
                 bucket=zero.reduce_bucket_size,
                 persistence=zero.param_persistence_threshold,
                 model_persistence=zero.model_persistence_threshold,
+                smallest_unit=zero.module_granularity_threshold or SMALLEST_UNIT,
             ),
             live=LiveLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
             leaf=LeafRules(tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)),

@@ -59,7 +59,7 @@ class SharedTransport:
         segment = self._memory.acquire(shard.numel() * shard.element_size(), peers)
         segment.payload(shard.dtype, shard.numel()).copy_(shard)
         ticket = self._ticket(segment.descriptor, segment.generation, 0)
-        works, arrived = self._exchange({peer: ticket for peer in peers}, tag)
+        works, arrived = self._exchange(dict.fromkeys(peers, ticket), tag)
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)

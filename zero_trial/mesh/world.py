@@ -5,6 +5,7 @@ Without a launcher a process is a world of one and needs no process group at all
 
 from __future__ import annotations
 
+import atexit
 import datetime
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,6 +73,7 @@ def init_distributed(
             where=f"rank {env.rank} of {env.world_size}, init_distributed",
             fix="Check that every rank was started, and that MASTER_ADDR and MASTER_PORT are reachable from here.",
         ) from error
+    atexit.register(destroy_distributed)  # a thread that still talks to the store while the interpreter goes down would abort it
     return env
 
 

@@ -31,9 +31,14 @@ class LiveLimits:
 
 
 class Gatherer:
-    """Keeps the blocks of one model alive while they are needed. ``units``: by block name, those whose parameters do not always live."""
+    """Keeps the blocks of one model alive while they are needed. ``units``: by block name, those whose parameters do not always live.
 
-    def __init__(self, modules: Mapping[str, nn.Module], units: Mapping[str, Sequence[Unit]], reshard: Reshard, limits: LiveLimits) -> None:
+    ``modules``: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
+    """
+
+    def __init__(
+        self, modules: Mapping[str, Sequence[nn.Module]], units: Mapping[str, Sequence[Unit]], reshard: Reshard, limits: LiveLimits
+    ) -> None:
         self._units = units
         self._reshard = reshard
         self._limits = limits
@@ -45,13 +50,15 @@ class Gatherer:
         self._inside_root = False
         self.handles: list[Any] = []
         for block in units:
-            self._install(modules[block], block)
+            for module in modules[block]:
+                self._install(module, block, first=module is modules[block][0], last=module is modules[block][-1])
         if ROOT in units:
-            self._install_side_doors(modules[ROOT])
+            self._install_side_doors(modules[ROOT][0])
 
-    def _install(self, module: nn.Module, block: str) -> None:
-        self.handles.append(module.register_forward_pre_hook(functools.partial(self._before_forward, block), prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(functools.partial(self._after_forward, block), with_kwargs=True))
+    def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
+        before, after = functools.partial(self._before_forward, block, first), functools.partial(self._after_forward, block, last)
+        self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def _install_side_doors(self, root: nn.Module) -> None:
         """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
@@ -129,14 +136,14 @@ class Gatherer:
             for unit in self._units[block]:
                 unit.start_gather()
 
-    def _before_forward(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside_root = self._inside_root or block == ROOT
         self.ensure(block, record=torch.is_grad_enabled())
         frozen = [unit for unit in self._units[block] if not unit.trainable]
-        if frozen and torch.is_grad_enabled():
+        if frozen and first and torch.is_grad_enabled():
             self._free_when_reached(frozen, tensors_in((args, kwargs)))
 
-    def _after_forward(self, block: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, block: str, last: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside_root = self._inside_root and block != ROOT
         if torch.is_grad_enabled():
             outputs = [t for t in tensors_in((output, side_outputs(module))) if t.requires_grad]
@@ -144,8 +151,8 @@ class Gatherer:
                 tensor.register_hook(functools.partial(self._before_backward, block))
             if not outputs and any(unit.trainable for unit in self._units[block]):
                 return  # the way back is not visible: stay until the step
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputation inside a backward pass: its gradients follow at once
+        if not last or torch._C._current_graph_task_id() != -1:
+            return  # its neighbours come next; or: recomputation inside a backward pass: its gradients follow at once
         if not self._keeps_after_forward(block):
             for unit in self._units[block]:
                 unit.free()

@@ -123,6 +123,7 @@ class Limits:
     persistence: int = 100_000
     model_persistence: int = 9_223_372_036_854_775_807
     buckets_wanted: int = field(default=4)
+    smallest_unit: int = 0  # neighbouring blocks are put together until they have as many elements
 
 
 def into_buckets(members: Sequence[Member], limits: Limits) -> list[Grouping]:
@@ -152,26 +153,65 @@ def into_buckets(members: Sequence[Member], limits: Limits) -> list[Grouping]:
     return out
 
 
+def persistent_members(members: Sequence[Member], limits: Limits) -> tuple[list[Member], list[Member]]:
+    """Those too small to be worth freeing, and the rest."""
+    small, rest, spent = [], [], 0
+    for member in members:
+        if member.numel < limits.persistence and spent + member.numel <= limits.model_persistence:
+            small.append(member)
+            spent += member.numel
+        else:
+            rest.append(member)
+    return small, rest
+
+
 def into_blocks(members: Sequence[Member], limits: Limits) -> list[Grouping]:
     """Units for parameters that live while their block computes: one per block and key; small ones always live, in buckets.
 
     A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
     Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
     """
-    small, spent = [], 0
+    small, kept = persistent_members(members, limits)
     grouped: dict[tuple[str, tuple[object, ...]], list[Member]] = {}
-    for member in members:
-        if member.numel < limits.persistence and spent + member.numel <= limits.model_persistence:
-            small.append(member)
-            spent += member.numel
-        else:
-            grouped.setdefault((member.block, member.key), []).append(member)
+    for member in kept:
+        grouped.setdefault((member.block, member.key), []).append(member)
     units = [
         Grouping(block or "root", tuple(sorted(chosen, key=lambda m: m.group)), False, block)
         for (block, _), chosen in reversed(grouped.items())
     ]
     units.sort(key=lambda unit: unit.block == ROOT)
     return units + [Grouping(f"small.{unit.name}", unit.members, True) for unit in into_buckets(small, limits)]
+
+
+def merge_small(blocks: Sequence[str], members: Sequence[Member], smallest: int) -> dict[str, tuple[str, ...]]:
+    """Neighbouring blocks of one stack put together until each group has ``smallest`` elements: group name -> its blocks, in order.
+
+    A group is gathered when its first block is used and freed after its last: fewer and larger messages, for at most ``smallest``
+    elements more that live. ``members``: those that will be freed.
+    """
+    sizes = Counter[str]()
+    for member in members:
+        sizes[member.block] += member.numel
+    merged: dict[str, tuple[str, ...]] = {}
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            merged[run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"] = tuple(run)
+            run.clear()
+
+    for block in blocks:
+        if not sizes[block]:
+            continue
+        if run and (_stack_of(run[-1]) != _stack_of(block) or sum(sizes[b] for b in run) >= smallest):
+            close()
+        run.append(block)
+    close()
+    return merged
+
+
+def _stack_of(block: str) -> str:
+    return block.rpartition(".")[0]
 
 
 def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:

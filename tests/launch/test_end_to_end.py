@@ -116,10 +116,10 @@ def processes_of(project: Path) -> list[str]:
     return found
 
 
-def run_fault(project: Path, fault: str) -> tuple[int, list[str], str]:
+def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str], str]:
     """Exit code, error lines and whole output of a run with a fault. Never a traceback on the screen."""
     write_experiment(project, fault)
-    done = zero_trial("run", "const.yaml", "model", cwd=project)
+    done = zero_trial("run", "const.yaml", "model", "--slots", ranks, cwd=project)
     assert "Traceback" not in done.stdout + done.stderr
     return done.returncode, done.stderr.splitlines(), done.stdout
 
@@ -163,13 +163,13 @@ def test_a_loss_that_is_no_scalar(project: Path):
 
 
 def test_a_loader_that_yields_nothing(project: Path):
-    code, errors, _ = run_fault(project, "empty")
+    code, errors, _ = run_fault(project, "empty", ranks=1)
     assert code == 2
     assert len(errors) == 2 and "build_training_data_loader" in errors[0]
 
 
 def test_a_loss_that_is_not_finite(project: Path):
-    code, errors, _ = run_fault(project, "nan")
+    code, errors, _ = run_fault(project, "nan", ranks=1)
     assert code == 4
     assert len(errors) == 2 and "nan" in errors[0]
 
@@ -256,7 +256,7 @@ def test_a_plain_script(project: Path):
     good = zero_trial("launch", "--slots", 2, "train.py", cwd=project)
     assert (good.returncode, good.stdout, good.stderr) == (0, "rank 0 local 0\n", "")
     bad = zero_trial("launch", "--num_gpus", 2, "train.py", "--fail", 1, cwd=project)
-    assert (bad.returncode, bad.stdout) == (1, "rank 0 local 0\n")
+    assert bad.returncode == 1 and bad.stdout in ("", "rank 0 local 0\n")  # rank 0 may be ended before it speaks
     assert bad.stderr.splitlines() == [
         "failed  rank 1: ValueError: boom (train.py:5)",
         "log     runs/0002/logs/rank-1.log",

@@ -119,7 +119,8 @@ class Reducer:
         self._land_all()
 
     def reset(self) -> None:
-        """Forgets all gradients and sums of this step."""
+        """Forgets all gradients and sums of this step; reductions under way (backward ended in an exception) are waited for."""
+        self._land_all()
         for landing in self.landings:
             landing.reset()
         self.square_sums.clear()

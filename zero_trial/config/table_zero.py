@@ -127,8 +127,8 @@ STAGE = (
     Key(
         f"{_Z}.module_granularity_threshold",
         Int(0, unit="elements"),
-        NOT_YET,
-        "units are chosen by module class and size",
+        HONOURED,
+        "the smallest unit at ZeRO stage 3: smaller neighbouring blocks are put together; 0 means 131072, 1 makes every block a unit",
         aliases=("stage3_module_granularity_threshold",),
     ),
     Key(

@@ -20,6 +20,9 @@ from zero_trial.zero.plan import Reshard
 from zero_trial.zero.prefetch import UseOrder
 from zero_trial.zero.unit import Unit
 
+# The attribute tables of a block's modules, read after each forward.
+Attributes = Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class LiveLimits:
@@ -56,7 +59,8 @@ class Gatherer:
             self._install_side_doors(modules[ROOT][0])
 
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
-        before, after = functools.partial(self._before_forward, block, first), functools.partial(self._after_forward, block, last)
+        attributes = [vars(inner) for inner in module.modules()]
+        before, after = functools.partial(self._before_forward, block, first), functools.partial(self._after_forward, block, last, attributes)
         self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(after, with_kwargs=True))
 
@@ -143,10 +147,10 @@ class Gatherer:
         if frozen and first and torch.is_grad_enabled():
             self._free_when_reached(frozen, tensors_in((args, kwargs)))
 
-    def _after_forward(self, block: str, last: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(self, block: str, last: bool, attributes: Attributes, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside_root = self._inside_root and block != ROOT
         if torch.is_grad_enabled():
-            outputs = [t for t in tensors_in((output, side_outputs(module))) if t.requires_grad]
+            outputs = [t for t in (*tensors_in(output), *side_outputs(attributes)) if t.requires_grad]
             for tensor in outputs:
                 tensor.register_hook(functools.partial(self._before_backward, block))
             if not outputs and any(unit.trainable for unit in self._units[block]):
@@ -202,6 +206,8 @@ class Gatherer:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
@@ -211,11 +217,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def side_outputs(module: nn.Module) -> list[torch.Tensor]:
+def side_outputs(attributes: Attributes) -> list[torch.Tensor]:
     """Tensors with a history that a forward left on its modules (an auxiliary loss, say): gradients may come back through them too."""
-    return [
-        value
-        for inner in module.modules()
-        for value in vars(inner).values()
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
-    ]
+    return [value for own in attributes for value in own.values() if value.__class__ is torch.Tensor and value.grad_fn is not None]

@@ -39,7 +39,9 @@ def build(folder: str) -> nn.Module:
 
 def batch(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return torch.randint(0, 256, (rows, LENGTH), generator=generator), torch.randint(0, 256, (rows, LENGTH), generator=generator)
+    return torch.randint(0, 256, (rows, LENGTH), generator=generator), torch.randint(
+        0, 256, (rows, LENGTH), generator=generator
+    )
 
 
 def ds_config(stage: int, *, bf16: bool = False, accumulation: int = 1, **more: Any) -> dict[str, Any]:
@@ -60,7 +62,9 @@ def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[st
         model = build(folder)
         live.hold([*model.parameters(), *model.buffers(), *given])
         engine = zero_trial.initialize(model=model, config=config)[0]
-        live.follow([unit.full for unit in engine.sharded.units] + [landing.full for landing in engine.sharded.landings])
+        live.follow(
+            [unit.full for unit in engine.sharded.units] + [landing.full for landing in engine.sharded.landings]
+        )
         for _ in range(steps):
             live.restart()
             for _ in range(engine.gradient_accumulation_steps()):

@@ -37,7 +37,11 @@ def test_the_plan_is_what_real_ranks_need(ranks: Pools, folder: str, stage: int,
     for real in ranks(2).run(watched_step, folder, config):
         states = real["parameters"] + real["gradients"] + real["optimizer"]
         assert figures.states == pytest.approx(states, rel=0.02)
-        assert (figures.parameters, figures.gradients, figures.optimizer) == (real["parameters"], real["gradients"], real["optimizer"])
+        assert (figures.parameters, figures.gradients, figures.optimizer) == (
+            real["parameters"],
+            real["gradients"],
+            real["optimizer"],
+        )
         assert figures.peak == pytest.approx(real["peak"], rel=0.10)
         assert figures.activations == pytest.approx(real["activations"], rel=0.10)
         assert states <= real["live"] <= 1.02 * states + 8192  # the watcher misses nothing, and little else lives on

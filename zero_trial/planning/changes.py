@@ -39,7 +39,7 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
         if found is not None
         else nothing_fits(planner, limit)
     )
-    more = _stage_up(planner) if found is None or found.stage == own.stage else ""
+    more = _stage_up(planner) if found is not None and found.stage == own.stage else ""
     return DoesNotFit(f"rank 0 needs {size_text(figures.total)}, has {size_text(limit)}{detail}", fix=fix + more)
 
 
@@ -68,13 +68,16 @@ def nothing_fits(planner: Planner, limit: int) -> str:
 def comparison_table(rows: Sequence[Choice], limit: int | None = None) -> str:
     """The rows side by side: states, activations, temporary, peak, and whether it fits."""
     width = max(len(row.name) for row in rows)
-    lines = [f"{'':<{width}}  {'states':>10}{'activations':>13}{'temporary':>12}{'peak':>12}"]
+    lines = [f"{'':<{width}}  {'states':>10}{'activations':>13}{'temporary':>12}{'peak':>12}{'exchange':>12}"]
     for row in rows:
         if row.plan is None:
             lines.append(f"{row.name:<{width}}  {row.refusal}")
             continue
         figures = row.plan.figures
-        cells = f"{size_text(figures.states):>10}{size_text(figures.activations):>13}{size_text(figures.temporary):>12}{size_text(figures.peak):>12}"
+        sizes = (figures.states, figures.activations, figures.temporary, figures.peak, figures.exchange)
+        cells = "".join(
+            f"{size_text(value):>{column}}" for value, column in zip(sizes, (10, 13, 12, 12, 12), strict=True)
+        )
         verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
         lines.append(f"{row.name:<{width}}  {cells}{verdict}")
     return "\n".join(lines)

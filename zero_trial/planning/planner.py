@@ -13,7 +13,7 @@ from zero_trial.config import DsConfig, read_ds_config
 from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.plan import MemoryPlan
-from zero_trial.planning.rehearsal import variant
+from zero_trial.planning.rehearsal import MOST_ACCUMULATION, variant
 from zero_trial.planning.subject import ModelSubject, Subject
 
 STAGES = (0, 1, 2, 3)
@@ -77,7 +77,8 @@ class Planner:
 
     def _make(self, stage: int, micro_batch: int) -> MemoryPlan:
         accumulation = self._accumulation(micro_batch)
-        settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=accumulation)
+        rehearsed = min(accumulation, MOST_ACCUMULATION)
+        settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=rehearsed)
         figures, how = self._subject.rehearse(settings, self.ranks, micro_batch)
         precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
         return MemoryPlan(

@@ -137,12 +137,12 @@ def rehearse_either(
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
-    """``settings`` at another ZeRO stage and batch; accumulation as far as it matters; without monitors and profilers."""
+    """``settings`` at another ZeRO stage and batch, without monitors and profilers."""
     return replace(
         settings,
         train_batch_size=None,
         train_micro_batch_size_per_gpu=micro_batch,
-        gradient_accumulation_steps=min(accumulation, MOST_ACCUMULATION),
+        gradient_accumulation_steps=accumulation,
         zero_optimization=replace(settings.zero_optimization, stage=stage),
         **_SILENT,
     )

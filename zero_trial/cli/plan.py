@@ -1,0 +1,137 @@
+"""``zero-trial plan CONST.yaml MODEL_DIR``: what each rank will need in memory, before any is started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_trial.launch.experiment import Checked
+    from zero_trial.planning.planner import Planner
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what a trial will need in memory",
+        description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one rehearsed "
+        "micro-batch of the trial. Every ZeRO stage and smaller micro-batches stand side by side. Starts no ranks and writes nothing; the "
+        "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "experiment", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+    )
+    parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
+    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    parser.add_argument(
+        "--limit",
+        metavar="SIZE",
+        help="memory of one rank, such as 16GiB (default: of the GPU, or of this machine by ranks)",
+    )
+    parser.add_argument(
+        "--stage", type=int, choices=(0, 1, 2, 3), help="plan for this ZeRO stage instead of ds_config's"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    from zero_trial.launch.experiment import RunRequest, check
+    from zero_trial.launch.placement import PlacementRequest
+    from zero_trial.planning.changes import comparison_table, does_not_fit
+
+    placement = PlacementRequest(slots=options.slots)
+    request = RunRequest(
+        experiment=options.experiment, model_dir=options.model_dir, slots=options.slots, placement=placement
+    )
+    checked = check(request, os.environ)
+    limit = _limit(options.limit, checked)
+    with contextlib.redirect_stdout(sys.stderr), trial_planner(checked, options.stage) as planner:
+        own, rows = planner.plan(), planner.compare()
+        error = None if own.fits(limit) or limit is None else does_not_fit(planner, limit)
+    if options.json:
+        compared = [
+            {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
+        ]
+        print(
+            json.dumps(
+                {
+                    "plan": own.as_dict(),
+                    "limit": limit,
+                    "fits": error is None,
+                    "compared": compared,
+                    "error": str(error or "") or None,
+                }
+            )
+        )
+        return 0 if error is None else error.exit_code
+    print(f"plan    {own.line(limit)}")
+    print(own.table(limit))
+    print(comparison_table(rows, limit))
+    if error is not None:
+        raise error
+    return 0
+
+
+def _limit(text: str | None, checked: Checked) -> int | None:
+    import torch
+
+    from zero_trial.planning.limit import parse_size, rank_limit
+
+    if text is not None:
+        return parse_size(text)
+    return rank_limit(torch.device("cuda" if torch.cuda.is_available() else "cpu"), checked.own.ranks)
+
+
+@contextlib.contextmanager
+def trial_planner(checked: Checked, stage: int | None = None) -> Iterator[Planner]:
+    """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial raises."""
+    from dataclasses import replace
+
+    import torch
+
+    from zero_trial.planning.planner import Planner
+    from zero_trial.planning.understudy import TrialSubject
+    from zero_trial.platform.collectives import JsonDistributed
+    from zero_trial.platform.in_memory import InMemoryPlatform
+    from zero_trial.trial.context import ZeroTrialContext
+    from zero_trial.trial.feed import Resume
+    from zero_trial.trial.loading import import_trial_class
+    from zero_trial.trial.loop import fitted
+    from zero_trial.trial.seeding import seed_everything
+    from zero_trial.trial.train_data import open_train_data
+
+    ranks, experiment = checked.ranks, checked.experiment
+    with tempfile.TemporaryDirectory(prefix="zero-trial-plan-") as folder:
+        platform = InMemoryPlatform(
+            hparams=experiment.hyperparameters,
+            experiment=experiment.plain(),
+            model_dir=checked.model_dir.resolve(),
+            seed=checked.seed,
+            distributed=JsonDistributed(0, ranks, 0, lambda value: [value] * ranks),
+            storage=Path(folder),
+        )
+        kind = import_trial_class(checked.entrypoint.module, checked.entrypoint.name, checked.model_dir.resolve())
+        seed_everything(checked.seed)
+        subject = TrialSubject(ranks, "cuda" if torch.cuda.is_available() else "cpu")
+        context = ZeroTrialContext(platform, subject.factory, torch.device("cpu"))
+        trial = kind(context)
+        settings = subject.settings
+        feed = open_train_data(trial, context, Resume()).feed
+        if feed is not None:
+            whole = None if context.auto_accumulation else 1
+            train = fitted(trial.train_batch)
+            subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
+        if stage is not None:
+            settings = replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
+        yield Planner(subject, settings, ranks)

@@ -22,6 +22,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/engine/test_oracle.py": "every stage against dense training: no one module's business",
     "tests/engine/test_behaviour_": "what users do with an engine, across its modules",
     "tests/engine/test_keys.py": "each ds_config key from the file to its effect",
+    "tests/checking/test_ten_mistakes.py": "mistakes of users and what is said about each, by whichever part finds it",
     "tests/launch/test_end_to_end.py": "whole runs from the command line",
     "tests/launch/test_two_hosts.py": "whole runs between two network namespaces",
 }

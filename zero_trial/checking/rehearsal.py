@@ -182,6 +182,8 @@ def own_fault(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialErr
         if Path(frame.filename).resolve().is_relative_to(root)
     ]
     where = f"{Path(theirs[-1].filename).resolve().relative_to(root)}:{theirs[-1].lineno}" if theirs else None
+    if not theirs and isinstance(error, RuntimeError):
+        return TrialError(str(error))  # ours, about what the trial did: Determined raises the same
     line = f" in: {theirs[-1].line}" if theirs and theirs[-1].line else ""
     said = str(error).strip()
     return CodeFault(f"{doing} raised {type(error).__name__}{f': {said}' if said else ''}{line}", where=where)

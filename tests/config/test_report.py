@@ -15,7 +15,7 @@ from zero_trial.config.table import REPORT_FIELDS, TABLE
 TEXT = """{"train_micro_batch_size_per_gpu": 4,
  "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
  "zero_optimization": {"stage": 2, "round_robin_gradients": true, "reduce_scatter": true, "stage3_max_live_parameters": "auto"},
- "tensorboard": {"enabled": true}
+ "pipeline": {"seed_layers": true}
 }"""
 
 
@@ -31,8 +31,8 @@ def test_what_was_given_and_what_needs_a_word():
         "zero_optimization.max_live_parameters    1000000000   auto: left to zero_trial (ds.json:3)\n"
         "zero_optimization.round_robin_gradients  true         ds.json:3                             "
         f"no effect: {TABLE['zero_optimization.round_robin_gradients'].says}\n"
-        "tensorboard.enabled                      true         ds.json:4                             "
-        f"no effect yet: {TABLE['tensorboard.enabled'].says}"
+        "pipeline.seed_layers                     true         ds.json:4                             "
+        f"no effect yet: {TABLE['pipeline.seed_layers'].says}"
     )
 
 

@@ -8,8 +8,10 @@ from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Names, Opaqu
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
 
 _ACTIVATIONS = "the engine does not checkpoint activations yet; torch.utils.checkpoint in the model works"
+_FOLDER = (
+    "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
+)
 _PIPELINE = "it belongs to a pipeline, which does not exist here yet"
-_MONITOR = "monitors are not written yet; metrics go to the run folder"
 
 
 PRINTING = (
@@ -19,13 +21,29 @@ PRINTING = (
         HONOURED,
         "a progress line every so many optimizer steps; null or Infinity means none",
     ),
-    Key("wall_clock_breakdown", Bool(), NOT_YET, "timers of forward, backward and step are not printed yet"),
-    Key("memory_breakdown", Bool(), NOT_YET, "memory is not printed per step yet"),
-    Key("dump_state", Bool(), NOT_YET, "the configuration is not printed by the engine yet; it is in the run folder"),
+    Key(
+        "wall_clock_breakdown",
+        Bool(),
+        HONOURED,
+        "rank 0 prints milliseconds per step of forward, backward, the wait for reductions and the update, "
+        "every steps_per_print steps (10 if that is not set); by events on CUDA, without synchronizing",
+    ),
+    Key(
+        "memory_breakdown",
+        Bool(),
+        HONOURED,
+        "rank 0 prints bytes of parameters, gradients, optimizer state and the device, as often as the timers",
+    ),
+    Key("dump_state", Bool(), HONOURED, "rank 0 prints the whole configuration and the table of units at start"),
     Key(
         "dataloader_drop_last", Bool(), HONOURED, "the loader that initialize makes leaves out an incomplete last batch"
     ),
-    Key("disable_python_gc", Bool(), NOT_YET, "Python's garbage collector is left on"),
+    Key(
+        "disable_python_gc",
+        Bool(),
+        HONOURED,
+        "Python's cycle collector is off until engine.destroy(); call gc.collect() where a pause does no harm",
+    ),
     Key(
         "log_level",
         Text(),
@@ -42,60 +60,81 @@ PRINTING = (
 )
 
 MONITORS = (
-    Key("tensorboard", Section(), HONOURED, "scalars as TensorBoard events"),
-    *alike("tensorboard", NOT_YET, _MONITOR, enabled=Bool(), output_path=Text(), job_name=Text()),
-    Key("csv_monitor", Section(), HONOURED, "scalars as CSV files"),
-    *alike("csv_monitor", NOT_YET, _MONITOR, enabled=Bool(), output_path=Text(), job_name=Text()),
-    Key("wandb", Section(), HONOURED, "scalars to Weights & Biases"),
-    *alike("wandb", NOT_YET, _MONITOR, enabled=Bool(), group=Text(), team=Text(), project=Text()),
-    Key("comet", Section(), HONOURED, "scalars to Comet"),
+    Key(
+        "tensorboard",
+        Section(),
+        HONOURED,
+        "Train/Samples/train_loss, lr, loss_scale and eval_loss against global samples, written by rank 0 after every "
+        "step, as TensorBoard events; needs the package tensorboard",
+    ),
+    *alike("tensorboard", HONOURED, "see tensorboard", enabled=Bool()),
+    *alike("tensorboard", HONOURED, _FOLDER, output_path=Text(), job_name=Text()),
+    Key("csv_monitor", Section(), HONOURED, "the same events as CSV files, one per name"),
+    *alike("csv_monitor", HONOURED, "see csv_monitor", enabled=Bool()),
+    *alike("csv_monitor", HONOURED, _FOLDER, output_path=Text(), job_name=Text()),
+    Key("wandb", Section(), HONOURED, "the same events to Weights & Biases; needs the package wandb"),
+    *alike("wandb", HONOURED, "passed to wandb.init; team is its entity", group=Text(), team=Text(), project=Text()),
+    *alike("wandb", HONOURED, "see wandb", enabled=Bool()),
+    Key("comet", Section(), HONOURED, "the same events to Comet; needs the package comet_ml"),
+    *alike("comet", HONOURED, "see comet", enabled=Bool()),
     *alike(
         "comet",
-        NOT_YET,
-        _MONITOR,
-        enabled=Bool(),
+        HONOURED,
+        "of every name, an event is sent when so many samples have gone by",
         samples_log_interval=Int(1),
+    ),
+    *alike("comet", HONOURED, "the name that the experiment gets", experiment_name=Text()),
+    *alike(
+        "comet",
+        HONOURED,
+        "passed to comet_ml.start",
         project=Text(),
         workspace=Text(),
         api_key=Text(),
-        experiment_name=Text(),
         experiment_key=Text(),
         online=Bool(),
         mode=Text(("get_or_create", "create", "get")),
     ),
-    Key("flops_profiler", Section(), HONOURED, "counts floating-point operations"),
+    Key(
+        "flops_profiler",
+        Section(),
+        HONOURED,
+        "one micro-batch of rank 0 in floating-point operations, parameters, milliseconds and MFU, per module",
+    ),
+    *alike("flops_profiler", HONOURED, "see flops_profiler", enabled=Bool()),
     *alike(
         "flops_profiler",
-        NOT_YET,
-        "floating-point operations are not counted yet",
-        enabled=Bool(),
+        HONOURED,
+        "global_steps at which a micro-batch is timed; one of the step before is counted",
         profile_step=Int(1),
-        module_depth=Int(-1),
-        top_modules=Int(1),
-        detailed=Bool(),
-        output_file=Text(),
+    ),
+    *alike("flops_profiler", HONOURED, "how deep modules are listed; -1 means all", module_depth=Int(-1)),
+    *alike("flops_profiler", HONOURED, "how many kinds of modules are named per depth", top_modules=Int(1)),
+    *alike("flops_profiler", HONOURED, "the tree of modules is printed too", detailed=Bool()),
+    *alike("flops_profiler", HONOURED, "the report goes into this file instead of the log", output_file=Text()),
+    *alike(
+        "flops_profiler",
+        HONOURED,
+        "part of forward that backward does again: it is in what is counted, and is taken off for MFU",
         recompute_fwd_factor=Float(low=0),
     ),
-    Key("comms_logger", Section(), HONOURED, "counts of collectives"),
+    Key(
+        "comms_logger", Section(), HONOURED, "calls, elements and bytes of every collective; see engine.comms_summary()"
+    ),
+    *alike("comms_logger", HONOURED, "the table is printed every steps_per_print steps (or 10)", enabled=Bool()),
+    *alike("comms_logger", HONOURED, "false: only the collectives in prof_ops are listed", prof_all=Bool()),
+    *alike("comms_logger", HONOURED, "all_gather, reduce_scatter, all_reduce, broadcast", prof_ops=Names()),
     *alike(
         "comms_logger",
-        NOT_YET,
-        "calls and bytes are always counted, but not logged yet",
-        enabled=Bool(),
+        NO_EFFECT,
+        "single calls are not logged, their sums are",
         verbose=Bool(),
-        prof_all=Bool(),
-        prof_ops=Names(),
         debug=Bool(),
     ),
     Key("timers", Section(), HONOURED, "timers"),
     Key("timers.throughput", Section(), HONOURED, "the samples-per-second timer"),
-    *alike(
-        "timers.throughput",
-        NOT_YET,
-        "throughput is always measured per progress line",
-        enabled=Bool(),
-        synchronized=Bool(),
-    ),
+    *alike("timers.throughput", HONOURED, "the progress line says samples/s of all ranks", enabled=Bool()),
+    *alike("timers.throughput", HONOURED, "the device is waited for before the clock is read", synchronized=Bool()),
 )
 
 CHECKPOINT = (

@@ -14,8 +14,12 @@ from torch import nn
 from zero_trial.config import DsConfig
 from zero_trial.engine.autocast import forward_of
 from zero_trial.engine.casting import cast_floats
+from zero_trial.engine.garbage import COLLECTOR
+from zero_trial.engine.monitor import Monitor
 from zero_trial.engine.mpu import EngineMpu
 from zero_trial.engine.nonfinite import NonFinite, name_culprit
+from zero_trial.engine.phases import BACKWARD, FORWARD, REDUCE_WAIT, STEP, Phases
+from zero_trial.engine.reporter import Reporter
 from zero_trial.engine.saving import Saver
 from zero_trial.engine.surface import EngineSurface
 from zero_trial.engine.wiring import Wiring
@@ -71,6 +75,7 @@ class Engine(EngineSurface):
         self._call = forward_of(module, wiring.autocast, device.type)
         self._sync = True
         self._saver = Saver(self)
+        self.monitor, self.phases, self.reporter = Monitor(), Phases(), Reporter()  # null objects, until somebody watches
         model.optimizer = optimizer
         model.gradient_multiplier = self._unscale
 
@@ -78,9 +83,12 @@ class Engine(EngineSurface):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. Floating inputs are cast to the parameters' dtype when that is 16-bit."""
+        self.phases.begin(FORWARD)
         if self.wiring.policy.param != torch.float32:
             args, kwargs = cast_floats((args, kwargs), self.wiring.policy.param)
-        return self._call(*args, **kwargs)
+        output = self._call(*args, **kwargs)
+        self.phases.end(FORWARD)
+        return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale; reduced where the plan says so. Returns loss/accumulation.
@@ -88,13 +96,18 @@ class Engine(EngineSurface):
         Collective over the data-parallel ranks whenever gradients are reduced.
         """
         self._check_loss(loss)
+        self.reporter.saw_loss(loss)
+        self.phases.begin(BACKWARD)
         steps = self._batch.accumulation if scale_wrt_gas else 1
         last = self.is_gradient_accumulation_boundary()
         reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
         self.sharded.begin_backward(reduce=reduce, last=last)
         factor = self.loss_scaler.scale / steps
         (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+        self.phases.end(BACKWARD)
+        self.phases.begin(REDUCE_WAIT)
         self.sharded.end_backward()
+        self.phases.end(REDUCE_WAIT)
         self._pending += 1
         return loss.detach() if steps == 1 else loss.detach() / steps
 
@@ -111,6 +124,7 @@ class Engine(EngineSurface):
             return
         if self.optimizer is None:
             raise TrialError("there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.')
+        self.phases.begin(STEP)
         self.sharded.reducer.ensure_reduced()
         norm = self._global_norm()
         finite = math.isfinite(norm)
@@ -135,7 +149,8 @@ class Engine(EngineSurface):
         self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
         self._pending = 0
         self.mesh.board.step = self.global_steps
-        self._report()
+        self.phases.end(STEP)
+        self.reporter.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator)."""
@@ -177,12 +192,6 @@ class Engine(EngineSurface):
                 "the loss has no history", where="engine.backward", fix="Compute it with gradients enabled, from a parameter that requires grad."
             )
 
-    def _report(self) -> None:
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.mesh.rank == 0:
-            norm = f"{self._grad_norm:.4g}" if self._grad_norm is not None else "-"
-            log.info("step=%d skipped=%d lr=%s grad_norm=%s", self.global_steps, self.skipped_steps, self.get_lr(), norm)
-
     # --- accumulation ---------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -219,8 +228,11 @@ class Engine(EngineSurface):
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def destroy(self) -> None:
-        """Takes all hooks off; the module is an ordinary one again. Collective over shard."""
+        """Takes all hooks off; the module is an ordinary one again, and monitors are closed. Collective over shard."""
         self.sharded.remove_hooks()
+        self.reporter.close()
+        self.monitor.close()
+        COLLECTOR.release(self)
 
     def __getattr__(self, name: str) -> Any:
         """Falls through to the module, so that ``engine.generate(...)`` works."""

@@ -15,6 +15,7 @@ from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.schedules import build_scheduler
+from zero_trial.engine.watch import watch
 from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, world_size
@@ -54,6 +55,7 @@ def initialize(
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
+    watch(engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {}))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -60,6 +60,14 @@ class EngineSurface(nn.Module):
     def cur_scale(self) -> float:
         return self.loss_scaler.scale
 
+    def comms_summary(self) -> dict[str, dict[str, int]]:
+        """Calls, elements and bytes that this rank had to send since construction, by ``collective/axis``.
+
+        ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
+        """
+        logger, table = self.config.comms_logger, self.mesh.counters.table()
+        return {name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops}
+
     # --- batch ----------------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:

@@ -1,0 +1,89 @@
+"""The most floating-point operations per second that a device can do: what MFU is a fraction of.
+
+Dense peaks from the vendors' data sheets, in TFLOP/s; where a device is not in the table, and on CPUs, the best of a few matrix products is
+measured, and said so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# A part of torch's device name, in lower case -> TFLOP/s in fp16, bf16, tf32 and fp32. The first part that is found counts; 0: not offered.
+_TERA: dict[str, tuple[float, float, float, float]] = {
+    "gb200": (2500.0, 2500.0, 1250.0, 80.0),
+    "b200": (2250.0, 2250.0, 1125.0, 75.0),
+    "h200": (989.5, 989.5, 494.7, 66.9),
+    "h100 pcie": (756.0, 756.0, 378.0, 51.2),
+    "h100": (989.5, 989.5, 494.7, 66.9),
+    "a100": (312.0, 312.0, 156.0, 19.5),
+    "v100": (125.0, 0.0, 0.0, 15.7),
+    "l40s": (362.0, 362.0, 183.0, 91.6),
+    "l40": (181.0, 181.0, 90.5, 90.5),
+    "l4": (121.0, 121.0, 60.0, 30.3),
+    "a10": (125.0, 125.0, 62.5, 31.2),
+    "t4": (65.0, 0.0, 0.0, 8.1),
+    "rtx 4090": (165.2, 165.2, 82.6, 82.6),
+    "rtx 3090": (71.0, 71.0, 35.6, 35.6),
+    "mi300x": (1307.4, 1307.4, 653.7, 163.4),
+    "mi250x": (383.0, 383.0, 0.0, 47.9),
+}
+
+_SIDE, _ROUNDS = 512, 5
+
+
+@dataclass(frozen=True)
+class Peak:
+    """``per_second`` operations, and where the number comes from."""
+
+    per_second: float
+    source: str
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The peak of matrix products in ``dtype`` on ``device``; may run some to find out."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        known = data_sheet(name, dtype, tf32=tf32)
+        if known is not None:
+            return known
+        return measure(device, dtype, synchronize=lambda: torch.cuda.synchronize(device))
+    return measure(device, dtype)
+
+
+def data_sheet(name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | None:
+    """The dense peak of the GPU called ``name``; None if it is not in the table."""
+    column = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2 if tf32 else 3}.get(dtype)
+    row = next((tera for part, tera in _TERA.items() if part in name.lower()), None)
+    if row is None or column is None or not row[column]:
+        return None
+    what = "tf32" if tf32 else str(dtype).removeprefix("torch.")
+    return Peak(row[column] * 1e12, f"data sheet of {name}, dense {what}")
+
+
+def measure(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    synchronize: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Peak:
+    """The best of a few square matrix products, with as many threads as torch has now."""
+    side = _SIDE if device.type == "cpu" else 16 * _SIDE
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        synchronize()
+        start = clock()
+        torch.mm(a, b)
+        synchronize()
+        best = min(best, clock() - start)
+    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    what = str(dtype).removeprefix("torch.")
+    return Peak(
+        2 * side**3 / best, f"measured here: a {side} x {side} matrix product in {what} on the {device.type}{threads}"
+    )

@@ -296,7 +296,7 @@ def culprits(stage: int, every: str, bad_rank: int, position: int, value: float)
     for landing in rig.landings:
         landing.end_pass()
     rig.reducer.finish()
-    return [(culprit.shard_index, culprit.parameter()) for culprit in rig.reducer.culprits]
+    return [(culprit.rank, culprit.parameter()) for culprit in rig.reducer.culprits]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_trial.errors import Diverged
 from zero_trial.zero import ShardedModel
 from zero_trial.zero.reducer import first_bad
 
@@ -21,23 +22,30 @@ class NonFinite:
         return f"step {self.step}: the gradient of {self.parameter} is not finite {who}"
 
 
+def blame(error: Diverged, culprit: NonFinite | None) -> Diverged:
+    """``error`` with the gradient that was not finite, if one is known."""
+    if culprit is None:
+        return error
+    got = f"{error.got}, and {culprit.describe()}"
+    return Diverged(error.what, where=error.where, got=got, expected=error.expected, fix=error.fix)
+
+
 def name_culprit(model: ShardedModel, step: int) -> NonFinite:
     """The first culprit in rank order, the same answer on every rank. Collective over data; only called when there is one."""
-    found: list[tuple[int | None, int, str]] = []
+    found: list[tuple[int, int, int, str]] = []  # (how little is known, rank, unit, parameter), so that the smallest is the answer
     for culprit in model.reducer.culprits:
-        rank = model.mesh.shard.ranks[culprit.shard_index] if culprit.shard_index is not None else None
-        found.append((rank, model.units.index(culprit.landing.unit), culprit.parameter()))
-    if not found:
+        doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
+        found.append((doubt, culprit.rank or 0, model.units.index(culprit.landing.unit), culprit.parameter()))
+    if not model.reducer.culprits:
         for landing in model.landings:
             position = first_bad(landing.shard)
             if position is not None:
                 low, _ = landing.unit.layout.shard_range(landing.unit.comm.index)
                 slot = landing.unit.layout.slot_at(low + position)
-                found.append((None, model.units.index(landing.unit), slot.name if slot is not None else landing.unit.name))
+                found.append((2, 0, model.units.index(landing.unit), slot.name if slot is not None else landing.unit.name))
     everyone = [tuple(row) for rows in model.mesh.data.gather_json(found, "non-finite gradients") for row in rows]
     if not everyone:
         return NonFinite(step, None, "an unknown parameter (a row of squares overflowed fp32)")
-    # forward order: the unit built last comes first in the model, and a bad value spreads from there towards the input
-    everyone.sort(key=lambda row: (row[0] is None, row[0] if row[0] is not None else 0, row[1]))
-    rank, _, parameter = everyone[0]
-    return NonFinite(step, rank, parameter)
+    # the unit built last comes first in the model, and a bad value spreads from there towards the input
+    doubt, rank, _, parameter = min(everyone)
+    return NonFinite(step, rank if doubt < 2 else None, parameter)

@@ -31,7 +31,7 @@ class Pending:
         self._works = works
         self._finish = finish
         self._next: Pending | None = None
-        self.received = Received({})  # what peers contributed to a reduce-scatter on CPU, if it was asked for
+        self.received = Received({})  # what peers contributed to a sum on CPU, if it was asked for
 
     def turn(self, *, keep: bool = False) -> None:
         """Finishes the part under way and starts what follows it (the gather half of an all-reduce), without waiting for that."""
@@ -44,9 +44,9 @@ class Pending:
             result = finish()
         except OSError as error:  # memory of a peer that is gone
             self._comm._fail(self._label, RuntimeError(f"closed: {error}"))
-        if isinstance(result, Pending):
-            self._next = result
-        elif isinstance(result, Received):
+        if isinstance(result, tuple):
+            result, self._next = result
+        if isinstance(result, Received):
             self.received = result
             if not keep:
                 result.release()
@@ -122,6 +122,9 @@ class AxisComm:
         """Overwrites ``tensor`` (any dtype, any strides) with that of axis index ``source``, waited for."""
         if self.size == 1 or tensor.numel() == 0:
             return
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:
+                tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension is one row in memory
         self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
         values = tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
@@ -175,13 +178,7 @@ class AxisComm:
         if then is None:
             return Pending(self, name, works, finish)
 
-        def finish_and_follow() -> Pending:
-            result = finish()
-            if isinstance(result, Received):
-                result.release()
-            return then()
-
-        return Pending(self, name, works, finish_and_follow)
+        return Pending(self, name, works, lambda: (finish(), then()))
 
     def _now(self, kind: str, label: str, call: Callable[[], Any]) -> None:
         name = f"{kind}({label}) over {self.name}"

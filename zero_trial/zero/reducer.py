@@ -33,11 +33,15 @@ class _Flight:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A non-finite gradient: whose (axis index on shard; None when only the sum is known), and the unit and position in its shard."""
+    """A non-finite gradient: whose (rank; None when only the sum is known), and the unit and position in its flat buffer.
 
-    shard_index: int | None
+    ``exact`` is False when what is known to be bad is a sum over the shard axis to which ``rank`` belongs.
+    """
+
+    rank: int | None
     landing: Landing
-    position: int  # in the full flat buffer
+    position: int
+    exact: bool = True
 
     def parameter(self) -> str:
         slot = self.landing.unit.layout.slot_at(self.position)
@@ -180,7 +184,7 @@ class Reducer:
             self._turn(flight)
         for flight in self._flights:
             if flight.reduce is not None:
-                flight.reduce.turn()
+                flight.reduce.turn(keep=True)
         for flight in self._flights:
             if flight.reduce is not None:
                 flight.reduce.wait()
@@ -202,27 +206,47 @@ class Reducer:
         index = self._index[id(landing)]
         total = square_sum(landing.shard)
         self.square_sums[index] = total
-        if total.device.type == "cpu" and not math.isfinite(total.item()):
+        if total.device.type == "cpu" and not math.isfinite(total.item()) and not self._is_bad(landing):
             self.culprits.extend(self._find(flight))
         flight.scatter.received.release()
+        if flight.reduce is not None:
+            flight.reduce.received.release()
         if landing.unit.plan.grads is Lifetime.USE:
             landing.free()
         if landing.unit.plan.reduce_at is ReduceAt.MICRO:
             landing.sealed = False
 
+    def _is_bad(self, landing: Landing) -> bool:
+        """An earlier micro-batch has spoilt it already: later ones are not to blame."""
+        return any(culprit.landing is landing for culprit in self.culprits)
+
     def _find(self, flight: _Flight) -> list[Culprit]:
-        """Whose contribution was not finite: seen where direct exchange still holds each rank's part; else only the place in the sum."""
-        landing = flight.landing
-        low, _ = landing.unit.layout.shard_range(self._shard.index)
-        found = []
-        for index, part in flight.scatter.received.items():
-            position = first_bad(part)
-            if position is not None:
-                found.append(Culprit(index, landing, low + position))
+        """Whose contribution was not finite: seen where direct exchange still holds each rank's part; else only the place in the sum.
+
+        Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same fault: the one on whose shard axis it
+        happened sees the rank, the one that adds the replicas sees that axis (or the rank, where it is of size one).
+        """
+        landing, shard, replica = flight.landing, self._shard, self._replica
+        low, _ = landing.unit.layout.shard_range(shard.index)
+        found = [
+            Culprit(shard.ranks[index], landing, low + position)
+            for index, part in flight.scatter.received.items()
+            if (position := first_bad(part)) is not None
+        ]
+        between = flight.reduce.received if flight.reduce is not None else {}
+        length = landing.unit.layout.shard_numel // replica.size
+        start = length * replica.index if between else 0
         if not found:
-            position = first_bad(landing.shard)
-            own = self._shard.index if flight.scatter.received else None
-            found.append(Culprit(own, landing, low + (position or 0)))
+            found = [
+                Culprit(replica.ranks[index], landing, low + start + position, exact=shard.size == 1)
+                for index, part in between.items()
+                if (position := first_bad(part)) is not None
+            ]
+        if not found:
+            position = first_bad(landing.shard[start : start + length] if between else landing.shard)
+            known = bool(between or flight.scatter.received) or shard.size == replica.size == 1
+            if position is not None:
+                found.append(Culprit(shard.ranks[shard.index] if known else None, landing, low + start + position))
         return found
 
 

@@ -17,7 +17,7 @@ from zero_trial.engine.casting import cast_floats
 from zero_trial.engine.garbage import COLLECTOR
 from zero_trial.engine.monitor import Monitor
 from zero_trial.engine.mpu import EngineMpu
-from zero_trial.engine.nonfinite import NonFinite, name_culprit
+from zero_trial.engine.nonfinite import NonFinite, blame, name_culprit
 from zero_trial.engine.phases import BACKWARD, FORWARD, REDUCE_WAIT, STEP, Phases
 from zero_trial.engine.reporter import Reporter
 from zero_trial.engine.saving import Saver
@@ -179,7 +179,7 @@ class Engine(EngineSurface):
             change = f"; loss scale {before:g} -> {update.state.scale:g}" if before != update.state.scale else ""
             log.warning("%s; the step is skipped on all ranks%s", self.last_nonfinite.describe(), change)
         if update.error is not None:
-            raise update.error
+            raise blame(update.error, self.last_nonfinite)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zero_trial import zero
+    from zero_trial.activation import checkpointing
     from zero_trial.engine import Engine, add_config_arguments, initialize
     from zero_trial.mesh import destroy_distributed, init_distributed
     from zero_trial.trial import ZeroTrial, ZeroTrialContext
@@ -26,12 +27,15 @@ _PLACES = {
     "ZeroTrialContext": "zero_trial.trial",
 }
 
+_MODULES = {"checkpointing": "zero_trial.activation.checkpointing", "zero": "zero_trial.zero"}
+
 __all__ = [
     "Engine",
     "ZeroTrial",
     "ZeroTrialContext",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "destroy_distributed",
     "init_distributed",
     "initialize",
@@ -40,8 +44,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zero":
-        return import_module("zero_trial.zero")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _PLACES:
         raise AttributeError(f"module 'zero_trial' has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)

@@ -20,7 +20,7 @@ ARROWS: Mapping[str, set[str]] = {
     "ops": {"errors"},
     "precision": {"errors"},
     "data": {"errors"},
-    "activation": {"errors"},
+    "activation": {"config", "errors"},
     "zero": {"ops", "mesh", "precision", "errors"},
     "checkpoint": {"zero.layout", "mesh", "errors"},
     "pipeline": {"mesh", "errors"},

@@ -7,7 +7,6 @@ from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Names, Opaqu
 
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
 
-_ACTIVATIONS = "the engine does not checkpoint activations yet; torch.utils.checkpoint in the model works"
 _FOLDER = (
     "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
 )
@@ -168,15 +167,36 @@ ACTIVATION = (
     Key("activation_checkpointing", Section(), HONOURED, "how activations are kept between forward and backward"),
     *alike(
         "activation_checkpointing",
-        NOT_YET,
-        _ACTIVATIONS,
+        HONOURED,
+        "inputs that zero_trial.checkpointing.checkpoint saves are cut over the ranks of mesh.model; when that is 1 there is nothing to cut",
         partition_activations=Bool(),
-        contiguous_memory_optimization=Bool(),
+    ),
+    *alike(
+        "activation_checkpointing",
+        HONOURED,
+        "inputs that zero_trial.checkpointing.checkpoint saves wait on the host",
         cpu_checkpointing=Bool(),
+    ),
+    *alike(
+        "activation_checkpointing",
+        NO_EFFECT,
+        "saved inputs have no buffer of their own that would have to be contiguous",
+        contiguous_memory_optimization=Bool(),
+    ),
+    Key(
+        "activation_checkpointing.number_checkpoints",
+        Int(1),
+        NO_EFFECT,
+        "it sizes a buffer that does not exist here",
+        harmless=(False,),
+    ),
+    *alike(
+        "activation_checkpointing",
+        NO_EFFECT,
+        "torch.profiler shows what a checkpointed block costs, without waiting for the device",
         synchronize_checkpoint_boundary=Bool(),
         profile=Bool(),
     ),
-    Key("activation_checkpointing.number_checkpoints", Int(1), NOT_YET, _ACTIVATIONS, harmless=(False,)),
 )
 
 PIPELINE = (

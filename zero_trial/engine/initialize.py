@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.activation.checkpointing import CHECKPOINTING
 from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.sections import ActivationCheckpointingSection
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
@@ -23,6 +26,8 @@ from zero_trial.mesh.mesh import mesh_around
 from zero_trial.ops.optimizers import Lamb
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.optimizer import cut_pieces, rebind
+
+log = logging.getLogger("zero_trial")
 
 Groups = list[dict[str, Any]]
 
@@ -56,9 +61,20 @@ def initialize(
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
     watch(engine)
+    _configure_checkpointing(settings, mesh)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {}))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
+    """``zero_trial.checkpointing`` follows the section of the engine that was initialized last, where one was written."""
+    section = settings.activation_checkpointing
+    if section == ActivationCheckpointingSection():
+        return
+    CHECKPOINTING.configure_from(section, mesh.model)
+    if section.partition_activations and mesh.model.size == 1 and mesh.rank == 0:
+        log.info("activation_checkpointing.partition_activations has no effect: there are no model-parallel ranks (mesh.model is 1)")
 
 
 def build_engine(

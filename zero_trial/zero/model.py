@@ -18,6 +18,7 @@ from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero import directory
 from zero_trial.zero.facts import members_of
 from zero_trial.zero.gatherer import Gatherer, LiveLimits
+from zero_trial.zero.heap import keep_freed_memory
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import lay_out
 from zero_trial.zero.optimizer import ShardedOptimizer
@@ -60,6 +61,8 @@ class ShardedModel:
         self.mesh = mesh
         self.policy = policy
         self.wire_scale = settings.wire_scale
+        if plan.frees_memory:
+            keep_freed_memory()
         number = {id(param): index for index, group in enumerate(groups) for param in group}
         per_unit = plan.params is not Lifetime.ALWAYS
         members, params, blocks = members_of(module, number, settings.leaf, dtype=policy.param, with_frozen=per_unit)

@@ -61,6 +61,11 @@ class ZeroPlan:
         return ZeroPlan(self.shard_optimizer, Lifetime.ALWAYS, self.grads, self.reduce_at, self.reshard)
 
     @property
+    def frees_memory(self) -> bool:
+        """Some full copies are freed and revived in every step."""
+        return Lifetime.USE in (self.params, self.grads)
+
+    @property
     def reduces_every_micro_batch(self) -> bool:
         return self.reduce_at is ReduceAt.MICRO
 

@@ -1,0 +1,27 @@
+"""Keeps the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again.
+
+glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25 microseconds of CPU per KiB on each use.
+A plan that frees and revives whole units in every step pays that for all its parameters and gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
+
+
+def keep_freed_memory() -> bool:
+    """Sets glibc's thresholds for this process; True if that worked. Blocks above 32 MiB are still mapped one by one.
+
+    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not shrink after it.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from tests.trial.fake_engine import fake_factory
+from zero_trial.config import read_ds_config, report_json
+from zero_trial.config.report import REPORT
 from zero_trial.platform.run_folder import RunFolder, read_lines
-from zero_trial.run import known, main, peak_memory
+from zero_trial.run import known, main, peak_memory, say_config
 
 MODEL = '''
 """A line fitted through points."""
@@ -207,3 +209,11 @@ def test_memory_that_runs_out_exits_with_3() -> None:
     fault = known(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert "memory ran out: CUDA out of memory" in str(fault) and fault.exit_code == 3  # type: ignore[attr-defined]
     assert peak_memory(torch.device("cpu")) > 1e6
+
+
+def test_what_was_not_written_is_said_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    say_config(tmp_path)
+    assert capsys.readouterr().out == ""
+    (tmp_path / REPORT).write_text(report_json(read_ds_config({"train_batch_size": 2})))
+    say_config(tmp_path)
+    assert "gradient_clipping 1.0" in capsys.readouterr().out

@@ -23,12 +23,14 @@ import torch
 
 import zero_trial
 from zero_trial.config import ExperimentConfig, read_experiment
+from zero_trial.config.report import REPORT, entries_of, short_report
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, Preempted, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
 from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import build_mesh
 from zero_trial.mesh.topology import MeshShape
 from zero_trial.mesh.world import destroy_distributed, init_distributed
+from zero_trial.planning.watch import MemoryWatch
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.local import LocalPlatform, checkpoint_step, latest_checkpoint
 from zero_trial.platform.protocols import Distributed
@@ -127,8 +129,11 @@ def run_rank(options: argparse.Namespace, state: RankState, engine_factory: Engi
     platform = build_platform(options, experiment, model_dir, ranks)
     if ranks.rank == 0:
         platform.checkpoints.sweep()
+        say_config(options.run_dir)
+    watch = MemoryWatch(platform.progress.emit, state.env.local_world_size) if ranks.rank == 0 else None
     seed_everything(platform.seed)
-    context = ZeroTrialContext(platform, engine_factory, own_device(state.env))
+    factory = watch.around(engine_factory) if watch is not None else engine_factory
+    context = ZeroTrialContext(platform, factory, own_device(state.env))
     state.context = context
     try:
         trial = kind(context)
@@ -136,7 +141,14 @@ def run_rank(options: argparse.Namespace, state: RankState, engine_factory: Engi
         platform.report_early_exit("INVALID_HP")
         raise
     controller = Controller(trial, context, settings_from_experiment(platform.experiment, platform.hparams))
-    finish(controller.run(), trial, context, options)
+    finish(controller.run(), trial, context, options, watch)
+
+
+def say_config(run_dir: Path) -> None:
+    """What of the ds_config the user did not write, and what has no effect, into this rank's log."""
+    path = run_dir / REPORT
+    if path.is_file():
+        sys.stdout.write(short_report(entries_of(json.loads(path.read_text(encoding="utf-8")))) + "\n")
 
 
 def world(env: RankEnv) -> JsonDistributed:
@@ -209,7 +221,13 @@ def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
     return import_trial_class(name.module, name.name, model_dir)
 
 
-def finish(outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, options: argparse.Namespace) -> None:
+def finish(
+    outcome: Outcome,
+    trial: ZeroTrial,
+    context: ZeroTrialContext,
+    options: argparse.Namespace,
+    watch: MemoryWatch | None = None,
+) -> None:
     """Collective.
 
     summary.json and the last event; a preempted run ends in Preempted, so that it is known as resumable.
@@ -218,6 +236,7 @@ def finish(outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, option
     if context.distributed.rank == 0:
         kind = "CUDA memory allocated" if context.device.type == "cuda" else "resident set"
         more = {"peak_memory_bytes": memory, "peak_memory_kind": kind, "repeat": options.repeat}
+        more |= watch.summary() if watch is not None else {}
         summary = build_summary(outcome, trial, context, more)
         write_json(RunFolder(options.run_dir).summary, summary)
         done = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}

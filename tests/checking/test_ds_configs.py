@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.checking.ds_configs import ConfigChecks, check_ds_configs, resolve
+from zero_trial.checking.ds_configs import ConfigChecks, check_ds_configs, first_legal, resolve
 from zero_trial.checking.finding import Severity
 from zero_trial.checking.points import explore
 from zero_trial.config.experiment_reader import read_experiment
@@ -87,3 +87,6 @@ def test_resolve_raises():
     with pytest.raises(InvalidHP):
         resolve(experiment, Path(), 2, first)
     assert resolve(experiment, Path(), 2, second).batch.batch.micro_batch_size == 2
+    assert first_legal(experiment, Path(), 2).point.number == 2
+    with pytest.raises(InvalidHP, match="train_batch_size 3 ≠"):
+        first_legal(experiment, Path(), 8)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zero_trial.config.reader import read_ds_config
-from zero_trial.config.report import config_report, render_report, report_json, resolved_ds_config
+from zero_trial.config.reconcile import reconcile
+from zero_trial.config.report import (
+    config_report,
+    entries_of,
+    render_report,
+    report_json,
+    resolved_ds_config,
+    short_report,
+)
 from zero_trial.config.table import REPORT_FIELDS, TABLE
+from zero_trial.errors import ConfigError
 
 TEXT = """{"train_micro_batch_size_per_gpu": 4,
  "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
@@ -86,3 +96,61 @@ def test_json():
         "remark": "",
     }
     assert body["ds_config"]["zero_optimization"]["stage"] == 2 and body["warnings"] == []
+    assert body["batch"] == []
+
+
+def test_json_with_the_batch_and_back():
+    config = read_ds_config(TEXT, name="ds.json")
+    body = json.loads(report_json(config, reconcile(config, 2).rows))
+    assert {"name": "train_batch_size", "value": 8, "source": "derived: 4 x 1 x 2 ranks", "remark": ""} in body["batch"]
+    plain = [(entry.key, entry.source, entry.remark) for entry in config_report(config)]
+    assert [(entry.key, entry.source, entry.remark) for entry in entries_of(body)] == plain
+
+
+def test_the_short_form():
+    """What a person has to know who did not write it."""
+    source = {
+        "fp16": {"enabled": False, "hysteresis": 3},
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+    }
+    config = read_ds_config(
+        {**source, "gradient_clipping": "auto"}, hyperparameters={"max_grad_norm": 0.5, "global_batch_size": 8}
+    )
+    text = short_report(config_report(config), width=10_000)
+    defaults, filled, idle = text.splitlines()
+    assert defaults.startswith("ds_config, defaults: ") and 'checkpoint.tag_validation "Warn"' in defaults
+    assert "stage" not in defaults and "fp16" not in defaults and " false" not in defaults
+    assert filled == (
+        "ds_config, filled in: train_batch_size 8 (hyperparameter global_batch_size), "
+        "gradient_clipping 0.5 (auto: hyperparameter max_grad_norm)"
+    )
+    assert idle.startswith("ds_config, without effect: zero_optimization.round_robin_gradients (given; no effect: ")
+    assert all(len(line) <= 80 for line in short_report(config_report(config), width=80).splitlines())
+    assert short_report([]) == ""
+
+
+CORPUS = sorted(path for path in (Path(__file__).parent / "corpus").glob("*.json") if path.stem != "answers")
+
+
+def test_every_file_of_the_corpus_can_be_written_out_and_read_again():
+    """With the hyperparameters that filled it, too: a locked run reads both."""
+    known = {
+        "lr": 1e-4,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "total_num_steps": 100,
+        "warmup_steps": 10,
+        "eps": 1e-8,
+    }
+    read = 0
+    for path in CORPUS:
+        try:
+            config = read_ds_config(path, hyperparameters=known)
+        except ConfigError:
+            continue
+        again = read_ds_config(json.loads(json.dumps(resolved_ds_config(config))), hyperparameters=known)
+        for item in dataclasses.fields(config):
+            if item.name not in REPORT_FIELDS:
+                assert getattr(again, item.name) == getattr(config, item.name), (path.name, item.name)
+        read += 1
+    assert read > 20

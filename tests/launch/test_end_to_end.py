@@ -141,6 +141,15 @@ def test_a_run_and_its_repetition(project: Path):
     assert report["exit_code"] == 0
     assert report["summary"]["final_validation"] == summary["final_validation"]
     assert (project / "runs/0002/summary.json").exists()
+    first, second = (json.loads((project / f"runs/000{run}/resolved_config.json").read_text()) for run in (1, 2))
+    assert first["ds_config"] == second["ds_config"] and first["batch"][0]["value"] == 2
+    locked = yaml.safe_load((project / "runs/0001/config.lock.yaml").read_text())
+    assert locked["data"]["ds_config"] == first["ds_config"], "defaults are written out"
+    log = (project / "runs/0001/logs/rank-0.log").read_text()
+    assert (
+        log.startswith("ds_config, defaults: ")
+        and "ds_config" not in (project / "runs/0001/logs/rank-1.log").read_text()
+    )
 
 
 def test_a_rank_killed_in_mid_step(project: Path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from zero_trial.config.report import REPORT
 from zero_trial.errors import ConfigError
-from zero_trial.launch.experiment import RunRequest, check, read_summary, repeat_command
+from zero_trial.launch.experiment import RunRequest, check, read_summary, repeat_command, write_report
 from zero_trial.launch.placement import PlacementRequest
 
 EXPERIMENT: dict[str, Any] = {
@@ -89,3 +91,22 @@ def test_the_command_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     assert repeat_command(tmp_path / "runs" / "0001") == "zero-trial run runs/0001/config.lock.yaml"
     assert repeat_command(tmp_path / "my runs") == "zero-trial run 'my runs/config.lock.yaml'"
+
+
+def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
+    """A run that goes on from its lock, where all is written out, keeps the sources of the first time."""
+    checked = check(request(project), {"CUDA_VISIBLE_DEVICES": ""})
+    write_report(tmp_path, checked)
+    body = json.loads((tmp_path / REPORT).read_text())
+    sources = {entry["key"]: entry["source"] for entry in body["values"]}
+    assert sources["train_batch_size"].endswith("data.ds_config") and sources["gradient_clipping"] == "default"
+    assert {row["name"]: row["value"] for row in body["batch"]}["train_micro_batch_size_per_gpu"] == 4
+    assert body["ds_config"]["gradient_clipping"] == 1.0
+    (tmp_path / REPORT).write_text("{}")
+    write_report(tmp_path, checked)
+    assert (tmp_path / REPORT).read_text() == "{}"
+
+
+def test_a_trial_with_its_own_ds_config_has_no_report(project: Path, tmp_path: Path):
+    write_report(tmp_path, check(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""}))
+    assert not (tmp_path / REPORT).exists()

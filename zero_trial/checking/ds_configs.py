@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_trial.checking.finding import Area, Finding, Severity, flat
-from zero_trial.checking.points import Point, Space
+from zero_trial.checking.points import Point, Space, explore
 from zero_trial.config.experiment import ExperimentConfig
 from zero_trial.config.reader import read_ds_config
 from zero_trial.config.reconcile import Reconciliation, reconcile
@@ -101,3 +101,15 @@ def _where_it_holds(group: _Group, space: Space, invalid: bool) -> str:
     if len(group.points) == len(space.points):
         return f"{pruned}at every point"
     return f"{pruned}at {len(group.points)} of {len(space.points)} points, first {group.points[0].describe()}"
+
+
+def first_legal(experiment: ExperimentConfig, model_dir: Path, slots: int, most: int = 128) -> Resolved:
+    """The first point of the search that can be trained; of constants, the only one. Raises ConfigError with the faults if there is none."""
+    space = explore(experiment.hyperparameters, experiment.searcher.name, most, experiment.experiment_seed or 0)
+    faults: list[ZeroTrialError] = []
+    for point in space.points:
+        try:
+            return resolve(experiment, model_dir, slots, point)
+        except ConfigError as error:
+            faults = faults or flat([error])
+    raise ConfigError.many([fault for fault in faults if isinstance(fault, ConfigError)])

@@ -9,7 +9,7 @@ from zero_trial.config.overlay import overwrite_ds_config
 from zero_trial.config.period import Period
 from zero_trial.config.reader import read_ds_config
 from zero_trial.config.reconcile import AxisSizes, Reconciliation, reconcile, solve_axes
-from zero_trial.config.report import config_report, render_report, report_json, resolved_ds_config
+from zero_trial.config.report import config_report, render_report, report_json, resolved_ds_config, short_report
 from zero_trial.config.sections import DsConfig
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "report_json",
     "resolve_auto",
     "resolved_ds_config",
+    "short_report",
     "solve_axes",
     "solve_batch",
 ]

@@ -83,7 +83,8 @@ class ExperimentConfig:
         """Whether a ds_config is named here; if not, the trial itself gives one."""
         own = self.hyperparameters
         return any(
-            value is not None for value in (self.data.get("ds_config"), own.get("ds_config"), own.get("deepspeed_config"))
+            value is not None
+            for value in (self.data.get("ds_config"), own.get("ds_config"), own.get("deepspeed_config"))
         )
 
     def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:

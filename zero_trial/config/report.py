@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zero_trial.config.canonical import shown
 from zero_trial.config.key import Answer, Key
 from zero_trial.config.rows import Row, render_rows
 from zero_trial.config.sections import DsConfig
 from zero_trial.config.table import FIELDS, TABLE
+
+REPORT = "resolved_config.json"
+"""The report's name in a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,47 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
     return render_rows(rows) + notes
 
 
-def report_json(config: DsConfig) -> str:
-    """The report for machines: ``values`` (one object per key), ``warnings``, and ``ds_config``, from which the run can be repeated."""
-    body = {
+def short_report(entries: Iterable[Entry], width: int = 120) -> str:
+    """What the user did not write and yet counts, and what was written and has no effect: a paragraph each, or nothing.
+
+    Keys of a section that is switched off, and defaults that ask for nothing, are left out.
+    """
+    listed = list(entries)
+    off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
+    own = [entry for entry in listed if not _is_file(entry.source) and entry.answer == Answer.HONOURED.value]
+    counts = [e for e in own if e.value not in (None, False, (), []) and e.key.rpartition(".")[0] not in off]
+    defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.startswith("default")]
+    filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if not e.source.startswith("default")]
+    idle = [f"{e.key} ({e.source}; {e.remark})" for e in listed if e.remark.startswith("no effect")]
+    parts = {"defaults": defaults, "filled in": filled, "without effect": idle}
+    lines = [
+        textwrap.fill(", ".join(words), width, initial_indent=f"ds_config, {title}: ", subsequent_indent="    ")
+        for title, words in parts.items()
+        if words
+    ]
+    return "\n".join(lines)
+
+
+def report_body(config: DsConfig, batch: Iterable[Row] = ()) -> dict[str, Any]:
+    """The report for machines: ``values`` (one object per key), ``batch`` (rows of a Reconciliation), ``warnings``, and ``ds_config``,
+    from which the run can be repeated.
+    """
+    return {
         "values": [asdict(entry) for entry in config_report(config)],
+        "batch": [asdict(row) for row in batch],
         "warnings": list(config.warnings),
         "ds_config": resolved_ds_config(config),
     }
-    return json.dumps(body, indent=2, ensure_ascii=False)
+
+
+def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
+    """``report_body`` as text."""
+    return json.dumps(report_body(config, batch), indent=2, ensure_ascii=False)
+
+
+def entries_of(body: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """The entries of a report that was written as JSON."""
+    return tuple(Entry(**value) for value in body["values"])
 
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
@@ -75,6 +113,11 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[row.name] = _as_json(value)
     return found
+
+
+def _is_file(source: str) -> bool:
+    """Whether the value stands in a file or was given as it is, rather than having been found for the user."""
+    return not source.startswith(("default", "auto", "hyperparameter", "derived", "written as"))
 
 
 def _remark(row: Key, value: Any, given: bool) -> str:

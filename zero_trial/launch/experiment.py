@@ -15,6 +15,7 @@ from zero_trial.config.experiment import ExperimentConfig
 from zero_trial.config.experiment_reader import read_experiment
 from zero_trial.config.reader import read_ds_config
 from zero_trial.config.reconcile import Reconciliation, reconcile
+from zero_trial.config.report import REPORT, report_json, resolved_ds_config
 from zero_trial.config.sections import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.launch.agent import AgentCommand, Target
@@ -125,7 +126,9 @@ def run_experiment(checked: Checked, request: RunRequest, screen: Screen) -> tup
     lock = folder / NAME
     if leads:
         locked = Locked(checked.model_dir, checked.ranks, checked.seed)
-        lock = write_lock(folder, checked.experiment, locked, checked.ds_config.raw if checked.ds_config else None)
+        config = checked.ds_config
+        lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
+        write_report(folder, checked)
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
@@ -137,6 +140,14 @@ def run_experiment(checked: Checked, request: RunRequest, screen: Screen) -> tup
     env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
     supervisor = Supervisor(command, env, watcher, stop=(folder / "preempt").touch)
     return supervisor.run(), folder
+
+
+def write_report(folder: Path, checked: Checked) -> None:
+    """Where every value came from; a run that goes on keeps what was said when it began."""
+    path = folder / REPORT
+    if checked.ds_config is not None and not path.exists():
+        rows = checked.batch.rows if checked.batch is not None else ()
+        path.write_text(report_json(checked.ds_config, rows) + "\n", encoding="utf-8")
 
 
 def _folder(checked: Checked, request: RunRequest) -> tuple[Path, bool]:

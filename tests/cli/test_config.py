@@ -1,0 +1,50 @@
+"""The verb ``config``: the resolved configuration by command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.checking.project import DS_CONFIG, EXPERIMENT, project
+from zero_trial.cli.main import main
+from zero_trial.config.reader import read_ds_config
+
+
+def test_every_value_and_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = {**DS_CONFIG, "zero_optimization": {"round_robin_gradients": True}}
+    made = project(tmp_path, ds_config=config)
+    assert main(["config", str(made.experiment), str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "train_micro_batch_size_per_gpu 4 derived: 8 // 2 ranks // 1" in lines
+    assert "train_batch_size 8 ds_config.json:2" in lines
+    assert "gradient_clipping 1.0 default 0.0 before DeepSpeed 0.19.8" in lines
+    assert "fp16.enabled false default" in lines
+    assert any(
+        line.startswith("zero_optimization.round_robin_gradients true ds_config.json:10 no effect: ") for line in lines
+    )
+    assert main(["config", str(made.experiment), str(tmp_path), "--given"]) == 0
+    assert "fp16.enabled" not in capsys.readouterr().out
+
+
+def test_json_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = project(tmp_path)
+    assert main(["config", str(made.experiment), str(tmp_path), "--slots", "4", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["value"] for row in body["batch"]}["ranks"] == 4
+    assert read_ds_config(body["ds_config"]) == read_ds_config(body["ds_config"] | {"steps_per_print": None})
+    assert body["ds_config"]["gradient_clipping"] == 1.0
+
+
+def test_a_point_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    experiment = EXPERIMENT.replace("name: single", "name: grid")
+    made = project(tmp_path, experiment + "  global_batch_size: {type: categorical, vals: [3, 8]}\n")
+    assert main(["config", str(made.experiment), str(tmp_path)]) == 0
+    assert capsys.readouterr().err == "point   global_batch_size=8\n"
+
+
+def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made = project(tmp_path, ds_config={"train_batch_size": 3})
+    assert main(["config", str(made.experiment), str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error   train_batch_size 3 ≠")

@@ -20,6 +20,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/benchmarks/": "they mirror benchmarks/",
     "tests/trial/test_with_engine.py": "the controller around the real engine",
     "tests/engine/test_oracle.py": "every stage against dense training: no one module's business",
+    "tests/zero/test_volume.py": "what each stage moves per step, by the formulas: every piece has its part in it",
     "tests/engine/test_behaviour_": "what users do with an engine, across its modules",
     "tests/engine/test_keys.py": "each ds_config key from the file to its effect",
     "tests/checking/test_ten_mistakes.py": "mistakes of users and what is said about each, by whichever part finds it",

@@ -67,9 +67,9 @@ class Watch:
 AT_NEED = LiveLimits(prefetch=0)
 
 
-def build(reshard: str = "auto", live: LiveLimits = AT_NEED) -> tuple[ShardedModel, Watch]:
+def build(reshard: str = "auto", live: LiveLimits = AT_NEED, smallest_unit: int = 0) -> tuple[ShardedModel, Watch]:
     torch.manual_seed(0)
-    settings = ShardingSettings(limits=Limits(persistence=0), live=live)
+    settings = ShardingSettings(limits=Limits(persistence=0, smallest_unit=smallest_unit), live=live)
     model = make_model(Net(), 3, settings=settings, plan={"reshard_after": reshard})
     return model, Watch(model)
 
@@ -148,10 +148,20 @@ def test_a_larger_budget_fetches_further_ahead() -> None:
     assert watch.forward[0] == ("blocks.0", {"root", "blocks.0", "blocks.1", "blocks.2"})
 
 
+def test_small_neighbours_come_and_go_together() -> None:
+    model, watch = build("forward", smallest_unit=2 * (WIDTH * WIDTH + WIDTH))
+    step(model)
+    pairs = ["blocks.0..blocks.1", "blocks.0..blocks.1", "blocks.2..blocks.3", "blocks.2..blocks.3"]
+    assert [live for _, live in watch.forward] == [{"root", pair} for pair in pairs]
+    assert [live for _, live in watch.backward] == [{"root", pair} for pair in reversed(pairs)]
+    assert watch.live() == set()
+
+
+@pytest.mark.parametrize("smallest", [0, 100, MANY])
 @pytest.mark.parametrize("reshard", ["auto", "forward", "step"])
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [0, 0, 1, 1], [2], [], [0, 1, 2, 3, 0]])
-def test_another_order_gives_the_same_loss_as_without_sharding(reshard: str, order: list[int]) -> None:
-    model, watch = build(reshard, LiveLimits(prefetch=BLOCK))
+def test_another_order_gives_the_same_loss_as_without_sharding(reshard: str, order: list[int], smallest: int) -> None:
+    model, watch = build(reshard, LiveLimits(prefetch=BLOCK), smallest)
     torch.manual_seed(0)
     plain = Net()
     plain.order = order
@@ -251,7 +261,8 @@ def test_tensors_in_all_kinds_of_outputs() -> None:
 
 def test_side_outputs_are_tensors_with_a_history_left_on_modules() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
-    assert side_outputs(net) == []
+    attributes = [vars(module) for module in net.modules()]
+    assert side_outputs(attributes) == []
     net[0].aux = net[0].weight.sum()
     net[0].plain = torch.ones(1)
-    assert [id(t) for t in side_outputs(net)] == [id(net[0].aux)]
+    assert [id(t) for t in side_outputs(attributes)] == [id(net[0].aux)]

@@ -17,7 +17,9 @@ from zero_trial.zero.partition import (
     find_blocks,
     into_blocks,
     into_buckets,
+    merge_small,
     owner_of,
+    persistent_members,
     runs_of_groups,
 )
 
@@ -190,6 +192,47 @@ def test_blocks_come_as_backward_reaches_them_with_root_and_small_ones_last() ->
         ("root", ["wte", "head"], False),
         ("small.bucket0", ["h.0.b"], True),
     ]
+
+
+BLOCKS = [f"h.{index}" for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "expected"),
+    [
+        (0, [["h.0"], ["h.1"], ["h.2"], ["h.3"], ["h.4"]]),
+        (100, [["h.0"], ["h.1"], ["h.2"], ["h.3"], ["h.4"]]),
+        (101, [["h.0", "h.1"], ["h.2", "h.3"], ["h.4"]]),
+        (250, [["h.0", "h.1", "h.2"], ["h.3", "h.4"]]),
+        (MIB, [BLOCKS]),
+    ],
+)
+def test_small_neighbours_are_put_together(smallest: int, expected: list[list[str]]) -> None:
+    given_members = [Member(f"{block}.w", 100, ("fp32",), 0, block) for block in BLOCKS]
+    merged = merge_small(BLOCKS, given_members, smallest)
+    assert [list(blocks) for blocks in merged.values()] == expected
+    assert all(
+        name == (blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]}") for name, blocks in merged.items()
+    )
+
+
+def test_blocks_of_different_stacks_and_empty_ones_are_not_put_together() -> None:
+    blocks = ["enc.0", "enc.1", "dec.0", "dec.1", "dec.2"]
+    given_members = [Member(f"{block}.w", 10, ("fp32",), 0, block) for block in blocks if block != "dec.1"]
+    assert list(merge_small(blocks, given_members, MIB).values()) == [("enc.0", "enc.1"), ("dec.0", "dec.2")]
+
+
+@given(sizes, st.integers(0, 5000), st.integers(0, 20000))
+def test_persistent_members_are_the_small_ones_within_the_budget(
+    rows: list[tuple[int, str, int, str]], threshold: int, budget: int
+) -> None:
+    given_members = mixed(rows)
+    small, rest = persistent_members(given_members, Limits(persistence=threshold, model_persistence=budget))
+    assert sorted(m.name for m in small + rest) == sorted(m.name for m in given_members)
+    spent = sum(m.numel for m in small)
+    assert spent <= budget
+    assert all(m.numel < threshold for m in small)
+    assert all(m.numel >= threshold or spent + m.numel > budget for m in rest)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10))

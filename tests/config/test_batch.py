@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
+import numpy as np
 import pytest
 
 from zero_trial.config.batch import derive_triple, nearest_triples, solve_batch
+from zero_trial.config.reconcile import solve_axes
+from zero_trial.config.sections import DsConfig, MeshSection
 from zero_trial.errors import ConfigError
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -52,14 +57,81 @@ def test_every_small_triangle_against_search():
     assert solved > 500
 
 
-def test_derived_numbers_up_to_64_on_16_ranks():
-    """The arithmetic alone: what is derived agrees whenever anything can."""
-    for ranks, batch, other in itertools.product(range(1, 17), range(1, 65), range(1, 65)):
-        divides = batch % (other * ranks) == 0
-        for given in ((batch, other, None), (batch, None, other)):
-            b, m, s = derive_triple(*given, ranks)
-            assert (b == m * s * ranks) == divides
-        assert derive_triple(None, batch, other, ranks)[0] == batch * other * ranks
+LIMIT, RANKS = 64, 16
+
+
+def every_mesh(ranks: int) -> list[tuple[int, int, int, int]]:
+    """All (pipe, model, shard, replica) of ``ranks`` ranks."""
+    sizes = range(1, ranks + 1)
+    return [mesh for mesh in itertools.product(sizes, repeat=4) if math.prod(mesh) == ranks]
+
+
+def test_every_mesh_up_to_16_ranks_gives_its_data_parallel_size():
+    """By the factors themselves; what is left open is derived, and what does not multiply to the ranks is refused."""
+    known = {}
+    for ranks in range(1, RANKS + 1):
+        for pipe, model, shard, replica in every_mesh(ranks):
+            known[ranks, pipe, model] = ranks // (pipe * model)
+            section = {"pipe": pipe, "model": model, "shard": shard, "replica": replica}
+            for left_out in ("", "shard", "replica"):
+                mesh = MeshSection(**{name: size for name, size in section.items() if name != left_out})
+                axes = solve_axes(DsConfig(mesh=mesh), ranks)
+                assert (axes.pipe, axes.model, axes.shard, axes.replica) == (pipe, model, shard, replica)
+                assert axes.data_parallel == known[ranks, pipe, model]
+    for ranks, pipe, model in itertools.product(range(1, RANKS + 1), repeat=3):
+        if (ranks, pipe, model) not in known:
+            with pytest.raises(ConfigError, match="cannot be divided"):
+                solve_axes(DsConfig(mesh=MeshSection(pipe=pipe, model=model)), ranks)
+
+
+def by_brute_force(ranks: int) -> np.ndarray:
+    """legal[b, m, s], for all triples up to 64: whether b = m x s x ranks. Index 0 is not used."""
+    sizes = np.arange(LIMIT + 1)
+    legal: np.ndarray = sizes[:, None, None] == sizes[None, :, None] * sizes[None, None, :] * ranks
+    legal[0] = legal[:, 0] = legal[:, :, 0] = False
+    return legal
+
+
+@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
+def test_all_triples_up_to_64_against_brute_force(ranks: int):
+    """Every legal triple is accepted from any two of its numbers, and the search and the solver find the same ones."""
+    legal = by_brute_force(ranks)
+    for b, m, s in np.argwhere(legal).tolist():
+        for given in ((b, m, s), (b, m, None), (b, None, s), (None, m, s)):
+            solved = solve_batch(*given, ranks)
+            assert (solved.train_batch_size, solved.micro_batch_size, solved.accumulation) == (b, m, s)
+    any_steps, any_micro = legal.any(axis=2), legal.any(axis=1)
+    for first, second in itertools.product(range(1, LIMIT + 1), repeat=2):
+        b, m, s = derive_triple(first, second, None, ranks)
+        assert (b == m * s * ranks) == any_steps[first, second]
+        b, m, s = derive_triple(first, None, second, ranks)
+        assert (b == m * s * ranks) == any_micro[first, second]
+        assert derive_triple(None, first, second, ranks) == (first * second * ranks, first, second)
+    for only in range(1, LIMIT + 1):
+        b, m, s = derive_triple(only, None, None, ranks)
+        assert (b == m * s * ranks) == any_micro[only, 1] and s == 1
+        assert derive_triple(None, only, None, ranks) == (only * ranks, only, 1)
+
+
+@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
+def test_no_other_triple_is_accepted(ranks: int):
+    """A seeded part of the 260 000 illegal ones for each number of ranks; each is refused with legal triples to take instead."""
+    wrong = np.argwhere(~by_brute_force(ranks)[1:, 1:, 1:]) + 1
+    chosen = np.random.default_rng(ranks).choice(len(wrong), 60, replace=False)
+    for b, m, s in wrong[chosen].tolist():
+        assert derive_triple(b, m, s, ranks) == (b, m, s)
+        with pytest.raises(
+            ConfigError, match=f"train_batch_size {b} ≠ micro {m} × accumulation {s} × ranks {ranks} = "
+        ) as error:
+            solve_batch(b, m, s, ranks)
+        offered = (
+            str(error.value)
+            .partition("Nearest that fit (batch = micro x accumulation x ranks): ")[2]
+            .rstrip(".")
+            .split("; ")
+        )
+        numbers = [tuple(map(int, re.findall(r"\d+", line))) for line in offered]
+        assert numbers and all(x == y * z * n and n == ranks for x, y, z, n in numbers)
 
 
 @pytest.mark.parametrize(

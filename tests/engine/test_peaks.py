@@ -1,0 +1,46 @@
+"""Peaks from data sheets, and measured ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_trial.engine.peaks import data_sheet, measure, peak_of
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tera"),
+    [
+        ("NVIDIA H200", torch.bfloat16, False, 989.5),
+        ("NVIDIA H100 80GB HBM3", torch.float32, False, 66.9),
+        ("NVIDIA H100 80GB HBM3", torch.float32, True, 494.7),
+        ("NVIDIA H100 PCIe", torch.float16, False, 756.0),
+        ("NVIDIA A100-SXM4-40GB", torch.bfloat16, False, 312.0),
+        ("NVIDIA GB200", torch.bfloat16, False, 2500.0),
+        ("NVIDIA L40S", torch.float16, False, 362.0),
+        ("Tesla T4", torch.float16, False, 65.0),
+    ],
+)
+def test_known_gpus(name: str, dtype: torch.dtype, tf32: bool, tera: float):
+    peak = data_sheet(name, dtype, tf32=tf32)
+    assert peak is not None and peak.per_second == tera * 1e12
+    assert name in peak.source
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("Some New GPU", torch.float16), ("Tesla T4", torch.bfloat16), ("H100", torch.float64)]
+)
+def test_what_is_not_on_a_data_sheet(name: str, dtype: torch.dtype):
+    assert data_sheet(name, dtype) is None
+
+
+def test_the_best_of_the_measured_rounds():
+    ticks = iter([0.0, 1.0, 0.0, 0.5, 0.0, 2.0, 0.0, 1.0, 0.0, 1.0])
+    peak = measure(torch.device("cpu"), torch.float32, clock=lambda: next(ticks))
+    assert peak.per_second == 2 * 512**3 / 0.5
+
+
+def test_a_cpu_is_measured_and_said_so():
+    peak = peak_of(torch.device("cpu"), torch.float32)
+    assert peak.per_second > 1e6
+    assert peak.source.startswith("measured here: a 512 x 512 matrix product in float32 on the cpu with ")

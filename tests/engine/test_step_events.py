@@ -1,0 +1,114 @@
+"""Events of a run as they reach the monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from zero_trial.engine.monitor import Monitor
+from zero_trial.engine.monitor.writer import Event
+from zero_trial.engine.step_events import StepEvents
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def of(self, name: str) -> list[tuple[float, int]]:
+        return [(value, step) for event, value, step in self.events if event == f"Train/Samples/{name}"]
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).mean()
+
+
+def watched(scaled: bool = False, **config: Any) -> tuple[zero_trial.Engine, Memory]:
+    defaults = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    engine = zero_trial.initialize(model=Mean(), config=defaults | config)[0]
+    memory = Memory()
+    engine.reporter = StepEvents(engine, Monitor([memory]), scaled=scaled)
+    return engine, memory
+
+
+def train(engine: zero_trial.Engine, *values: float) -> list[float]:
+    losses = []
+    for value in values:
+        loss = engine(torch.full((2,), value))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_loss_and_learning_rate_against_samples():
+    engine, memory = watched()
+    losses = train(engine, 1.0, 3.0)
+    assert memory.of("train_loss") == [(pytest.approx(losses[0]), 2), (pytest.approx(losses[1]), 4)]
+    assert memory.of("lr") == [(0.5, 2), (0.5, 4)]
+    assert memory.of("loss_scale") == [] and memory.of("eval_loss") == []
+
+
+def test_the_loss_is_the_mean_of_a_steps_micro_batches():
+    engine, memory = watched(gradient_accumulation_steps=2)
+    losses = train(engine, 1.0, 3.0, 5.0, 5.0)
+    assert memory.of("train_loss") == [
+        (pytest.approx(sum(losses[:2]) / 2), 4),
+        (pytest.approx(sum(losses[2:]) / 2), 8),
+    ]
+
+
+def test_the_loss_scale_where_there_is_one():
+    engine, memory = watched(
+        scaled=True, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16={"initial_scale_power": 3}
+    )
+    train(engine, 1.0)
+    assert memory.of("loss_scale") == [(8.0, 2)]
+
+
+def test_an_evaluation_is_one_event_when_training_goes_on():
+    engine, memory = watched()
+    train(engine, 0.0)
+    engine.eval()
+    with torch.no_grad():
+        values = [engine(torch.full((2,), value)).item() for value in (1.0, 4.0)]
+    assert memory.of("eval_loss") == []
+    engine.train()
+    train(engine, 0.0)
+    assert memory.of("eval_loss") == [(pytest.approx(sum(values) / 2), 2)]
+
+
+def test_the_last_evaluation_is_written_at_the_end():
+    engine, memory = watched()
+    engine.eval()
+    engine(torch.ones(2))
+    engine.destroy()
+    engine.destroy()
+    assert len(memory.of("eval_loss")) == 1
+
+
+def test_outputs_that_are_no_loss_are_not_taken_for_one():
+    engine, memory = watched()
+    engine.module.forward = lambda x: x * 2  # type: ignore[method-assign]
+    engine.eval()
+    engine(torch.ones(2))
+    engine.destroy()
+    assert memory.events == []

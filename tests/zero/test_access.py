@@ -111,3 +111,32 @@ def test_mistakes_are_told(ranks: Pools) -> None:
         )
         assert "exp_avg: the optimizer has no such state yet" in state
         assert "belongs to no engine" in stranger
+
+
+def local_parts() -> tuple[int, int, bool]:
+    """Elements that this rank holds, elements in all, and that the parts in rank order are the whole."""
+    import torch
+
+    from tests.support.models import TinyLM, make_engine, train_engine
+    from zero_trial import zero
+
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}})
+    train_engine(engine, range(2))
+    same, sizes = True, []
+    for param in dict.fromkeys(engine.module.parameters()):
+        for local, full in (
+            (zero.safe_get_local_fp32_param(param), zero.safe_get_full_fp32_param(param)),
+            (zero.safe_get_local_optimizer_state(param, "exp_avg"), zero.safe_get_full_optimizer_state(param, "exp_avg")),
+        ):
+            assert local is not None and full is not None
+            parts = engine.mesh.shard.gather_json(local.tolist(), "parts")
+            same = same and torch.equal(torch.tensor(sum(parts, [])), full.flatten())
+        sizes.append(local.numel())
+        assert zero.safe_get_local_grad(param) is None
+    return sum(sizes), sum(p.numel() for p in engine.module.parameters()), same
+
+
+def test_local_parts_make_the_whole(ranks) -> None:  # type: ignore[no-untyped-def]
+    results = ranks(2).run(local_parts)
+    assert all(same for _, _, same in results)
+    assert sum(held for held, _, _ in results) == results[0][1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
@@ -57,17 +58,19 @@ class Built(nn.Module):
 
 
 class Peak:
-    """The largest sum of bytes behind live parameters, seen after every touch of one."""
+    """The largest sum of bytes behind the parameters of all modules built meanwhile, seen around every lift and cut."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self._made: list[weakref.ref[nn.Parameter]] = []
+
+    def note(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            self._made.append(weakref.ref(param))
 
     def look(self) -> None:
-        storages = {}
-        for thing in gc.get_objects():
-            if type(thing) is nn.Parameter:
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+        live = [param for made in self._made if (param := made()) is not None]
+        storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in live}
         self.bytes = max(self.bytes, sum(storages.values()))
 
 
@@ -109,10 +112,8 @@ def test_the_model_is_the_same_bit_for_bit(ranks: Pools) -> None:
 
 
 def largest_during_construction() -> tuple[int, int]:
-    gc.collect()
     peak = Peak()
-    base = Peak()
-    base.look()
+    handle = register_module_parameter_registration_hook(peak.note)
     lift, cut = PreSharded.lift, PreSharded.cut
 
     def watched_lift(self: PreSharded) -> None:
@@ -129,8 +130,9 @@ def largest_during_construction() -> tuple[int, int]:
         with Init():
             model = Built(layers=12)
     finally:
+        handle.remove()
         PreSharded.lift, PreSharded.cut = lift, cut  # type: ignore[method-assign]
-    return peak.bytes - base.bytes, 4 * sum(param.numel() for param in model.parameters())
+    return peak.bytes, 4 * sum(param.numel() for param in model.parameters())
 
 
 def test_no_rank_ever_holds_the_full_model(ranks: Pools) -> None:

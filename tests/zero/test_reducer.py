@@ -302,7 +302,7 @@ def culprits(stage: int, every: str, bad_rank: int, position: int, value: float)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("position", [3, 17_999])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_bad_gradient_names_its_rank_and_its_parameter(
     ranks: Pools, stage: int, bad_rank: int, position: int, value: float
 ) -> None:

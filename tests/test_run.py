@@ -104,6 +104,8 @@ def test_from_yaml_to_summary_with_the_real_engine(folder: Path) -> None:
     assert (summary["global_batch_size"], summary["gradient_accumulation_steps"]) == (4, 2)
     assert summary["final_validation"]["validation_loss"] < summary["initial_validation"]["validation_loss"]
     assert summary["unigram_bits_per_byte"] == 4.5 and summary["peak_memory_bytes"][0] > 1e6
+    assert abs(summary["memory_plan_error_percent"]) <= 10
+    assert summary["memory_planned_states_bytes"] == summary["memory_measured_states_bytes"] > 0
     assert summary["tokens_per_second"] == pytest.approx(4 * summary["samples_per_second"])
     assert "zero_trial.run" in summary["repeat"] and summary["checkpoint"] == "step-000006"
     events = read_lines(folder / "run" / "events.jsonl")

@@ -40,6 +40,7 @@ def test_what_is_not_known_is_not_shown():
             "saved   runs/0001/checkpoints/step-000200  14.3 MiB",
         ),
         ({"kind": "note", "message": "ranks differ"}, "note    ranks differ"),
+        ({"kind": "plan", "message": "params 1.2M  fits", "stage": 2}, "plan    params 1.2M  fits"),
         ({"kind": "done"}, None),
         ({"kind": "unknown"}, None),
         ({}, None),

@@ -33,3 +33,13 @@ def test_nothing_is_made_up():
         summary_lines({"train_seconds": 7200, "final_validation": {"acc": 0.5}, "ranks": 1}, REPEAT)[0]
         == "done    2:00:00 · acc 0.5 · 1 rank"
     )
+
+
+def test_live_tensors_stand_beside_their_plan():
+    """The process's peak holds interpreter and libraries; this figure is the one that the plan was about."""
+    measured = {"memory_measured_peak_bytes": 30 * 2**20, "ranks": 2}
+    planned = {"memory_planned_bytes": 31 * 2**20, "memory_plan_error_percent": 3.33}
+    line = summary_lines(measured | planned, REPEAT)[0]
+    assert line == "done    finished · tensors 30.0 MiB/rank (planned 31.0 MiB, error +3.3 %) · 2 ranks"
+    assert summary_lines(measured, REPEAT)[0] == "done    finished · tensors 30.0 MiB/rank · 2 ranks"
+    assert summary_lines(planned, REPEAT)[0] == "done    finished"

@@ -10,7 +10,7 @@ import torch
 from tests.planning.measured import ROWS, batch, build, ds_config, watched_step
 from tests.support.pool import Pools
 from zero_trial.config import read_ds_config
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.plan import Figures
 from zero_trial.planning.rehearsal import Role, rehearse, rehearse_either, variant
@@ -45,3 +45,110 @@ def test_the_plan_is_what_real_ranks_need(ranks: Pools, folder: str, stage: int,
         assert figures.peak == pytest.approx(real["peak"], rel=0.10)
         assert figures.activations == pytest.approx(real["activations"], rel=0.10)
         assert states <= real["live"] <= 1.02 * states + 8192  # the watcher misses nothing, and little else lives on
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_imagined_and_real_numbers_give_one_plan(stage: int) -> None:
+    config = ds_config(stage, bf16=True, accumulation=2, gradient_clipping=1.0)
+    assert planned("gpt", config, imagined=True) == planned("gpt", config, imagined=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_of_bf16_gradients_in_fp32(ranks: Pools, stage: int) -> None:
+    config = ds_config(stage, bf16=True, accumulation=2)
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert (figures.parameters, figures.gradients, figures.optimizer) == (
+        real["parameters"],
+        real["gradients"],
+        real["optimizer"],
+    )
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
+@pytest.mark.parametrize("name", ["Lion", "Adagrad", "SGD", "Lamb"])
+def test_every_optimizer_makes_its_own_state(ranks: Pools, name: str) -> None:
+    config = ds_config(2) | {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert figures.optimizer == real["optimizer"]
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
+def test_states_alone_are_the_papers_figures() -> None:
+    """Rajbhandari et al. 2020, figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter in mixed precision with Adam."""
+    blueprint = Blueprint(torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))))
+    for stage, (whole, shared) in enumerate([(16, 0), (4, 12), (2, 14), (0, 16)]):
+        zero = {"stage": stage, "param_persistence_threshold": 0}
+        role = Role(blueprint, read_ds_config(ds_config(0, bf16=True) | {"zero_optimization": zero}))
+        assert rehearse([role], 4, None).states == blueprint.parameters * (whole + shared / 4)
+
+
+class Reads(torch.nn.Module):
+    """Reads an integer out of a tensor, which an imagined one does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = int((x > 0).sum().item())
+        return self.inner(x).sum() * count
+
+
+def micro_of(model: torch.nn.Module, *, broken: bool = False) -> tuple[Role, Any]:
+    role = Role(Blueprint(model), read_ds_config(ds_config(1)))
+
+    def micro(engines: Any, imagined: bool) -> None:
+        x = role.blueprint.batch(torch.ones(2, 4), imagined=imagined)
+        if broken:
+            raise ValueError("the user's own fault")
+        engines[0].backward(engines[0](x))
+        engines[0].step()
+
+    return role, micro
+
+
+def test_a_model_that_reads_its_values_is_traced_on_real_ones() -> None:
+    role, micro = micro_of(Reads())
+    figures, how = rehearse_either([role], 2, micro, work=10**12)
+    assert how == "traced" and figures.peak is not None
+
+
+def test_small_work_is_traced_and_large_work_imagined() -> None:
+    class Sums(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    role, micro = micro_of(Sums(4, 4))
+    assert rehearse_either([role], 2, micro, work=1)[1] == "traced"
+    assert rehearse_either([role], 2, micro, work=10**12)[1] == "imagined"
+
+
+def test_the_users_own_fault_is_named() -> None:
+    role, micro = micro_of(Reads(), broken=True)
+    with pytest.raises(TrialError, match="cannot be rehearsed: the user's own fault: got ValueError"):
+        rehearse_either([role], 2, micro)
+
+
+def test_a_config_that_cannot_be_is_refused_as_it_would_be() -> None:
+    settings = variant(read_ds_config(ds_config(1, mesh={"shard": 2})), stage=0, micro_batch=ROWS, accumulation=1)
+    with pytest.raises(ConfigError, match=r"mesh\.shard"):
+        rehearse_either([Role(Blueprint(build("gpt")), settings)], 2, None)
+
+
+def test_the_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    planned("bert_mlm", ds_config(0), imagined=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_variant_is_silent() -> None:
+    settings = read_ds_config(ds_config(2, steps_per_print=1, wall_clock_breakdown=True, csv_monitor={"enabled": True}))
+    other = variant(settings, stage=3, micro_batch=2, accumulation=5)
+    assert (other.zero_optimization.stage, other.train_micro_batch_size_per_gpu, other.gradient_accumulation_steps) == (
+        3,
+        2,
+        5,
+    )
+    assert not other.csv_monitor.enabled and not other.wall_clock_breakdown and other.steps_per_print is None

@@ -134,4 +134,4 @@ def trial_planner(checked: Checked, stage: int | None = None) -> Iterator[Planne
             subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
         if stage is not None:
             settings = replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
-        yield Planner(subject, settings, ranks)
+        yield Planner(subject, settings, ranks, one_host=ranks == checked.own.ranks)

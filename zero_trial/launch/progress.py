@@ -74,6 +74,8 @@ def event_line(event: Event) -> str | None:
     if kind == "note" and event.get("message"):
         # A long note, a table say, stands whole in events.jsonl.
         return f"note    {str(event['message']).splitlines()[0]}"
+    if kind == "plan" and event.get("message"):
+        return f"plan    {event['message']}"
     if kind == "start":
         return start_line(event)
     return None

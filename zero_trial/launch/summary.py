@@ -49,6 +49,7 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
     peak = summary.get("peak_memory_bytes")
     if peak:
         figures.append(f"peak {size(max(peak) if isinstance(peak, list) else peak)}/rank")
+    figures += _tensors(summary)
     if summary.get("ranks"):
         figures.append(f"{summary['ranks']} rank" + ("s" if summary["ranks"] != 1 else ""))
     if summary.get("zero_stage") is not None:
@@ -56,3 +57,13 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("seed") is not None:
         figures.append(f"seed {summary['seed']}")
     return figures
+
+
+def _tensors(summary: Mapping[str, Any]) -> list[str]:
+    """The measured peak of live tensors beside the planned one: another thing than the process's peak, which holds the libraries too."""
+    measured, planned = summary.get("memory_measured_peak_bytes"), summary.get("memory_planned_bytes")
+    if not measured:
+        return []
+    error = summary.get("memory_plan_error_percent")
+    beside = f" (planned {size(planned)}, error {error:+.1f} %)" if planned and error is not None else ""
+    return [f"tensors {size(measured)}/rank{beside}"]

@@ -29,11 +29,12 @@ class Choice:
 
 
 class Planner:
-    """``settings`` as the run has them, on ``ranks`` ranks. Plans are made when asked for, and kept."""
+    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not. Plans are made when asked for, and kept."""
 
-    def __init__(self, subject: Subject, settings: DsConfig, ranks: int) -> None:
+    def __init__(self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True) -> None:
         self._subject = subject
         self._settings = settings
+        self._one_host = one_host
         self.ranks = ranks
         batch = wire(settings, mesh_shape(settings, ranks).data_parallel_size).batch
         self.stage = settings.zero_optimization.stage
@@ -79,7 +80,7 @@ class Planner:
         accumulation = self._accumulation(micro_batch)
         rehearsed = min(accumulation, MOST_ACCUMULATION)
         settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=rehearsed)
-        figures, how = self._subject.rehearse(settings, self.ranks, micro_batch)
+        figures, how = self._subject.rehearse(settings, self.ranks, micro_batch, self._one_host)
         precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
         return MemoryPlan(
             figures, stage, precision, self.ranks, micro_batch, accumulation, self._subject.parameters, how

@@ -25,8 +25,8 @@ class Subject(Protocol):
     def parameters(self) -> int:
         """Elements of all parameters, each once."""
 
-    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int) -> tuple[Figures, str]:
-        """The figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, and how they were had."""
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+        """The figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on one host or not, and how they were had."""
 
 
 class ModelSubject:
@@ -44,7 +44,17 @@ class ModelSubject:
         options: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._blueprint = Blueprint(model, options, device)
+        self._set(Blueprint(model, options, device), batch, loss)
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, batch: Any, loss: Loss) -> ModelSubject:
+        """The same from a blueprint that there is already."""
+        made = cls.__new__(cls)
+        made._set(blueprint, batch, loss)
+        return made
+
+    def _set(self, blueprint: Blueprint, batch: Any, loss: Loss | None) -> None:
+        self._blueprint = blueprint
         self._batch = batch
         self._loss = loss if loss is not None else call_and_reduce
         self._rows = rows_of(batch)
@@ -53,7 +63,7 @@ class ModelSubject:
     def parameters(self) -> int:
         return self._blueprint.parameters
 
-    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int) -> tuple[Figures, str]:
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
 
         def micro(engines: Sequence[Engine], imagined: bool) -> None:
@@ -64,23 +74,25 @@ class ModelSubject:
         role = Role(self._blueprint, settings)
         calls = settings.gradient_accumulation_steps or 1
         if self._batch is None:
-            return rehearse_either([role], ranks, None)
-        return rehearse_either([role], ranks, micro, calls=calls, work=self.parameters * largest(batch))
+            return rehearse_either([role], ranks, None, one_host=one_host)
+        return rehearse_either(
+            [role], ranks, micro, calls=calls, work=self.parameters * largest(batch), one_host=one_host
+        )
 
 
 def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
-    """The model's loss on ``batch``: its output, if that is one number; else the first floating number in it, as Hugging Face's outputs have.
+    """The model called on ``batch``, and the loss that it returns or that stands for it."""
+    if isinstance(batch, Mapping):
+        return loss_in(engine(**batch))
+    return loss_in(engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch))
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The first single number with a history in a model's output: its loss, as in the outputs of Hugging Face's models.
 
     Where there is none, the loss is made outside of the model and not known here: a log-softmax over the last dimension of each floating
     output stands for it, which holds as much as a cross entropy does.
     """
-    output = (
-        engine(**batch)
-        if isinstance(batch, Mapping)
-        else engine(*batch)
-        if isinstance(batch, (tuple, list))
-        else engine(batch)
-    )
     floats = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     single = next((leaf for leaf in floats if leaf.numel() == 1), None)
     if single is not None:

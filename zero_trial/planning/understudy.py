@@ -112,7 +112,7 @@ class TrialSubject:
     def parameters(self) -> int:
         return sum(part.blueprint.parameters for part in self._parts)
 
-    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int) -> tuple[Figures, str]:
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
         roles = [
             Role(
@@ -121,7 +121,7 @@ class TrialSubject:
             for part in self._parts
         ]
         if self._train is None:
-            return rehearse_either(roles, ranks, None)
+            return rehearse_either(roles, ranks, None, one_host=one_host)
         train, blueprint = self._train, roles[0].blueprint
         batches = [
             first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches
@@ -134,7 +134,7 @@ class TrialSubject:
 
         calls = self._calls_per_step or accumulation
         work = self.parameters * max((largest(batch) for batch in batches), default=0)
-        return rehearse_either(roles, ranks, micro, calls=calls, work=work)
+        return rehearse_either(roles, ranks, micro, calls=calls, work=work, one_host=one_host)
 
 
 def _again(batches: Sequence[Any]) -> Any:

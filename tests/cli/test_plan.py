@@ -1,0 +1,90 @@
+"""``zero-trial plan``: from an experiment to a table, without ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_trial.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture()
+def experiment(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The quickstart with a small model on few files."""
+    shutil.copytree(ROOT / "experiments" / "quickstart", tmp_path / "experiment")
+    path = tmp_path / "experiment" / "const.yaml"
+    text = path.read_text().replace("source: stdlib", f"source: {ROOT / 'zero_trial' / 'zero'}")
+    path.write_text(
+        text.replace("sequence: 64", "sequence: 32")
+        .replace("layers: 3", "layers: 2")
+        .replace("width: 128", "width: 64")
+    )
+    before, modules = list(sys.path), set(sys.modules)
+    yield str(path), str(ROOT / "model_defs" / "gpt")
+    sys.path[:] = before
+    for name in set(sys.modules) - modules:
+        if name in ("model", "model_def"):
+            del sys.modules[name]
+
+
+def test_the_table(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *experiment, "--limit", "1GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("plan    params ") and "(limit 1.0 GiB)  fits" in shown.splitlines()[0]
+    assert "per rank: ZeRO-2, fp32, 2 ranks, micro batch 8, accumulation 1" in shown
+    for row in (
+        "ZeRO-0, micro batch 8",
+        "ZeRO-3, micro batch 8",
+        "ZeRO-2, micro batch 1 x accumulation 8",
+        "not available yet",
+    ):
+        assert row in shown
+
+
+def test_what_does_not_fit_ends_with_3_and_the_way_out(
+    experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *experiment, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["plan"]["figures"]
+    limit = figures["total"] - figures["activations"] // 4
+    assert main(["plan", *experiment, "--limit", str(limit)]) == 3
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out
+    assert (
+        captured.err.startswith("error   rank 0 needs ")
+        and "Smallest change that fits: micro batch 8→4 with accumulation 1→2" in captured.err
+    )
+
+
+def test_json_slots_and_stage(experiment: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *experiment, "--json", "--slots", "1", "--stage", "0", "--limit", "100"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["plan"]["stage"], found["plan"]["ranks"], found["plan"]["micro_batch"], found["fits"]) == (
+        0,
+        1,
+        16,
+        False,
+    )
+    count = found["plan"]["parameter_count"]
+    assert found["plan"]["figures"]["states"] == pytest.approx(
+        16 * count, rel=0.01
+    )  # fp32: weights, gradients, two moments
+    assert [row["plan"] is None for row in found["compared"]][-1] and found["error"].startswith("rank 0 needs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--limit", "much"], "--limit: not an amount of memory"), (["--slots", "3"], "train_batch_size")],
+)
+def test_user_errors(
+    experiment: tuple[str, str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *experiment, *arguments]) == 2
+    assert words in capsys.readouterr().err

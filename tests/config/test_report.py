@@ -64,6 +64,7 @@ CONFIGS: list[Any] = [
     {"bfloat16": {"enabled": True}, "zero_optimization": True, "compression_training": {"x": {"enabled": False}}},
     {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
     {"zero_optimization": {"stage": 3, "leaf_module": {"classes": "Block"}, "offload_param": {"device": "none"}, "mics_shard_size": 2}},
+    {"amp": {"keep_batchnorm_fp32": None}, "tensorboard": {}},
     {"communication_data_type": "float32", "checkpoint": {"tag_validation": "fail", "parallel_write": {"pipeline_stage": True}}},
 ]  # fmt: skip
 

@@ -112,7 +112,7 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
         for part in path.split(".")[:-1]:
             section = section.setdefault(part, {})
         section[row.name] = _as_json(value)
-    return found
+    return {key: value for key, value in found.items() if value != {}}  # a section that held only nulls says nothing
 
 
 def _is_file(source: str) -> bool:

@@ -13,12 +13,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zero_trial import zero
     from zero_trial.activation import checkpointing
-    from zero_trial.engine import Engine, add_config_arguments, initialize
+    from zero_trial.engine import Engine, RepeatingLoader, add_config_arguments, initialize
     from zero_trial.mesh import destroy_distributed, init_distributed
     from zero_trial.trial import ZeroTrial, ZeroTrialContext
 
 _PLACES = {
     "Engine": "zero_trial.engine",
+    "RepeatingLoader": "zero_trial.engine",
     "add_config_arguments": "zero_trial.engine",
     "initialize": "zero_trial.engine",
     "destroy_distributed": "zero_trial.mesh",
@@ -31,6 +32,7 @@ _MODULES = {"checkpointing": "zero_trial.activation.checkpointing", "zero": "zer
 
 __all__ = [
     "Engine",
+    "RepeatingLoader",
     "ZeroTrial",
     "ZeroTrialContext",
     "__version__",

@@ -130,7 +130,7 @@ def local_parts() -> tuple[int, int, bool]:
         ):
             assert local is not None and full is not None
             parts = engine.mesh.shard.gather_json(local.tolist(), "parts")
-            same = same and torch.equal(torch.tensor(sum(parts, [])), full.flatten())
+            same = same and torch.equal(torch.tensor([value for part in parts for value in part]), full.flatten())
         sizes.append(local.numel())
         assert zero.safe_get_local_grad(param) is None
     return sum(sizes), sum(p.numel() for p in engine.module.parameters()), same

@@ -1,9 +1,13 @@
 """Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
 
 from zero_trial.zero.access import (
+    register_external_parameter,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
@@ -21,9 +25,13 @@ __all__ = [
     "ShardingSettings",
     "ZeroPlan",
     "plan_for_stage",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_optimizer_state",
 ]

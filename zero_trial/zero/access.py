@@ -86,3 +86,37 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
         raise TrialError("the optimizer has no such state yet", where=optim_state_key, fix="Take a step first.")
     write_to_shard(unit, index, shard, value)
     _optimizer_of(model).set_state_shard(unit, optim_state_key, shard)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """This rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
+    _, unit, index = _find(param)
+    return _local(unit, index, unit.master).float()
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the averaged, unscaled gradient, flat; None before the boundary. Local."""
+    model, unit, index = _find(param)
+    landing = model.landing_of(unit)
+    if landing is None or not landing.shard_filled:
+        return None
+    return _local(unit, index, landing.shard).float() * model.gradient_multiplier()
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of a state tensor, flat; None before the first step. Local."""
+    model, unit, index = _find(param)
+    shard = _optimizer_of(model).state_shard(unit, optim_state_key)
+    return None if shard is None else _local(unit, index, shard)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accepted for code that comes from DeepSpeed, and not needed: weights outside the blocks live for the whole step, and a block's own live
+    while it computes. A block's weight that another module uses belongs into ``zero_optimization.leaf_module``."""
+
+
+def _local(unit: Unit, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """The elements of slot ``index`` in ``shard``, a copy."""
+    slot = unit.layout.slots[index]
+    parts = [shard[p.offset : p.offset + p.numel] for p in unit.layout.pieces(unit.comm.index) if p.slot is slot]
+    return torch.cat(parts) if parts else shard.new_empty(0)

@@ -17,7 +17,7 @@ def logger() -> logging.Logger:
 
 
 def test_progress_on_stdout_and_warnings_on_stderr(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
-    open_console(None, logger)
+    open_console(None, logger, ConsoleHandler(lambda: False))
     logger.debug("hidden")
     logger.info("step=%d", 3)
     logger.warning("careful")
@@ -27,7 +27,7 @@ def test_progress_on_stdout_and_warnings_on_stderr(logger: logging.Logger, capsy
 
 
 def test_the_level_decides_what_is_shown(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
-    open_console("Warning", logger)
+    open_console("Warning", logger, ConsoleHandler(lambda: False))
     logger.info("hidden")
     open_console("debug", logger)
     logger.debug("shown")
@@ -52,3 +52,14 @@ def test_one_handler_for_many_engines(logger: logging.Logger):
 def test_an_unknown_level(logger: logging.Logger):
     with pytest.raises(ConfigError, match="log_level: no such level: got 'loud', expected one of debug"):
         open_console("loud", logger)
+
+
+def test_silent_when_the_program_shows_lines_itself(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
+    """Else every line would come twice."""
+    taken_over = [False]
+    open_console(None, logger, ConsoleHandler(lambda: taken_over[0]))
+    logger.info("one")
+    taken_over[0] = True
+    logger.info("two")
+    assert capsys.readouterr().out == "one\n"
+    assert ConsoleHandler()._elsewhere() == bool(logging.getLogger().handlers)

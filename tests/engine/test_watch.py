@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import zero_trial
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
 from zero_trial.engine.phases import PhaseGroup, Phases
@@ -138,7 +137,3 @@ def test_comms_logger_of_some_collectives(ranks: Pools):
     ]
     assert summary and all(name.startswith("all_gather/") for name in summary)
     assert "reduce_scatter" not in "".join(printed)
-
-
-def test_the_engine_has_a_null_monitor_before_anybody_watches():
-    assert zero_trial.Engine is type(make_engine(TinyLM, {}))

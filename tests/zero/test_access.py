@@ -126,7 +126,10 @@ def local_parts() -> tuple[int, int, bool]:
     for param in dict.fromkeys(engine.module.parameters()):
         for local, full in (
             (zero.safe_get_local_fp32_param(param), zero.safe_get_full_fp32_param(param)),
-            (zero.safe_get_local_optimizer_state(param, "exp_avg"), zero.safe_get_full_optimizer_state(param, "exp_avg")),
+            (
+                zero.safe_get_local_optimizer_state(param, "exp_avg"),
+                zero.safe_get_full_optimizer_state(param, "exp_avg"),
+            ),
         ):
             assert local is not None and full is not None
             parts = engine.mesh.shard.gather_json(local.tolist(), "parts")

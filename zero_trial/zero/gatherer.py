@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from zero_trial.zero.hook import Hook
 from zero_trial.zero.partition import ROOT
 from zero_trial.zero.plan import Reshard
 from zero_trial.zero.prefetch import UseOrder
@@ -61,16 +62,16 @@ class Gatherer:
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
         attributes = [vars(inner) for inner in module.modules()]
         before, after = functools.partial(self._before_forward, block, first), functools.partial(self._after_forward, block, last, attributes)
-        self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(after, with_kwargs=True))
+        self.handles.append(module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(Hook(after), with_kwargs=True))
 
     def _install_side_doors(self, root: nn.Module) -> None:
         """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
         held = {id(param) for unit in self._units[ROOT] for param in unit.params}
         for module in root.modules():
             if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
-                self.handles.append(module.register_forward_pre_hook(self._enter_sideways, prepend=True))
-                self.handles.append(module.register_forward_hook(self._leave_sideways))
+                self.handles.append(module.register_forward_pre_hook(Hook(self._enter_sideways), prepend=True))
+                self.handles.append(module.register_forward_hook(Hook(self._leave_sideways)))
 
     def _enter_sideways(self, module: nn.Module, args: Any) -> None:
         if not self._inside_root:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.zero.hook import Hook
 from zero_trial.zero.plan import Lifetime
 from zero_trial.zero.unit import Unit
 
@@ -34,10 +35,10 @@ class WholeState:
     def _install(self, part: nn.Module, inside: list[Unit]) -> None:
         frees = any(unit.plan.params is not Lifetime.ALWAYS for unit in inside)
         self.handles += [
-            part.register_state_dict_pre_hook(lambda module, *_: self._open(module, inside)),
-            part.register_load_state_dict_pre_hook(lambda module, *_: self._open(module, inside)),
-            part._register_state_dict_hook(functools.partial(self._given, copies=frees)),
-            part.register_load_state_dict_post_hook(lambda module, _: self._taken(module, inside)),
+            part.register_state_dict_pre_hook(Hook(lambda module, *_: self._open(module, inside))),
+            part.register_load_state_dict_pre_hook(Hook(lambda module, *_: self._open(module, inside))),
+            part._register_state_dict_hook(Hook(functools.partial(self._given, copies=frees))),
+            part.register_load_state_dict_post_hook(Hook(lambda module, _: self._taken(module, inside))),
         ]
 
     def remove_hooks(self) -> None:

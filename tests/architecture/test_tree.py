@@ -23,6 +23,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/zero/test_volume.py": "what each stage moves per step, by the formulas: every piece has its part in it",
     "tests/engine/test_behaviour_": "what users do with an engine, across its modules",
     "tests/engine/test_keys.py": "each ds_config key from the file to its effect",
+    "tests/config/test_exercised.py": "every honoured key and the test that fails without it",
     "tests/config/test_fuzz.py": "the whole room, with configurations changed at random",
     "tests/checking/test_ten_mistakes.py": "mistakes of users and what is said about each, by whichever part finds it",
     "tests/launch/test_end_to_end.py": "whole runs from the command line",

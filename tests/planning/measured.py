@@ -57,7 +57,8 @@ def ds_config(stage: int, *, bf16: bool = False, accumulation: int = 1, **more: 
 
 def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[str, int]:
     """Bytes of one rank: what the engine says that it keeps, and what really lived in the last step."""
-    live, given = LiveBytes(), batch()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    live, given = LiveBytes(), tuple(tensor.to(device) for tensor in batch())
     with live:
         model = build(folder)
         live.hold([*model.parameters(), *model.buffers(), *given])

@@ -13,18 +13,18 @@ from zero_trial.config import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.plan import Figures
-from zero_trial.planning.rehearsal import Role, rehearse, rehearse_either, variant
+from zero_trial.planning.planner import memory_plan
+from zero_trial.planning.rehearsal import Role, Way, rehearse, rehearse_either, variant, ways
 
 
 def planned(folder: str, config: dict[str, Any], *, imagined: bool, ranks: int = 2) -> Figures:
     role = Role(Blueprint(build(folder)), read_ds_config(config))
-    given = role.blueprint.batch(batch(), imagined=imagined)
 
-    def micro(engines: Any, imagined: bool) -> None:
-        engines[0].backward(engines[0](*given))
+    def micro(engines: Any, batches: Any) -> None:
+        engines[0].backward(engines[0](*batches[0]))
         engines[0].step()
 
-    return rehearse([role], ranks, micro, calls=config["gradient_accumulation_steps"], imagined=imagined)
+    return rehearse([role], ranks, micro, [batch()], calls=config["gradient_accumulation_steps"], imagined=imagined)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -99,11 +99,10 @@ class Reads(torch.nn.Module):
 def micro_of(model: torch.nn.Module, *, broken: bool = False) -> tuple[Role, Any]:
     role = Role(Blueprint(model), read_ds_config(ds_config(1)))
 
-    def micro(engines: Any, imagined: bool) -> None:
-        x = role.blueprint.batch(torch.ones(2, 4), imagined=imagined)
+    def micro(engines: Any, batches: Any) -> None:
         if broken:
             raise ValueError("the user's own fault")
-        engines[0].backward(engines[0](x))
+        engines[0].backward(engines[0](batches[0]))
         engines[0].step()
 
     return role, micro
@@ -111,7 +110,7 @@ def micro_of(model: torch.nn.Module, *, broken: bool = False) -> tuple[Role, Any
 
 def test_a_model_that_reads_its_values_is_traced_on_real_ones() -> None:
     role, micro = micro_of(Reads())
-    figures, how = rehearse_either([role], 2, micro, work=10**12)
+    figures, how = rehearse_either([role], 2, micro, [torch.ones(2, 4)])
     assert how == "traced" and figures.peak is not None
 
 
@@ -121,14 +120,43 @@ def test_small_work_is_traced_and_large_work_imagined() -> None:
             return super().forward(x).sum()
 
     role, micro = micro_of(Sums(4, 4))
-    assert rehearse_either([role], 2, micro, work=1)[1] == "traced"
-    assert rehearse_either([role], 2, micro, work=10**12)[1] == "imagined"
+    assert rehearse_either([role], 2, micro, [torch.ones(2, 4)])[1] == "traced"
+    large = torch.ones(1, 1).expand(20_000_000, 4)  # 20 parameters times 80 M elements, in no memory
+    assert rehearse_either([role], 2, micro, [large])[1] == "imagined"
+
+
+def test_the_ways_to_rehearse() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert ways(cpu, work=1, scaled=False) == [Way.TRACED, Way.IMAGINED]
+    assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.IMAGINED, Way.TRACED]
+    assert ways(cuda, work=1, scaled=False) == [Way.IMAGINED, Way.IMAGINED_ON_CPU, Way.TRACED]
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch can imagine a GPU")
+def test_a_gpu_is_imagined_on_the_cpu_where_torch_knows_none() -> None:
+    """NCCL receives into no tensor and no shared memory; the states are the same."""
+    on_cpu, on_gpu = (memory_plan(build("gpt"), ds_config(0), 2, batch(), device=device) for device in ("cpu", "cuda"))
+    assert on_gpu.how == "imagined on the CPU" and on_gpu.figures.states == on_cpu.figures.states
+    assert on_gpu.figures.exchange == 0 < on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("folder", ["gpt", "bert_mlm"])
+def test_the_plan_is_what_a_gpu_needs(folder: str, stage: int, bf16: bool) -> None:
+    config = ds_config(stage, bf16=bf16)
+    figures = memory_plan(build(folder), config, 1, batch(), device="cuda").figures
+    real = watched_step(folder, config)
+    assert figures.states == pytest.approx(real["parameters"] + real["gradients"] + real["optimizer"], rel=0.02)
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
 
 
 def test_the_users_own_fault_is_named() -> None:
     role, micro = micro_of(Reads(), broken=True)
     with pytest.raises(TrialError, match="cannot be rehearsed: the user's own fault: got ValueError"):
-        rehearse_either([role], 2, micro)
+        rehearse_either([role], 2, micro, [torch.ones(2, 4)])
 
 
 def test_a_config_that_cannot_be_is_refused_as_it_would_be() -> None:

@@ -12,7 +12,8 @@ from tests.planning.measured import ds_config
 from zero_trial.config import read_ds_config
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.plan import Figures
-from zero_trial.planning.subject import ModelSubject, first_rows, largest, loss_in, rows_of
+from zero_trial.planning.rehearsal import largest
+from zero_trial.planning.subject import ModelSubject, first_rows, loss_in, rows_of
 
 
 @dataclass

@@ -43,7 +43,7 @@ class Blueprint:
         """A new copy. ``imagined``: without values, to be used inside :meth:`without_values`; else real tensors, on the CPU, of zeros and ones."""
         if imagined:
             with self.mode:
-                return _twin(self._given, torch.empty_like)
+                return _twin(self._given, lambda tensor: torch.empty_like(tensor, device=self.device))
         return _twin(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
 
     @contextmanager
@@ -54,6 +54,15 @@ class Blueprint:
             return
         with self.mode:
             yield
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Inside, copies and batches are on another device than that of the training."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
 
     def batch(self, value: Any, *, imagined: bool) -> Any:
         """A batch for a rehearsal: the same nested form; its tensors without values where ``imagined``."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from zero_trial.config import DsConfig
 from zero_trial.config.sections import (
@@ -53,31 +56,34 @@ class World:
     segments: Segments
 
 
-# Runs one micro-batch: forward, backward and step of every engine, on the given kind of tensors.
-Micro = Callable[[Sequence[Engine], bool], None]
+# Runs one micro-batch out of the given ones: forward, backward and step of every engine.
+Micro = Callable[[Sequence[Engine], Sequence[Any]], None]
 
 
 def rehearse(
     roles: Sequence[Role],
     ranks: int,
     micro: Micro | None,
+    batches: Sequence[Any] = (),
     *,
     calls: int = 1,
     imagined: bool = True,
     exchange: Exchange = Exchange.SHARED,
 ) -> Figures:
-    """Bytes on rank 0 of ``ranks``. ``micro(engines, imagined)`` is called ``calls`` times per step; without it the states alone are measured.
+    """Bytes on rank 0 of ``ranks``. ``micro(engines, batches)`` is called ``calls`` times per step; without it the states alone are measured.
 
     ``imagined``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
     memory as the rank itself would need. torch's random state is left as it was.
     """
     live, segments = LiveBytes(), Segments()
     first = roles[0].blueprint
+    given = [first.batch(batch, imagined=imagined) for batch in batches]
+    live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
     cast = [role.blueprint.options(imagined=imagined) for role in roles]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(imagined=imagined), live:
         warnings.simplefilter("ignore")  # imagined tensors have no addresses, and torch warns who asks for one
         engines = [
-            _engine(role, options, World(ranks, exchange, segments), live, imagined)
+            _engine(role, options, World(ranks, exchange, segments), live)
             for role, options in zip(roles, cast, strict=True)
         ]
         cast.clear()
@@ -92,7 +98,7 @@ def rehearse(
             live.restart()
             for _ in range(calls):
                 with live.saving():
-                    _call(micro, engines, imagined)
+                    _call(micro, engines, given)
     if any(engine.skipped_steps for engine in engines):
         raise TrialError(
             "the gradients of the rehearsed step are not finite, so the optimizer made no state", where="plan"
@@ -105,35 +111,60 @@ def rehearse(
     return known if micro is None else replace(known, activations=live.saved_peak, peak=live.peak)
 
 
-def rehearse_either(
-    roles: Sequence[Role], ranks: int, micro: Micro | None, *, calls: int = 1, work: int = 0, one_host: bool = True
-) -> tuple[Figures, str]:
-    """As :func:`rehearse`, on the kind of tensors that suits, or on the other one if that fails; and which it was.
+class Way(Enum):
+    """How a micro-batch is rehearsed, as a plan says it."""
 
-    ``work``: parameters times batch elements. A model that reads values out of its tensors cannot be imagined; one for another device, in
-    half precision with a loss scale, or with much work is not traced first.
+    IMAGINED = "imagined"  # tensors without values, on the device of the training
+    IMAGINED_ON_CPU = "imagined on the CPU"  # the same, where this torch cannot imagine that device: kernels may save other things there
+    TRACED = "traced"  # real numbers on the CPU
+
+
+def ways(device: torch.device, *, work: int, scaled: bool) -> list[Way]:
+    """The ways to try, best first. Half precision with a loss scale (``scaled``) may overflow on the numbers of a rehearsal."""
+    if device.type != "cpu":
+        return [Way.IMAGINED, Way.IMAGINED_ON_CPU, Way.TRACED]
+    return [Way.TRACED, Way.IMAGINED] if work <= SMALL_WORK and not scaled else [Way.IMAGINED, Way.TRACED]
+
+
+def rehearse_either(
+    roles: Sequence[Role],
+    ranks: int,
+    micro: Micro | None,
+    batches: Sequence[Any] = (),
+    *,
+    calls: int = 1,
+    one_host: bool = True,
+) -> tuple[Figures, str]:
+    """As :func:`rehearse`, in the way that suits, or in the next one if that fails; and which it was.
+
+    Little work (parameters times batch elements) is traced first, because that is faster. A model that reads values out of its tensors can only
+    be traced.
     """
-    on_cpu = all(role.blueprint.device.type == "cpu" for role in roles)
-    exchange = Exchange.NATIVE if not on_cpu else Exchange.SHARED if one_host else Exchange.DIRECT
+    device = roles[0].blueprint.device
+    exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
     if micro is None:
         return rehearse(roles, ranks, None, exchange=exchange), "none"
+    work = sum(role.blueprint.parameters for role in roles) * largest(batches)
     scaled = any(role.settings.fp16.enabled for role in roles)
-    order = [False, True] if on_cpu and not scaled and work <= SMALL_WORK else [True, False] if on_cpu else [True]
     faults: list[Exception] = []
-    for imagined in order:
+    for way in ways(device, work=work, scaled=scaled):
+        place = device if way is Way.IMAGINED else torch.device("cpu")
         try:
-            return rehearse(
-                roles, ranks, micro, calls=calls, imagined=imagined, exchange=exchange
-            ), "imagined" if imagined else "traced"
+            with ExitStack() as stack:
+                for role in roles:
+                    stack.enter_context(role.blueprint.on(place))
+                imagined = way is not Way.TRACED
+                return rehearse(
+                    roles, ranks, micro, batches, calls=calls, imagined=imagined, exchange=exchange
+                ), way.value
         except TrialError as error:
             faults.append(error)
         except ZeroTrialError:
-            raise  # a config that cannot be used, in either way
+            raise  # a config that cannot be used, in any way
         except Exception as error:
             faults.append(error)
-    raise TrialError(
-        f"a micro-batch cannot be rehearsed: {faults[0]}", where="plan", got=type(faults[0]).__name__
-    ) from faults[0]
+    last = faults[-1]  # of the traced one, or the only one: the user's own fault looks the same in all
+    raise TrialError(f"a micro-batch cannot be rehearsed: {last}", where="plan", got=type(last).__name__) from last
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
@@ -163,17 +194,16 @@ _SILENT: dict[str, Any] = {
 }
 
 
-def _engine(role: Role, options: dict[str, Any], world: World, live: LiveBytes, imagined: bool) -> Engine:
+def _engine(role: Role, options: dict[str, Any], world: World, live: LiveBytes) -> Engine:
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
-    device = role.blueprint.device if imagined else torch.device("cpu")
     mesh = imagined_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
-    return build_engine(model, role.settings, mesh, device, **options)
+    return build_engine(model, role.settings, mesh, role.blueprint.device, **options)
 
 
-def _call(micro: Micro | None, engines: Sequence[Engine], imagined: bool) -> None:
+def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]) -> None:
     if micro is not None:
-        micro(engines, imagined)
+        micro(engines, batches)
 
 
 def _empty_step(engine: Engine) -> None:
@@ -181,3 +211,8 @@ def _empty_step(engine: Engine) -> None:
     if engine.optimizer is not None:
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
+
+
+def largest(batch: Any) -> int:
+    """Elements of the batch's largest tensor."""
+    return max((leaf.numel() for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)), default=0)

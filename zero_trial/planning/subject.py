@@ -66,18 +66,13 @@ class ModelSubject:
     def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
 
-        def micro(engines: Sequence[Engine], imagined: bool) -> None:
-            given = self._blueprint.batch(batch, imagined=imagined)
-            engines[0].backward(self._loss(engines[0], given))
+        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
+            engines[0].backward(self._loss(engines[0], batches[0]))
             engines[0].step()
 
-        role = Role(self._blueprint, settings)
         calls = settings.gradient_accumulation_steps or 1
-        if self._batch is None:
-            return rehearse_either([role], ranks, None, one_host=one_host)
-        return rehearse_either(
-            [role], ranks, micro, calls=calls, work=self.parameters * largest(batch), one_host=one_host
-        )
+        known = micro if self._batch is not None else None
+        return rehearse_either([Role(self._blueprint, settings)], ranks, known, [batch], calls=calls, one_host=one_host)
 
 
 def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
@@ -127,8 +122,3 @@ def first_rows(batch: Any, rows: int, wanted: int) -> Any:
         return leaf[torch.arange(wanted) % rows]
 
     return tree_map(fit, batch)
-
-
-def largest(batch: Any) -> int:
-    """Elements of the batch's largest tensor."""
-    return max((leaf.numel() for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)), default=0)

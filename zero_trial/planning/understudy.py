@@ -18,7 +18,7 @@ from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.imagined_mesh import imagined_mesh
 from zero_trial.planning.plan import Figures
 from zero_trial.planning.rehearsal import Role, rehearse_either, variant
-from zero_trial.planning.subject import first_rows, largest, rows_of
+from zero_trial.planning.subject import first_rows, rows_of
 
 
 class Understudy:
@@ -122,19 +122,17 @@ class TrialSubject:
         ]
         if self._train is None:
             return rehearse_either(roles, ranks, None, one_host=one_host)
-        train, blueprint = self._train, roles[0].blueprint
-        batches = [
-            first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches
-        ]
+        train = self._train
+        given = [first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches]
 
-        def micro(engines: Sequence[Engine], imagined: bool) -> None:
+        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
             for part, engine in zip(self._parts, engines, strict=True):
                 part.understudy.playing = engine
-            train(_again([blueprint.batch(batch, imagined=imagined) for batch in batches]))
+            train(_again(batches))
 
-        calls = self._calls_per_step or accumulation
-        work = self.parameters * max((largest(batch) for batch in batches), default=0)
-        return rehearse_either(roles, ranks, micro, calls=calls, work=work, one_host=one_host)
+        return rehearse_either(
+            roles, ranks, micro, given, calls=self._calls_per_step or accumulation, one_host=one_host
+        )
 
 
 def _again(batches: Sequence[Any]) -> Any:

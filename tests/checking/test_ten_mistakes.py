@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ import pytest
 import torch
 
 import zero_trial
-from tests.checking.project import DS_CONFIG, EXPERIMENT, messages, project
+from tests.checking.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
 from tests.trial.harness import LineTrial, run_rank, steps
+from zero_trial.cli.main import main
 from zero_trial.errors import CheckpointError, Diverged
 from zero_trial.trial import Batch
 
@@ -67,6 +71,31 @@ def test_5_a_wrong_entrypoint(tmp_path: Path):
     assert only(messages(report)) == (
         "error: const.yaml:2 entrypoint: model_def:LineTrail not found in ./model_def.py; it defines LineTrial(ZeroTrial). "
         "Use entrypoint: model_def:LineTrial."
+    )
+
+
+@pytest.fixture
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is imported from the project's folder is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "model_def":
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("own_modules")
+def test_6_too_large_for_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    large = "torch.nn.Sequential(torch.nn.Linear(4, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 1))"
+    model = MODEL.replace('torch.nn.Linear(context.get_hparam("width"), 1)', large)
+    made = project(tmp_path, ds_config={**DS_CONFIG, "train_batch_size": 512}, model=model.replace("* 40", "* 600"))
+    assert main(["plan", str(made.experiment), str(tmp_path), "--limit", "6MiB"]) == 3
+    assert re.fullmatch(
+        r"error   rank 0 needs \d\.\d MiB, has 6\.0 MiB \(activations \d\.\d MiB\)\. "
+        r"Smallest change that fits: micro batch 256→128 with accumulation 1→2 \(same global batch\)\."
+        r"( Also: stage 0→\d saves \d+\.\d KiB\.)?\n",
+        capsys.readouterr().err,
     )
 
 

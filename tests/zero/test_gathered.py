@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
+from zero_trial.errors import TrialError
 from zero_trial.zero import GatheredParameters
 
 FREE: dict[str, Any] = {
@@ -152,3 +153,44 @@ def test_ordinary_parameters_pass_through() -> None:
     assert layer.weight.eq(3).all()
     with GatheredParameters([]):
         pass
+
+
+def around_a_step(zero: dict[str, Any]) -> list[float]:
+    """A penalty on all weights, computed by user code outside any forward: the block spans forward and backward."""
+    engine = make_engine(TinyLM, {"zero_optimization": zero})
+    losses = []
+    for step in range(3):
+        with GatheredParameters(engine.module):
+            loss = engine(tokens(step, 4)[2 * engine.global_rank :][:2])
+            loss = loss + 1e-2 * sum(param.square().sum() for param in engine.module.parameters())
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_around_forward_and_backward(ranks: Pools) -> None:
+    """What somebody holds open is not freed by the blocks' own coming and going."""
+    assert ranks(2).run(around_a_step, FREE) == ranks(2).run(around_a_step, {"stage": 1})
+
+
+def step_inside() -> list[Any]:
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    weight = engine.module.blocks[0].up.weight
+    with GatheredParameters(weight):
+        train_engine(engine, range(1))
+        stale = bool(weight.isnan().all())
+    try:
+        with GatheredParameters(weight, modifier_rank=0):
+            train_engine(engine, range(1))
+        message = "accepted"
+    except TrialError as error:
+        message = str(error)
+    train_engine(engine, range(1))
+    return [stale, message]
+
+
+def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
+    for stale, message in ranks(2).run(step_inside):
+        assert stale
+        assert "Leave the block before engine.step()" in message

@@ -266,3 +266,38 @@ def test_side_outputs_are_tensors_with_a_history_left_on_modules() -> None:
     net[0].aux = net[0].weight.sum()
     net[0].plain = torch.ones(1)
     assert [id(t) for t in side_outputs(attributes)] == [id(net[0].aux)]
+
+
+@pytest.mark.parametrize("reshard", ["auto", "forward", "step"])
+def test_a_backward_pass_through_a_backward_pass(reshard: str) -> None:
+    """A gradient penalty (WGAN-GP): the graph of the first backward pass needs the weights again."""
+    model, watch = build(reshard)
+    torch.manual_seed(0)
+    plain = Net()
+    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
+
+    def penalty(net: nn.Module) -> torch.Tensor:
+        inputs = x.clone().requires_grad_()
+        loss: torch.Tensor = net(inputs)
+        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + slope.square().sum()
+
+    expected = penalty(plain)
+    expected.backward()
+    for _ in range(2):
+        loss = penalty(model.module)
+        model.begin_backward(reduce=True, last=True)
+        loss.backward()
+        model.end_backward()
+        assert loss.item() == expected.item()
+        for landing in model.landings:
+            for piece in landing.unit.layout.pieces(0):
+                grad = plain.get_parameter(piece.slot.name).grad
+                assert grad is not None
+                assert torch.allclose(
+                    landing.shard[piece.offset : piece.offset + piece.numel], grad.reshape(-1), atol=1e-7
+                )
+        model.settle()
+        model.reducer.reset()
+        model.publish()
+        assert watch.live() == set()

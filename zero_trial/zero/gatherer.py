@@ -50,6 +50,7 @@ class Gatherer:
         self._total = sum(self._sizes.values())
         self._order = UseOrder(self._sizes)
         self._cleaning = False
+        self._to_be_continued = False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
         self.last_micro_batch = True
         self._inside_root = False
         self.handles: list[Any] = []
@@ -85,7 +86,8 @@ class Gatherer:
 
     def start_step(self) -> None:
         """Parameters are about to change hands: a new sequence of uses begins."""
-        self._inside_root = False  # a forward that raised did not say that it left
+        # A pass that raised did not say that it ended.
+        self._inside_root = self._cleaning = self._to_be_continued = False
         self._order.start_step()
 
     def ensure(self, block: str, *, record: bool = True) -> None:
@@ -164,6 +166,7 @@ class Gatherer:
 
     def _before_backward(self, block: str, grad: torch.Tensor) -> None:
         self.ensure(block)
+        self._to_be_continued = torch.is_grad_enabled()
         if not self._cleaning:
             self._cleaning = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -196,6 +199,8 @@ class Gatherer:
         return near and self._limits.max_reuse_distance > 0 and self._fits()
 
     def _keeps_after_backward(self) -> bool:
+        if self._to_be_continued:
+            return True
         if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
             return False
         return self._reshard is Reshard.AFTER_STEP or self._fits()

@@ -200,17 +200,28 @@ class ShardedModel:
 
     def open(self, params: list[nn.Parameter]) -> None:
         self.wait()
-        opened = [unit for unit in self._units_of(params) if not unit.live]
+        visited = self._units_of(params)
+        opened = [unit for unit in visited if not unit.live]
         for unit in opened:
             unit.start_gather()
         for unit in opened:
             unit.finish_gather()
+        for unit in visited:
+            unit.pins += 1
         self._visits.append(opened)
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        opened = self._visits.pop()
-        for unit in self._units_of(params):
+        opened, visited = self._visits.pop(), self._units_of(params)
+        for unit in visited:
+            unit.pins -= 1
+        for unit in visited:
             if source is not None:
+                if not unit.live:
+                    raise TrialError(
+                        "the optimizer stepped inside a block that edits parameters",
+                        where=f"GatheredParameters(modifier_rank={source})",
+                        fix="Leave the block before engine.step().",
+                    )
                 self.mesh.data.broadcast(unit.full, f"edited {unit.name}", source)
                 unit.take_edits()
             if unit in opened:

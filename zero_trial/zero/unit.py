@@ -57,6 +57,7 @@ class Unit:
         self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
+        self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
         self._gathering: Pending | None = None
         self._freed = [absent(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
         master = self._fill(read, agree)[low:high]
@@ -106,12 +107,13 @@ class Unit:
     def gathering(self) -> bool:
         return self._gathering is not None
 
-    def free(self) -> None:
-        """Gives the full buffer's memory back. The parameters keep their shapes but read as NaN: a use outside its time is loud, not stale.
+    def free(self, *, stale: bool = False) -> None:
+        """Gives the full buffer's memory back, unless somebody has pinned it (``stale``: even then).
 
-        Tensors that autograd saved as views of ``full`` stay valid: they share the storage, which the next gather refills.
+        The parameters keep their shapes but read as NaN: a use outside its time is loud, not stale. Tensors that autograd saved as views
+        of ``full`` stay valid: they share the storage, which the next gather refills.
         """
-        if not self.live or self.plan.params is Lifetime.ALWAYS:
+        if not self.live or self.plan.params is Lifetime.ALWAYS or (self.pins and not stale):
             return
         self.live = False
         for param, nothing in zip(self.params, self._freed, strict=True):
@@ -126,7 +128,7 @@ class Unit:
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
-            self.free()
+            self.free(stale=True)
             return None
         if self.comm.size == 1:
             return None

@@ -1,0 +1,49 @@
+"""Actions and their text form."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.pipeline.actions import Action, Kind, parse_row
+
+TEXTS = {
+    "2F0": Action(Kind.F, 2, 0),
+    "0B11": Action(Kind.B, 0, 11),
+    "10I3": Action(Kind.I, 10, 3),
+    "1W2": Action(Kind.W, 1, 2),
+    "1SEND_F0": Action(Kind.SEND_F, 1, 0),
+    "2RECV_F0": Action(Kind.RECV_F, 2, 0),
+    "2SEND_B7": Action(Kind.SEND_B, 2, 7),
+    "1RECV_B7": Action(Kind.RECV_B, 1, 7),
+    "3UNSHARD": Action(Kind.UNSHARD, 3),
+    "3RESHARD": Action(Kind.RESHARD, 3),
+    "3REDUCE": Action(Kind.REDUCE, 3),
+    "3REDUCE1": Action(Kind.REDUCE, 3, 1),
+    "0TIED_REDUCE1": Action(Kind.TIED_REDUCE, 0, tie=1),
+    "STEP": Action(Kind.STEP),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_and_back(text: str):
+    assert Action.parse(text) == TEXTS[text] and str(TEXTS[text]) == text
+
+
+def test_every_kind_has_a_text():
+    assert {action.kind for action in TEXTS.values()} == set(Kind)
+
+
+def test_a_row():
+    assert parse_row(" 0F0\n0B0 STEP ") == (Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Action(Kind.STEP))
+
+
+@pytest.mark.parametrize("text", ["", "F0", "0F", "0G0", "0STEP", "STEP1", "0UNSHARD1", "0TIED_REDUCE", "0F-1", "0f0"])
+def test_what_is_no_action(text: str):
+    with pytest.raises(ConfigError, match="this is no action"):
+        Action.parse(text)
+
+
+def test_actions_do_not_change():
+    with pytest.raises(AttributeError):
+        Action(Kind.F, 0, 0).chunk = 1  # type: ignore[misc]

@@ -123,13 +123,14 @@ def state_travels(stage: int) -> list[bool]:
     train(model, 2)
     kept = {(v.kind, v.name, v.start): v.tensor.clone() for v in optimizer.views()}
     scalars = optimizer.scalars()
+    shapes = {slot.name: slot.shape for unit in model.units for slot in unit.layout.slots}
     train(model, 1)
     expected = {(v.kind, v.name, v.start): v.tensor.clone() for v in optimizer.views()}
 
     other = build(stage)
     fresh = add_optimizer(other, torch.optim.AdamW, lr=1e-3)
     assert [v.kind for v in fresh.views() if v.kind != "master"] == []
-    fresh.make_state(["exp_avg", "exp_avg_sq"], scalars)
+    fresh.make_state(["exp_avg", "exp_avg_sq"], scalars, lambda kind, name: shapes.get(name))
     for view in fresh.views():
         view.tensor.copy_(kept[view.kind, view.name, view.start])
     for unit in other.units:

@@ -59,7 +59,8 @@ class Saver:
         engine.sharded.wait()
         tag = tag or f"global_step{engine.global_steps}"
         tag = self._same_everywhere(tag)
-        state, state_tensors = encode(self._state(client_state), "engine")
+        state = self._state(client_state)
+        state, state_tensors = self._together(lambda: encode(state, "engine"), "engine state")
         own, own_tensors = encode(self._own_state(), f"rank{engine.mesh.rank}")
         slices = list(self._weights(without_frozen)) + list(self._moments()) + [Slice.whole(n, t) for n, t in own_tensors.items()]
         if engine.mesh.rank == 0:
@@ -130,18 +131,28 @@ class Saver:
     def _state(self, client_state: dict[str, Any]) -> dict[str, Any]:
         engine = self._engine
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+        scalars, kinds = self._optimizer_facts()
         return {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "loss_scaler": engine.loss_scaler.to_json(),
             "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
+            "optimizer": engine.optimizer.identity() if engine.optimizer is not None else None,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
-            "scalars": engine.optimizer.scalars() if engine.optimizer is not None else {},
-            "kinds": sorted({view.kind for view in engine.optimizer.views()} - {"master"}) if engine.optimizer is not None else [],
+            "scalars": scalars,
+            "kinds": kinds,
             "reduction_order": engine.sharded.reducer.order_by_name(),
             "aliases": self._aliases(),
             "ds_config": dict(engine.config.raw),
             "client": client_state,
         }
+
+    def _optimizer_facts(self) -> tuple[dict[str, dict[str, float]], list[str]]:
+        """Scalar state by group, and the kinds of other state: from all ranks, for a rank's shards may hold nothing of a group. Collective."""
+        optimizer = self._engine.optimizer
+        scalars = optimizer.scalars() if optimizer is not None else {}
+        kinds = sorted({view.kind for view in optimizer.views()} - {"master"}) if optimizer is not None else []
+        everyone = self._engine.mesh.world.gather_json([scalars, kinds], "optimizer state")
+        return {key: value for row, _ in everyone for key, value in row.items()}, sorted({kind for _, row in everyone for kind in row})
 
     def _own_state(self) -> dict[str, Any]:
         """What belongs to this rank alone: random generators, and buffers that differ from rank 0's (running statistics)."""
@@ -177,6 +188,7 @@ class Saver:
         if with_optimizer and engine.optimizer is not None:
             self._together(lambda: self._read_optimizer(reader, state), "read optimizer state")
         engine.sharded.publish()
+        engine.sharded.publish_frozen()
         engine.sharded.wait()
         if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
             engine.lr_scheduler.load_state_dict(state["scheduler"])
@@ -229,21 +241,25 @@ class Saver:
             for piece in unit.layout.pieces(unit.comm.index):
                 part = unit.master[piece.offset : piece.offset + piece.numel]
                 slices.append(Slice(f"param/{piece.slot.name}", piece.slot.shape, piece.start, piece.stop, part))
-        for name, (param, _) in parameter_names(engine.module).items():
-            if id(param) not in managed:
-                slices.append(Slice.whole(f"param/{name}", param.data))
-        slices += [Slice.whole(f"buffer/{name}", buffer) for name, buffer in buffers.items() if buffer.is_contiguous()]
+        rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+        rest |= {f"param/{name}": param.data for name, (param, _) in parameter_names(engine.module).items() if id(param) not in managed}
+        flat = {name: tensor.contiguous() for name, tensor in rest.items()}  # a copy, where it is not
+        slices += [Slice.whole(name, tensor) for name, tensor in flat.items()]
         with torch.no_grad():
             reader.read_into([part for part in slices if part.name in known])
+            for name, tensor in rest.items():
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat[name])
 
     def _read_optimizer(self, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
         optimizer = self._engine.optimizer
         if optimizer is None:
             return
-        for group, saved in zip(optimizer.param_groups, state["groups"], strict=False):
+        self._require_same_optimizer(reader, state)
+        for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key in group and key not in ("fused", "foreach", "capturable")})
-        optimizer.make_state(state["kinds"], state["scalars"])
         known = reader.shapes
+        optimizer.make_state(state["kinds"], state["scalars"], lambda kind, name: known.get(f"state/{kind}/{name}"))
         slices = [
             Slice(f"state/{view.kind}/{view.name}", view.shape, view.start, view.stop, view.tensor)
             for view in optimizer.views()
@@ -258,6 +274,29 @@ class Saver:
                 fix="Load with load_optimizer_states=False to start the optimizer afresh.",
             )
         reader.read_into(slices)
+
+    def _require_same_optimizer(self, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
+        optimizer = self._engine.optimizer
+        fix = "Load with load_optimizer_states=False to start the optimizer afresh."
+        if optimizer is None:
+            return
+        mine, stored = optimizer.identity(), state["optimizer"]
+        if stored is not None and mine["settings"] != stored["settings"]:
+            raise CheckpointError(
+                "the checkpoint holds the state of another optimizer",
+                where=str(reader.folder),
+                got=stored["class"],
+                expected=mine["class"],
+                fix=fix,
+            )
+        if len(state["groups"]) != len(optimizer.param_groups):
+            raise CheckpointError(
+                "the checkpoint has another number of optimizer groups",
+                where=str(reader.folder),
+                got=len(state["groups"]),
+                expected=len(optimizer.param_groups),
+                fix=fix,
+            )
 
     def _read_own(self, reader: CheckpointReader) -> None:
         """Random generators and own buffers; they mean something only for as many ranks as wrote them."""

@@ -44,13 +44,14 @@ def members_of(
 ) -> tuple[list[Member], dict[str, nn.Parameter], Sequence[str]]:
     """Members for partitioning, parameters by first name, and block names. ``groups``: id(parameter) -> optimizer group.
 
-    A trainable parameter in no group is nobody's: like a frozen one it is left as it is (or only sharded, ``with_frozen``).
+    A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter where nothing is trained. A trainable
+    parameter in no group belongs to someone else's optimizer: it is left as it is.
     """
     blocks = find_blocks(facts_of(module), rules)
     members, params = [], {}
     for name, (param, names) in parameter_names(module).items():
         trained = param.requires_grad and id(param) in groups
-        if not trained and (not with_frozen or param.requires_grad):
+        if not trained and (not with_frozen or (param.requires_grad and groups)):
             continue
         if trained and param.is_complex():
             raise ConfigError(

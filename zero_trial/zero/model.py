@@ -22,7 +22,16 @@ from zero_trial.zero.heap import keep_freed_memory
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import lay_out
 from zero_trial.zero.optimizer import ShardedOptimizer
-from zero_trial.zero.partition import Grouping, LeafRules, Limits, into_blocks, into_buckets, merge_small, persistent_members, runs_of_groups
+from zero_trial.zero.partition import (
+    Grouping,
+    LeafRules,
+    Limits,
+    into_blocks,
+    into_buckets,
+    merge_small,
+    persistent_members,
+    runs_of_groups,
+)
 from zero_trial.zero.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.zero.presharded import read_first_values
 from zero_trial.zero.reducer import Reducer
@@ -170,6 +179,12 @@ class ShardedModel:
             elif (pending := unit.publish()) is not None:
                 self._publishing.append(pending)
         self.gatherer.start_step()
+
+    def publish_frozen(self) -> None:
+        """Frozen values were replaced (a checkpoint was read): as :meth:`publish`, for those that no step changes. Collective over shard."""
+        for unit in self.units:
+            if not unit.trainable and (pending := unit.publish()) is not None:
+                self._publishing.append(pending)
 
     def wait(self) -> None:
         """Returns when every parameter that always lives is whole again."""

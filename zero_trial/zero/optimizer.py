@@ -12,6 +12,7 @@ from torch import nn
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import Lamb, Segment, scaled_step
 from zero_trial.zero.landing import Landing
+from zero_trial.zero.layout import Slot
 from zero_trial.zero.store import DeviceStore, ShardPiece, StateStore
 from zero_trial.zero.unit import Unit
 
@@ -47,7 +48,7 @@ def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool) -> list[Shar
             groups = {slot.name: group for group, run in unit.runs.items() for slot in unit.layout.slots if run[0] <= slot.offset < run[1]}
             for slot in unit.layout.slots:
                 if slot.numel:
-                    view = unit.master[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                    view = unit.master[slot.offset : slot.offset + slot.numel].view(slot.shape or (1,))
                     pieces.append(ShardPiece(unit, landing, groups[slot.name], slot.offset, slot.offset + slot.numel, nn.Parameter(view)))
             continue
         for group, (start, stop) in sorted(unit.runs.items()):
@@ -105,8 +106,15 @@ class ShardedOptimizer:
         """Nothing to do here: gradients live in the units, and :meth:`Engine.zero_grad` forgets them."""
 
     def views(self) -> Iterator[StateView]:
-        """Every elementwise tensor of master weights and state on this rank, by logical tensor."""
+        """Every tensor of master weights and state on this rank, by logical tensor.
+
+        State that is not one value per element (rows and columns of Adafactor) exists for whole tensors only and has its own shape.
+        """
         for piece in self.pieces:
+            if (slot := whole_slot(piece)) is not None:
+                for key, value in self.base.state.get(piece.weight, {}).items():
+                    if torch.is_tensor(value) and value.dim() > 0 and not is_elementwise_state(value, piece):
+                        yield StateView(key, slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
             tensors = {"master": piece.weight.detach()} | {
                 key: value for key, value in self.base.state.get(piece.weight, {}).items() if is_elementwise_state(value, piece)
             }
@@ -130,15 +138,32 @@ class ShardedOptimizer:
                     found.setdefault(str(piece.group), {})[key] = float(value)
         return found
 
-    def make_state(self, kinds: Sequence[str], scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Creates state tensors of the named kinds (zeros) and the scalar state, so that a checkpoint can be read into :meth:`views`."""
+    def make_state(
+        self, kinds: Sequence[str], scalars: Mapping[str, Mapping[str, float]], shape_of: Callable[[str, str], tuple[int, ...] | None]
+    ) -> None:
+        """Replaces all state by zeros of the named kinds and the scalar state, so that a checkpoint can be read into :meth:`views`.
+
+        ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece of that tensor gets none either.
+        """
+        self.base.state.clear()
         for piece in self.pieces:
-            state = self.base.state[piece.weight]
+            weight, slot = piece.weight.detach(), whole_slot(piece)
+            start, stop = piece.unit.runs[piece.group]
+            names = [part.name for part in ([slot] if slot is not None else piece.unit.layout.slots) if start <= part.offset < stop]
+            state: dict[str, Any] = {}
             for kind in kinds:
-                if kind not in state or not is_elementwise_state(state[kind], piece):
-                    state[kind] = torch.zeros_like(piece.weight.detach())
+                shape = next((found for name in names if (found := shape_of(kind, name)) is not None), None)
+                if shape is not None:
+                    own_shape = slot is not None and shape != slot.shape
+                    state[kind] = weight.new_zeros(shape if own_shape else weight.shape)
             for key, value in scalars.get(str(piece.group), {}).items():
-                state[key] = torch.tensor(value, dtype=torch.float32, device=piece.weight.device if _fused(self.base) else "cpu")
+                state[key] = torch.tensor(value, dtype=torch.float32, device=weight.device if _fused(self.base) else "cpu")
+            if state:
+                self.base.state[piece.weight] = state
+
+    def identity(self) -> dict[str, Any]:
+        """Class and hyperparameters' names, for a checkpoint: state is another optimizer's if the latter differ."""
+        return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
 
     def bind_tensors(self, sum_over_shards: Callable[[torch.Tensor], None]) -> None:
         """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor."""
@@ -179,6 +204,20 @@ class ShardedOptimizer:
             for value in self.base.state.get(piece.weight, {}).values()
             if torch.is_tensor(value) and is_elementwise_state(value, piece)
         )
+
+
+# Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.
+_HOW_NOT_WHAT = frozenset(
+    ["lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad", "decoupled_weight_decay", "bias_correction"]
+)
+
+
+def whole_slot(piece: ShardPiece) -> Slot | None:
+    """The tensor that ``piece`` is, if it is exactly one, in its shape."""
+    if piece.unit.comm.size > 1:
+        return None
+    shape = tuple(piece.weight.shape)
+    return next((slot for slot in piece.unit.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None)
 
 
 def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:

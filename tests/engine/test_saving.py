@@ -1,0 +1,444 @@
+"""Saving and resuming an engine: the same bits afterwards, on as many ranks and at whatever ZeRO stage."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import zero_trial
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.pool import Pools, RankPool
+from zero_trial import zero
+from zero_trial.errors import CheckpointError, MeshError, TrialError
+
+
+class Net(nn.Module):
+    """Dropout, running statistics of each rank's own data, a tied weight, frozen, small, scalar and empty parameters."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 11)
+        self.norm = nn.BatchNorm1d(11) if norm else nn.Identity()
+        self.blocks = nn.ModuleList([nn.Linear(11, 11) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.frozen = nn.Linear(11, 11).requires_grad_(False)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.last = nn.Linear(11, 4)
+        self.register_buffer("turned", torch.rand(3, 2).t())
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        for block in self.blocks:
+            x = x + nn.functional.dropout(torch.tanh(block(x)), 0.3)
+        return self.last(self.frozen(x) * self.scale)
+
+
+def narrow() -> nn.Module:
+    return Net(norm=False)
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return (model(turn.normal(4, 5)) - 1).float().square().mean()
+
+
+ALL = {
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": 2,
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 3, "total_num_steps": 12, "warmup_max_lr": 0.01},
+    },
+}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1}}
+
+
+def engine_of(stage: str, config: dict[str, Any], build: Any = Net, seed: int = 1, **kwargs: Any) -> zero_trial.Engine:
+    case = Case(lambda: (torch.manual_seed(seed), build())[1], loss, config=config)
+    return build_engine(case, STAGES[stage], **kwargs)
+
+
+def values_of(engine: zero_trial.Engine) -> dict[str, torch.Tensor]:
+    """Masters, moments and buffers by name. Collective."""
+    found = {f"buffer {name}": value.clone() for name, value in engine.module.named_buffers() if "scratch" not in name}
+    with zero.GatheredParameters(engine.module):
+        found |= {f"param {name}": param.detach().clone() for name, param in engine.module.named_parameters()}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and param.numel() and engine.optimizer is not None:
+            found[f"master {name}"] = zero.safe_get_full_fp32_param(param)
+            for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                state = zero.safe_get_full_optimizer_state(param, kind)
+                if state is not None:
+                    found[f"{kind} {name}"] = state
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names that differ in any bit."""
+    return sorted(
+        name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
+    )
+
+
+def train(engine: zero_trial.Engine, steps: range) -> list[tuple[float, float, float]]:
+    """(loss, lr, loss scale) of every micro-batch; the gradient of step 2 and of step 5 overflows on rank 1 in fp16."""
+    trace = []
+    for step in steps:
+        for number in range(engine.gradient_accumulation_steps()):
+            value = loss(engine, Turn(step, number, engine.global_rank))
+            bad = step in (2, 5) and engine.global_rank == 1 and engine.fp16_enabled()
+            engine.backward(value * float("inf") if bad else value)
+            engine.step()
+            trace.append((value.item(), engine.get_lr()[0], engine.loss_scale))
+    return trace
+
+
+def counters(engine: zero_trial.Engine) -> tuple[int, ...]:
+    return engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps
+
+
+def resume(stage: str, config: dict[str, Any], folder: str, wide: bool) -> None:
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    build = Net if wide else narrow
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    engine = engine_of(stage, config, build)
+    torch.manual_seed(100 + engine.global_rank)
+    train(engine, range(4))
+    assert engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "a", 7: (1.5, None), "t": torch.arange(3)})
+    at_save, count = values_of(engine), counters(engine)
+    unbroken = train(engine, range(4, 8))
+
+    again = engine_of(stage, config, build, seed=2)
+    torch.manual_seed(999)
+    path, client = again.load_checkpoint(folder)
+    assert path == str(Path(folder) / "global_step4")
+    assert client is not None
+    assert (client["epoch"], client["note"], client[7]) == (3, "a", (1.5, None))
+    assert torch.equal(client["t"], torch.arange(3))
+    assert counters(again) == count
+    assert same(at_save, values_of(again)) == []
+    assert train(again, range(4, 8)) == unbroken
+    assert counters(again) == counters(engine)
+    assert same(values_of(engine), values_of(again)) == []
+    state = engine.module_state_dict(), again.module_state_dict()
+    assert same(*({k: v for k, v in found.items() if "scratch" not in k} for found in state)) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(ranks: Pools, stage: str, tmp_path: Path) -> None:
+    ranks(2).run(resume, stage, ALL, str(tmp_path), True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_fp16_run_has_the_bits_of_the_unbroken_one(ranks: Pools, stage: str, tmp_path: Path) -> None:
+    ranks(2).run(resume, stage, ALL | FP16, str(tmp_path), False)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        {"type": "Adagrad", "params": {"lr": 0.01}},
+        {"type": "NAdam", "params": {"lr": 0.01}},
+        {"type": "Lion", "params": {"lr": 0.001}},
+        {"type": "Lamb", "params": {"lr": 0.01}},
+    ],
+    ids=lambda optimizer: optimizer["type"],
+)
+def test_every_optimizers_state_is_resumed(ranks: Pools, optimizer: dict[str, Any], tmp_path: Path) -> None:
+    ranks(2).run(resume, "zero3", {"optimizer": optimizer, "bf16": {"enabled": True}}, str(tmp_path), False)
+
+
+def test_an_optimizer_of_whole_tensors_is_resumed(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(resume, "zero0", {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}}, str(tmp_path), False)
+
+
+# --- other numbers of ranks, other stages ---------------------------------------------------------------------------------
+
+PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "1 rank zero0": (1, "zero0", {}),
+    "1 rank zero3": (1, "zero3", {}),
+    "2 ranks zero1": (2, "zero1", {}),
+    "2 ranks zero3": (2, "zero3", {}),
+    "4 ranks zero2": (4, "zero2", {}),
+    "4 ranks hybrid": (4, "zero3-free", {"mesh": {"shard": 2, "replica": 2}}),
+}
+TRIANGLE = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": None,
+    "bf16": {"enabled": True},
+}
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {"params": [p for n, p in named if n.startswith("blocks")], "lr": 0.004},
+        {"params": [p for n, p in named if not n.startswith("blocks")], "weight_decay": 0.1},
+    ]
+
+
+def engine_at(place: str, seed: int) -> zero_trial.Engine:
+    _, stage, mesh = PLACES[place]
+    torch.manual_seed(seed)
+    model = narrow()
+    config = {key: value for key, value in (TRIANGLE | mesh).items() if value is not None}
+    config |= {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": STAGES[stage],
+        "comm_timeout_seconds": 30.0,
+    }
+    return zero_trial.initialize(model=model, model_parameters=two_groups(model), config=config)[0]
+
+
+def write(place: str, folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_at(place, 1)
+    train(engine, range(3))
+    engine.save_checkpoint(folder, "here", client_state={"from": place})
+    return values_of(engine)
+
+
+def read(place: str, folder: str, saved: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    engine = engine_at(place, 2)
+    train(engine, range(1))
+    _, client = engine.load_checkpoint(folder, "here")
+    differing, steps = same(saved, values_of(engine)), engine.global_steps
+    lrs = engine.get_lr()
+    for number in range(engine.gradient_accumulation_steps()):
+        assert engine.is_gradient_accumulation_boundary() == (number + 1 == engine.gradient_accumulation_steps())
+        engine.backward(loss(engine, Turn(3, number, engine.global_rank)))
+        engine.step()
+    assert engine.was_step_applied()
+    assert all(torch.isfinite(value).all() for value in values_of(engine).values())
+    return differing, steps, engine.global_steps, client, lrs
+
+
+@pytest.mark.parametrize("source", PLACES)
+def test_saved_anywhere_loaded_anywhere(ranks: Pools, source: str, tmp_path: Path) -> None:
+    saved = ranks(PLACES[source][0]).run(write, source, str(tmp_path))[0]
+    for target in PLACES:
+        for answer in ranks(PLACES[target][0]).run(read, target, str(tmp_path), saved):
+            assert answer == ([], 3, 4, {"from": source}, [0.004, 0.01]), target
+
+
+# --- what is loaded, and what is refused ----------------------------------------------------------------------------------
+
+
+def parts(folder: str) -> None:
+    """Weights only; weights and schedule; everything."""
+    engine = engine_of("zero3", ALL)
+    train(engine, range(3))
+    engine.save_checkpoint(folder, "a")
+    saved = values_of(engine)
+
+    only = engine_of("zero1", ALL, seed=2)
+    train(only, range(1))
+    before, count, lr = values_of(only), counters(only), only.get_lr()
+    only.load_checkpoint(folder, "a", load_module_only=True)
+    after = values_of(only)
+    assert same({k: v for k, v in saved.items() if k.startswith(("master", "param"))}, _weights(after)) == []
+    assert (
+        same(
+            {k: v for k, v in before.items() if k.startswith("exp")},
+            {k: v for k, v in after.items() if k.startswith("exp")},
+        )
+        == []
+    )
+    assert (counters(only), only.get_lr()) == (count, lr)
+
+    fresh = engine_of("zero2", ALL, seed=2)
+    fresh.load_checkpoint(folder, "a", load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert same(_weights(saved), _weights(values_of(fresh))) == []
+    assert not any(name.startswith("exp") for name in values_of(fresh))
+    assert fresh.global_steps == 3
+    assert fresh.get_lr() != engine.get_lr()
+    train(fresh, range(3, 4))
+
+    bare = engine_of("zero1", {"optimizer": None}, seed=2)  # evaluation only: no optimizer at all
+    bare.load_checkpoint(folder)
+    assert (
+        same(
+            {k: v for k, v in saved.items() if k.startswith("param")},
+            {k: v for k, v in values_of(bare).items() if k.startswith("param")},
+        )
+        == []
+    )
+
+
+def _weights(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in found.items() if name.startswith(("master", "param"))}
+
+
+def test_parts_of_a_checkpoint(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(parts, str(tmp_path))
+
+
+def message(act: Any, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as raised:
+        act()
+    return str(raised.value)
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(11, 3)
+        self.last = nn.Linear(11, 7)
+
+
+class Smaller(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first.bias
+        self.first.register_parameter("bias", None)
+
+
+def refusals(folder: str) -> dict[str, str]:
+    engine = engine_of("zero3", ALL)
+    train(engine, range(1))
+    assert engine.load_checkpoint(folder + "/none") == (None, None)
+    engine.save_checkpoint(folder, "one")
+    found = {"no such tag": message(lambda: engine.load_checkpoint(folder, "two"), CheckpointError)}
+    wider = engine_of("zero2", ALL, Wider)
+    found["wider"] = message(lambda: wider.load_checkpoint(folder, "one"), CheckpointError)
+    smaller = engine_of("zero2", ALL, Smaller)
+    found["smaller"] = message(lambda: smaller.load_checkpoint(folder, "one"), CheckpointError)
+    smaller.load_checkpoint(folder, "one", load_module_strict=False)
+    train(smaller, range(1, 2))
+    sgd = engine_of("zero2", ALL | {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}})
+    found["other optimizer"] = message(lambda: sgd.load_checkpoint(folder, "one"), CheckpointError)
+    sgd.load_checkpoint(folder, "one", load_optimizer_states=False)
+    train(sgd, range(1, 2))
+    torch.manual_seed(1)
+    model = Net()
+    groups = [
+        {"params": [model.first.weight]},
+        {"params": [p for p in model.parameters() if p is not model.first.weight]},
+    ]
+    grouped = engine_of("zero2", ALL, lambda: model, model_parameters=groups)
+    found["other groups"] = message(lambda: grouped.load_checkpoint(folder, "one"), CheckpointError)
+    engine.backward(loss(engine, Turn(1, 0, 0)))
+    engine.step()
+    found["in the middle"] = message(lambda: engine.save_checkpoint(folder, "mid"), TrialError)
+    engine.backward(loss(engine, Turn(1, 1, 0)))
+    engine.step()
+    bad = {"bad": object()} if engine.global_rank == 1 else {}
+    found["client state"] = message(lambda: engine.save_checkpoint(folder, "state", client_state=bad), CheckpointError)
+    found["tag"] = message(lambda: engine.save_checkpoint(folder, "a/b"), CheckpointError)
+    engine.config  # noqa: B018
+    engine.save_checkpoint(folder, "last")
+    return found
+
+
+def test_refusals_say_what_and_leave_the_engine_working(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(refusals, str(tmp_path))
+    assert {name: text for name, text in first.items() if name != "client state"} == {
+        name: text for name, text in second.items() if name != "client state"
+    }
+    assert "'two'" in first["no such tag"]
+    assert "one" in first["no such tag"].split("one of")[1]
+    for word in ("extra.weight", "last.weight"):
+        assert word in first["wider"]
+    assert "first.bias" in first["smaller"]
+    for text in (first["other optimizer"], first["other groups"]):
+        assert "load_optimizer_states=False" in text
+    assert "AdamW" in first["other optimizer"]
+    assert "SGD" in first["other optimizer"]
+    assert "micro-batch 1 of 2" in first["in the middle"]
+    assert "client" in first["client state"]
+    assert "client" in second["client state"]
+    assert "'a/b'" in first["tag"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "one"]
+
+
+def tags(folder: str) -> list[Any]:
+    engine = engine_of("zero1", {})
+    train(engine, range(1))
+    engine.save_checkpoint(folder)
+    first = zero.safe_get_full_fp32_param(engine.module.last.bias)
+    train(engine, range(1, 2))
+    engine.save_checkpoint(folder, "named", save_latest=False)
+    train(engine, range(2, 3))
+    engine.save_checkpoint(folder, "named")  # replaces
+    newest = zero.safe_get_full_fp32_param(engine.module.last.bias)
+    found = [sorted(path.name for path in Path(folder).iterdir())]
+    path, _ = engine.load_checkpoint(folder)
+    found += [Path(path or "").name, torch.equal(newest, zero.safe_get_full_fp32_param(engine.module.last.bias))]
+    engine.load_checkpoint(folder, "global_step1")
+    found += [engine.global_steps, torch.equal(first, zero.safe_get_full_fp32_param(engine.module.last.bias))]
+    torch.distributed.barrier()
+    if engine.global_rank == 0:  # the newest is damaged: the one before is taken
+        shard = next((Path(folder) / "named").glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-3] + b"abc")
+    torch.distributed.barrier()
+    path, _ = engine.load_checkpoint(folder)
+    found.append(Path(path or "").name)
+    found.append("named" in message(lambda: engine.load_checkpoint(folder, "named"), CheckpointError))
+    return found
+
+
+def test_tags(ranks: Pools, tmp_path: Path) -> None:
+    expected = [["global_step1", "named"], "named", True, 1, True, "global_step1", True]
+    assert ranks(2).run(tags, str(tmp_path)) == [expected] * 2
+
+
+def start(folder: str) -> None:
+    """A checkpoint of step 0 takes an engine that has moved back to its beginning, optimizer and all."""
+    engine = engine_of("zero2", ALL)
+    engine.save_checkpoint(folder)
+    rng = torch.get_rng_state()
+    first = train(engine, range(2))
+    values = values_of(engine)
+    engine.load_checkpoint(folder)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert engine.global_steps == 0
+    assert train(engine, range(2)) == first
+    assert same(values, values_of(engine)) == []
+
+
+def test_back_to_the_start(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(start, str(tmp_path))
+
+
+def sixteen(folder: str) -> dict[str, torch.Tensor]:
+    engine = engine_of("zero3", {"bf16": {"enabled": True}}, narrow)
+    assert engine.save_16bit_model(folder)
+    return {name: value for name, value in engine.module_state_dict().items() if torch.is_tensor(value)}
+
+
+def test_a_model_for_others(ranks: Pools, tmp_path: Path) -> None:
+    state = ranks(2).run(sixteen, str(tmp_path / "deep"))[0]
+    stored = load_file(str(tmp_path / "deep" / "model.safetensors"))
+    assert set(state) - set(stored) == {"blocks.2.weight"}, "tied names are stored once"
+    assert all(torch.equal(state[name], value) for name, value in stored.items())
+    assert stored["first.weight"].dtype == torch.bfloat16
+
+
+def alone(folder: str) -> str:
+    """Rank 1 never calls save_checkpoint, and says so to nobody."""
+    engine = engine_of("zero1", {"comm_timeout_seconds": 30.0})
+    train(engine, range(2))
+    engine.mesh.world.timeout = 1.5
+    if engine.global_rank == 1:
+        return "did something else"
+    return message(lambda: engine.save_checkpoint(folder), MeshError)
+
+
+def test_one_rank_saves_alone(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    try:
+        text = pool.run(alone, str(tmp_path))[0]
+    finally:
+        pool.close()
+    assert "save_checkpoint called by every rank" in text
+    assert "rank 1" in text
+    assert "step 2" in text
+    assert "1.5 s" in text

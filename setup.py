@@ -46,7 +46,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["zero_trial", "zero_trial.*"]),
-    package_data={"zero_trial": ["py.typed"]},
+    package_data={"zero_trial": ["py.typed", "csrc/*/*.h", "csrc/*/*.cpp"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

@@ -1,1 +1,5 @@
-"""Optimizer arithmetic: the pure-torch reference, and optimizers that work on flat pieces of parameters."""
+"""Optimizer arithmetic: the pure-torch reference, native kernels for it, and optimizers that work on flat pieces of parameters."""
+
+from zero_trial.ops.report import OpReport, report
+
+__all__ = ["OpReport", "report"]

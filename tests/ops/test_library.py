@@ -1,0 +1,308 @@
+"""The ops against float64, over sizes, dtypes, views and values; the same bits from every copy of the kernels and any number of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zero_trial.errors import ConfigError, KernelUnavailable
+from zero_trial.ops import _native, library, plain, reference
+
+SIZES = (0, 1, 15, 63, 64, 65, 1023, 1024, 1025, 40_003)
+LOW = (torch.bfloat16, torch.float16)
+ops = torch.ops.zero_trial
+
+
+def native() -> _native.Native:
+    try:
+        return _native.open_native(os.environ)
+    except KernelUnavailable as trouble:
+        pytest.skip(f"no native kernels: {trouble.what}")
+
+
+@pytest.fixture(params=["native", "plain"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use(monkeypatch, native() if request.param == "native" else None)
+    return request.param
+
+
+def use(monkeypatch: pytest.MonkeyPatch, kernels: _native.Native | None) -> None:
+    monkeypatch.setattr(library, "backend", lambda: _native.Backend(kernels))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def randn(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm()) if exact.numel() else 0.0
+
+
+# One step of each op on (p, g, state, state, out, found_inf), and the same in float64: (p, state, state).
+def adam(p, g, a, b, out=None, found=None, t=1, k=1.0, decoupled=True):  # type: ignore[no-untyped-def]
+    ops.adam_(p, g, a, b, out, found, 1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), k, decoupled)
+
+
+def lion(p, g, a, b, out=None, found=None, t=1, k=1.0):  # type: ignore[no-untyped-def]
+    ops.lion_(p, g, a, out, found, 1e-3, 0.9, 0.99, 0.1, k)
+
+
+def adagrad(p, g, a, b, out=None, found=None, t=1, k=1.0):  # type: ignore[no-untyped-def]
+    ops.adagrad_(p, g, a, out, found, 1e-2, 1e-10, 0.1, k)
+
+
+def sgd(p, g, a, b, out=None, found=None, t=1, k=1.0):  # type: ignore[no-untyped-def]
+    ops.sgd_(p, g, a, out, found, 1e-2, 0.9, 0.1, 0.1, t == 1, True, k)
+
+
+def plain_adam(p, g, a, b, out=None, found=None, t=1, k=1.0):  # type: ignore[no-untyped-def]
+    adam(p, g, a, b, out, found, t, k, decoupled=False)
+
+
+STEPS: dict[str, Any] = {"AdamW": adam, "Adam": plain_adam, "Lion": lion, "Adagrad": adagrad, "SGD": sgd}
+EXACT: dict[str, Any] = {
+    "AdamW": lambda p, g, a, b, t: reference.adamw(p, g, a, b, t, weight_decay=0.1),
+    "Adam": lambda p, g, a, b, t: reference.adam(p, g, a, b, t, weight_decay=0.1),
+    "Lion": lambda p, g, a, b, t: (*reference.lion(p, g, a, weight_decay=0.1), b),
+    "Adagrad": lambda p, g, a, b, t: (*reference.adagrad(p, g, a, t, weight_decay=0.1), b),
+    "SGD": lambda p, g, a, b, t: (
+        *reference.sgd(
+            p, g, None if t == 1 else a, lr=1e-2, momentum=0.9, dampening=0.1, nesterov=True, weight_decay=0.1
+        ),
+        b,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_is_that_of_float64(backend: str, dtype: torch.dtype) -> None:
+    n = 1_000_003
+    p, m, v = randn(n), torch.zeros(n), torch.zeros(n)
+    exact = (p.double(), m.double(), v.double())
+    for t in range(1, 11):
+        g = randn(n, seed=t, dtype=dtype)
+        adam(p, g, m, v, t=t)
+        exact = EXACT["AdamW"](exact[0], g.double(), *exact[1:], t)
+    limits = (1e-7, 1e-7, 2e-7) if backend == "native" else (2e-7, 2e-7, 2e-7)
+    for got, want, limit in zip((p, m, v), exact, limits, strict=True):
+        assert error(got, want) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("name", STEPS)
+def test_three_steps_of_any_size_and_gradient(backend: str, name: str, n: int, dtype: torch.dtype) -> None:
+    """With a multiplier, a rounded copy of the parameter, and on views that start at odd elements. Limit: a few roundings, 3e-7."""
+    store = [torch.full((n + 6,), math.nan) for _ in range(3)]
+    p, a, b = (x[3 : 3 + n] for x in store)
+    p.copy_(randn(n)), a.zero_(), b.zero_()
+    out = torch.full((n + 2,), math.nan, dtype=torch.bfloat16 if dtype == torch.float32 else dtype)
+    exact = (p.double(), a.double(), b.double())
+    for t in range(1, 4):
+        g = randn(n + 1, seed=t, dtype=dtype)[1:]
+        STEPS[name](p, g, a, b, out[1 : 1 + n], None, t, 0.5)
+        exact = EXACT[name](exact[0], g.double() * 0.5, *exact[1:], t)
+    if name != "Lion":  # the sign of a sum near zero may turn
+        for got, want in zip((p, a, b), exact, strict=True):
+            assert error(got, want) <= 3e-7 or not want.any()
+    else:
+        assert float((p.double() - exact[0]).abs().gt(1e-6).double().mean() if n else 0.0) <= 1e-4
+    assert torch.equal(out[1 : 1 + n], p.to(out.dtype))
+    for x in (*store, out):  # nothing beside the views was touched
+        edge = 3 if x is not out else 1
+        assert torch.isnan(x[:edge]).all() and torch.isnan(x[edge + n :]).all()
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_flag_skips_the_step(backend: str, name: str) -> None:
+    p, g, a, b = (randn(100, seed=s).abs() for s in range(4))
+    out = torch.full((100,), 7.0, dtype=torch.bfloat16)
+    before = [x.clone() for x in (p, a, b, out)]
+    STEPS[name](p, g, a, b, out, torch.ones(()))
+    assert all(torch.equal(x, y) for x, y in zip((p, a, b, out), before, strict=True))
+    STEPS[name](p, g, a, b, out, torch.zeros(()))
+    assert not torch.equal(p, before[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_not_finite_stays_where_it_is(backend: str, name: str, bad: float) -> None:
+    p, a, b, g = randn(130), torch.zeros(130), torch.zeros(130), randn(130, seed=1)
+    places = torch.tensor([0, 64, 129])
+    g[places] = bad
+    q, c, d = p.clone(), a.clone(), b.clone()
+    for t in (1, 2):
+        h = g if t == 1 else randn(130, seed=2)
+        STEPS[name](p, h, a, b, t=t)
+        q, c, d = EXACT[name](q, h, c, d, t)  # in fp32, so that squares overflow
+    for got, want in ((p, q), (a, c), (b, d)):
+        assert torch.equal(torch.isfinite(got), torch.isfinite(want))
+
+
+def shapes(name: str, kernels: _native.Native, dtype: torch.dtype, n: int) -> list[Tensor]:
+    p, a, b, out = randn(n), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.float16)
+    p[:8] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, -1e-45, 65520.0, 3e38, 0.0])[:n]
+    for t in range(1, 4):
+        g = randn(n, seed=t)
+        g[-5:] *= 1e-38
+        STEPS[name](p, g.to(dtype), a, b, out, None, t, 0.7)
+    return [x.nan_to_num(123.0) for x in (p, a, b, out)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize("name", STEPS)
+def test_every_copy_and_any_number_of_threads_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], name: str, dtype: torch.dtype
+) -> None:
+    best = native()
+    n = 3 * 32768 + 77
+    results = []
+    for isa in range(best.isa + 1):
+        for count in (1, 2, 3):
+            threads(count)
+            use(monkeypatch, dataclasses.replace(best, isa=isa))
+            results.append(shapes(name, best, dtype, n))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_rounding_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Every 16-bit pattern in, and every neighbourhood of a rounding boundary out. SGD without rate only copies."""
+    best = native()
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    wide = patterns.float()
+    bits = wide.view(torch.int32)
+    around = torch.cat(
+        [bits + shift for shift in (-4097, -4096, -1, 0, 1, 4095, 4096, 4097, 32767, 32768, 32769)]
+    ).view(torch.float32)
+    around = around[~around.isinf()]  # infinity times no decay would be NaN
+    for isa in range(best.isa + 1):
+        use(monkeypatch, dataclasses.replace(best, isa=isa))
+        p, b, out = around.clone(), torch.zeros_like(around), torch.zeros(len(around), dtype=dtype)
+        ops.sgd_(p, torch.zeros_like(p), b, out, None, 0.0, 0.0, 0.0, 0.0, True, False, 1.0)
+        wanted = around.to(dtype)
+        same = out.view(torch.int16) == wanted.view(torch.int16)
+        assert (same | (out.isnan() & wanted.isnan())).all()
+        p, b = torch.zeros(65536), torch.zeros(65536)
+        ops.sgd_(p, patterns, b, None, None, 0.0, 0.0, 0.0, 0.0, True, False, 1.0)
+        assert ((b == wide) | (b.isnan() & wide.isnan())).all()
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize("n", SIZES)
+def test_the_sum_of_squares(backend: str, n: int, dtype: torch.dtype) -> None:
+    x = randn(n + 1, dtype=dtype)[1:]
+    got = ops.square_sum(x)
+    assert got.dtype == torch.float64 and got.shape == ()
+    assert got.item() == pytest.approx(x.double().square().sum().item(), rel=1e-13)
+
+
+def test_sums_have_the_same_bits_everywhere(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]) -> None:
+    best, x, results = native(), randn(200_017), set()
+    for isa in range(best.isa + 1):
+        for count in (1, 2, 3):
+            threads(count)
+            use(monkeypatch, dataclasses.replace(best, isa=isa))
+            results.add(ops.square_sum(x).item())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 31, 32, 16383, 16384, 40_000])
+def test_one_bad_element_shows_in_the_sum(backend: str, bad: float, place: int) -> None:
+    x = torch.full((40_001,), 3e38)
+    assert math.isfinite(ops.square_sum(x).item())
+    x[place] = bad
+    assert not math.isfinite(ops.square_sum(x).item())
+
+
+# --- what the native kernels do not take ------------------------------------------------------------------------------
+
+
+def test_other_layouts_and_dtypes_are_computed_in_plain_torch(backend: str) -> None:
+    p = randn(12).view(3, 4).t()
+    m, v, g = torch.zeros_like(p), torch.zeros_like(p), randn(12, 1).view(4, 3)
+    want = reference.adamw(p.clone(), g, m.clone(), v.clone(), 1, weight_decay=0.1).p
+    adam(p, g, m, v)
+    torch.testing.assert_close(p, want)
+    d = randn(5).double()
+    want = reference.adamw(d.clone(), d, d.abs(), d.abs(), 1, weight_decay=0.1).p
+    adam(d, d.clone(), d.abs(), d.abs())
+    assert torch.equal(d, want)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gradient.*got 4, expected 5"):
+        adam(torch.zeros(5), torch.zeros(4), torch.zeros(5), torch.zeros(5))
+    with pytest.raises(ConfigError, match="second state"):
+        adam(torch.zeros(5), torch.zeros(5), torch.zeros(5), torch.zeros(6))
+
+
+# --- what torch knows of the ops --------------------------------------------------------------------------------------
+
+
+def samples() -> dict[str, tuple[Any, ...]]:
+    p, g, a, b = randn(70), randn(70, 1), torch.zeros(70), torch.zeros(70)
+    out = torch.zeros(70, dtype=torch.bfloat16)
+    return {
+        "adam_": (p, g, a, b, out, None, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 1.0, True),
+        "lion_": (p, g, a, out, None, 1e-3, 0.9, 0.99, 0.0, 1.0),
+        "adagrad_": (p, g, a, None, torch.zeros(()), 1e-2, 1e-10, 0.0, 1.0),
+        "sgd_": (p, g, a, out, None, 1e-2, 0.9, 0.0, 0.0, True, False, 1.0),
+        "square_sum": (p,),
+    }
+
+
+@pytest.mark.parametrize("name", library.SCHEMAS)
+def test_opcheck(backend: str, name: str) -> None:
+    torch.library.opcheck(getattr(ops, name).default, samples()[name])
+
+
+def test_fake_tensors_are_not_read() -> None:
+    with FakeTensorMode():
+        x = torch.zeros(5)
+        adam(x, x.clone(), x.clone(), x.clone())
+        assert ops.square_sum(x).dtype == torch.float64
+
+
+def test_it_compiles_as_part_of_a_graph(backend: str) -> None:
+    def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        ops.adam_(p, g * 2, m, v, out, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
+        return ops.square_sum(p) + 1
+
+    def tensors() -> list[Tensor]:
+        return [randn(70), randn(70, 1), torch.zeros(70), torch.zeros(70), torch.zeros(70, dtype=torch.bfloat16)]
+
+    eager, compiled = tensors(), tensors()
+    want = step(*eager)
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(*compiled)
+    assert torch.equal(got, want)
+    assert all(torch.equal(x, y) for x, y in zip(compiled, eager, strict=True))
+
+
+def test_plain_torch_works_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "CHUNK", 7)
+    use(monkeypatch, None)
+    p, m, v = randn(20), torch.zeros(20), torch.zeros(20)
+    want = reference.adamw(p.clone(), p.clone(), m.clone(), v.clone(), 1, weight_decay=0.1)
+    adam(p, p.clone(), m, v)
+    assert torch.equal(p, want.p) and torch.equal(v, want.v)

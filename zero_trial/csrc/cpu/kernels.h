@@ -1,0 +1,37 @@
+// What dispatch.cpp knows of the copies of kernels.cpp, one per instruction set.
+#ifndef ZT_KERNELS_H
+#define ZT_KERNELS_H
+
+#include "../include/zt_optimizers.h"
+
+enum ZtType { kNone = -1, kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// A flat shard: n elements of parameter, gradient, states and, unless `out_type` is kNone, a 16-bit copy of the parameter.
+struct ZtShard {
+  float* p;
+  const void* g;
+  int g_type;
+  float* a;
+  float* b;  // null for optimizers with one state
+  void* out;
+  int out_type;
+  bool stream;  // write `out` past the caches
+};
+
+enum { kElementsPerTile = 64, kElementsPerChunk = 16384 };
+
+struct ZtKernels {
+  void (*adam)(const ZtShard&, const ZtAdam&, long begin, long end);
+  void (*lion)(const ZtShard&, const ZtLion&, long begin, long end);
+  void (*adagrad)(const ZtShard&, const ZtAdagrad&, long begin, long end);
+  void (*sgd)(const ZtShard&, const ZtSgd&, long begin, long end);
+  double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk
+};
+
+const ZtKernels* zt_kernels_baseline();
+#if defined(__x86_64__)
+const ZtKernels* zt_kernels_avx2();
+const ZtKernels* zt_kernels_avx512();
+#endif
+
+#endif

@@ -1,0 +1,98 @@
+"""The loaded CPU library, typed; which of its copies this processor runs; and why there is none where there is none.
+
+``ZERO_TRIAL_OPS`` chooses: ``auto`` (native where it can be had, else plain torch, said once), ``reference`` (plain torch) or
+``native`` (an error where it cannot be had).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from zero_trial.errors import ConfigError, KernelUnavailable
+from zero_trial.ops import _build
+
+VARIABLE = "ZERO_TRIAL_OPS"
+CHOICES = ("auto", "reference", "native")
+ISAS = ("baseline", "avx2", "avx512")
+
+NONE = -1
+TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+log = logging.getLogger("zero_trial")
+
+_INT, _LONG, _POINTER, _DOUBLE = ctypes.c_int, ctypes.c_long, ctypes.c_void_p, ctypes.c_double
+_SHARD = [_INT, _INT, _LONG, _POINTER, _POINTER, _INT]  # isa, threads, n, p, g, type of g
+_OUT = [_POINTER, _INT, _POINTER]  # out, its type, found_inf
+_SIGNATURES = {
+    "zt_adam": [*_SHARD, _POINTER, _POINTER, *_OUT, *[_DOUBLE] * 8, _INT],
+    "zt_lion": [*_SHARD, _POINTER, *_OUT, *[_DOUBLE] * 5],
+    "zt_adagrad": [*_SHARD, _POINTER, *_OUT, *[_DOUBLE] * 4],
+    "zt_sgd": [*_SHARD, _POINTER, *_OUT, *[_DOUBLE] * 5, _INT, _INT],
+}
+
+
+@dataclass(frozen=True)
+class Native:
+    """The functions of the library, and the number of the copy to run (an index of ISAS)."""
+
+    library: ctypes.CDLL
+    isa: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What runs the ops on CPU: ``native``, or plain torch because of ``why``."""
+
+    native: Native | None
+    why: str = ""
+
+    def describe(self) -> str:
+        if self.native is None:
+            return f"plain torch ({self.why})"
+        return f"native ({ISAS[self.native.isa]}, {torch.get_num_threads()} threads)"
+
+
+@cache
+def backend() -> Backend:
+    """What this process runs on CPU: chosen, and where necessary built, at the first call."""
+    return choose(os.environ)
+
+
+def choose(environ: Mapping[str, str]) -> Backend:
+    """Raises ConfigError for an unknown choice and KernelUnavailable where ``native`` is asked for and cannot be had."""
+    wanted = environ.get(VARIABLE) or "auto"
+    if wanted not in CHOICES:
+        raise ConfigError("no such choice of kernels", where=VARIABLE, got=repr(wanted), expected=", ".join(CHOICES))
+    if wanted == "reference":
+        return Backend(None, f"{VARIABLE}=reference")
+    try:
+        return Backend(open_native(environ))
+    except KernelUnavailable as trouble:
+        if wanted == "native":
+            raise KernelUnavailable(
+                "the native kernels cannot be used",
+                where=f"{VARIABLE}=native",
+                got=trouble.what,
+                fix="Mend this, or set it to auto.",
+            ) from trouble
+        log.warning("CPU kernels run as plain torch, about as fast as torch's own foreach: %s", trouble.what)
+        return Backend(None, trouble.what)
+
+
+def open_native(environ: Mapping[str, str]) -> Native:
+    """Loads the library and types its functions. Raises KernelUnavailable."""
+    library = _build.load(environ)
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.zt_square_sum.argtypes = [_INT, _INT, _LONG, _POINTER, _INT, ctypes.POINTER(_DOUBLE)]
+    library.zt_square_sum.restype = _INT
+    library.zt_best_isa.argtypes, library.zt_best_isa.restype = [], _INT
+    return Native(library, library.zt_best_isa())

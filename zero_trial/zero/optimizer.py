@@ -30,7 +30,8 @@ class StateView:
 
 
 def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool) -> list[ShardPiece]:
-    """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape, for optimizers that need whole tensors.
+    """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape (a scalar as (1,)), for optimizers that need
+    whole tensors.
 
     The latter is possible only where nothing is sharded; otherwise ConfigError.
     """

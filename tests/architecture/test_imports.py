@@ -34,7 +34,19 @@ ARROWS: Mapping[str, set[str]] = {
     # A check rehearses the user's trial with an engine of its own, so it meets the trial half and never the engine's.
     "checking": {"config", "launch", "trial", "platform", "errors"},
     # A plan needs both halves, the user's trial and an engine, and a platform in memory for the trial: they meet in cli/plan.
-    "cli": {"checking", "launch", "master", "trial", "engine", "planning", "platform", "config", "errors", "__init__"},
+    "cli": {
+        "checking",
+        "launch",
+        "master",
+        "trial",
+        "engine",
+        "pipeline",
+        "planning",
+        "platform",
+        "config",
+        "errors",
+        "__init__",
+    },
 }
 
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within a second.

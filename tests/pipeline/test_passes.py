@@ -25,7 +25,7 @@ def test_all_of_them():
     schedule = lowered("1f1b", 2, 2, parameters=Parameters.HOLD, ties=[(0, 1)])
     assert rows_as_text(schedule) == (
         "rank 0  0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE 0TIED_REDUCE0 STEP\n"
-        "rank 1  1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1RESHARD 1REDUCE 1SEND_B1 1TIED_REDUCE0 STEP"
+        "rank 1  1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE 1TIED_REDUCE0 STEP"
     )
 
 

@@ -2,11 +2,11 @@
 
 Each takes a schedule and returns one with more actions in its rows; none moves a computation.
 
-    build("1f1b", 2, 2), rank 1     1F0               1B0          1F1               1B1
-    add_send_recv                   1RECV_F0 1F0      1B0 1SEND_B0 1RECV_F1 1F1      1B1 1SEND_B1
-    add_unshard_reshard, hold       1UNSHARD first                                       1RESHARD last
-    add_reduce, boundary                                                             1B1 1REDUCE
-    add_step                                                                                 STEP last
+    build("1f1b", 2, 2), rank 1              1F0 1B0                     1F1 1B1
+    add_reduce, boundary                                                     1B1                   1REDUCE
+    add_unshard_reshard, hold       1UNSHARD 1F0                             1B1          1RESHARD 1REDUCE
+    add_send_recv          1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1   1B1 1SEND_B1 1RESHARD 1REDUCE
+    add_step                                                                                              STEP
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ def lower(
     reduction: Reduction = Reduction.BOUNDARY,
     ties: Sequence[Sequence[int]] = (),
 ) -> Schedule:
-    """All passes in their order; a schedule without backwards gets neither reductions nor a step."""
-    schedule = add_send_recv(schedule)
+    """All passes in their order; a schedule without backwards gets neither reductions nor a step.
+
+    Messages come after sharding: so a gather is under way while its rank waits for a message, and a result is sent before its rank turns to
+    freeing and reducing.
+    """
     if schedule.training:
         schedule = add_reduce(schedule, reduction)
     if parameters is not None:
         schedule = add_unshard_reshard(schedule, parameters)
-    if not schedule.training:
-        return schedule
-    return add_step(add_tied_reduce(schedule, ties))
+    schedule = add_send_recv(schedule)
+    return add_step(add_tied_reduce(schedule, ties)) if schedule.training else schedule
 
 
 def add_send_recv(schedule: Schedule) -> Schedule:

@@ -34,4 +34,4 @@ def test_reviving_a_buffer_costs_no_page_faults() -> None:
         kept = pool.apply(faults_of_reviving, (True,))
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
-    assert kept < 2 * PAGES  # the first revival may; ten that all do would be ten times as many
+    assert kept < 4 * PAGES  # the first may, until the block lies in the heap; if all ten did it would be 10 * PAGES

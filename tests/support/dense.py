@@ -14,13 +14,23 @@ from tests.support.models import ADAMW
 
 TOLERANCE = 2e-6
 
-# Thresholds are tiny, so that small models have several buckets and blocks that are really freed.
+# Thresholds are tiny, so that small models have several buckets and blocks that are really freed, alone or with a neighbour.
 STAGES: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0, "reduce_bucket_size": 3000},
     "zero1": {"stage": 1, "reduce_bucket_size": 3000},
     "zero2": {"stage": 2, "reduce_bucket_size": 3000},
-    "zero3": {"stage": 3, "param_persistence_threshold": 20, "reduce_bucket_size": 3000, "module_granularity_threshold": 1},
-    "zero3-free": {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "forward", "module_granularity_threshold": 1},
+    "zero3": {
+        "stage": 3,
+        "param_persistence_threshold": 20,
+        "reduce_bucket_size": 3000,
+        "module_granularity_threshold": 1,
+    },
+    "zero3-free": {
+        "stage": 3,
+        "param_persistence_threshold": 0,
+        "reshard_after": "forward",
+        "module_granularity_threshold": 1,
+    },
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from zero_trial.mesh.mesh import mesh_around
 from zero_trial.ops.optimizers import Lamb
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.optimizer import cut_pieces, rebind
+from zero_trial.zero.store import ShardPiece
 
 log = logging.getLogger("zero_trial")
 
@@ -150,14 +151,24 @@ def _parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterab
         given = list(model_parameters) if model_parameters is not None else list(model.parameters())
         groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
     known = {id(param) for param in model.parameters()}
+    strangers = 0
     for group in groups:
         params = group["params"]
         listed = [params] if isinstance(params, torch.Tensor) else [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-        group["params"] = list({id(param): param for param in listed if param.requires_grad and id(param) in known}.values())
-    strangers = sum(id(param) not in known for group in groups for param in group["params"])
+        trained = {id(param): param for param in listed if param.requires_grad}
+        strangers += len(trained.keys() - known)
+        group["params"] = list(trained.values())
     doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len({id(p) for g in groups for p in g["params"]})
-    if strangers or doubles:
+    if doubles:
         raise ConfigError("a parameter is in two optimizer groups", where="model_parameters", got=f"{doubles} doubles", expected="none")
+    if strangers:
+        where = "optimizer" if isinstance(optimizer, torch.optim.Optimizer) else "model_parameters"
+        raise ConfigError(
+            "these are not all parameters of the model",
+            where=where,
+            got=f"{strangers} trainable ones that it does not have",
+            fix="Make their module a part of the model that is given to initialize(); it then trains with the model.",
+        )
     return groups
 
 
@@ -172,15 +183,23 @@ def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: D
     else:
         spec = None if optimizer is not None else resolve_optimizer(settings.optimizer.type, settings.optimizer.params)  # type: ignore[union-attr]
         pieces = cut_pieces(landings, whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors)
-        over = [
-            {key: value for key, value in group.items() if key != "params"} | {"params": [p.weight for p in pieces if p.group == index]}
-            for index, group in enumerate(groups)
-        ]
-        base = spec.build(over) if spec is not None else optimizer(over)
+        build = spec.build if spec is not None else optimizer
+        base = build(_groups_over(pieces, groups))
+        if spec is None and not is_elementwise(type(base)) and not isinstance(base, Lamb):  # a callable does not say before what it gives
+            pieces = cut_pieces(landings, whole_tensors=True)
+            base = build(_groups_over(pieces, groups))
     wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale)
     comm = engine.mesh.shard
     wrapped.bind_tensors(lambda sums: comm.all_reduce_small(sums, "tensor norms"))
     return wrapped
+
+
+def _groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
+    """The same groups with the same settings, over pieces of masters instead of parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"} | {"params": [p.weight for p in pieces if p.group == index]}
+        for index, group in enumerate(groups)
+    ]
 
 
 def _build_schedule(optimizer: ShardedOptimizer | None, client: Any, settings: DsConfig) -> Any:

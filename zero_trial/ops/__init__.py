@@ -1,5 +1,6 @@
 """Optimizer arithmetic: the pure-torch reference, native kernels for it, and optimizers that work on flat pieces of parameters."""
 
+from zero_trial.ops._native import Backend, backend
 from zero_trial.ops.report import OpReport, report
 
-__all__ = ["OpReport", "report"]
+__all__ = ["Backend", "OpReport", "backend", "report"]

@@ -1,7 +1,8 @@
 """Optimizers over lists of flat pieces, and one step with a gradient multiplier for any optimizer."""
 
+from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdam, FusedLion
 from zero_trial.ops.optimizers.lamb import Lamb, Segment
 from zero_trial.ops.optimizers.lion import Lion
 from zero_trial.ops.optimizers.scaled_step import scaled_step
 
-__all__ = ["Lamb", "Lion", "Segment", "scaled_step"]
+__all__ = ["CPUAdam", "FusedAdam", "FusedLion", "Lamb", "Lion", "Segment", "scaled_step"]

@@ -1,0 +1,270 @@
+"""What users do wrong with an engine: one typed error that says where, what was got, what was expected, and how to mend it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.pool import RankPool
+from zero_trial.errors import ConfigError, MeshError, TrialError, ZeroTrialError
+
+CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def engine(config: dict[str, Any] | None = None, **kwargs: Any) -> zero_trial.Engine:
+    return zero_trial.initialize(model=net(), config=CONFIG | (config or {}), **kwargs)[0]
+
+
+def refused(kind: type[ZeroTrialError], act: Any, *words: str) -> None:
+    with pytest.raises(kind) as raised:
+        act()
+    text = str(raised.value)
+    assert raised.value.exit_code == 2
+    for word in words:
+        assert word in text, text
+
+
+# --- losses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda out: out, "(5, 2)"),
+        (lambda out: out.mean().item(), "float"),
+        (lambda out: (out.mean(), out), "tuple"),
+        (lambda out: None, "NoneType"),
+        (lambda out: {"loss": out.mean()}, "dict"),
+    ],
+)
+def test_a_loss_that_is_not_a_scalar(loss: Any, got: str) -> None:
+    found = engine()
+    refused(
+        TrialError,
+        lambda: found.backward(loss(found(torch.ones(5, 3)))),
+        "engine.backward",
+        "not a scalar",
+        got,
+        "loss.mean()",
+    )
+
+
+def test_a_loss_of_one_element_is_a_scalar() -> None:
+    found = engine()
+    found.backward(found(torch.ones(5, 3)).mean().reshape(1, 1))
+    found.step()
+    assert found.global_steps == 1
+
+
+def test_a_loss_without_history() -> None:
+    found = engine()
+    with torch.no_grad():
+        loss = found(torch.ones(5, 3)).mean()
+    refused(TrialError, lambda: found.backward(loss), "no history", "gradients enabled")
+    refused(TrialError, lambda: found.backward(found(torch.ones(5, 3)).mean().detach()), "no history")
+
+
+def test_a_refused_loss_leaves_the_engine_working() -> None:
+    found = engine()
+    with pytest.raises(TrialError):
+        found.backward(found(torch.ones(5, 3)))
+    found.backward(found(torch.ones(5, 3)).mean())
+    found.step()
+    assert found.was_step_applied()
+
+
+# --- the optimizer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_an_optimizer() -> None:
+    found = engine({"optimizer": None})
+    assert found.optimizer is None
+    refused(TrialError, found.step, "no optimizer to step", '"optimizer"')
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"optimizer": {"type": "AdamX"}}, ("optimizer.type", "AdamX", "Did you mean")),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ("optimizer.params.learning_rate", "lr")),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "max_grad_norm": 1.0}}}, ("gradient_clipping",)),
+        ({"scheduler": {"type": "WarmLR"}}, ("scheduler.type", "WarmLR", "WarmupLR")),
+        ({"scheduler": {"type": "WarmupLR", "params": {"steps": 3}}}, ("steps",)),
+    ],
+)
+def test_an_optimizer_or_schedule_that_is_not_known(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(ConfigError, lambda: engine(config), *words)
+
+
+def test_a_parameter_in_two_groups() -> None:
+    model = net()
+    groups = [{"params": list(model.parameters())}, {"params": [model[0].weight], "lr": 1.0}]
+    act = lambda: zero_trial.initialize(model=model, config=CONFIG, model_parameters=groups)  # noqa: E731
+    refused(ConfigError, act, "two optimizer groups", "model_parameters")
+
+
+@pytest.mark.parametrize("as_optimizer", [True, False])
+def test_parameters_of_another_model(as_optimizer: bool) -> None:
+    """Left out silently, a criterion's own parameters would never be trained."""
+    model, criterion = net(), nn.Linear(2, 1)
+    params = [*model.parameters(), *criterion.parameters()]
+    given = {"optimizer": torch.optim.AdamW(params)} if as_optimizer else {"model_parameters": params}
+    act = lambda: zero_trial.initialize(model=model, config=CONFIG, **given)  # noqa: E731
+    refused(ConfigError, act, "2 trainable ones", "optimizer" if as_optimizer else "model_parameters")
+
+
+def test_a_client_optimizer_that_has_stepped() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    refused(ConfigError, lambda: zero_trial.initialize(model=model, config=CONFIG, optimizer=optimizer), "has stepped")
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    model = net().requires_grad_(False)
+    found = zero_trial.initialize(model=model, config=CONFIG)[0]
+    refused(TrialError, lambda: found.backward(found(torch.ones(5, 3)).mean()), "no history")
+
+
+# --- the configuration --------------------------------------------------------------------------------------------------
+
+
+class Args:
+    deepspeed_config = CONFIG
+
+
+def test_the_configuration_is_given_once() -> None:
+    refused(ConfigError, lambda: zero_trial.initialize(model=net()), "exactly once", "0 of config")
+    act = lambda: zero_trial.initialize(args=Args(), model=net(), config=CONFIG)  # noqa: E731
+    refused(ConfigError, act, "exactly once", "2 of config")
+    act = lambda: zero_trial.initialize(model=net(), config=CONFIG, config_params=CONFIG)  # noqa: E731
+    refused(ConfigError, act, "exactly once")
+    assert zero_trial.initialize(args=Args(), model=net())[0].train_batch_size() == 4
+    assert zero_trial.initialize(model=net(), config_params=CONFIG)[0].train_batch_size() == 4
+
+
+def test_there_is_a_model() -> None:
+    refused(ConfigError, lambda: zero_trial.initialize(config=CONFIG), "needs a model")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_micro_batch_size_per_gpu": 3}, ("4", "3", "train_batch_size")),
+        (
+            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            ("train_batch_size 4", "micro 2", "accumulation 4"),
+        ),
+        (
+            {"train_batch_size": None, "gradient_accumulation_steps": 4},
+            ("train_batch_size", "train_micro_batch_size_per_gpu"),
+        ),
+        ({"train_batch_size": 0}, ("train_batch_size",)),
+        ({"zero_optimization": {"stage": 4}}, ("zero_optimization.stage", "4")),
+        ({"zero_optimisation": {"stage": 2}}, ("zero_optimisation", "zero_optimization")),
+        (
+            {"zero_optimization": {"stage": 3, "reshard_after": "never"}},
+            ("zero_optimization.reshard_after", "never", "forward"),
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("bf16", "fp16")),
+        ({"gradient_clipping": -1.0}, ("gradient_clipping", "-1")),
+        ({"mesh": {"shard": 3}}, ("mesh", "3")),
+    ],
+)
+def test_a_configuration_that_cannot_be(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    merged = {key: value for key, value in (CONFIG | config).items() if value is not None}
+    with pytest.raises(ZeroTrialError) as raised:
+        zero_trial.initialize(model=net(), config=merged)
+    assert raised.value.exit_code in (2, 5)
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
+
+
+def test_a_custom_loader_is_refused_with_another_way() -> None:
+    refused(
+        TrialError, lambda: engine().load_checkpoint("x", custom_load_fn=print), "custom_load_fn", "GatheredParameters"
+    )
+
+
+def test_the_batch_size_changes_only_between_steps() -> None:
+    found = engine({"train_micro_batch_size_per_gpu": 2})
+    found.backward(found(torch.ones(2, 3)).mean())
+    found.step()
+    refused(TrialError, lambda: found.set_train_batch_size(8), "between steps")
+
+
+# --- ranks that do not do the same ----------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Rank 1 leaves out a block: its parameters are gathered by rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if rank == 0 or index != 1:
+                x = torch.tanh(block(x))
+        return x
+
+
+def leave_out(stage: str) -> str:
+    found = build_engine(Case(Skipping, lambda model, turn: model), STAGES[stage])
+    torch.distributed.barrier()
+    for comm in (found.mesh.shard, found.mesh.replica, found.mesh.world, found.mesh.data):
+        comm.timeout = 2.0
+    try:
+        found.backward(found(Turn(0, 0, 0).normal(2, 64), found.global_rank).mean())
+        found.step()
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def more_batches() -> str:
+    """Rank 0 takes one step more than rank 1."""
+    found = build_engine(Case(net, lambda model, turn: model), STAGES["zero2"])
+    torch.distributed.barrier()
+    found.mesh.shard.timeout = 2.0
+    try:
+        for _ in range(3 if found.global_rank == 0 else 2):
+            found.backward(found(torch.ones(2, 3)).mean())
+            found.step()
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_part_ways_are_told() -> None:
+    """Below stage 3 a block may be left out on one rank; at stage 3 nobody can gather it alone, and the error says who waited for what."""
+    pool = RankPool(2)
+    try:
+        assert pool.run(leave_out, "zero1") == ["", ""]
+        assert pool.run(leave_out, "zero2") == ["", ""]
+        first, second = pool.run(more_batches)
+        assert "waited 2 s for rank 1" in first
+        assert "step 2" in first
+        assert "same number of batches" in first
+        assert second == ""
+    finally:
+        pool.close()
+    pool = RankPool(2)
+    try:
+        first, second = pool.run(leave_out, "zero3")
+        assert "blocks.1" in first
+        assert "waited 2 s" in first
+        assert second
+    finally:
+        pool.close()

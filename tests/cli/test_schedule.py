@@ -101,3 +101,27 @@ def test_it_needs_no_torch():
         "sys.exit(3 if 'torch' in sys.modules else code)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True).returncode == 0
+
+
+def examples() -> list[tuple[str, str]]:
+    """The guide's commands, each with the output that it shows."""
+    text = (Path(__file__).parents[2] / "docs/guide/pipeline_schedules.md").read_text(encoding="utf-8")
+    blocks = [block.split("\n```", 1)[0] for block in text.split("```console\n$ zero-trial ")[1:]]
+    return [(command, output) for command, _, output in (block.partition("\n") for block in blocks)]
+
+
+@pytest.mark.parametrize(("command", "output"), examples(), ids=[command for command, _ in examples()])
+def test_the_guide_shows_what_is_printed(command: str, output: str, capsys: pytest.CaptureFixture[str]):
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.rstrip() == output
+
+
+def test_the_guide_s_python_runs(capsys: pytest.CaptureFixture[str]):
+    text = (Path(__file__).parents[2] / "docs/guide/pipeline_schedules.md").read_text(encoding="utf-8")
+    blocks = [block.split("```", 1)[0] for block in text.split("```python\n")[1:]]
+    assert len(blocks) == 2
+    for block in blocks:
+        scope: dict[str, object] = {}
+        exec(block, scope)
+    assert capsys.readouterr().out.startswith("5.9% 2\nrank 0  0F0")
+    assert scope["ties"] == {"embed": (0, 1)}

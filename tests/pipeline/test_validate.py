@@ -270,3 +270,13 @@ def test_bounds():
 def test_a_message_takes_its_time():
     """Forward, message, forward, backward, message, backward."""
     assert validate(lowered("1f1b", 2, 1), Costs(1, 1, 1, message=5)).makespan == 1 + 5 + 1 + 2 + 5 + 2
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zb_v"])
+def test_buffers_do_not_grow_with_the_micro_batches(name: str):
+    """Neither activations nor waiting messages; breadth first and GPipe are those that pay with memory."""
+    few, many = (validate(lowered(name, 4, micro_batches)) for micro_batches in (16, 64))
+    for one, other in zip(few.ranks, many.ranks, strict=True):
+        assert (one.peak_activations, one.peak_waiting) == (other.peak_activations, other.peak_waiting)
+        assert one.peak_waiting <= 4
+    assert validate(lowered("looped_bfs", 4, 64)).ranks[0].peak_activations == 128

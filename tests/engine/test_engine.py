@@ -1,0 +1,129 @@
+"""The engine by itself, in a world of one rank; what it does on several ranks is in the oracle and the behaviour tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(self.inner.weight)
+        self.greeting = "hello"
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.inner(x) * scale
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) * 2
+
+
+def engine(stage: int = 0, **config: Any) -> zero_trial.Engine:
+    zero = {"stage": stage, "param_persistence_threshold": 0}
+    return zero_trial.initialize(model=Net(), config=CONFIG | {"zero_optimization": zero} | config)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_loop_of_the_documentation(stage: int):
+    found = engine(stage)
+    x = torch.ones(4, 3)
+    for _ in range(3):
+        loss = found(x).square().mean()
+        found.backward(loss)
+        found.step()
+    assert loss.item() < 1
+    assert found.global_steps == 3
+
+
+def test_everything_else_is_the_modules():
+    found = engine(3)
+    assert found.greeting == "hello"
+    assert torch.equal(found.twice(torch.ones(1, 3)), torch.full((1, 3), 2.0))
+    assert torch.equal(found(torch.ones(1, 3), scale=3.0), torch.full((1, 3), 3.0))
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        found.nothing_like_it  # noqa: B018
+    assert not found.eval().module.training
+    assert found.train().module.training
+
+
+def test_clipping_is_torchs():
+    found = engine(1, gradient_clipping=0.5)
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+    assert found.get_global_grad_norm() == pytest.approx(3.0), "the norm before clipping"
+    moved = torch.eye(3) - found.module_state_dict()["inner.weight"]
+    torch.testing.assert_close(moved.norm().item(), 0.25, rtol=1e-5, atol=0)  # lr 0.5 times a norm of 0.5
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_failed_backward_leaves_the_engine_working(stage: int):
+    """An exception inside autograd; zero_grad forgets what came before it."""
+    found = engine(stage)
+    handle = found.module.inner.register_full_backward_hook(_explode)
+    with pytest.raises(ArithmeticError):
+        found.backward(found(torch.ones(1, 3).requires_grad_()).sum())
+    handle.remove()
+    found.zero_grad()
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+    torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5)
+
+
+def _explode(*_: object) -> None:
+    raise ArithmeticError("in backward")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_in_forward_leaves_the_engine_working(stage: int):
+    found = engine(stage)
+    with pytest.raises(RuntimeError):
+        found(torch.ones(1, 7))
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+    torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5)
+
+
+def test_the_scale_of_the_loss():
+    found = engine(gradient_accumulation_steps=2)
+    assert found.backward(found(torch.ones(1, 3)).sum()).item() == 1.5
+    found.step()
+    assert found.backward(found(torch.ones(1, 3)).sum(), scale_wrt_gas=False).item() == 3.0
+    found.step()
+    torch.testing.assert_close(found.module_state_dict()["inner.weight"], torch.eye(3) - 0.5 * 1.5)
+
+
+def test_arguments_for_the_schedule():
+    seen: list[Any] = []
+
+    class Schedule:
+        def step(self, **given: Any) -> None:
+            seen.append(given)
+
+    found = zero_trial.initialize(model=Net(), config=CONFIG, lr_scheduler=Schedule())[0]
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step(lr_kwargs={"metrics": 1.0})
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+    assert seen == [{"metrics": 1.0}, {}]
+
+
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(0, 4 + 4 + 4), (2, 4 + 4 + 4), (3, 4 + 4 + 4)])
+def test_persistent_bytes(stage: int, bytes_per_parameter: int):
+    """fp32 parameters are their own masters; momentum is the only state. One rank holds everything."""
+    found = engine(stage, optimizer={"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}})
+    found.backward(found(torch.ones(1, 3)).sum())
+    found.step()
+    assert sum(found.persistent_bytes().values()) == 32 * bytes_per_parameter

@@ -1,0 +1,151 @@
+"""initialize(): its four results, and what it takes for each argument."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.dense import STAGES
+from tests.support.pool import Pools
+from zero_trial.zero import ShardedOptimizer
+
+CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def test_four_results():
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    data = [(torch.ones(3), torch.zeros(2)) for _ in range(8)]
+    engine, optimizer, loader, scheduler = zero_trial.initialize(
+        model=nn.Linear(3, 2), config=CONFIG | {"scheduler": schedule}, training_data=data
+    )
+    assert optimizer is engine.optimizer
+    assert isinstance(optimizer, ShardedOptimizer)
+    assert loader is engine.training_dataloader
+    assert scheduler is engine.lr_scheduler
+    assert [len(x) for x, _ in loader] == [4, 4]
+
+
+def test_nothing_given_is_none():
+    results = zero_trial.initialize(model=nn.Linear(3, 2), config={"train_batch_size": 4})
+    assert results[1:] == (None, None, None)
+
+
+@pytest.mark.parametrize("form", ["dict", "path", "text", "base64"])
+def test_every_form_of_configuration(form: str, tmp_path: Path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    given = {
+        "dict": CONFIG,
+        "path": path,
+        "text": str(path),
+        "base64": base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode(),
+    }[form]
+    assert zero_trial.initialize(model=nn.Linear(3, 2), config=given)[0].train_batch_size() == 4
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "named", "filter"])
+def test_every_form_of_parameters(kind: str):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
+    given = {
+        "list": list(model.parameters()),
+        "generator": (param for param in model.parameters()),
+        "named": list(model.named_parameters()),
+        "filter": filter(lambda param: param.requires_grad, model.parameters()),
+    }[kind]
+    engine = zero_trial.initialize(model=model, config=CONFIG, model_parameters=given)[0]
+    assert sum(unit.layout.payload for unit in engine.sharded.units if unit.trainable) == 8
+
+
+def test_a_collate_function_is_used():
+    loader = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG, training_data=[1, 2, 3, 4], collate_fn=tuple)[
+        2
+    ]
+    assert sorted(next(iter(loader))) == [1, 2, 3, 4]
+
+
+def test_a_client_wins_over_ds_config():
+    model = nn.Linear(3, 2)
+    client = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, optimizer, _, scheduler = zero_trial.initialize(
+        model=model,
+        optimizer=client,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR(client, 1, 0.1),
+        config=CONFIG | {"scheduler": {"type": "WarmupLR", "params": {}}},
+    )
+    assert optimizer is not None
+    assert optimizer.base is client
+    assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    assert engine.get_lr() == [0.05]
+
+
+def first_values(stage: str) -> tuple[list[float], list[float], str]:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.normal_()
+    engine = zero_trial.initialize(model=model, config=CONFIG | {"zero_optimization": STAGES[stage]})[0]
+    state = engine.module_state_dict()
+    return state["0.weight"].flatten().tolist(), state["1.running_mean"].tolist(), str(engine.device)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_start_from_rank_0(ranks: Pools, stage: str) -> None:
+    first, second = ranks(2).run(first_values, stage)
+    assert first == second
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 4).weight.flatten().tolist()
+    assert first[0] == expected
+
+
+class ClientMpu:
+    """A client's own grid: the model axis is its business."""
+
+    def get_data_parallel_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+def with_mpu() -> tuple[bool, int, int]:
+    mpu = ClientMpu()
+    engine = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG | {"zero_optimization": {"stage": 2}}, mpu=mpu)[
+        0
+    ]
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    return engine.mpu is mpu, engine.dp_world_size, engine.mesh.shard.size
+
+
+def test_a_clients_mpu_gives_the_data_parallel_group(ranks: Pools) -> None:
+    assert ranks(2).run(with_mpu) == [(True, 2, 2)] * 2
+
+
+def inference(stage: str) -> tuple[bool, int, bool]:
+    """No optimizer: a reference or reward model. At stage 3 its parameters are sharded all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.randn(2, 64)
+    expected = model(x).detach()
+    engine = zero_trial.initialize(model=model, config={"train_batch_size": 2, "zero_optimization": STAGES[stage]})[0]
+    with torch.no_grad():
+        alike = torch.equal(engine(x), expected)
+    alike = alike and torch.equal(engine(x).detach(), expected)
+    return (
+        alike,
+        sum(unit.persistent_bytes() for unit in engine.sharded.units),
+        all(not unit.trainable for unit in engine.sharded.units),
+    )
+
+
+def test_an_engine_for_inference_only(ranks: Pools) -> None:
+    assert ranks(2).run(inference, "zero2") == [(True, 0, True)] * 2
+    assert ranks(2).run(inference, "zero3-free") == [(True, 2 * 64 * 65 * 4 // 2, True)] * 2

@@ -1,0 +1,47 @@
+"""How a gradient that is not finite is told. Who is named on several ranks: see test_behaviour_precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from zero_trial.engine.nonfinite import NonFinite, blame
+from zero_trial.errors import Diverged
+
+
+@pytest.mark.parametrize(("rank", "who"), [(3, "on rank 3"), (0, "on rank 0"), (None, "in the sum over ranks")])
+def test_one_line_says_which_step_parameter_and_rank(rank: int | None, who: str):
+    assert NonFinite(7, rank, "head.weight").describe() == f"step 7: the gradient of head.weight is not finite {who}"
+
+
+def test_the_end_of_a_run_names_the_culprit():
+    error = Diverged("no scale left", where="loss scale", got="scale 1", expected="more", fix="Use bf16.")
+    assert blame(error, None) is error
+    text = str(blame(error, NonFinite(2, 1, "a.b")))
+    assert (
+        text
+        == "loss scale: no scale left: got scale 1, and step 2: the gradient of a.b is not finite on rank 1, expected more. Use bf16."
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["0.bias", "2.weight"])
+def test_a_single_rank_names_itself(stage: int, name: str):
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+    }
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    before = engine.module_state_dict()
+    before = {key: value.clone() for key, value in before.items()}
+    dict(model.named_parameters())[name].register_hook(lambda grad: grad * float("nan"))
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    assert engine.last_nonfinite == NonFinite(0, 0, name)
+    assert not engine.was_step_applied()
+    assert engine.skipped_steps == engine.global_steps == 1
+    assert all(torch.equal(value, before[key]) for key, value in engine.module_state_dict().items())

@@ -62,6 +62,20 @@ def test_what_is_counted():
         layer_facts(3)
 
 
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2) * torch.ones(2).mean().item())
+
+
+def test_a_constructor_that_reads_values():
+    with pytest.raises(
+        ConfigError, match=r"Reader\(\): the layer cannot be built on the meta device.*: got RuntimeError: "
+    ):
+        layer_facts(LayerSpec(Reader))
+    assert layer_facts(Reader()) == LayerFacts("Reader", 2)
+
+
 def test_ties_of_a_partition():
     embed = TiedLayerSpec("embed", nn.Embedding, 10, 4)
     layers = [

@@ -211,6 +211,14 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: one_rank("0F0 0B0 0REDUCE 0TIED_REDUCE0 STEP", **TRAINING, ties=((0,),)),
         "no such tie between ranks",
     ),
+    "a tie without a number": (
+        lambda: with_row(
+            lowered("1f1b", 2, 1, ties=[(0, 1)]),
+            0,
+            [*parse_row("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE"), Action(Kind.TIED_REDUCE, 0)],
+        ),
+        "no such tie between ranks",
+    ),
     "a missing tie": (
         lambda: without(lowered("1f1b", 2, 2, ties=[(0, 1)]), 1, Kind.TIED_REDUCE),
         r"deadlock: got rank 0 waits for ever at action \d+, 0TIED_REDUCE0\.",

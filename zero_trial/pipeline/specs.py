@@ -71,8 +71,7 @@ class TiedLayerSpec(LayerSpec):
 def layer_facts(layer: Layer) -> LayerFacts:
     """What partitioning needs of a layer. A spec is built on the meta device: without memory, and without drawing random numbers."""
     if isinstance(layer, LayerSpec):
-        with torch.device("meta"):
-            return LayerFacts(layer.typename.__name__, _trainable(layer.build()))
+        return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
     if isinstance(layer, nn.Module):
         return LayerFacts(type(layer).__name__, _trainable(layer))
     if not callable(layer):
@@ -90,6 +89,19 @@ def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tup
             if isinstance(layer, TiedLayerSpec):
                 found.setdefault(layer.key, set()).add(chunk)
     return {key: tuple(sorted(chunks)) for key, chunks in found.items()}
+
+
+def _build_on_meta(spec: LayerSpec) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return spec.build()
+    except Exception as error:  # whatever the layer's constructor raises
+        raise ConfigError(
+            "the layer cannot be built on the meta device, where layers are counted",
+            where=repr(spec),
+            got=f"{type(error).__name__}: {error}",
+            fix="Make its constructor work without values, or put a built module into the list of layers.",
+        ) from error
 
 
 def _trainable(module: nn.Module) -> int:

@@ -292,7 +292,7 @@ class _Rank:
 
     def tied_reduce(self, action: Action) -> bool:
         world, number = self.world, action.tie
-        if number >= len(world.holders) or len(world.holders[number]) < 2 or number in self.tied:
+        if not 0 <= number < len(world.holders) or len(world.holders[number]) < 2 or number in self.tied:
             raise self.fault("no such tie between ranks, or a second time")
         for chunk in self.mine.intersection(world.schedule.ties[number]):
             if self.reduced.get(chunk) != world.schedule.micro_batches:

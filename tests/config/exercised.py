@@ -95,8 +95,9 @@ EXERCISED: dict[str, str] = {
     "disable_python_gc": f"{_WATCH}::test_disable_python_gc",
     "dataloader_drop_last": f"{_KEYS}::test_dataloader_drop_last",
     "log_level": f"{_KEYS}::test_log_level",
-    "comm_timeout_seconds": "engine/test_saving.py::test_one_rank_saves_alone",
-    **_below("tensorboard", f"{_MONITOR}::test_several_at_once", "enabled", "output_path", "job_name"),
+    "comm_timeout_seconds": "config/test_exercised.py::test_the_mesh_waits_no_longer_than_asked",
+    **_below("tensorboard", f"{_MONITOR}::test_several_at_once", "enabled", "output_path"),
+    "tensorboard.job_name": "config/test_exercised.py::test_tensorboard_files_lie_in_the_folder_of_the_job",
     **_below("csv_monitor", f"{_WATCH}::test_monitors_get_the_events_of_a_run", "enabled", "output_path", "job_name"),
     **_below("wandb", f"{_WANDB}::test_the_section_and_the_events_arrive", "group", "team", "project"),
     **_below("wandb", f"{_MONITOR}::test_a_missing_package_is_an_error_on_every_rank", "enabled"),
@@ -167,13 +168,25 @@ kind.__init__ = ignoring
 """
 
 
-def passes_all_the_same(key: str, folder: Path) -> bool:
-    """Whether the key's test passes although the key is ignored."""
+def ignoring(key: str, folder: Path) -> dict[str, str]:
+    """The environment of a process in which the key is ignored, by a file in ``folder`` that Python reads when it starts."""
     (folder / "sitecustomize.py").write_text(IGNORE)
     path = os.pathsep.join([str(folder), str(ROOT)])
-    env = {**os.environ, "IGNORED_KEY": key, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{EXERCISED[key]}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    return {
+        **os.environ,
+        "IGNORED_KEY": key,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def passes_all_the_same(key: str, folder: Path) -> bool:
+    """Whether the key's test passes although the key is ignored."""
+    env = ignoring(key, folder)
+    where = [f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", f"{ROOT}/tests/{EXERCISED[key]}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *where]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{key}: {EXERCISED[key]} could not be run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 0

@@ -63,7 +63,7 @@ def _draw_times(axes: Any, schedule: Schedule, report: Report) -> None:
             )
             if action.kind not in seen and order[action.chunk] == 0:
                 seen[action.kind] = bars
-            if (end - begin) / report.makespan * width > 0.13 * len(str(action.micro_batch)):
+            if (end - begin) / report.makespan * width > 0.04 + 0.065 * len(str(schedule.micro_batches - 1)):
                 axes.text((begin + end) / 2, index, str(action.micro_batch), ha="center", va="center", fontsize=7)
     darker = any(len(schedule.placement.of(index)) > 1 for index in range(schedule.stages))
     label = "time (darker: a rank's later chunk)" if darker else "time"

@@ -90,7 +90,8 @@ def build_engine(
 ) -> Engine:
     """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh."""
     wiring = wire(settings, mesh.data.size)
-    model.to(device)
+    if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
+        model.to(device)
     groups = _parameter_groups(model, optimizer, model_parameters)
     sharded = ShardedModel(
         model, [group["params"] for group in groups] if _optimizes(optimizer, settings) else [], wiring.plan, mesh, wiring.policy, wiring.sharding

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,20 +31,27 @@ class Blueprint:
         self, model: nn.Module, options: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
     ) -> None:
         self.device = torch.device(device)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        if self.device.type != "cpu" and self.device.index is None:
+            self.device = torch.device(self.device.type, 0)  # as tensors there say it of themselves
         given = {"model": model, **(options or {})}
         parameters = given.get("model_parameters")
         if isinstance(parameters, Iterator):
             raise NoTwin("model_parameters can be read only once", fix="Give a list.")
         self.parameters = sum(param.numel() for param in model.parameters())
-        with self.mode:
-            self._given = _twin(given, lambda tensor: torch.empty_like(tensor, device=self.device))
+        self._given = _twin(given, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        """Made when first needed: torch loads some 800 modules for it, which takes a second."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
     def options(self, *, imagined: bool) -> dict[str, Any]:
         """A new copy. ``imagined``: without values, to be used inside :meth:`without_values`; else real tensors, on the CPU, of zeros and ones."""
         if imagined:
             with self.mode:
-                return _twin(self._given, lambda tensor: torch.empty_like(tensor, device=self.device))
+                return _twin(
+                    self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                )
         return _twin(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
 
     @contextmanager

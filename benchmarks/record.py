@@ -44,8 +44,9 @@ def number(key: str, digits: int = 1) -> Callable[[dict[str, Any]], str]:
 
 def command() -> str:
     """What was typed, without any path outside of the repository."""
-    script = Path(sys.argv[0]).name
-    return shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+    script, home = Path(sys.argv[0]).resolve(), FOLDER.parent
+    place = script.relative_to(home) if script.is_relative_to(home) else Path(script.name)
+    return shlex.join(["python", f"benchmarks/{place}", *sys.argv[1:]])
 
 
 def machine() -> dict[str, Any]:

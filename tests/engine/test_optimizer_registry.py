@@ -7,15 +7,24 @@ from typing import Any
 import pytest
 import torch
 
+from zero_trial.engine import optimizer_registry
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import Lamb, Lion
+from zero_trial.ops import Backend, backend
+from zero_trial.ops.optimizers import FusedAdam, FusedLion, Lamb, Lion
 
 
 def params(*sizes: int) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(size)) for size in sizes or (4,)]
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No native kernels."""
+    monkeypatch.setattr(optimizer_registry, "backend", lambda: Backend(None, "asked for"))
+
+
+@pytest.mark.usefixtures("plain")
 def test_adam_means_adamw() -> None:
     spec = resolve_optimizer("Adam", {"lr": 3e-4, "betas": [0.9, 0.95]})
     optimizer = spec.build(params())
@@ -48,12 +57,45 @@ def test_adam_means_adamw() -> None:
         ("NAdam", {}, torch.optim.NAdam, 0.0),
     ],
 )
+@pytest.mark.usefixtures("plain")
 def test_names(name: str, given: dict[str, Any], cls: type, weight_decay: float) -> None:
     before = dict(given)
     optimizer = resolve_optimizer(name, given).build(params())
     assert type(optimizer) is cls
     assert optimizer.param_groups[0]["weight_decay"] == weight_decay
     assert given == before
+
+
+@pytest.mark.skipif(backend().native is None, reason=f"no native kernels: {backend().why}")
+@pytest.mark.parametrize(
+    ("name", "given", "cls", "weight_decay", "decoupled"),
+    [
+        ("Adam", {}, FusedAdam, 0.0, True),
+        ("adam", {"adam_w_mode": False, "weight_decay": 0.2}, FusedAdam, 0.2, False),
+        ("AdamW", {"amsgrad": False, "betas": [0.8, 0.9]}, FusedAdam, 0.0, True),
+        ("OneBitAdam", {"lr": 0.1}, FusedAdam, 0.0, True),
+        ("Lion", {"weight_decay": 0.1}, FusedLion, 0.1, None),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW, 0.01, True),
+        ("AdamW", {"amsgrad": True}, torch.optim.AdamW, 0.0, True),
+        ("AdamW", {"fused": True}, torch.optim.AdamW, 0.0, True),
+        ("AdamW", {"maximize": True}, torch.optim.AdamW, 0.0, True),
+    ],
+)
+def test_native_kernels_do_what_they_can(name: str, given: dict[str, Any], cls: type, weight_decay: float, decoupled: bool | None) -> None:
+    optimizer = resolve_optimizer(name, given).build(params())
+    assert type(optimizer) is cls
+    group = optimizer.param_groups[0]
+    assert group["weight_decay"] == weight_decay
+    assert group.get("decoupled_weight_decay", decoupled) == decoupled
+    assert group["betas"] == tuple(given.get("betas", group["betas"]))
+
+
+@pytest.mark.skipif(backend().native is None, reason=f"no native kernels: {backend().why}")
+def test_native_kernels_leave_other_tensors_to_torch() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    assert type(resolve_optimizer("AdamW").build([{"params": [p], "amsgrad": True}])) is torch.optim.AdamW
+    for other in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, device="meta")):
+        assert type(resolve_optimizer("AdamW").build([p, torch.nn.Parameter(other)])) is torch.optim.AdamW
 
 
 def test_mapped_one_bit_says_what_is_lost() -> None:
@@ -140,6 +182,7 @@ def test_all_faults_of_the_params_come_together() -> None:
     assert len(raised.value.faults) == 2
 
 
+@pytest.mark.usefixtures("plain")
 def test_values_that_torch_refuses_are_a_config_error() -> None:
     with pytest.raises(ConfigError, match="learning rate"):
         resolve_optimizer("AdamW", {"lr": -1.0}).build(params())

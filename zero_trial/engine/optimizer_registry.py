@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import Lamb, Lion
+from zero_trial.ops import backend
+from zero_trial.ops.optimizers import FusedAdam, FusedLion, Lamb, Lion
 
 WHERE = "optimizer.params"
 
@@ -30,17 +31,30 @@ FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Adagrad: frozenset({"cpu"}),
 }
 
+# Our own single pass on CPU, where the kernels can be had: the same update and state, nearer to float64 and without a cast of the gradient.
+NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
+    torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
+    torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
+    Lion: (FusedLion, {}),
+}
+# Settings that choose an implementation or a variant: given any of them, the class that was named is built.
+_VARIANTS = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+
 ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of what was mapped."""
+    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of what was mapped.
+
+    ``torch_only``: torch's own implementation was asked for.
+    """
 
     name: str
     optimizer_class: type[torch.optim.Optimizer]
     params: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
+    torch_only: bool = False
 
     @property
     def elementwise(self) -> bool:
@@ -53,24 +67,51 @@ class OptimizerSpec:
         return hasattr(self.optimizer_class, "bind")
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
-        """The optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings), fused where torch
-        can.
+        """The optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings): in our native kernels
+        on CPU (``ZERO_TRIAL_OPS=reference`` turns them off), else fused where torch can.
 
-        Raises ConfigError where torch refuses a value.
+        Raises ConfigError where it refuses a value.
         """
         groups: list[Any] = list(param_groups)
-        arguments = dict(self.params) | self._fused(groups)
         factory: Callable[..., torch.optim.Optimizer] = self.optimizer_class
+        if self._native(groups):
+            factory, own = NATIVE[self.optimizer_class]
+            shared = inspect.signature(factory).parameters.keys() - {"params", *own}
+            given = {key: value for key, value in self.params.items() if key in shared}
+            arguments = {**_defaults(self.optimizer_class, shared), **given, **own}
+        else:
+            arguments = dict(self.params) | self._fused(groups)
         try:
             return factory(groups, **arguments)
         except (ValueError, TypeError, RuntimeError) as refusal:
             raise ConfigError(f"{self.name} refuses its parameters", where=WHERE, got=str(refusal)) from refusal
+
+    def _native(self, groups: list[Any]) -> bool:
+        """Whether our kernels do all that is asked for, on every one of these tensors."""
+        if (
+            self.torch_only
+            or self.optimizer_class not in NATIVE
+            or any(key in self.params for key in ("foreach", "fused"))
+        ):
+            return False
+        settings = [self.params, *(group for group in groups if isinstance(group, Mapping))]
+        if any(each.get(key) for each in settings for key in _VARIANTS):
+            return False
+        tensors = [tensor for group in groups for tensor in _tensors(group)]
+        simple = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+        return bool(tensors) and simple and backend().native is not None
 
     def _fused(self, groups: list[Any]) -> dict[str, Any]:
         if any(key in self.params for key in ("fused", "foreach", "differentiable")):
             return {}
         devices = {tensor.device.type for group in groups for tensor in _tensors(group)}
         return {"fused": True} if devices and devices <= FUSED_ON.get(self.optimizer_class, frozenset()) else {}
+
+
+def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
+    """The class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours does not."""
+    parameters = inspect.signature(optimizer_class).parameters
+    return {name: parameters[name].default for name in names if name in parameters}
 
 
 def is_elementwise(optimizer_class: type) -> bool:
@@ -107,7 +148,7 @@ def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
         given.setdefault("weight_decay", 0.0)  # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
     note = "Adam means AdamW (decoupled weight decay) unless adam_w_mode is false" if name.lower() == "adam" else None
     chosen = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return _spec(name, chosen, given, note if decoupled else None)
+    return replace(_spec(name, chosen, given, note if decoupled else None), torch_only=torch_adam)
 
 
 def _adagrad(name: str, given: dict[str, Any]) -> OptimizerSpec:
@@ -152,7 +193,7 @@ def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) ->
         spec = rule(base, given)
         note = f"{name}: gradients are not compressed; trained as {base}"
         note += f" without {', '.join(dropped)}" if dropped else ""
-        return OptimizerSpec(name, spec.optimizer_class, spec.params, note)
+        return replace(spec, name=name, note=note)
 
     return resolve
 

@@ -30,9 +30,9 @@ class Blueprint:
     def __init__(
         self, model: nn.Module, options: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        self.device = torch.device(device)
-        if self.device.type != "cpu" and self.device.index is None:
-            self.device = torch.device(self.device.type, 0)  # as tensors there say it of themselves
+        place = torch.device(device)
+        # With its number, as tensors say it of themselves.
+        self.device = torch.device(f"{place.type}:0") if place.type != "cpu" and str(place) == place.type else place
         given = {"model": model, **(options or {})}
         parameters = given.get("model_parameters")
         if isinstance(parameters, Iterator):

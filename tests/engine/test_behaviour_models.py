@@ -425,6 +425,19 @@ def token_loss(model: Any, turn: Turn) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
+class Sparse(nn.Module):
+    """Embeddings whose gradients come as sparse tensors, one small, one large; one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Embedding(11, 8, sparse=True)
+        self.large = nn.Embedding(2100, 8, sparse=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.small(tokens)) + self.large(tokens * 7) + self.large(tokens * 190))
+
+
 class Normed(Stack):
     """Parametrized weights: what is used is computed from what is trained."""
 
@@ -504,6 +517,7 @@ CASES: dict[str, Case] = {
     "convolutions": Case(Conv, conv_loss, accumulation=2),
     "recurrent": Case(Recurrent, plain_loss),
     "attention": Case(Attention, token_loss),
+    "sparse gradients": Case(Sparse, token_loss, accumulation=2),
     "weight norm": Case(Normed, plain_loss),
     "input gradient": Case(Stack, input_gradient_loss),
     "gradient penalty": Case(Stack, penalty_loss, optimizer=SGD, dense_optimizer=sgd),

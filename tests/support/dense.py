@@ -98,6 +98,8 @@ def train_dense(case: Case, ranks: int) -> Iterator[nn.Module]:
         for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+            elif param.grad.is_sparse:
+                param.grad = param.grad.to_dense()
         if case.clip:
             nn.utils.clip_grad_norm_(params, case.clip)
         optimizer.step()

@@ -88,6 +88,7 @@ class Landing:
         grad = param.grad
         if grad is None:
             return
+        grad = _dense(grad)
         if self.landed[index]:
             self.views[index].add_(grad)
         else:
@@ -111,6 +112,7 @@ class Landing:
             self._queued[index] = False
             if grad is None or grad is views[index]:
                 continue
+            grad = _dense(grad)
             if landed[index]:
                 again.append((views[index], grad))
             else:
@@ -196,3 +198,8 @@ class Landing:
         """Bytes of gradients that outlive a backward pass on this rank."""
         full = self.full.numel() * self.full.element_size() if self.unit.plan.grads is not Lifetime.USE else 0
         return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """Gradients of embeddings with ``sparse=True`` become dense: buffers, norms and shards have a place for every element."""
+    return grad.to_dense() if grad.is_sparse else grad

@@ -45,3 +45,34 @@ def test_a_single_rank_names_itself(stage: int, name: str):
     assert not engine.was_step_applied()
     assert engine.skipped_steps == engine.global_steps == 1
     assert all(torch.equal(value, before[key]) for key, value in engine.module_state_dict().items())
+
+
+class Outside(nn.Module):
+    """Reads the weights of blocks whose forward never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.linear(x, layer.weight, layer.bias)
+        return x.sum()
+
+
+@pytest.mark.parametrize(("threshold", "told"), [(0, True), (1000, False)])
+def test_weights_read_outside_their_forward_are_told(threshold: int, told: bool):
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": threshold, "module_granularity_threshold": 1},
+    }
+    engine = zero_trial.initialize(model=Outside(), config=config)[0]
+    engine.backward(engine(torch.ones(1, 4)))
+    engine.step()
+    assert engine.was_step_applied() != told
+    if told:
+        assert engine.last_nonfinite is not None
+        text = engine.last_nonfinite.describe()
+        assert "the forward of layers." in text
+        assert "stage3_param_persistence_threshold" in text

@@ -8,18 +8,25 @@ from zero_trial.errors import Diverged
 from zero_trial.zero import ShardedModel
 from zero_trial.zero.reducer import first_bad
 
+# Freed parameters read as NaN, so that a use outside their module's forward shows.
+_OUTSIDE = (
+    " (the forward of {block} has not run, and only while it runs are its parameters whole: call it instead of reading its weights, "
+    "or raise zero_optimization.stage3_param_persistence_threshold)"
+)
+
 
 @dataclass(frozen=True)
 class NonFinite:
-    """``rank`` None: only the sum over ranks is known to be bad."""
+    """``rank`` None: only the sum over ranks is known to be bad. ``hint``: a likely cause, if one is known."""
 
     step: int
     rank: int | None
     parameter: str
+    hint: str = ""
 
     def describe(self) -> str:
         who = f"on rank {self.rank}" if self.rank is not None else "in the sum over ranks"
-        return f"step {self.step}: the gradient of {self.parameter} is not finite {who}"
+        return f"step {self.step}: the gradient of {self.parameter} is not finite {who}{self.hint}"
 
 
 def blame(error: Diverged, culprit: NonFinite | None) -> Diverged:
@@ -47,5 +54,7 @@ def name_culprit(model: ShardedModel, step: int) -> NonFinite:
     if not everyone:
         return NonFinite(step, None, "an unknown parameter (a row of squares overflowed fp32)")
     # the unit built last comes first in the model, and a bad value spreads from there towards the input
-    doubt, rank, _, parameter = min(everyone)
-    return NonFinite(step, rank if doubt < 2 else None, parameter)
+    doubt, rank, index, parameter = min(everyone)
+    block = model.units[index].block
+    hint = "" if model.gatherer.was_used(block) else _OUTSIDE.format(block=block)
+    return NonFinite(step, rank if doubt < 2 else None, parameter, hint)

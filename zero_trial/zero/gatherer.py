@@ -120,6 +120,10 @@ class Gatherer:
                 unit.finish_gather()
                 unit.free()
 
+    def was_used(self, block: str) -> bool:
+        """Has the block's forward run, with gradients, since the last update? True for what always lives."""
+        return block not in self._units or self._order.seen(block)
+
     def live_numel(self) -> int:
         """Elements of full parameters that live now or are on their way."""
         return sum(unit.layout.numel for chosen in self._units.values() for unit in chosen if unit.live or unit.gathering)

@@ -35,6 +35,10 @@ class UseOrder:
             self.on_track = False
         self._now.append(block)
 
+    def seen(self, block: str) -> bool:
+        """Has ``block`` been used since the step began?"""
+        return block in self._now
+
     def upcoming(self, budget: int) -> list[str]:
         """The blocks that come next, different ones, while their elements fit into ``budget``; the first always, unless the order was left."""
         if not self.on_track:

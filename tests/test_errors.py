@@ -9,8 +9,16 @@ from zero_trial.errors import ConfigError, MeshError, ZeroTrialError
 
 
 def test_an_error_says_where_got_expected_fix() -> None:
-    error = ConfigError("not a size", where="zero_optimization.reduce_bucket_size", got='"5e8"', expected="elements", fix="Write 500000000.")
-    assert str(error) == 'zero_optimization.reduce_bucket_size: not a size: got "5e8", expected elements. Write 500000000.'
+    error = ConfigError(
+        "not a size",
+        where="zero_optimization.reduce_bucket_size",
+        got='"5e8"',
+        expected="elements",
+        fix="Write 500000000.",
+    )
+    assert (
+        str(error) == 'zero_optimization.reduce_bucket_size: not a size: got "5e8", expected elements. Write 500000000.'
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,6 +44,13 @@ def test_all_faults_of_a_file_come_together() -> None:
 
 
 def test_exit_codes() -> None:
-    codes = {kind.__name__: kind.exit_code for kind in (ConfigError, errors.InvalidHP, errors.DataError, errors.TrialError)}
+    codes = {
+        kind.__name__: kind.exit_code for kind in (ConfigError, errors.InvalidHP, errors.DataError, errors.TrialError)
+    }
     assert set(codes.values()) == {2}
-    assert [errors.DoesNotFit.exit_code, errors.Diverged.exit_code, MeshError.exit_code, errors.Preempted.exit_code] == [3, 4, 5, 75]
+    assert [
+        errors.DoesNotFit.exit_code,
+        errors.Diverged.exit_code,
+        MeshError.exit_code,
+        errors.Preempted.exit_code,
+    ] == [3, 4, 5, 75]

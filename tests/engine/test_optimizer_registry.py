@@ -81,7 +81,9 @@ def test_names(name: str, given: dict[str, Any], cls: type, weight_decay: float)
         ("AdamW", {"maximize": True}, torch.optim.AdamW, 0.0, True),
     ],
 )
-def test_native_kernels_do_what_they_can(name: str, given: dict[str, Any], cls: type, weight_decay: float, decoupled: bool | None) -> None:
+def test_native_kernels_do_what_they_can(
+    name: str, given: dict[str, Any], cls: type, weight_decay: float, decoupled: bool | None
+) -> None:
     optimizer = resolve_optimizer(name, given).build(params())
     assert type(optimizer) is cls
     group = optimizer.param_groups[0]

@@ -22,14 +22,26 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero2": {"stage": 2},
     "zero2-micro": {"stage": 2, "reduce_every": "micro"},
     "zero3": {"stage": 3, "param_persistence_threshold": 1000, "module_granularity_threshold": 1},
-    "zero3-free": {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "forward", "module_granularity_threshold": 1},
+    "zero3-free": {
+        "stage": 3,
+        "param_persistence_threshold": 0,
+        "reshard_after": "forward",
+        "module_granularity_threshold": 1,
+    },
 }
 
 
-def against_dense(zero: dict[str, Any], accumulation: int, clip: float, mesh: dict[str, int] | None) -> tuple[float, float]:
+def against_dense(
+    zero: dict[str, Any], accumulation: int, clip: float, mesh: dict[str, int] | None
+) -> tuple[float, float]:
     """(largest parameter difference, largest loss difference of rank 0's share)."""
     reference, _ = train_dense(TinyLM, STEPS, BATCH, clip)
-    config = {"train_batch_size": BATCH, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip, "zero_optimization": zero}
+    config = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "zero_optimization": zero,
+    }
     engine = make_engine(TinyLM, config | ({"mesh": mesh} if mesh else {}))
     losses = train_engine(engine, range(STEPS), BATCH)
     return largest_difference(engine, reference), sum(losses) / len(losses)

@@ -23,7 +23,10 @@ def test_a_payload_is_read_where_it_lies() -> None:
     segment.payload(torch.float32, 10).copy_(torch.arange(10.0))
     ticket = Ticket.from_tensor(ticket_of(segment, segment.generation).to_tensor())
     assert peer.read(ticket, torch.float32, 10).tolist() == list(range(10))
-    assert peer.read(Ticket(ticket.process, ticket.descriptor, ticket.generation, 16), torch.float32, 2).tolist() == [4, 5]
+    assert peer.read(Ticket(ticket.process, ticket.descriptor, ticket.generation, 16), torch.float32, 2).tolist() == [
+        4,
+        5,
+    ]
 
 
 def test_a_segment_is_free_when_all_its_readers_have_read() -> None:

@@ -44,7 +44,9 @@ def compare(count: int) -> int:
     for seed in range(count):
         numel = world * chance.choice([1, 31, 1000, 8192, 16384, 20001, 65536])
         dtype = chance.choice(DTYPES)
-        for ours, theirs in zip(exchange(shared, numel, dtype, seed), exchange(direct, numel, dtype, seed), strict=True):
+        for ours, theirs in zip(
+            exchange(shared, numel, dtype, seed), exchange(direct, numel, dtype, seed), strict=True
+        ):
             assert torch.equal(ours, theirs), (numel, dtype)
         large += numel * dtype.itemsize >= WORTH_BYTES
     return large

@@ -56,7 +56,9 @@ def tokens(step: int, batch: int) -> torch.Tensor:
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
 
 
-def train_dense(build: Callable[[], nn.Module], steps: int, batch: int, clip: float, seed: int = 1) -> tuple[nn.Module, list[float]]:
+def train_dense(
+    build: Callable[[], nn.Module], steps: int, batch: int, clip: float, seed: int = 1
+) -> tuple[nn.Module, list[float]]:
     """One process, plain torch, the whole batch at once."""
     torch.manual_seed(seed)
     model = build()
@@ -73,7 +75,9 @@ def train_dense(build: Callable[[], nn.Module], steps: int, batch: int, clip: fl
     return model, losses
 
 
-def make_engine(build: Callable[[], nn.Module], config: Mapping[str, Any], seed: int = 1, **kwargs: Any) -> zero_trial.Engine:
+def make_engine(
+    build: Callable[[], nn.Module], config: Mapping[str, Any], seed: int = 1, **kwargs: Any
+) -> zero_trial.Engine:
     torch.manual_seed(seed)
     defaults = {"train_batch_size": 8, "optimizer": ADAMW, "gradient_clipping": 0.0, "comm_timeout_seconds": 30.0}
     return zero_trial.initialize(model=build(), config=defaults | dict(config), **kwargs)[0]
@@ -98,4 +102,6 @@ def train_engine(engine: zero_trial.Engine, steps: range, batch: int = 8) -> lis
 def largest_difference(engine: zero_trial.Engine, reference: nn.Module) -> float:
     """Over all parameters and buffers, after gathering. Collective."""
     state = engine.module_state_dict()
-    return max((state[name].float() - value.float()).abs().max().item() for name, value in reference.state_dict().items())
+    return max(
+        (state[name].float() - value.float()).abs().max().item() for name, value in reference.state_dict().items()
+    )

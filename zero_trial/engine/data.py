@@ -39,12 +39,20 @@ class RepeatingLoader:
             for batch in self._batches:
                 return batch
             self._batches = iter(self.loader)
-        raise DataError("the loader yields nothing", where=f"RepeatingLoader({type(self.loader).__name__})", expected="at least one batch")
+        raise DataError(
+            "the loader yields nothing",
+            where=f"RepeatingLoader({type(self.loader).__name__})",
+            expected="at least one batch",
+        )
 
 
-def sharded_loader(dataset: Any, batch_size: int, rank: int, ranks: int, *, drop_last: bool = False, **kwargs: Any) -> DataLoader[Any]:
+def sharded_loader(
+    dataset: Any, batch_size: int, rank: int, ranks: int, *, drop_last: bool = False, **kwargs: Any
+) -> DataLoader[Any]:
     """Batches of ``batch_size`` samples; shuffled alike on all ranks and split between them. Iterable data sets shard themselves."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=True, drop_last=drop_last)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=ranks, rank=rank, shuffle=True, drop_last=drop_last
+    )
     return ShardedLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **kwargs)

@@ -75,7 +75,11 @@ class Engine(EngineSurface):
         self._call = forward_of(module, wiring.autocast, device.type)
         self._sync = True
         self._saver = Saver(self)
-        self.monitor, self.phases, self.reporter = Monitor(), Phases(), Reporter()  # null objects, until somebody watches
+        self.monitor, self.phases, self.reporter = (
+            Monitor(),
+            Phases(),
+            Reporter(),
+        )  # null objects, until somebody watches
         model.optimizer = optimizer
         model.gradient_multiplier = self._unscale
 
@@ -123,7 +127,9 @@ class Engine(EngineSurface):
         if not boundary:
             return
         if self.optimizer is None:
-            raise TrialError("there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.')
+            raise TrialError(
+                "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
+            )
         self.phases.begin(STEP)
         self.sharded.reducer.ensure_reduced()
         norm = self._global_norm()
@@ -185,11 +191,17 @@ class Engine(EngineSurface):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TrialError(
-                "the loss is not a scalar", where="engine.backward", got=got, expected="a tensor with one element", fix="Use loss.mean()."
+                "the loss is not a scalar",
+                where="engine.backward",
+                got=got,
+                expected="a tensor with one element",
+                fix="Use loss.mean().",
             )
         if not loss.requires_grad:
             raise TrialError(
-                "the loss has no history", where="engine.backward", fix="Compute it with gradients enabled, from a parameter that requires grad."
+                "the loss has no history",
+                where="engine.backward",
+                fix="Compute it with gradients enabled, from a parameter that requires grad.",
             )
 
     # --- accumulation ---------------------------------------------------------------------------------------------

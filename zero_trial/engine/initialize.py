@@ -55,7 +55,9 @@ def initialize(
     from the optimizer). All ranks start from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
     """
     if model is None:
-        raise ConfigError("initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module")
+        raise ConfigError(
+            "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
+        )
     source = _config_source(args, config, config_params)
     settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
     open_console(settings.log_level)
@@ -64,7 +66,9 @@ def initialize(
     watch(engine)
     _configure_checkpointing(settings, mesh)
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {}))
+        engine.training_dataloader = engine.deepspeed_io(
+            training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {})
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -75,7 +79,9 @@ def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
         return
     CHECKPOINTING.configure_from(section, mesh.model)
     if section.partition_activations and mesh.model.size == 1 and mesh.rank == 0:
-        log.info("activation_checkpointing.partition_activations has no effect: there are no model-parallel ranks (mesh.model is 1)")
+        log.info(
+            "activation_checkpointing.partition_activations has no effect: there are no model-parallel ranks (mesh.model is 1)"
+        )
 
 
 def build_engine(
@@ -94,9 +100,25 @@ def build_engine(
         model.to(device)
     groups = _parameter_groups(model, optimizer, model_parameters)
     sharded = ShardedModel(
-        model, [group["params"] for group in groups] if _optimizes(optimizer, settings) else [], wiring.plan, mesh, wiring.policy, wiring.sharding
+        model,
+        [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
+        wiring.plan,
+        mesh,
+        wiring.policy,
+        wiring.sharding,
     )
-    engine = Engine(model, sharded, None, None, wiring, settings, mesh, device, local_rank=read_rank_env().local_rank, client_mpu=mpu)
+    engine = Engine(
+        model,
+        sharded,
+        None,
+        None,
+        wiring,
+        settings,
+        mesh,
+        device,
+        local_rank=read_rank_env().local_rank,
+        client_mpu=mpu,
+    )
     wrapped = _build_optimizer(engine, optimizer, groups, settings)
     engine.optimizer = sharded.optimizer = wrapped
     engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
@@ -155,13 +177,24 @@ def _parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterab
     strangers = 0
     for group in groups:
         params = group["params"]
-        listed = [params] if isinstance(params, torch.Tensor) else [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        listed = (
+            [params]
+            if isinstance(params, torch.Tensor)
+            else [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        )
         trained = {id(param): param for param in listed if param.requires_grad}
         strangers += len(trained.keys() - known)
         group["params"] = list(trained.values())
-    doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len({id(p) for g in groups for p in g["params"]})
+    doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len(
+        {id(p) for g in groups for p in g["params"]}
+    )
     if doubles:
-        raise ConfigError("a parameter is in two optimizer groups", where="model_parameters", got=f"{doubles} doubles", expected="none")
+        raise ConfigError(
+            "a parameter is in two optimizer groups",
+            where="model_parameters",
+            got=f"{doubles} doubles",
+            expected="none",
+        )
     if strangers:
         where = "optimizer" if isinstance(optimizer, torch.optim.Optimizer) else "model_parameters"
         raise ConfigError(
@@ -183,10 +216,14 @@ def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: D
         rebind(base, pieces)
     else:
         spec = None if optimizer is not None else resolve_optimizer(settings.optimizer.type, settings.optimizer.params)  # type: ignore[union-attr]
-        pieces = cut_pieces(landings, whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors)
+        pieces = cut_pieces(
+            landings, whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors
+        )
         build = spec.build if spec is not None else optimizer
         base = build(_groups_over(pieces, groups))
-        if spec is None and not is_elementwise(type(base)) and not isinstance(base, Lamb):  # a callable does not say before what it gives
+        if (
+            spec is None and not is_elementwise(type(base)) and not isinstance(base, Lamb)
+        ):  # a callable does not say before what it gives
             pieces = cut_pieces(landings, whole_tensors=True)
             base = build(_groups_over(pieces, groups))
     wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale)
@@ -198,7 +235,8 @@ def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: D
 def _groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
     """The same groups with the same settings, over pieces of masters instead of parameters."""
     return [
-        {key: value for key, value in group.items() if key != "params"} | {"params": [p.weight for p in pieces if p.group == index]}
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [p.weight for p in pieces if p.group == index]}
         for index, group in enumerate(groups)
     ]
 
@@ -210,4 +248,3 @@ def _build_schedule(optimizer: ShardedOptimizer | None, client: Any, settings: D
     if settings.scheduler is None or optimizer is None:
         return None
     return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer.base)
-

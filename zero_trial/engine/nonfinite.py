@@ -39,7 +39,9 @@ def blame(error: Diverged, culprit: NonFinite | None) -> Diverged:
 
 def name_culprit(model: ShardedModel, step: int) -> NonFinite:
     """The first culprit in rank order, the same answer on every rank. Collective over data; only called when there is one."""
-    found: list[tuple[int, int, int, str]] = []  # (how little is known, rank, unit, parameter), so that the smallest is the answer
+    found: list[
+        tuple[int, int, int, str]
+    ] = []  # (how little is known, rank, unit, parameter), so that the smallest is the answer
     for culprit in model.reducer.culprits:
         doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
         found.append((doubt, culprit.rank or 0, model.units.index(culprit.landing.unit), culprit.parameter()))
@@ -49,7 +51,9 @@ def name_culprit(model: ShardedModel, step: int) -> NonFinite:
             if position is not None:
                 low, _ = landing.unit.layout.shard_range(landing.unit.comm.index)
                 slot = landing.unit.layout.slot_at(low + position)
-                found.append((2, 0, model.units.index(landing.unit), slot.name if slot is not None else landing.unit.name))
+                found.append(
+                    (2, 0, model.units.index(landing.unit), slot.name if slot is not None else landing.unit.name)
+                )
     everyone = [tuple(row) for rows in model.mesh.data.gather_json(found, "non-finite gradients") for row in rows]
     if not everyone:
         return NonFinite(step, None, "an unknown parameter (a row of squares overflowed fp32)")

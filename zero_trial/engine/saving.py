@@ -42,7 +42,9 @@ class Saver:
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path, tag: str | None, client_state: dict[str, Any], check_latest: bool, without_frozen: bool) -> bool:
+    def save(
+        self, directory: Path, tag: str | None, client_state: dict[str, Any], check_latest: bool, without_frozen: bool
+    ) -> bool:
         """Writes ``directory/tag``. ``check_latest`` is DeepSpeed's ``save_latest``: there is no pointer file to write, the newest
         whole checkpoint is the latest.
 
@@ -62,13 +64,24 @@ class Saver:
         state = self._state(client_state)
         state, state_tensors = self._together(lambda: encode(state, "engine"), "engine state")
         own, own_tensors = encode(self._own_state(), f"rank{engine.mesh.rank}")
-        slices = list(self._weights(without_frozen)) + list(self._moments()) + [Slice.whole(n, t) for n, t in own_tensors.items()]
+        slices = (
+            list(self._weights(without_frozen))
+            + list(self._moments())
+            + [Slice.whole(n, t) for n, t in own_tensors.items()]
+        )
         if engine.mesh.rank == 0:
             slices += [Slice.whole(name, tensor) for name, tensor in state_tensors.items()]
             slices += [Slice.whole(f"buffer/{name}", buffer) for name, buffer in self._buffers()]
         world = {"zero_stage": engine.zero_optimization_stage(), "mesh": list(engine.mesh.shape.sizes)}
         save_checkpoint(
-            directory, tag, slices, step=engine.global_steps, state=state, rank_state=own, world=world, ranks=engine.mesh.world
+            directory,
+            tag,
+            slices,
+            step=engine.global_steps,
+            state=state,
+            rank_state=own,
+            world=world,
+            ranks=engine.mesh.world,
         )
         return True
 
@@ -81,8 +94,16 @@ class Saver:
         if engine.mesh.rank == 0:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items() if name not in aliases}
-                save_file(kept, str(directory / filename), metadata={"format": "pt", **{f"alias:{k}": v for k, v in aliases.items()}})
+                kept = {
+                    name: tensor.detach().cpu().clone().contiguous()
+                    for name, tensor in state.items()
+                    if name not in aliases
+                }
+                save_file(
+                    kept,
+                    str(directory / filename),
+                    metadata={"format": "pt", **{f"alias:{k}": v for k, v in aliases.items()}},
+                )
             except OSError as error:
                 fault = str(error)
         self._agree(fault, "save_16bit_model")
@@ -152,7 +173,9 @@ class Saver:
         scalars = optimizer.scalars() if optimizer is not None else {}
         kinds = sorted({view.kind for view in optimizer.views()} - {"master"}) if optimizer is not None else []
         everyone = self._engine.mesh.world.gather_json([scalars, kinds], "optimizer state")
-        return {key: value for row, _ in everyone for key, value in row.items()}, sorted({kind for _, row in everyone for kind in row})
+        return {key: value for row, _ in everyone for key, value in row.items()}, sorted(
+            {kind for _, row in everyone for kind in row}
+        )
 
     def _own_state(self) -> dict[str, Any]:
         """What belongs to this rank alone: random generators, and buffers that differ from rank 0's (running statistics)."""
@@ -172,7 +195,13 @@ class Saver:
     # --- loading --------------------------------------------------------------------------------------------------
 
     def load(
-        self, directory: Path, tag: str | None, strict: bool, with_optimizer: bool, with_schedule: bool, with_counters: bool
+        self,
+        directory: Path,
+        tag: str | None,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        with_counters: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Reads ``directory/tag``, or the newest checkpoint that verifies; ``(None, None)`` if there is none."""
         engine = self._engine
@@ -228,7 +257,9 @@ class Saver:
     def _read_weights(self, reader: CheckpointReader, strict: bool) -> None:
         engine = self._engine
         known = reader.shapes
-        wanted: dict[str, tuple[int, ...]] = {f"param/{name}": tuple(param.shape) for name, (param, _) in parameter_names(engine.module).items()}
+        wanted: dict[str, tuple[int, ...]] = {
+            f"param/{name}": tuple(param.shape) for name, (param, _) in parameter_names(engine.module).items()
+        }
         buffers = dict(self._buffers())
         wanted |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
         for prefix in ("param/", "buffer/"):
@@ -242,7 +273,11 @@ class Saver:
                 part = unit.master[piece.offset : piece.offset + piece.numel]
                 slices.append(Slice(f"param/{piece.slot.name}", piece.slot.shape, piece.start, piece.stop, part))
         rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
-        rest |= {f"param/{name}": param.data for name, (param, _) in parameter_names(engine.module).items() if id(param) not in managed}
+        rest |= {
+            f"param/{name}": param.data
+            for name, (param, _) in parameter_names(engine.module).items()
+            if id(param) not in managed
+        }
         flat = {name: tensor.contiguous() for name, tensor in rest.items()}  # a copy, where it is not
         slices += [Slice.whole(name, tensor) for name, tensor in flat.items()]
         with torch.no_grad():
@@ -257,7 +292,13 @@ class Saver:
             return
         self._require_same_optimizer(reader, state)
         for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key in group and key not in ("fused", "foreach", "capturable")})
+            group.update(
+                {
+                    key: value
+                    for key, value in saved.items()
+                    if key in group and key not in ("fused", "foreach", "capturable")
+                }
+            )
         known = reader.shapes
         optimizer.make_state(state["kinds"], state["scalars"], lambda kind, name: known.get(f"state/{kind}/{name}"))
         slices = [
@@ -339,7 +380,11 @@ class Saver:
         if len(set(tags)) > 1 and validation != "Ignore":
             fix = 'Give every rank the same tag, or set checkpoint.tag_validation to "Ignore" to save under that of rank 0.'
             fault = CheckpointError(
-                "ranks save under different tags", where="save_checkpoint(tag)", got=", ".join(map(repr, tags)), expected="one tag", fix=fix
+                "ranks save under different tags",
+                where="save_checkpoint(tag)",
+                got=", ".join(map(repr, tags)),
+                expected="one tag",
+                fix=fix,
             )
             if validation == "Fail":
                 raise fault

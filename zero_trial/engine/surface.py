@@ -66,7 +66,9 @@ class EngineSurface(nn.Module):
         ``comms_logger.prof_all: false`` leaves those whose collective is in ``prof_ops``.
         """
         logger, table = self.config.comms_logger, self.mesh.counters.table()
-        return {name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops}
+        return {
+            name: entry for name, entry in table.items() if logger.prof_all or name.partition("/")[0] in logger.prof_ops
+        }
 
     # --- batch ----------------------------------------------------------------------------------------------------
 
@@ -147,12 +149,23 @@ class EngineSurface(nn.Module):
         """Reads ``load_dir/tag`` (default: the newest that verifies). ``(path, client_state)``, or ``(None, None)`` if there is none. Collective."""
         if custom_load_fn is not None:
             raise TrialError(
-                "custom_load_fn is not supported", where="engine.load_checkpoint", fix="Load into engine.module inside GatheredParameters instead."
+                "custom_load_fn is not supported",
+                where="engine.load_checkpoint",
+                fix="Load into engine.module inside GatheredParameters instead.",
             )
         full = not load_module_only
-        return self._saver.load(Path(load_dir), tag, load_module_strict, full and load_optimizer_states, full and load_lr_scheduler_states, full)
+        return self._saver.load(
+            Path(load_dir),
+            tag,
+            load_module_strict,
+            full and load_optimizer_states,
+            full and load_lr_scheduler_states,
+            full,
+        )
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False) -> bool:
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
+    ) -> bool:
         """The model's weights in the parameters' dtype as one safetensors file, written by rank 0. Collective."""
         return self._saver.save_weights(Path(save_dir), save_filename, exclude_frozen_parameters)
 
@@ -160,15 +173,26 @@ class EngineSurface(nn.Module):
         """The module's whole state dict on every rank. Collective over shard."""
         state = self.module.state_dict()
         if exclude_frozen_parameters:
-            frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+            frozen = {
+                name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
+            }
             state = {name: value for name, value in state.items() if name not in frozen}
         return dict(state)
 
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
         """Loads whole tensors into the sharded module; shapes are the full ones. Collective: every rank passes the same values."""
         self.module.load_state_dict(state_dict, strict=strict)
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
         """A loader over this rank's part of ``dataset``."""
         size = batch_size or self.train_micro_batch_size_per_gpu()
-        return sharded_loader(dataset, size, self.mesh.data.index, self.mesh.data.size, drop_last=self.config.dataloader_drop_last, **kwargs)
+        return sharded_loader(
+            dataset,
+            size,
+            self.mesh.data.index,
+            self.mesh.data.size,
+            drop_last=self.config.dataloader_drop_last,
+            **kwargs,
+        )

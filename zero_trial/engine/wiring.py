@@ -42,7 +42,9 @@ def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
     zero, mesh = config.zero_optimization, config.mesh
     shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
     sharded = plan_for_stage(zero.stage).shard_optimizer
-    return plan_shape(world_size, shard_optimizer=sharded, shard=shard, replica=mesh.replica, pipe=mesh.pipe, model=mesh.model)
+    return plan_shape(
+        world_size, shard_optimizer=sharded, shard=shard, replica=mesh.replica, pipe=mesh.pipe, model=mesh.model
+    )
 
 
 def wire(config: DsConfig, data_parallel_size: int) -> Wiring:
@@ -68,7 +70,9 @@ def wire(config: DsConfig, data_parallel_size: int) -> Wiring:
                 smallest_unit=zero.module_granularity_threshold or SMALLEST_UNIT,
             ),
             live=LiveLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
-            leaf=LeafRules(tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)),
+            leaf=LeafRules(
+                tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
+            ),
             wire_scale=_wire_scale(config, data_parallel_size),
             overlap=zero.overlap_comm is not False,
         ),
@@ -83,7 +87,9 @@ def wire(config: DsConfig, data_parallel_size: int) -> Wiring:
 def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
     fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
-        raise ConfigError("fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep one; bf16 needs no loss scale.")
+        raise ConfigError(
+            "fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep one; bf16 needs no loss scale."
+        )
     scale = (
         fp16_loss_scale(
             fp16.loss_scale,
@@ -104,7 +110,9 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
         loss_scale=scale if fp16.enabled else None,
     )
     buffer = config.data_types.buffer_dtype
-    policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype") if buffer is not None else policy.param)
+    policy = replace(
+        policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype") if buffer is not None else policy.param
+    )
     # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can underflow.
     return replace(policy, loss_scale=scale) if scale is not None else policy
 

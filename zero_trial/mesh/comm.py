@@ -66,7 +66,14 @@ class AxisComm:
     """
 
     def __init__(
-        self, name: str, ranks: tuple[int, ...], index: int, group: Any, counters: CommCounters, board: Board, timeout: float
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        index: int,
+        group: Any,
+        counters: CommCounters,
+        board: Board,
+        timeout: float,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -163,7 +170,9 @@ class AxisComm:
         self.counters.add(kind, self.name, moved, full.element_size())
         return self._launch(kind, full, part, label)
 
-    def _launch(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, then: Callable[[], Pending] | None = None) -> Pending:
+    def _launch(
+        self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, then: Callable[[], Pending] | None = None
+    ) -> Pending:
         """Starts a collective; ``then`` starts the one that follows when the first is done."""
         transport: Transport = self._on_host if full.device.type == "cpu" else self._native
         name = f"{kind}({label}) over {self.name}"

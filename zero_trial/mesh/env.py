@@ -45,7 +45,9 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
         rank, size = _integer(source, rank_name), _integer(source, size_name)
         if not 0 <= rank < size:
             raise MeshError(
-                "the rank lies outside the world", where=f"{rank_name}={rank}, {size_name}={size}", expected=f"0 <= rank < {size}"
+                "the rank lies outside the world",
+                where=f"{rank_name}={rank}, {size_name}={size}",
+                expected=f"0 <= rank < {size}",
             )
         local = _integer(source, local_name) if local_name in source else rank
         local_size_text = source.get(local_size_name, str(size)).split("(")[0]  # SLURM writes "2(x3)"
@@ -57,7 +59,9 @@ def _integer(source: Mapping[str, str], name: str) -> int:
     try:
         return int(source[name])
     except ValueError:
-        raise MeshError("a rank variable is not an integer", where=name, got=repr(source[name]), expected="an integer") from None
+        raise MeshError(
+            "a rank variable is not an integer", where=name, got=repr(source[name]), expected="an integer"
+        ) from None
 
 
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:

@@ -53,7 +53,9 @@ def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, sh
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     if shape.world_size != world:
-        raise MeshError("the mesh does not have as many ranks as the world", where="mesh", got=shape, expected=f"{world} ranks")
+        raise MeshError(
+            "the mesh does not have as many ranks as the world", where="mesh", got=shape, expected=f"{world} ranks"
+        )
     counters, board = CommCounters(), world_board()
 
     def comm(name: str, axes: tuple[str, ...]) -> AxisComm:

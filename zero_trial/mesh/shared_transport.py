@@ -25,7 +25,9 @@ WORTH_BYTES = 1 << 15  # below this a message with the payload in it is as fast
 class SharedTransport:
     """Exchange on one axis whose ranks are all on this host. Small payloads go through ``direct``."""
 
-    def __init__(self, group: Any, ranks: tuple[int, ...], index: int, memory: SharedMemory, direct: DirectTransport) -> None:
+    def __init__(
+        self, group: Any, ranks: tuple[int, ...], index: int, memory: SharedMemory, direct: DirectTransport
+    ) -> None:
         self._group = group
         self._ranks = ranks
         self._index = index
@@ -40,12 +42,17 @@ class SharedTransport:
         segment = self._memory.acquire(part_bytes * len(peers), peers)
         for place, peer in enumerate(peers):
             segment.payload(full.dtype, parts[peer].numel(), place * part_bytes).copy_(parts[peer])
-        tickets = {peer: self._ticket(segment.descriptor, segment.generation, place * part_bytes) for place, peer in enumerate(peers)}
+        tickets = {
+            peer: self._ticket(segment.descriptor, segment.generation, place * part_bytes)
+            for place, peer in enumerate(peers)
+        }
         works, arrived = self._exchange(tickets, tag)
 
         def add_in_rank_order() -> Received:
             found = {peer: Ticket.from_tensor(values) for peer, values in arrived.items()}
-            received = {peer: self._memory.read(ticket, full.dtype, parts[peer].numel()) for peer, ticket in found.items()}
+            received = {
+                peer: self._memory.read(ticket, full.dtype, parts[peer].numel()) for peer, ticket in found.items()
+            }
             own = parts[self._index]
             sum_in_order([received.get(index, own) for index in range(len(self._ranks))], out)
             return Received(received, lambda: self._acknowledge(found.values()))

@@ -60,7 +60,13 @@ class MeshShape:
 
 
 def plan_shape(
-    world_size: int, *, shard_optimizer: bool, shard: int | None = None, replica: int | None = None, pipe: int = 1, model: int = 1
+    world_size: int,
+    *,
+    shard_optimizer: bool,
+    shard: int | None = None,
+    replica: int | None = None,
+    pipe: int = 1,
+    model: int = 1,
 ) -> MeshShape:
     """The mesh for ``world_size`` ranks.
 
@@ -78,10 +84,19 @@ def plan_shape(
     if not shard_optimizer:
         if shard not in (None, 1):
             raise ConfigError(
-                "ZeRO stage 0 shards nothing", where="mesh.shard", got=shard, expected=1, fix="Set zero_optimization.stage to 1, 2 or 3."
+                "ZeRO stage 0 shards nothing",
+                where="mesh.shard",
+                got=shard,
+                expected=1,
+                fix="Set zero_optimization.stage to 1, 2 or 3.",
             )
         if replica not in (None, data):
-            raise ConfigError("at ZeRO stage 0 every data-parallel rank is a replica", where="mesh.replica", got=replica, expected=data)
+            raise ConfigError(
+                "at ZeRO stage 0 every data-parallel rank is a replica",
+                where="mesh.replica",
+                got=replica,
+                expected=data,
+            )
         return MeshShape(pipe, data, 1, model)
     if shard is None:
         shard = data // replica if replica else data

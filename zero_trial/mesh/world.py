@@ -56,8 +56,15 @@ def init_distributed(
     if is_distributed():
         return RankEnv(dist.get_rank(), dist.get_world_size(), env.local_rank, env.local_world_size, env.launched)
     if dist_init_required is False:
-        raise MeshError("torch.distributed is not running although dist_init_required=False says so", fix="Call init_distributed first.")
-    limit = timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
+        raise MeshError(
+            "torch.distributed is not running although dist_init_required=False says so",
+            fix="Call init_distributed first.",
+        )
+    limit = (
+        timeout
+        if isinstance(timeout, datetime.timedelta)
+        else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
+    )
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
@@ -66,14 +73,18 @@ def init_distributed(
             dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
         else:
             method = init_method or meeting_place(distributed_port)
-            dist.init_process_group(backend, init_method=method, rank=env.rank, world_size=env.world_size, timeout=limit)
+            dist.init_process_group(
+                backend, init_method=method, rank=env.rank, world_size=env.world_size, timeout=limit
+            )
     except (RuntimeError, ValueError) as error:
         raise MeshError(
             f"the ranks did not find each other: {str(error).splitlines()[0]}",
             where=f"rank {env.rank} of {env.world_size}, init_distributed",
             fix="Check that every rank was started, and that MASTER_ADDR and MASTER_PORT are reachable from here.",
         ) from error
-    atexit.register(destroy_distributed)  # a thread that still talks to the store while the interpreter goes down would abort it
+    atexit.register(
+        destroy_distributed
+    )  # a thread that still talks to the store while the interpreter goes down would abort it
     return env
 
 

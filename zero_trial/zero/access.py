@@ -24,7 +24,12 @@ def write_to_shard(unit: Unit, index: int, shard: torch.Tensor, value: torch.Ten
     """Writes this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
     slot = unit.layout.slots[index]
     if tuple(value.shape) != slot.shape:
-        raise TrialError("the value does not have the parameter's shape", where=slot.name, got=tuple(value.shape), expected=slot.shape)
+        raise TrialError(
+            "the value does not have the parameter's shape",
+            where=slot.name,
+            got=tuple(value.shape),
+            expected=slot.shape,
+        )
     flat = value.reshape(-1)
     for piece in unit.layout.pieces(unit.comm.index):
         if piece.slot is slot:
@@ -35,14 +40,18 @@ def _find(param: torch.Tensor) -> tuple[ShardedModel, Unit, int]:
     holder = holder_of(param)
     if not isinstance(holder, ShardedModel):
         raise TrialError(
-            "this parameter belongs to no engine", got=tuple(param.shape), fix="Pass a parameter of a model given to initialize()."
+            "this parameter belongs to no engine",
+            got=tuple(param.shape),
+            fix="Pass a parameter of a model given to initialize().",
         )
     return holder, *holder.unit_of(param)
 
 
 def _optimizer_of(model: ShardedModel) -> ShardedOptimizer:
     if model.optimizer is None:
-        raise TrialError("this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config.")
+        raise TrialError(
+            "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
+        )
     return model.optimizer
 
 

@@ -63,6 +63,12 @@ def members_of(
         params[name] = param
         target = dtype if param.is_floating_point() else param.dtype
         members.append(
-            Member(name, param.numel(), (target, param.device, trained), groups[id(param)] if trained else -1, owner_of(names, blocks))
+            Member(
+                name,
+                param.numel(),
+                (target, param.device, trained),
+                groups[id(param)] if trained else -1,
+                owner_of(names, blocks),
+            )
         )
     return members, params, blocks

@@ -39,6 +39,8 @@ class GatheredParameters:
         for holder, params in self._groups:
             holder.open(params)
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for holder, params in self._groups:
             holder.close(params, self._modifier if kind is None else None)

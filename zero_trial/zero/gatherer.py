@@ -41,7 +41,11 @@ class Gatherer:
     """
 
     def __init__(
-        self, modules: Mapping[str, Sequence[nn.Module]], units: Mapping[str, Sequence[Unit]], reshard: Reshard, limits: LiveLimits
+        self,
+        modules: Mapping[str, Sequence[nn.Module]],
+        units: Mapping[str, Sequence[Unit]],
+        reshard: Reshard,
+        limits: LiveLimits,
     ) -> None:
         self._units = units
         self._reshard = reshard
@@ -50,7 +54,9 @@ class Gatherer:
         self._total = sum(self._sizes.values())
         self._order = UseOrder(self._sizes)
         self._cleaning = False
-        self._to_be_continued = False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
+        self._to_be_continued = (
+            False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
+        )
         self.last_micro_batch = True
         self._inside_root = False
         self.handles: list[Any] = []
@@ -62,7 +68,10 @@ class Gatherer:
 
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
         attributes = [vars(inner) for inner in module.modules()]
-        before, after = functools.partial(self._before_forward, block, first), functools.partial(self._after_forward, block, last, attributes)
+        before, after = (
+            functools.partial(self._before_forward, block, first),
+            functools.partial(self._after_forward, block, last, attributes),
+        )
         self.handles.append(module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(Hook(after), with_kwargs=True))
 
@@ -126,7 +135,9 @@ class Gatherer:
 
     def live_numel(self) -> int:
         """Elements of full parameters that live now or are on their way."""
-        return sum(unit.layout.numel for chosen in self._units.values() for unit in chosen if unit.live or unit.gathering)
+        return sum(
+            unit.layout.numel for chosen in self._units.values() for unit in chosen if unit.live or unit.gathering
+        )
 
     def after_gradients(self, unit: Unit) -> None:
         """The unit's gradients are complete: its parameters are needed no more in this backward pass."""
@@ -154,7 +165,9 @@ class Gatherer:
         if frozen and first and torch.is_grad_enabled():
             self._free_when_reached(frozen, tensors_in((args, kwargs)))
 
-    def _after_forward(self, block: str, last: bool, attributes: Attributes, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(
+        self, block: str, last: bool, attributes: Attributes, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         self._inside_root = self._inside_root and block != ROOT
         if torch.is_grad_enabled():
             outputs = [t for t in (*tensors_in(output), *side_outputs(attributes)) if t.requires_grad]
@@ -229,4 +242,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def side_outputs(attributes: Attributes) -> list[torch.Tensor]:
     """Tensors with a history that a forward left on its modules (an auxiliary loss, say): gradients may come back through them too."""
-    return [value for own in attributes for value in own.values() if value.__class__ is torch.Tensor and value.grad_fn is not None]
+    return [
+        value
+        for own in attributes
+        for value in own.values()
+        if value.__class__ is torch.Tensor and value.grad_fn is not None
+    ]

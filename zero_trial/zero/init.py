@@ -32,8 +32,32 @@ from zero_trial.zero.presharded import PreSharded
 OPEN = 4
 
 # Reading these needs no values.
-_METADATA = {"shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "is_meta", "names", "is_cuda"}
-_METADATA_METHODS = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__", "nelement", "element_size"}
+_METADATA = {
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "layout",
+    "ndim",
+    "is_meta",
+    "names",
+    "is_cuda",
+}
+_METADATA_METHODS = {
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "requires_grad_",
+    "__hash__",
+    "nelement",
+    "element_size",
+}
 
 
 class Init:
@@ -59,7 +83,12 @@ class Init:
         mesh: Mesh | None = None,
     ) -> None:
         if remote_device not in (None, "none", "cuda", "cpu"):
-            raise ConfigError("parameter offload does not exist yet", where="zero.Init(remote_device)", got=remote_device, expected="None")
+            raise ConfigError(
+                "parameter offload does not exist yet",
+                where="zero.Init(remote_device)",
+                got=remote_device,
+                expected="None",
+            )
         self._dtype = dtype
         self._mesh = mesh
         self._enabled = enabled
@@ -89,7 +118,9 @@ class Init:
         ]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -28,7 +28,9 @@ class Landing:
     ``on_complete(landing)`` is called when every parameter of the unit has got its gradient in the running backward pass.
     """
 
-    def __init__(self, unit: Unit, *, dtype: torch.dtype, shard_dtype: torch.dtype, on_complete: Callable[[Landing], None]) -> None:
+    def __init__(
+        self, unit: Unit, *, dtype: torch.dtype, shard_dtype: torch.dtype, on_complete: Callable[[Landing], None]
+    ) -> None:
         self.unit = unit
         self.dtype = dtype
         layout, device = unit.layout, unit.full.device
@@ -37,7 +39,9 @@ class Landing:
         self._padding = [self.full[start:stop] for start, stop in layout.gaps()]
         low, high = layout.shard_range(unit.comm.index)
         self.own = self.full[low:high]
-        self.in_place = unit.plan.grads is not Lifetime.USE and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        self.in_place = (
+            unit.plan.grads is not Lifetime.USE and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        )
         self.shard = self.own if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
         self.shard_filled = False  # holds a reduced sum of this step
         self.live = True
@@ -55,7 +59,8 @@ class Landing:
         self._on_complete = on_complete
         self._shares = unit.dtype == dtype  # .grad can be the view itself
         self.handles: list[Any] = [
-            param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL)) for index, param in enumerate(unit.params)
+            param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
+            for index, param in enumerate(unit.params)
         ]
         if unit.plan.grads is Lifetime.USE:
             self.free()

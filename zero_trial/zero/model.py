@@ -89,7 +89,9 @@ class ShardedModel:
         self.gatherer = Gatherer(inside, freed, plan.reshard, settings.live)
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.landings = [
-            Landing(unit, dtype=wide, shard_dtype=policy.grad, on_complete=self._complete) for unit in self.units if unit.trainable
+            Landing(unit, dtype=wide, shard_dtype=policy.grad, on_complete=self._complete)
+            for unit in self.units
+            if unit.trainable
         ]
         self.reducer = Reducer(
             self.landings,
@@ -100,9 +102,13 @@ class ShardedModel:
             in_flight=2 if settings.overlap else 0,
         )
         self.optimizer: ShardedOptimizer | None = None
-        self.gradient_multiplier: Callable[[], float] = lambda: 1.0  # from a reduced gradient shard to the averaged gradient
+        self.gradient_multiplier: Callable[[], float] = lambda: (
+            1.0
+        )  # from a reduced gradient shard to the averaged gradient
         self._publishing: list[Pending] = []
-        self._visits: list[list[Unit]] = []  # for each open() without its close(), innermost last: the units that it brought to life
+        self._visits: list[
+            list[Unit]
+        ] = []  # for each open() without its close(), innermost last: the units that it brought to life
         self._alarm: Any = None
         directory.register((param for unit in self.units for param in unit.params), self)
         self._whole_state = WholeState(module, self.units, self.wait)
@@ -110,7 +116,11 @@ class ShardedModel:
     def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter]) -> Unit:
         first = params[grouping.members[0].name]
         dtype = grouping.members[0].key[0]
-        layout = lay_out([(m.name, tuple(params[m.name].shape)) for m in grouping.members], self.mesh.shard.size, self.mesh.replica.size)
+        layout = lay_out(
+            [(m.name, tuple(params[m.name].shape)) for m in grouping.members],
+            self.mesh.shard.size,
+            self.mesh.replica.size,
+        )
         offsets = [(slot.offset, member.group) for slot, member in zip(layout.slots, grouping.members, strict=True)]
         trainable = grouping.members[0].group >= 0
         return Unit(

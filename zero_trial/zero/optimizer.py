@@ -46,11 +46,20 @@ def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool) -> list[Shar
                 fix="Use zero_optimization.stage 0, or an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad, LAMB ...).",
             )
         if whole_tensors:
-            groups = {slot.name: group for group, run in unit.runs.items() for slot in unit.layout.slots if run[0] <= slot.offset < run[1]}
+            groups = {
+                slot.name: group
+                for group, run in unit.runs.items()
+                for slot in unit.layout.slots
+                if run[0] <= slot.offset < run[1]
+            }
             for slot in unit.layout.slots:
                 if slot.numel:
                     view = unit.master[slot.offset : slot.offset + slot.numel].view(slot.shape or (1,))
-                    pieces.append(ShardPiece(unit, landing, groups[slot.name], slot.offset, slot.offset + slot.numel, nn.Parameter(view)))
+                    pieces.append(
+                        ShardPiece(
+                            unit, landing, groups[slot.name], slot.offset, slot.offset + slot.numel, nn.Parameter(view)
+                        )
+                    )
             continue
         for group, (start, stop) in sorted(unit.runs.items()):
             a, b = max(start, low) - low, min(stop, high) - low
@@ -117,7 +126,9 @@ class ShardedOptimizer:
                     if torch.is_tensor(value) and value.dim() > 0 and not is_elementwise_state(value, piece):
                         yield StateView(key, slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
             tensors = {"master": piece.weight.detach()} | {
-                key: value for key, value in self.base.state.get(piece.weight, {}).items() if is_elementwise_state(value, piece)
+                key: value
+                for key, value in self.base.state.get(piece.weight, {}).items()
+                if is_elementwise_state(value, piece)
             }
             for part in piece.unit.layout.pieces(piece.unit.comm.index):
                 low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
@@ -135,12 +146,17 @@ class ShardedOptimizer:
         found: dict[str, dict[str, float]] = {}
         for piece in self.pieces:
             for key, value in self.base.state.get(piece.weight, {}).items():
-                if not is_elementwise_state(value, piece) and (isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)):
+                if not is_elementwise_state(value, piece) and (
+                    isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
+                ):
                     found.setdefault(str(piece.group), {})[key] = float(value)
         return found
 
     def make_state(
-        self, kinds: Sequence[str], scalars: Mapping[str, Mapping[str, float]], shape_of: Callable[[str, str], tuple[int, ...] | None]
+        self,
+        kinds: Sequence[str],
+        scalars: Mapping[str, Mapping[str, float]],
+        shape_of: Callable[[str, str], tuple[int, ...] | None],
     ) -> None:
         """Replaces all state by zeros of the named kinds and the scalar state, so that a checkpoint can be read into :meth:`views`.
 
@@ -150,7 +166,11 @@ class ShardedOptimizer:
         for piece in self.pieces:
             weight, slot = piece.weight.detach(), whole_slot(piece)
             start, stop = piece.unit.runs[piece.group]
-            names = [part.name for part in ([slot] if slot is not None else piece.unit.layout.slots) if start <= part.offset < stop]
+            names = [
+                part.name
+                for part in ([slot] if slot is not None else piece.unit.layout.slots)
+                if start <= part.offset < stop
+            ]
             state: dict[str, Any] = {}
             for kind in kinds:
                 shape = next((found for name in names if (found := shape_of(kind, name)) is not None), None)
@@ -158,7 +178,9 @@ class ShardedOptimizer:
                     own_shape = slot is not None and shape != slot.shape
                     state[kind] = weight.new_zeros(shape if own_shape else weight.shape)
             for key, value in scalars.get(str(piece.group), {}).items():
-                state[key] = torch.tensor(value, dtype=torch.float32, device=weight.device if _fused(self.base) else "cpu")
+                state[key] = torch.tensor(
+                    value, dtype=torch.float32, device=weight.device if _fused(self.base) else "cpu"
+                )
             if state:
                 self.base.state[piece.weight] = state
 
@@ -209,7 +231,18 @@ class ShardedOptimizer:
 
 # Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.
 _HOW_NOT_WHAT = frozenset(
-    ["lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad", "decoupled_weight_decay", "bias_correction"]
+    [
+        "lr",
+        "weight_decay",
+        "maximize",
+        "foreach",
+        "capturable",
+        "differentiable",
+        "fused",
+        "amsgrad",
+        "decoupled_weight_decay",
+        "bias_correction",
+    ]
 )
 
 
@@ -218,7 +251,9 @@ def whole_slot(piece: ShardPiece) -> Slot | None:
     if piece.unit.comm.size > 1:
         return None
     shape = tuple(piece.weight.shape)
-    return next((slot for slot in piece.unit.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None)
+    return next(
+        (slot for slot in piece.unit.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None
+    )
 
 
 def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
@@ -238,7 +273,11 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
     eager = isinstance(base, torch.optim.Adagrad)  # the one torch optimizer that makes its state when it is built
 
     def has_stepped(state: Mapping[str, Any]) -> bool:
-        telling = [state["step"]] if eager else [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+        telling = (
+            [state["step"]]
+            if eager
+            else [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+        )
         return any(bool(value.any()) for value in telling)
 
     if any(has_stepped(state) for state in base.state.values()):
@@ -253,4 +292,7 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
     if eager:
         for group in base.param_groups:
             for weight in group["params"]:
-                base.state[weight] = {"step": torch.tensor(0.0), "sum": torch.full_like(weight, group["initial_accumulator_value"])}
+                base.state[weight] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.full_like(weight, group["initial_accumulator_value"]),
+                }

@@ -58,7 +58,9 @@ def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
         for child in module.children:
             if child.numel == 0:
                 continue
-            if (rules.match(child) and not child.is_list) or (child.name in members and not child.is_list and not _too_large(child, root)):
+            if (rules.match(child) and not child.is_list) or (
+                child.name in members and not child.is_list and not _too_large(child, root)
+            ):
                 found.append(child.name)
             else:
                 visit(child)

@@ -1,7 +1,7 @@
 """In which order a model uses its blocks, remembered from the last step, and what it says about the next. Pure.
 
-    recorded   root  h0  h1  h2 | h2  h1  h0
-    cursor                ^        the next needs: h2, then h2 (still live), h1
+recorded   root  h0  h1  h2 | h2  h1  h0
+cursor                ^        the next needs: h2, then h2 (still live), h1
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Unit:
         self.live = True
         self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
         self._gathering: Pending | None = None
-        self._freed = [absent(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
+        self._freed = (
+            [absent(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
+        )
         master = self._fill(read, agree)[low:high]
         own = self.full[low:high]
         self.shard = own if plan.params is Lifetime.ALWAYS else own.clone()
@@ -70,9 +72,15 @@ class Unit:
         else:
             self.free()
 
-    def _fill(self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
+    def _fill(
+        self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
+    ) -> torch.Tensor:
         """Copies the parameters' first values into ``full`` and returns them unrounded (n,), so that the fp32 masters lose nothing."""
-        wide = self.full if all(p.dtype == self.dtype for p in self.params) else torch.zeros_like(self.full, dtype=torch.float32)
+        wide = (
+            self.full
+            if all(p.dtype == self.dtype for p in self.params)
+            else torch.zeros_like(self.full, dtype=torch.float32)
+        )
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             wide[slot.offset : slot.offset + slot.numel].copy_(read(param).reshape(-1))
         if agree is not None:
@@ -139,7 +147,9 @@ class Unit:
         if params is None:
             parts = [slice(None)]
         else:
-            chosen = {slot.name for slot, param in zip(self.layout.slots, self.params, strict=True) if id(param) in params}
+            chosen = {
+                slot.name for slot, param in zip(self.layout.slots, self.params, strict=True) if id(param) in params
+            }
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
         for part in parts:
@@ -162,5 +172,7 @@ class Unit:
 
     def persistent_bytes(self) -> int:
         """Bytes of parameters and master weights that outlive a step on this rank."""
-        low = self.shard.element_size() * (self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel)
+        low = self.shard.element_size() * (
+            self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
+        )
         return low + (0 if self.master is self.shard else self.master.numel() * 4)

@@ -28,7 +28,9 @@ class WholeState:
         self.handles: list[Any] = []
         holder = {id(param): unit for unit in units for param in unit.params}
         for part in module.modules():
-            inside = list({id(unit): unit for param in part.parameters() if (unit := holder.get(id(param))) is not None}.values())
+            inside = list(
+                {id(unit): unit for param in part.parameters() if (unit := holder.get(id(param))) is not None}.values()
+            )
             if inside:
                 self._install(part, inside)
 

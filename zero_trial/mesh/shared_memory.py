@@ -67,7 +67,7 @@ class Ticket:
 class SharedMemory:
     """This process's segments, and its mappings of other processes'. Grows to what is in flight at once and is then reused.
 
-    Price: the bytes of the payloads in flight, rounded up to powers of two.
+    Price: the bytes of the payloads in flight, rounded up to 64 KiB.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -77,7 +77,7 @@ class SharedMemory:
         """A segment for ``nbytes`` of payload that the ranks ``readers`` will read; its generation is new."""
         found = next((s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and s.free), None)
         if found is None:
-            found = create_segment(max(SMALLEST, 1 << (nbytes - 1).bit_length()))
+            found = create_segment(capacity_for(nbytes))
             self.segments.append(found)
         found.generation += 1
         found.readers = tuple(readers)
@@ -98,6 +98,11 @@ class SharedMemory:
         if key not in self._mapped:
             self._mapped[key] = map_descriptor(ticket.process, ticket.descriptor)
         return self._mapped[key]
+
+
+def capacity_for(nbytes: int) -> int:
+    """Payload bytes of a new segment that has to hold ``nbytes``."""
+    return max(-(-nbytes // SMALLEST), 1) * SMALLEST
 
 
 def create_segment(capacity: int) -> Segment:

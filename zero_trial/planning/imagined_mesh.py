@@ -18,7 +18,7 @@ import torch
 
 from zero_trial.mesh import AxisComm, CommCounters, Mesh, MeshShape, Pending
 from zero_trial.mesh.board import Board
-from zero_trial.mesh.shared_memory import HEADER, SMALLEST
+from zero_trial.mesh.shared_memory import HEADER, SMALLEST, capacity_for
 from zero_trial.mesh.shared_transport import WORTH_BYTES
 from zero_trial.mesh.topology import AXES
 from zero_trial.mesh.transport import Received
@@ -55,7 +55,7 @@ class Segments:
     def acquire(self, nbytes: int) -> _Segment:
         found = next((s for s in self.made if not s.used and nbytes <= s.capacity <= max(4 * nbytes, SMALLEST)), None)
         if found is None:
-            found = _Segment(max(SMALLEST, 1 << (nbytes - 1).bit_length()))
+            found = _Segment(capacity_for(nbytes))
             self.made.append(found)
         found.used = True
         return found

@@ -1,0 +1,5 @@
+"""The experiment configuration as a Determined 0.38.1 master reads it."""
+
+from zero_trial.master.expconf.complete import ClusterDefaults, CompletedConfig, InvalidExperiment, complete
+
+__all__ = ["ClusterDefaults", "CompletedConfig", "InvalidExperiment", "complete"]

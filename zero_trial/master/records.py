@@ -1,0 +1,328 @@
+"""What the master remembers: experiments, trials, allocations, metrics, checkpoints, users, as frozen values.
+
+Times are seconds since the epoch (UTC). States carry Determined's names without the ``STATE_`` in front. Mappings hold plain JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Json = Mapping[str, Any]
+
+
+class ExperimentState(str, Enum):
+    """Where an experiment stands. The STOPPING states wait for its trials to end; what is after them is final."""
+
+    ACTIVE = "ACTIVE"
+    PAUSED = "PAUSED"
+    STOPPING_COMPLETED = "STOPPING_COMPLETED"
+    STOPPING_CANCELED = "STOPPING_CANCELED"
+    STOPPING_KILLED = "STOPPING_KILLED"
+    STOPPING_ERROR = "STOPPING_ERROR"
+    COMPLETED = "COMPLETED"
+    CANCELED = "CANCELED"
+    ERROR = "ERROR"
+    DELETING = "DELETING"
+    DELETE_FAILED = "DELETE_FAILED"
+
+    @property
+    def final(self) -> bool:
+        """No trial of it will ever run again (``continue`` apart)."""
+        return self in _ENDED or self in (ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
+
+    @property
+    def stopping(self) -> bool:
+        return self.value.startswith("STOPPING_")
+
+
+class TrialState(str, Enum):
+    """Where a trial stands; the names mean what they mean for an experiment."""
+
+    ACTIVE = "ACTIVE"
+    PAUSED = "PAUSED"
+    STOPPING_COMPLETED = "STOPPING_COMPLETED"
+    STOPPING_CANCELED = "STOPPING_CANCELED"
+    STOPPING_KILLED = "STOPPING_KILLED"
+    STOPPING_ERROR = "STOPPING_ERROR"
+    COMPLETED = "COMPLETED"
+    CANCELED = "CANCELED"
+    ERROR = "ERROR"
+
+    @property
+    def final(self) -> bool:
+        return self in (TrialState.COMPLETED, TrialState.CANCELED, TrialState.ERROR)
+
+    @property
+    def stopping(self) -> bool:
+        return self.value.startswith("STOPPING_")
+
+
+class AllocationState(str, Enum):
+    """Where one run of a trial stands: waiting for slots, its process starting, running, or over."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    TERMINATED = "TERMINATED"
+
+
+class CheckpointState(str, Enum):
+    """Where a checkpoint stands; only COMPLETED ones can be restored."""
+
+    ACTIVE = "ACTIVE"
+    COMPLETED = "COMPLETED"
+    ERROR = "ERROR"
+    DELETED = "DELETED"
+    PARTIALLY_DELETED = "PARTIALLY_DELETED"
+
+
+_ENDED = (ExperimentState.COMPLETED, ExperimentState.CANCELED, ExperimentState.ERROR)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One submitted configuration with the search over its hyperparameters."""
+
+    id: int
+    state: ExperimentState
+    config: Json  # complete, as the searcher and the trials see it
+    original_config: str  # the YAML text as it was submitted
+    owner: str
+    job_id: str
+    created: float
+    ended: float | None = None
+    parent_id: int | None = None
+    archived: bool = False
+    name: str = ""
+    description: str = ""
+    labels: tuple[str, ...] = ()
+    notes: str = ""
+    progress: float | None = None  # 0 to 1
+    unmanaged: bool = False
+    # What is derived from the trials when it is read:
+    num_trials: int = 0
+    pruned_trials: int = 0  # points that could not be reconciled and were never launched
+    best_trial_id: int | None = None
+    best_metric: float | None = None  # the searcher's metric as reported, not sign-flipped
+    checkpoint_count: int = 0
+    checkpoint_size: int = 0  # bytes
+    shown_state: str = ""  # ACTIVE refined to QUEUED, STARTING or RUNNING, else the state's name
+    error: str = ""  # why it ended in ERROR; empty otherwise
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of the search, through all its restarts."""
+
+    id: int
+    experiment_id: int
+    request_id: str  # the searcher's name for it
+    task_id: str
+    state: TrialState
+    hparams: Json
+    seed: int
+    created: float
+    ended: float | None = None
+    run_id: int = 0  # of its latest allocation; the first run is 1
+    restarts: int = 0
+    steps_completed: int = 0  # of the newest report that counts
+    latest_checkpoint: str | None = None  # where the next run starts
+    warm_start_checkpoint: str | None = None  # of a fork: weights from another trial
+    progress: float | None = None
+    runner_state: str = ""  # what the harness says that it does
+    reason: str = ""  # why it ended other than COMPLETED
+    pruned: bool = False  # ended before it was ever launched
+    # Derived when it is read:
+    latest_validation: MetricReport | None = None
+    best_validation: MetricReport | None = None
+    searcher_metric: float | None = None  # of the best validation
+    checkpoint_count: int = 0
+    checkpoint_size: int = 0  # bytes
+    shown_state: str = ""  # as for an experiment
+    summary_metrics: Json = field(default_factory=dict)  # {group: {name: {last, min, max, mean, count, type}}}
+    wall_clock: float = 0.0  # seconds that its allocations ran
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One run of one trial on some slots."""
+
+    id: str  # "<task id>.<run id>"
+    trial_id: int
+    experiment_id: int
+    task_id: str
+    run_id: int
+    state: AllocationState
+    slots: tuple[int, ...]  # slot numbers; empty while queued, or for a trial that asks for none
+    created: float
+    resources_id: str
+    container_id: str
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    preempt: bool = False  # it was asked to stop
+    acked: bool = False  # it said that it stops because it was asked
+    ready: bool = False
+
+
+@dataclass(frozen=True)
+class MetricReport:
+    """One report of metrics by one trial."""
+
+    trial_id: int
+    run_id: int
+    group: str  # "training", "validation" or any other name
+    steps_completed: int | None
+    metrics: Json  # the averages
+    batch_metrics: Any = None
+    reported: float = 0.0
+    id: int = 0
+    archived: bool = False  # it came after the step that a later run restarted from
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved state of a trial, in the experiment's checkpoint storage."""
+
+    uuid: str
+    state: CheckpointState
+    trial_id: int | None
+    experiment_id: int | None
+    task_id: str
+    allocation_id: str
+    reported: float
+    metadata: Json
+    resources: Mapping[str, int]  # file -> bytes
+    size: int = 0
+    steps_completed: int = 0
+    storage_id: int | None = None
+    # Derived when it is read:
+    hparams: Json = field(default_factory=dict)
+    experiment_config: Json = field(default_factory=dict)
+    validation_metrics: Json = field(default_factory=dict)  # averages of the validation at the same step
+    searcher_metric: float | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One line of a trial's history; exactly one of the three is set."""
+
+    training: MetricReport | None = None
+    validation: MetricReport | None = None
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of output. ``id`` rises with the line and can be used to go on after it."""
+
+    id: str
+    time: float
+    message: str  # without the newline
+    trial_id: int
+    task_id: str
+    allocation_id: str
+    rank: int | None = None
+    level: str = "INFO"  # TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL
+    stdtype: str = "stdout"
+    source: str = "task"  # or "master", for lines that the master adds
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one rank: a CPU process or a GPU."""
+
+    number: int
+    device_type: str  # "cpu" or "cuda"
+    name: str
+    uuid: str = ""
+    allocation_id: str | None = None  # who holds it
+    enabled: bool = True
+
+
+@dataclass(frozen=True)
+class Agent:
+    """This machine, as the one agent of the cluster."""
+
+    id: str
+    slots: tuple[Slot, ...]
+    registered: float
+    resource_pool: str = "default"
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What runs or ran for a trial: a name for the chain of its allocations."""
+
+    id: str
+    trial_id: int
+    experiment_id: int
+    name: str
+    owner: str
+    started: float
+    ended: float | None
+    allocations: tuple[Allocation, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """An experiment as the queue sees it."""
+
+    id: str
+    experiment_id: int
+    name: str
+    owner: str
+    submitted: float
+    priority: int
+    weight: float
+    state: str  # "QUEUED" or "SCHEDULED"
+    requested_slots: int
+    allocated_slots: int
+    jobs_ahead: int
+    progress: float | None = None
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """The slots of this machine as Determined's resource pool."""
+
+    name: str
+    description: str
+    slot_type: str  # "cpu" or "cuda"
+    slots: int
+    used: int
+    agents: int = 1
+
+
+@dataclass(frozen=True)
+class User:
+    """Somebody who may log in."""
+
+    id: int
+    name: str
+    admin: bool
+    active: bool
+    password: str  # as auth.py salts and hashes it; never shown
+    display_name: str = ""
+
+
+@dataclass(frozen=True)
+class TokenOwner:
+    """Who a token speaks for: a user, or the one allocation that it was made for; exactly one is set."""
+
+    user: User | None = None
+    allocation: Allocation | None = None
+
+
+@dataclass(frozen=True)
+class MasterInfo:
+    """What anybody may know of this master."""
+
+    version: str
+    master_id: str
+    cluster_id: str
+    cluster_name: str

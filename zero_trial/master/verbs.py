@@ -2,12 +2,16 @@
 
 A ``Cluster`` is six small groups of verbs. Every verb may be called from any thread. Errors are the five exceptions of this file; whoever may
 ask for what is decided before a verb is called. ``offset`` and ``limit`` belong to whoever renders: lists are returned whole, oldest first.
+
+Over HTTP: ``with api.Server(cluster, port=0) as server`` listens from then on at ``server.url``. ``auth.ensure_local_user(cluster.accounts, file)``
+gives the local user's name, password and token, kept in a file of mode 0600.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from zero_trial.errors import ZeroTrialError
@@ -154,6 +158,9 @@ class ExperimentVerbs(Protocol):
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
         """``det experiment continue``: run an ended experiment of the single searcher again from its last checkpoint, with a changed config."""
 
+    def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
+        """The checkpoints that would go if this were the policy; deletes nothing."""
+
     def best_searcher_metric(self, experiment_id: int) -> float | None:
         """The best value of the searcher's metric over all trials as it was reported; None if no trial has validated yet."""
 
@@ -182,9 +189,9 @@ class TrialVerbs(Protocol):
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
         """Of this trial, deleted ones too."""
 
-    def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine]:
+    def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
         """Lines of all its runs. The iterator may be dropped at any time. With ``follow`` it yields a line within half a second of its being
-        written and None never; it blocks in between."""
+        written, and None after a second or two without any, so that the caller can see whether its reader is still there."""
 
     def report_metrics(
         self,
@@ -207,6 +214,12 @@ class TrialVerbs(Protocol):
 
     def early_exit(self, trial_id: int, reason: str) -> None:
         """The trial ends itself; ``reason`` as on the wire (EXITED_REASON_INVALID_HP ...)."""
+
+    def metadata(self, trial_id: int) -> Json:
+        """What the trial said of itself with ``core_context.train.set_metadata``; empty if it said nothing."""
+
+    def set_metadata(self, trial_id: int, metadata: Json) -> None:
+        """Replace it."""
 
     def start_run(self, trial_id: int) -> None:
         """A rank has started and will report (``POST /runs/start``, whose runId is the trial's id). Conflict if the trial has ended."""
@@ -245,7 +258,7 @@ class TaskVerbs(Protocol):
     def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
         """Lines sent over HTTP (``POST /task/logs``) instead of written to the pipe: dicts with log, and maybe timestamp, level, rankId, stdtype."""
 
-    def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine]:
+    def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """As the trial's logs."""
 
 
@@ -277,11 +290,18 @@ class CheckpointVerbs(Protocol):
         """Delete the files of those checkpoints that match a glob (all if there are no globs)."""
 
 
+    def directory(self, uuid: str) -> Path:
+        """Where its files lie. NotFound if they are gone, Unsupported if its storage is not on this machine's disk."""
+
+
 class MachineVerbs(Protocol):
     """The machine and its queue."""
 
     def info(self) -> MasterInfo:
         """Version and identity."""
+
+    def log_file(self) -> Path:
+        """The master's own log: one ``2026-01-31T12:00:00.000Z LEVEL message`` a line (other lines go on with the one before)."""
 
     def agents(self) -> list[Agent]:
         """This machine."""

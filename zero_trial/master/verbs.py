@@ -289,7 +289,6 @@ class CheckpointVerbs(Protocol):
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
         """Delete the files of those checkpoints that match a glob (all if there are no globs)."""
 
-
     def directory(self, uuid: str) -> Path:
         """Where its files lie. NotFound if they are gone, Unsupported if its storage is not on this machine's disk."""
 

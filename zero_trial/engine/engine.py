@@ -137,8 +137,7 @@ class Engine(EngineSurface):
         self._grad_norm = norm
         if finite or not self.wiring.skip_nonfinite:
             self.sharded.settle()
-            self.optimizer.step(self._unscale() * (clip_factor(norm, self.wiring.clip) if finite else 1.0))
-            self.sharded.publish()
+            self.sharded.update(self._unscale() * (clip_factor(norm, self.wiring.clip) if finite else 1.0))
             if self.wiring.defer_publish:
                 self.sharded.wait_when_called()
             else:

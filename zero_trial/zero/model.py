@@ -34,6 +34,7 @@ from zero_trial.zero.partition import (
 )
 from zero_trial.zero.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.zero.presharded import read_first_values
+from zero_trial.zero.publication import Publication
 from zero_trial.zero.reducer import Reducer
 from zero_trial.zero.unit import Unit
 from zero_trial.zero.whole_state import WholeState
@@ -183,11 +184,17 @@ class ShardedModel:
 
         :meth:`wait` or :meth:`wait_when_called` must follow. Collective over shard.
         """
-        for unit in self.units:
-            if not unit.trainable:
-                unit.free()
-            elif (pending := unit.publish()) is not None:
-                self._publishing.append(pending)
+        Publication(self.units, (), self._publishing).finish()
+        self.gatherer.start_step()
+
+    def update(self, multiplier: float) -> None:
+        """One optimizer step with ``multiplier`` times the reduced gradients, and :meth:`publish` of each unit as soon as it is done, while
+        the next one is updated. What is said there holds here. Collective over shard."""
+        if self.optimizer is None:
+            raise TrialError("there is no optimizer to step", where="ShardedModel.update")
+        publication = Publication(self.units, self.optimizer.pieces, self._publishing)
+        self.optimizer.step(multiplier, publication.updated)
+        publication.finish()
         self.gatherer.start_step()
 
     def publish_frozen(self) -> None:

@@ -30,7 +30,18 @@ class ShardPiece:
 
     def gradient(self) -> torch.Tensor:
         """The reduced gradient in the master's dtype and the weight's shape: a view where dtypes agree, else a new tensor (4 bytes per element)."""
-        return self.landing.shard[self.low : self.high].to(self.weight.dtype).view(self.weight.shape)
+        return self.reduced.to(self.weight.dtype).view(self.weight.shape)
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient as it lies there, (high-low,), in the dtype in which it was summed."""
+        return self.landing.shard[self.low : self.high]
+
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard; None where the weight is the shard itself."""
+        unit = self.unit
+        return None if unit.master is unit.shard else unit.shard[self.low : self.high]
 
 
 class StateStore(Protocol):
@@ -47,10 +58,17 @@ class DeviceStore:
     """Everything stays on the compute device. Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
 
     Pieces go in one batch when their gradients need no cast; else in batches of at most ``cast_numel`` elements, which bounds the fp32 copies.
+    ``by_unit``: one batch per unit, for an optimizer that needs no casts and whose results can be published while it goes on.
     """
 
-    def __init__(self, pieces: Sequence[ShardPiece], cast_numel: int = 1 << 26) -> None:
-        self._batches: list[list[ShardPiece]] = [[]]
+    def __init__(self, pieces: Sequence[ShardPiece], cast_numel: float = 1 << 26, *, by_unit: bool = False) -> None:
+        if by_unit:
+            units: dict[int, list[ShardPiece]] = {}
+            for piece in pieces:
+                units.setdefault(id(piece.unit), []).append(piece)
+            self._batches = list(units.values())
+            return
+        self._batches = [[]]
         room = cast_numel
         for piece in pieces:
             needs = 0 if piece.landing.shard.dtype == piece.weight.dtype else piece.numel

@@ -128,12 +128,13 @@ class Unit:
             param.data = nothing
         self.full.untyped_storage().resize_(0)
 
-    def publish(self) -> Pending | None:
-        """After an update of the master: rounds it into the shard, and gives every rank the new full copy where one always lives.
+    def publish(self, *, rounded: bool = False) -> Pending | None:
+        """After an update of the master: rounds it into the shard (unless that is ``rounded``), and gives every rank the new full copy
+        where one always lives.
 
         Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
         """
-        if self.master is not self.shard:
+        if self.master is not self.shard and not rounded:
             self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
             self.free(stale=True)

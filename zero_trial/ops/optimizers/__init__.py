@@ -3,6 +3,18 @@
 from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdam, FusedLion
 from zero_trial.ops.optimizers.lamb import Lamb, Segment
 from zero_trial.ops.optimizers.lion import Lion
-from zero_trial.ops.optimizers.scaled_step import scaled_step
+from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
+from zero_trial.ops.optimizers.scaled_step import fused_step, scaled_step
 
-__all__ = ["CPUAdam", "FusedAdam", "FusedLion", "Lamb", "Lion", "Segment", "scaled_step"]
+__all__ = [
+    "CPUAdam",
+    "FusedAdam",
+    "FusedLion",
+    "Lamb",
+    "Lion",
+    "PieceOptimizer",
+    "PieceWork",
+    "Segment",
+    "fused_step",
+    "scaled_step",
+]

@@ -5,6 +5,7 @@ Plain ``torch.optim.Optimizer``s: they work on any parameters, whole or flat. St
 device or dtype, no compiler) it is updated by plain torch with the same formulas; ``zero_trial.ops.report()`` says which it is.
 
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), Lion 20
+    16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no pass of their own
 """
 
 from __future__ import annotations
@@ -13,17 +14,42 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import library
-from zero_trial.ops.optimizers.pieces import PieceOptimizer
+from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
 
 _ops = library.OPS
 
 
-class FusedAdam(PieceOptimizer):
+class _OnePass(PieceOptimizer):
+    """What the fused optimizers share: each piece is one call of one op."""
+
+    fuses = True
+    moments: tuple[str, ...] = ()
+
+    def update(self) -> None:
+        for item in self._all_with_gradients() if self.work is None else self.work:
+            state = self.state[item.weight]
+            for name in self.moments:
+                if name not in state:
+                    state[name] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
+            self._step_one(item, self.param_groups[item.group], state, self.grad_multiplier)
+
+    def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
+        raise NotImplementedError
+
+    def _all_with_gradients(self) -> Iterator[PieceWork]:
+        for index, group in enumerate(self.param_groups):
+            for piece in group["params"]:
+                if piece.grad is not None:
+                    yield PieceWork(piece, piece.grad, None, index)
+
+
+class FusedAdam(_OnePass):
     """AdamW, or Adam with L2 regularisation where ``adam_w_mode`` is false. DeepSpeed 0.19.8's arguments and defaults."""
+
+    moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -38,15 +64,11 @@ class FusedAdam(PieceOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"decoupled_weight_decay": adam_w_mode})
 
-    def update(self) -> None:
-        for group in self.param_groups:
-            lr, (beta1, beta2), eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
-            decoupled = group["decoupled_weight_decay"]
-            for piece, g, state in _with_gradients(self, group, ("exp_avg", "exp_avg_sq")):
-                t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-                m, v = state["exp_avg"], state["exp_avg_sq"]
-                rest = (lr, beta1, beta2, eps, decay, float(t), self.grad_multiplier, decoupled)
-                _ops.adam_(piece, g, m, v, None, None, *rest)
+    def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
+        t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
+        lr, (beta1, beta2), eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+        rest = (lr, beta1, beta2, eps, decay, float(t), multiplier, group["decoupled_weight_decay"])
+        _ops.adam_(item.weight, item.gradient, state["exp_avg"], state["exp_avg_sq"], item.out, None, *rest)
 
 
 class CPUAdam(FusedAdam):
@@ -61,8 +83,10 @@ class CPUAdam(FusedAdam):
             )
 
 
-class FusedLion(PieceOptimizer):
+class FusedLion(_OnePass):
     """Lion; the same arguments, defaults and state as :class:`zero_trial.ops.optimizers.lion.Lion`."""
+
+    moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -74,20 +98,10 @@ class FusedLion(PieceOptimizer):
         _require(lr=lr, betas=betas, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self) -> None:
-        for group in self.param_groups:
-            lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
-            for piece, g, state in _with_gradients(self, group, ("exp_avg",)):
-                _ops.lion_(piece, g, state["exp_avg"], None, None, lr, beta1, beta2, decay, self.grad_multiplier)
-
-
-def _with_gradients(
-    optimizer: PieceOptimizer, group: Mapping[str, Any], moments: tuple[str, ...]
-) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Every piece that has a gradient, with it and its state."""
-    for piece in optimizer.pieces(group, moments):
-        if piece.grad is not None:
-            yield piece, piece.grad, optimizer.state[piece]
+    def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
+        lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
+        rest = (lr, beta1, beta2, decay, multiplier)
+        _ops.lion_(item.weight, item.gradient, state["exp_avg"], item.out, None, *rest)
 
 
 def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:

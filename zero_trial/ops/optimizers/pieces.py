@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Closure = Callable[[], Any]
+
+
+class PieceWork(NamedTuple):
+    """What one pass over a piece reads and writes: ``gradient`` and ``out`` have the weight's number of elements and
+    any floating dtype."""
+
+    weight: Tensor
+    gradient: Tensor
+    out: Tensor | None  # receives the new weight, rounded to its own dtype
+    group: int  # index into param_groups
 
 
 class PieceOptimizer(torch.optim.Optimizer):
@@ -18,6 +28,8 @@ class PieceOptimizer(torch.optim.Optimizer):
     """
 
     elementwise: bool = True
+    fuses: bool = False  # can do ``work``: gradients and rounded weights of 16 bits, read and written in its one pass
+    work: Sequence[PieceWork] | None = None  # where set, :meth:`step` updates these pieces and looks at no ``.grad``
     grad_multiplier: float = 1.0
 
     @torch.no_grad()

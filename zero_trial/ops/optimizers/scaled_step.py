@@ -10,11 +10,12 @@ Unscaling and clipping are one factor: (1 / loss scale) * min(1, limit / norm). 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from zero_trial.ops.optimizers.pieces import PieceOptimizer
+from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -38,6 +39,16 @@ def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> No
     else:
         _multiply_gradients(optimizer, multiplier)
         optimizer.step()
+
+
+def fused_step(optimizer: PieceOptimizer, work: Sequence[PieceWork], multiplier: float) -> None:
+    """``optimizer.step()`` on the pieces of ``work`` alone, each in one pass that reads its gradient, multiplies it,
+    and writes the weight and its rounded copy. For optimizers that have ``fuses``."""
+    optimizer.work, optimizer.grad_multiplier = work, multiplier
+    try:
+        optimizer.step()
+    finally:
+        optimizer.work, optimizer.grad_multiplier = None, 1.0
 
 
 def _divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:

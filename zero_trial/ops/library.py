@@ -20,7 +20,9 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import plain
-from zero_trial.ops._native import NONE, TYPES, Native, backend
+from zero_trial.ops._native import CALL, NONE, TYPES, Native, backend
+
+_LOW = (torch.bfloat16, torch.float16)
 
 _OUT = "Tensor({})? out, Tensor? found_inf"
 SCHEMAS = {
@@ -39,17 +41,26 @@ SCHEMAS = {
 def takes(p: Tensor, g: Tensor, states: tuple[Tensor, ...], out: Tensor | None, found_inf: Tensor | None) -> bool:
     """Whether the native kernels can work on these tensors. Raises ConfigError where nobody could."""
     n = p.numel()
-    for name, tensor in (("gradient", g), ("state", states[0]), ("second state", states[-1]), ("out", out)):
-        if tensor is not None and tensor.numel() != n:
-            raise ConfigError(
-                f"the {name} of an optimizer step has another size than the parameter", got=tensor.numel(), expected=n
-            )
-    flat = p.is_contiguous() and g.is_contiguous() and all(s.is_contiguous() for s in states)
-    fp32 = p.dtype == torch.float32 and all(s.dtype == torch.float32 for s in states)
-    low = out is None or (out.is_contiguous() and out.dtype in (torch.bfloat16, torch.float16))
-    flag = found_inf is None or (found_inf.dtype == torch.float32 and found_inf.numel() == 1)
-    here = all(t is None or t.device.type == "cpu" for t in (g, *states, out, found_inf))
-    return flat and fp32 and low and flag and here and g.dtype in TYPES
+    if g.numel() != n:
+        raise _other_size("gradient", g, n)
+    takes = p.dtype is torch.float32 and p.is_contiguous() and g.dtype in TYPES and g.is_contiguous() and g.is_cpu
+    for state in states:
+        if state.numel() != n:
+            raise _other_size("state" if state is states[0] else "second state", state, n)
+        takes = takes and state.dtype is torch.float32 and state.is_contiguous() and state.is_cpu
+    if out is not None:
+        if out.numel() != n:
+            raise _other_size("rounded copy", out, n)
+        takes = takes and out.dtype in _LOW and out.is_contiguous() and out.is_cpu
+    if found_inf is not None:
+        takes = takes and found_inf.dtype is torch.float32 and found_inf.numel() == 1 and found_inf.is_cpu
+    return takes
+
+
+def _other_size(name: str, tensor: Tensor, n: int) -> ConfigError:
+    return ConfigError(
+        f"the {name} of an optimizer step has another size than the parameter", got=tensor.numel(), expected=n
+    )
 
 
 def adam_(
@@ -73,9 +84,8 @@ def adam_(
     if native is None or not takes(p, g, (m, v), out, found_inf):
         plain.adam_(p, g, m, v, out, found_inf, lr, beta1, beta2, eps, weight_decay, step, multiplier, decoupled)
         return
-    scalars = (lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, 1 - beta2**step, multiplier)
-    states = (m.data_ptr(), v.data_ptr())
-    native.library.zt_adam(*_shard(native, p, g), *states, *_results(out, found_inf), *scalars, decoupled)
+    scalars = (lr, beta1, beta2, eps, weight_decay, multiplier, 1 - beta1**step, 1 - beta2**step)
+    native.library.zt_adam(_pack(native, p, g, m, v, out, found_inf, *scalars, decoupled, 0))
 
 
 def lion_(
@@ -95,8 +105,8 @@ def lion_(
     if native is None or not takes(p, g, (m,), out, found_inf):
         plain.lion_(p, g, m, out, found_inf, lr, beta1, beta2, weight_decay, multiplier)
         return
-    scalars = (lr, beta1, beta2, weight_decay, multiplier)
-    native.library.zt_lion(*_shard(native, p, g), m.data_ptr(), *_results(out, found_inf), *scalars)
+    scalars = (lr, beta1, beta2, 0.0, weight_decay, multiplier, 0.0, 0.0)
+    native.library.zt_lion(_pack(native, p, g, m, None, out, found_inf, *scalars, 0, 0))
 
 
 def adagrad_(
@@ -115,8 +125,8 @@ def adagrad_(
     if native is None or not takes(p, g, (s,), out, found_inf):
         plain.adagrad_(p, g, s, out, found_inf, lr, eps, weight_decay, multiplier)
         return
-    scalars = (lr, eps, weight_decay, multiplier)
-    native.library.zt_adagrad(*_shard(native, p, g), s.data_ptr(), *_results(out, found_inf), *scalars)
+    scalars = (lr, 0.0, 0.0, eps, weight_decay, multiplier, 0.0, 0.0)
+    native.library.zt_adagrad(_pack(native, p, g, s, None, out, found_inf, *scalars, 0, 0))
 
 
 def sgd_(
@@ -138,8 +148,8 @@ def sgd_(
     if native is None or not takes(p, g, (b,), out, found_inf):
         plain.sgd_(p, g, b, out, found_inf, lr, momentum, dampening, weight_decay, first, nesterov, multiplier)
         return
-    scalars = (lr, momentum, 1.0 if first else 1.0 - dampening, weight_decay, multiplier)
-    native.library.zt_sgd(*_shard(native, p, g), b.data_ptr(), *_results(out, found_inf), *scalars, first, nesterov)
+    scalars = (lr, 0.0, 0.0, 0.0, weight_decay, multiplier, momentum, 1.0 if first else 1.0 - dampening)
+    native.library.zt_sgd(_pack(native, p, g, b, None, out, found_inf, *scalars, first, nesterov))
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -154,15 +164,30 @@ def square_sum(x: Tensor) -> Tensor:
     return torch.tensor(total.value, dtype=torch.float64)
 
 
-def _shard(native: Native, p: Tensor, g: Tensor) -> tuple[int, int, int, int, int, int]:
-    return native.isa, torch.get_num_threads(), p.numel(), p.data_ptr(), g.data_ptr(), TYPES[g.dtype]
-
-
-def _results(out: Tensor | None, found_inf: Tensor | None) -> tuple[int | None, int, int | None]:
-    return (
-        None if out is None else out.data_ptr(),
+def _pack(
+    native: Native,
+    p: Tensor,
+    g: Tensor,
+    first: Tensor,
+    second: Tensor | None,
+    out: Tensor | None,
+    found_inf: Tensor | None,
+    *numbers: float,
+) -> bytes:
+    """The block of arguments that a step in the library reads."""
+    return CALL.pack(
+        native.isa,
+        torch.get_num_threads(),
+        p.numel(),
+        p.data_ptr(),
+        g.data_ptr(),
+        TYPES[g.dtype],
+        first.data_ptr(),
+        0 if second is None else second.data_ptr(),
+        0 if out is None else out.data_ptr(),
         NONE if out is None else TYPES[out.dtype],
-        None if found_inf is None else found_inf.data_ptr(),
+        0 if found_inf is None else found_inf.data_ptr(),
+        *numbers,
     )
 
 

@@ -5,6 +5,7 @@
 #include "kernels.h"
 
 #include <math.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 #define ZT_EXPORT extern "C" __attribute__((visibility("default")))
@@ -43,10 +44,6 @@ void over_threads(void (*run)(const ZtShard&, const Op&, long, long), const ZtSh
   }
 }
 
-ZtShard shard_of(long n, float* p, const void* g, int g_type, float* a, float* b, void* out, int out_type) {
-  return ZtShard{p, g, g_type, a, b, out_type == kNone ? nullptr : out, out_type, n >= kStreamElements};
-}
-
 }  // namespace
 
 ZT_EXPORT int zt_best_isa() {
@@ -61,49 +58,69 @@ ZT_EXPORT int zt_best_isa() {
   return 0;
 }
 
-ZT_EXPORT void zt_adam(int isa, int threads, long n, float* p, const void* g, int g_type, float* m, float* v, void* out,
-                       int out_type, const float* found_inf, double lr, double beta1, double beta2, double eps,
-                       double decay, double correction1, double correction2, double multiplier, int decoupled) {
-  if (found_inf && *found_inf != 0.0f) return;
-  const ZtAdam op = {(float)multiplier,
-                     (float)(1.0 - beta1),
-                     (float)(1.0 - beta2),
-                     (float)(lr / correction1),
-                     (float)(1.0 / sqrt(correction2)),
-                     (float)eps,
-                     (float)(decoupled ? 0.0 : decay),
-                     (float)(decoupled ? lr * decay : 0.0)};
-  over_threads(kernels(isa)->adam, shard_of(n, p, g, g_type, m, v, out, out_type), op, threads, n);
+// One optimizer step over one shard, as the caller packs it: every field has eight bytes. What a kernel does not have is 0.
+struct ZtCall {
+  int64_t isa, threads, n;
+  float* p;
+  const void* g;
+  int64_t g_type;
+  float *a, *b;
+  void* out;
+  int64_t out_type;
+  const float* found_inf;
+  double lr, beta1, beta2, eps, decay, multiplier, x, y;  // x, y: what only one kernel has
+  int64_t flag, flag2;
+};
+
+namespace {
+
+bool skipped(const ZtCall& c) { return c.found_inf && *c.found_inf != 0.0f; }
+
+template <class Op>
+void step(void (*const ZtKernels::*run)(const ZtShard&, const Op&, long, long), const ZtCall& c, const Op& op) {
+  const bool low = c.out_type != kNone;
+  const ZtShard shard = {c.p, c.g, (int)c.g_type, c.a, c.b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
+  over_threads(kernels((int)c.isa)->*run, shard, op, (int)c.threads, (long)c.n);
 }
 
-ZT_EXPORT void zt_lion(int isa, int threads, long n, float* p, const void* g, int g_type, float* m, void* out,
-                       int out_type, const float* found_inf, double lr, double beta1, double beta2, double decay,
-                       double multiplier) {
-  if (found_inf && *found_inf != 0.0f) return;
-  const ZtLion op = {(float)multiplier, (float)(1.0 - beta1), (float)(1.0 - beta2), (float)lr, (float)(lr * decay)};
-  over_threads(kernels(isa)->lion, shard_of(n, p, g, g_type, m, nullptr, out, out_type), op, threads, n);
+}  // namespace
+
+ZT_EXPORT void zt_adam(const ZtCall* c) {  // x, y: the bias corrections; flag: decoupled
+  if (skipped(*c)) return;
+  const ZtAdam op = {(float)c->multiplier,
+                     (float)(1.0 - c->beta1),
+                     (float)(1.0 - c->beta2),
+                     (float)(c->lr / c->x),
+                     (float)(1.0 / sqrt(c->y)),
+                     (float)c->eps,
+                     (float)(c->flag ? 0.0 : c->decay),
+                     (float)(c->flag ? c->lr * c->decay : 0.0)};
+  step(&ZtKernels::adam, *c, op);
 }
 
-ZT_EXPORT void zt_adagrad(int isa, int threads, long n, float* p, const void* g, int g_type, float* s, void* out,
-                          int out_type, const float* found_inf, double lr, double eps, double decay,
-                          double multiplier) {
-  if (found_inf && *found_inf != 0.0f) return;
-  const ZtAdagrad op = {(float)multiplier, (float)lr, (float)eps, (float)decay};
-  over_threads(kernels(isa)->adagrad, shard_of(n, p, g, g_type, s, nullptr, out, out_type), op, threads, n);
+ZT_EXPORT void zt_lion(const ZtCall* c) {
+  if (skipped(*c)) return;
+  const ZtLion op = {(float)c->multiplier, (float)(1.0 - c->beta1), (float)(1.0 - c->beta2), (float)c->lr,
+                     (float)(c->lr * c->decay)};
+  step(&ZtKernels::lion, *c, op);
 }
 
-ZT_EXPORT void zt_sgd(int isa, int threads, long n, float* p, const void* g, int g_type, float* b, void* out,
-                      int out_type, const float* found_inf, double lr, double momentum, double share, double decay,
-                      double multiplier, int first, int nesterov) {
-  if (found_inf && *found_inf != 0.0f) return;
-  const ZtSgd op = {(float)multiplier,
-                    (float)lr,
-                    (float)decay,
-                    (float)(first ? 0.0 : momentum),
-                    (float)share,
-                    (float)momentum,
-                    nesterov ? 0.0f : 1.0f};
-  over_threads(kernels(isa)->sgd, shard_of(n, p, g, g_type, b, nullptr, out, out_type), op, threads, n);
+ZT_EXPORT void zt_adagrad(const ZtCall* c) {
+  if (skipped(*c)) return;
+  const ZtAdagrad op = {(float)c->multiplier, (float)c->lr, (float)c->eps, (float)c->decay};
+  step(&ZtKernels::adagrad, *c, op);
+}
+
+ZT_EXPORT void zt_sgd(const ZtCall* c) {  // x: momentum; y: the gradient's share; flag: first; flag2: Nesterov
+  if (skipped(*c)) return;
+  const ZtSgd op = {(float)c->multiplier,
+                    (float)c->lr,
+                    (float)c->decay,
+                    (float)(c->flag ? 0.0 : c->x),
+                    (float)c->y,
+                    (float)c->x,
+                    c->flag2 ? 0.0f : 1.0f};
+  step(&ZtKernels::sgd, *c, op);
 }
 
 // Sum of the squares of x in double; not finite if and only if an element is not. Returns 0, or 1 without memory.

@@ -26,6 +26,7 @@ _COMET, _WANDB, _MONITOR = (
     "engine/monitor/test_monitor.py",
 )
 _PROFILER, _VOLUME = "engine/test_step_profiler.py", "zero/test_volume.py"
+_PIPELINE = "engine/test_pipeline_settings.py"
 _CHECKPOINTING = "activation/test_checkpointing.py"
 
 
@@ -85,7 +86,16 @@ EXERCISED: dict[str, str] = {
     "zero_optimization.reduce_every": f"{_VOLUME}::test_reducing_every_micro_batch_moves_g_plus_1_psi",
     "zero_optimization.reshard_after": f"{_VOLUME}::test_stage_3_that_frees_after_forward_moves_at_most_3_psi",
     "zero_optimization.mics_shard_size": _MESHED,
-    **_below("mesh", _MESHED, "shard", "replica", "model"),
+    **_below("mesh", _MESHED, "shard", "replica", "model", "pipe"),
+    **_below(
+        "pipeline",
+        f"{_PIPELINE}::test_a_key_changes_the_settings",
+        "schedule",
+        "zero_policy",
+        "partition_method",
+        "activation_checkpoint_interval",
+    ),
+    "pipeline.chunks_per_rank": f"{_PIPELINE}::test_chunks_per_rank",
     "steps_per_print": f"{_WATCH}::test_steps_per_print_and_throughput",
     "timers.throughput.enabled": f"{_WATCH}::test_steps_per_print_and_throughput",
     "timers.throughput.synchronized": "config/test_exercised.py::test_the_device_is_waited_for",

@@ -139,6 +139,8 @@ def test_overlap_that_is_asked_for_defers_the_wait():
         ("mesh.shard", 2, {"zero_optimization": {"stage": 2}}, (1, 4, 2, 1)),
         ("mesh.replica", 2, {"zero_optimization": {"stage": 2}}, (1, 2, 4, 1)),
         ("mesh.model", 2, {"zero_optimization": {"stage": 2}}, (1, 1, 4, 2)),
+        ("mesh.pipe", 2, {"zero_optimization": {"stage": 2}}, (2, 1, 4, 1)),
+        ("pipeline.stages", 2, {"zero_optimization": {"stage": 2}}, (2, 1, 4, 1)),
         ("zero_optimization.mics_shard_size", 2, {"zero_optimization": {"stage": 2}}, (1, 4, 2, 1)),
     ],
 )

@@ -19,6 +19,8 @@ READS: list[tuple[Kind, Any, Any]] = [
     (Float(above=0, high=1), 1.0, 1.0),
     (Text(), "x", "x"),
     (Text(("Warn", "Fail")), "warn", "Warn"),
+    (Text(("a",), synonyms=(("Bee", "a"),)), "bee", "a"),
+    (Text(("a",), starts=("type:",)), "type:X|Y", "type:X|Y"),
     (DType(), "torch.bfloat16", "bf16"),
     (DType(), "bfp16", "bf16"),
     (DType(), "half", "fp16"),
@@ -47,6 +49,7 @@ REFUSES: list[tuple[Kind, Any]] = [
     (Float(high=1), 1.1),
     (Text(), 3),
     (Text(("a",)), "b"),
+    (Text(("a",), synonyms=(("b", "a"),), starts=("type:",)), "type"),
     (DType(), "int8"),
     (DType(), 16),
     (Names(), [1]),
@@ -109,6 +112,7 @@ def test_words_of_ranges():
     assert Float(low=0).says == "a number of at least 0" and Float(low=2).says == "a number of at least 2"
     assert Float(above=0, high=1).says == "a positive number, at most 1" and Float(above=2).says == "a number above 2"
     assert Text(("a", "b")).says == 'one of "a", "b"'
+    assert Text(("a",), synonyms=(("b", "a"),), starts=("c:",)).says == 'one of "a", "c:..."'
     assert Names(also=("auto",)).says == 'a list of strings, or "auto"'
     assert Numbers().says == "a list of numbers" and Section().says == "an object" and Opaque().says == "any value"
 

@@ -42,7 +42,7 @@ def test_what_was_given_and_what_needs_a_word():
         "zero_optimization.round_robin_gradients  true         ds.json:3                             "
         f"no effect: {TABLE['zero_optimization.round_robin_gradients'].says}\n"
         "pipeline.seed_layers                     true         ds.json:4                             "
-        f"no effect yet: {TABLE['pipeline.seed_layers'].says}"
+        f"no effect: {TABLE['pipeline.seed_layers'].says}"
     )
 
 

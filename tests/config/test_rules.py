@@ -20,6 +20,16 @@ GOOD: list[dict[str, Any]] = [
     {"zero_optimization.reshard_after": "auto"},
     {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "x"},
     {"torch_autocast.enabled": True},
+    {"pipeline.schedule": "interleaved", "pipeline.chunks_per_rank": 4},
+    {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 2},
+    {"pipeline.zero_policy": "free", "zero_optimization.stage": 3, "zero_optimization.reduce_every": "boundary"},
+    {"pipeline.zero_policy": "hold", "zero_optimization.stage": 1},
+    {
+        "pipeline.zero_policy": "hold",
+        "zero_optimization.stage": 3,
+        "zero_optimization.reshard_after": "step",
+        "zero_optimization.reduce_every": "micro",
+    },
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     (
@@ -55,6 +65,39 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 2},
         'zero_optimization.reshard_after: parameters are never freed at ZeRO stage 2: got "step".',
+    ),
+    (
+        {"pipeline.chunks_per_rank": 2},
+        "pipeline.chunks_per_rank: the schedule 1f1b has a fixed number of chunks per rank: got 2, expected 1. Remove it, or set "
+        "pipeline.schedule to interleaved or looped_bfs.",
+    ),
+    (
+        {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 1},
+        "pipeline.chunks_per_rank: the schedule zb_v has a fixed number of chunks per rank: got 1, expected 2.",
+    ),
+    (
+        {"pipeline.zero_policy": "free", "zero_optimization.stage": 2},
+        'pipeline.zero_policy: parameters are never freed at ZeRO stage 2: got "free". Remove it, or set zero_optimization.stage to 3.',
+    ),
+    (
+        {"pipeline.zero_policy": "micro", "zero_optimization.stage": 1},
+        "pipeline.zero_policy: full gradients live at ZeRO stage 1, so reducing them more often saves nothing",
+    ),
+    (
+        {
+            "pipeline.zero_policy": "micro",
+            "zero_optimization.stage": 2,
+            "zero_optimization.reduce_every": "boundary",
+        },
+        'pipeline.zero_policy: contradicts zero_optimization.reduce_every: got "micro", expected "boundary".',
+    ),
+    (
+        {
+            "pipeline.zero_policy": "hold",
+            "zero_optimization.stage": 3,
+            "zero_optimization.reshard_after": "forward",
+        },
+        'pipeline.zero_policy: contradicts zero_optimization.reshard_after: got "hold", expected "free".',
     ),
 ]
 

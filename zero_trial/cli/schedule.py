@@ -69,13 +69,13 @@ def handle(options: argparse.Namespace) -> int:
     from zero_trial.pipeline.grid import grid, rows_as_text
     from zero_trial.pipeline.passes import lower
     from zero_trial.pipeline.picture import save_picture
-    from zero_trial.pipeline.policy import choose
+    from zero_trial.pipeline.policy import Sharding, choose
     from zero_trial.pipeline.schedule import Parameters, Reduction
     from zero_trial.pipeline.schedules import build
     from zero_trial.pipeline.validate import validate
 
     policy = choose(
-        options.zero,
+        Sharding.of_stage(options.zero),
         Parameters(options.policy) if options.policy else None,
         Reduction(options.reduce) if options.reduce else None,
     )

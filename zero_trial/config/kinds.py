@@ -129,22 +129,33 @@ class Float(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string, or one of ``choices`` in any case."""
+    """A string, or one of ``choices`` in any case.
+
+    ``synonyms`` are pairs of another word for a choice and that choice; ``starts`` are beginnings after which anything may stand.
+    """
 
     choices: tuple[str, ...] = ()
+    synonyms: tuple[tuple[str, str], ...] = ()
+    starts: tuple[str, ...] = ()
 
     @property
     def says(self) -> str:
-        return "one of " + ", ".join(f'"{choice}"' for choice in self.choices) if self.choices else "a string"
+        if not self.choices:
+            return "a string"
+        words = [*self.choices, *(f"{start}..." for start in self.starts)]
+        return "one of " + ", ".join(f'"{word}"' for word in words)
 
     def read(self, value: object) -> Reading:
         if not isinstance(value, str):
             raise Mismatch(self.says)
         if not self.choices:
             return Reading(value)
-        for choice in self.choices:
-            if choice.lower() == value.lower():
-                return Reading(choice)
+        meant = {choice.lower(): choice for choice in self.choices}
+        meant |= {word.lower(): choice for word, choice in self.synonyms}
+        if value.lower() in meant:
+            return Reading(meant[value.lower()])
+        if value.lower().startswith(self.starts):
+            return Reading(value)
         raise Mismatch(self.says)
 
 

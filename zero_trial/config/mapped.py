@@ -14,6 +14,8 @@ def translate(path: str, value: Any) -> Assignments:
     """The (dotted path, value) pairs that stand for a mapped key with a checked value; none where it asks for nothing."""
     if path == "zero_optimization.stage3_gather_fp16_weights_on_model_save":
         return [("zero_optimization.gather_16bit_weights_on_model_save", value)]
+    if path == "pipeline.stages":
+        return [("mesh.pipe", value)] if isinstance(value, int) else []
     if value is not True:
         return []
     if path == "zero_optimization.cpu_offload":

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zero_trial.config.canonical import shown
 from zero_trial.config.document import Document
+from zero_trial.config.pipeline_words import LIFETIMES, REDUCTIONS, RESHARDS, SCHEDULE_CHUNKS
 from zero_trial.config.table import TABLE
 from zero_trial.errors import ConfigError
 
@@ -113,6 +115,56 @@ def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
     )
 
 
+def _chunks_fit_the_schedule(values: Values, where: Where) -> ConfigError | None:
+    path, schedule = "pipeline.chunks_per_rank", _get(values, "pipeline.schedule")
+    asked, fixed = _get(values, path), SCHEDULE_CHUNKS[schedule]
+    if asked == "auto" or fixed is None or asked == fixed:
+        return None
+    several = " or ".join(name for name, chunks in SCHEDULE_CHUNKS.items() if chunks is None)
+    return ConfigError(
+        f"the schedule {schedule} has a fixed number of chunks per rank",
+        where=where(path),
+        got=asked,
+        expected=fixed,
+        fix=f"Remove it, or set pipeline.schedule to {several}.",
+    )
+
+
+def _policy_is_for_the_stage(values: Values, where: Where) -> ConfigError | None:
+    path, stage = "pipeline.zero_policy", _get(values, "zero_optimization.stage")
+    policy = _get(values, path)
+    if policy in ("chunk", "free") and stage != 3:
+        what, fix = (
+            f"parameters are never freed at ZeRO stage {stage}",
+            "Remove it, or set zero_optimization.stage to 3.",
+        )
+    elif policy == "micro" and stage < 2:
+        what = f"full gradients live at ZeRO stage {stage}, so reducing them more often saves nothing"
+        fix = "Remove it, or set zero_optimization.stage to 2 or 3."
+    else:
+        return None
+    return ConfigError(what, where=where(path), got=f'"{policy}"', fix=fix)
+
+
+def _policies_agree(values: Values, where: Where) -> ConfigError | None:
+    """The older keys say the same of one pipeline stage as of a whole model."""
+    path = "pipeline.zero_policy"
+    policy = _get(values, path)
+    reduce_every = _get(values, "zero_optimization.reduce_every")
+    reshard = RESHARDS.get(_get(values, "zero_optimization.reshard_after"))
+    for other, value, words in (("reduce_every", reduce_every, REDUCTIONS), ("reshard_after", reshard, LIFETIMES)):
+        if policy in words and value in words and policy != value:
+            full = f"zero_optimization.{other}"
+            return ConfigError(
+                f"contradicts {full}",
+                where=where(path),
+                got=f'"{policy}"',
+                expected=f'"{value}"',
+                fix=f"Keep one of them: {full} is {shown(_get(values, full))}.",
+            )
+    return None
+
+
 _RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
     _one_precision,
     _autocast_alone,
@@ -122,4 +174,7 @@ _RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
     _states_need_masters,
     _nvme_needs_a_path,
     _reshard_is_for_stage_3,
+    _chunks_fit_the_schedule,
+    _policy_is_for_the_stage,
+    _policies_agree,
 )

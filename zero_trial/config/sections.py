@@ -161,7 +161,7 @@ class ActivationCheckpointingSection:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """``pipeline``: how a pipeline engine runs; ``schedule`` and ``zero_policy`` are zero_trial's own."""
+    """``pipeline``: how a pipeline engine runs; the last four are zero_trial's own. ``partition_method`` None is the module's own."""
 
     seed_layers: bool = False
     activation_checkpoint_interval: int = 0
@@ -169,7 +169,9 @@ class PipelineSection:
     grad_partitioned: bool = True
     use_reentrant: bool = True
     schedule: str = "1f1b"
+    chunks_per_rank: int | str = "auto"
     zero_policy: str = "auto"
+    partition_method: str | None = None
 
 
 @dataclass(frozen=True)

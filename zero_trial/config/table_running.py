@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from zero_trial.config.key import Answer, Key, Origin, alike
 from zero_trial.config.kinds import AnyOf, Bool, DType, Float, Int, Names, Opaque, Section, Text
+from zero_trial.config.pipeline_words import SCHEDULE_CHUNKS, SCHEDULE_SYNONYMS, ZERO_POLICIES
 
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
+MAPPED = Answer.MAPPED
 
 _FOLDER = (
     "written to output_path/job_name; without an output path, to a folder of the section's name where the run started"
 )
-_PIPELINE = "it belongs to a pipeline, which does not exist here yet"
-
 
 PRINTING = (
     Key(
@@ -200,39 +200,74 @@ ACTIVATION = (
 )
 
 PIPELINE = (
-    Key("pipeline", Section(), HONOURED, "how a pipeline runs"),
+    Key("pipeline", Section(), HONOURED, "how a pipeline runs: a model that is a PipelineModule"),
+    Key(
+        "pipeline.seed_layers",
+        Bool(),
+        NO_EFFECT,
+        "it is an argument of PipelineModule; DeepSpeed ignores it here as well",
+    ),
+    Key(
+        "pipeline.activation_checkpoint_interval",
+        Int(0, unit="layers"),
+        HONOURED,
+        "so many layers at a time keep their input only, and are computed again in backward; 0 leaves it to the PipelineModule",
+    ),
     *alike(
         "pipeline",
-        NOT_YET,
-        _PIPELINE,
-        seed_layers=Bool(),
-        activation_checkpoint_interval=Int(0),
+        NO_EFFECT,
+        "messages between stages are sent whole by every model-parallel rank",
         pipe_partitioned=Bool(),
         grad_partitioned=Bool(),
-        use_reentrant=Bool(),
     ),
+    Key("pipeline.use_reentrant", Bool(), NO_EFFECT, "checkpointed layers never start a backward inside a backward"),
     Key(
         "pipeline.stages",
         AnyOf((Text(("auto",)), Int(1))),
-        NO_EFFECT,
-        "the number of pipeline stages is mesh.pipe; DeepSpeed ignores it as well",
+        MAPPED,
+        "the number of pipeline stages; DeepSpeed ignores it",
         default="auto",
+        becomes="mesh.pipe",
     ),
     Key(
         "pipeline.partition",
         Text(),
         NO_EFFECT,
-        "it is an argument of PipelineModule; DeepSpeed ignores it as well",
+        "DeepSpeed ignores it as well; pipeline.partition_method does what it says",
         default="best",
     ),
     Key(
         "pipeline.schedule",
-        Text(("gpipe", "1f1b", "interleaved", "zero_bubble")),
-        NOT_YET,
-        _PIPELINE,
+        Text(tuple(SCHEDULE_CHUNKS), synonyms=SCHEDULE_SYNONYMS),
+        HONOURED,
+        "in which order a rank does what: the fewest idle ranks for the memory that there is (zero-trial schedule draws each); "
+        "zero_bubble means zb_h1",
         origin=Origin.OURS,
     ),
-    Key("pipeline.zero_policy", Text(("auto", "hold", "micro")), NOT_YET, _PIPELINE, origin=Origin.OURS),
+    Key(
+        "pipeline.chunks_per_rank",
+        AnyOf((Text(("auto",)), Int(1))),
+        HONOURED,
+        "parts of the model that a rank holds, for interleaved and looped_bfs (auto: 2); the others have 1, and zb_v 2",
+        origin=Origin.OURS,
+    ),
+    Key(
+        "pipeline.zero_policy",
+        Text(ZERO_POLICIES),
+        HONOURED,
+        "when a stage's parameters are gathered and its gradients reduced. At ZeRO stage 3: hold gathers once per step, chunk once per run of "
+        "a chunk, free for every computation. At stages 2 and 3: boundary reduces once per step, micro after every micro-batch. auto: what "
+        "moves least and fits into memory",
+        origin=Origin.OURS,
+    ),
+    Key(
+        "pipeline.partition_method",
+        Text(("uniform", "parameters", "profile"), starts=("type:",)),
+        HONOURED,
+        "where the layers are cut, instead of the PipelineModule's own method: equally many layers, equally many trainable elements, equal "
+        "measured time, or equally many layers whose class matches the expression after type:",
+        origin=Origin.OURS,
+    ),
 )
 
 PARALLEL = (

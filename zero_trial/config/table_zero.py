@@ -247,9 +247,8 @@ HYBRID = (
     Key(
         "mesh.pipe",
         Int(1, unit="pipeline stages"),
-        REFUSED,
-        "pipelines do not exist here yet",
-        instead="Remove the key.",
+        HONOURED,
+        "stages that the layers of a PipelineModule are cut into; each stage has the other axes' ranks",
         origin=Origin.OURS,
     ),
     Key(

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from zero_trial import pipeline as pipe
     from zero_trial import zero
     from zero_trial.activation import checkpointing
     from zero_trial.engine import Engine, RepeatingLoader, add_config_arguments, initialize
     from zero_trial.mesh import destroy_distributed, init_distributed
+    from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
     from zero_trial.trial import ZeroTrial, ZeroTrialContext
 
 _PLACES = {
     "Engine": "zero_trial.engine",
+    "LayerSpec": "zero_trial.pipeline",
+    "PipelineModule": "zero_trial.pipeline",
+    "TiedLayerSpec": "zero_trial.pipeline",
     "RepeatingLoader": "zero_trial.engine",
     "add_config_arguments": "zero_trial.engine",
     "initialize": "zero_trial.engine",
@@ -28,11 +33,18 @@ _PLACES = {
     "ZeroTrialContext": "zero_trial.trial",
 }
 
-_MODULES = {"checkpointing": "zero_trial.activation.checkpointing", "zero": "zero_trial.zero"}
+_MODULES = {
+    "checkpointing": "zero_trial.activation.checkpointing",
+    "pipe": "zero_trial.pipeline",
+    "zero": "zero_trial.zero",
+}
 
 __all__ = [
     "Engine",
+    "LayerSpec",
+    "PipelineModule",
     "RepeatingLoader",
+    "TiedLayerSpec",
     "ZeroTrial",
     "ZeroTrialContext",
     "__version__",
@@ -41,6 +53,7 @@ __all__ = [
     "destroy_distributed",
     "init_distributed",
     "initialize",
+    "pipe",
     "zero",
 ]
 

@@ -23,7 +23,7 @@ ARROWS: Mapping[str, set[str]] = {
     "activation": {"config", "errors"},
     "zero": {"ops", "mesh", "precision", "errors"},
     "checkpoint": {"zero.layout", "mesh", "errors"},
-    "pipeline": {"mesh", "errors"},
+    "pipeline": {"mesh", "activation", "errors"},
     "engine": {"zero", "pipeline", "checkpoint", "precision", "ops", "mesh", "config", "activation", "errors"},
     # A plan imagines an engine on ranks that are not there.
     "planning": {"engine", "zero", "checkpoint", "precision", "ops", "mesh", "config", "errors"},

@@ -7,7 +7,14 @@ from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import Mesh, build_mesh
 from zero_trial.mesh.topology import AXES, MeshShape
-from zero_trial.mesh.world import destroy_distributed, init_distributed, is_distributed, world_size
+from zero_trial.mesh.world import (
+    agree_on,
+    destroy_distributed,
+    init_distributed,
+    is_distributed,
+    rank_and_size,
+    world_size,
+)
 
 __all__ = [
     "AXES",
@@ -17,10 +24,12 @@ __all__ = [
     "MeshShape",
     "Pending",
     "RankEnv",
+    "agree_on",
     "build_mesh",
     "destroy_distributed",
     "init_distributed",
     "is_distributed",
+    "rank_and_size",
     "read_rank_env",
     "world_size",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from zero_trial.errors import MeshError
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.env import RankEnv, meeting_place, read_rank_env
+from zero_trial.mesh.farewell import Farewell
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -31,6 +33,21 @@ def is_distributed() -> bool:
 def world_size() -> int:
     """Ranks in the world; 1 when there is no process group."""
     return dist.get_world_size() if is_distributed() else 1
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank in the world and the world's size; (0, 1) when there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def agree_on(numbers: Sequence[float]) -> list[float]:
+    """Rank 0's ``numbers`` on every rank, which must pass equally many. Collective over the world."""
+    if world_size() == 1:
+        return list(numbers)
+    on_cpu = "gloo" in str(dist.get_backend())
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu" if on_cpu else "cuda")
+    dist.broadcast(values, 0)
+    return [float(value) for value in values.tolist()]
 
 
 def init_distributed(
@@ -96,6 +113,11 @@ def world_board() -> Board:
     if group not in _BOARDS:
         _BOARDS[group] = Board(_default_store(), dist.get_rank(), dist.get_world_size())
     return _BOARDS[group]
+
+
+def open_farewell() -> Farewell:
+    """What the ranks of the running process group tell each other when one of them leaves early."""
+    return Farewell(_default_store() if is_distributed() and dist.get_world_size() > 1 else None)
 
 
 def _default_store() -> Any:

@@ -1,6 +1,42 @@
-"""Pipelines as data: schedules, the passes that add messages and sharding to them, and the simulator that proves them. All of it pure.
+"""Pipelines: schedules as data, the passes that add messages and sharding to them, the simulator that proves them, and what runs them.
 
-What runs a schedule on ranks (an executor, a pipeline engine) does not exist here yet.
+Names that need torch are loaded on first use: drawing a schedule does not.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_trial.pipeline.module import PipelineModule
+    from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec
+    from zero_trial.pipeline.topology import (
+        PipeDataParallelTopology,
+        PipeModelDataParallelTopology,
+        ProcessTopology,
+    )
+
+_PLACES = {
+    "PipelineModule": "module",
+    "LayerSpec": "specs",
+    "TiedLayerSpec": "specs",
+    "PipeDataParallelTopology": "topology",
+    "PipeModelDataParallelTopology": "topology",
+    "ProcessTopology": "topology",
+}
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'zero_trial.pipeline' has no attribute {name!r}")
+    return getattr(import_module(f"zero_trial.pipeline.{_PLACES[name]}"), name)

@@ -1,0 +1,269 @@
+"""A pipeline module: a model as a list of layers, of which each pipeline rank builds its own and no others. DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.activation.checkpointing import checkpoint
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.mesh import is_distributed, rank_and_size
+from zero_trial.pipeline.chunk import Chunk, LayerSeeds, Recompute
+from zero_trial.pipeline.partition import partition
+from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.profile import layer_times
+from zero_trial.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, layer_facts, tied_chunks
+from zero_trial.pipeline.topology import ProcessTopology
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class PipelineModule(nn.Module):
+    """Layers that follow each other: specs (built where they are needed), modules, and functions of one argument, in any mixture.
+
+    ``num_stages``: pipeline ranks; None takes ds_config's ``mesh.pipe`` when ``initialize`` builds the layers. ``topology`` gives it too.
+    ``loss_fn(output, label)``: without it the last layer's output is the loss.
+    ``seed_layers``: layer i is built after ``seed_fn(base_seed + i)``, so that weights do not depend on the number of stages.
+    ``partition_method``: uniform, parameters, type:REGEX, or profile, which runs ``profile_input`` through the layers and needs it.
+    ``activation_checkpoint_interval``: so many layers at a time are recomputed in backward by ``activation_checkpoint_func``; 0 keeps all.
+    ``chunks_per_rank``: parts of the model per rank, for interleaved schedules; ``placement``: another one than round after round (ZB-V's).
+    ``dynamic_shape`` is accepted for compatibility: shapes travel with every message and may always vary.
+
+    With one stage it is an ordinary module: ``module(x)`` is the last layer's output. All parameters of a tied module are tied, whatever
+    ``tied_weight_attr`` names, so that the number of stages changes nothing. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: LossFunction | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = True,
+        *,
+        chunks_per_rank: int = 1,
+        placement: Placement | None = None,
+        profile_input: Any = None,
+    ) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.num_stages = _stages(num_stages, topology, placement)
+        self.seed_layers = seed_layers
+        self.base_seed = base_seed
+        self.partition_method = partition_method
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = tuple(checkpointable_layers) if checkpointable_layers is not None else None
+        self.dynamic_shape = dynamic_shape
+        self.chunks_per_rank = chunks_per_rank
+        self.parts: list[int] = []  # the boundaries of the chunks
+        self.ties: dict[str, tuple[int, ...]] = {}  # key -> the chunks that hold it
+        self.placement: Placement | None = None
+        self.stage_id = 0
+        self._layers = list(layers)
+        self._seeds = LayerSeeds(base_seed, seed_fn or torch.manual_seed) if seed_layers else None
+        self._topology = topology
+        self._profile_input = profile_input
+        self._chunks: dict[int, Chunk] = {}  # not registered: its layers are, under their own names
+        wanted = placement or (Placement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
+        stage = self._stage_here(wanted)
+        if wanted is not None and stage is not None:
+            self.build(wanted, stage)
+
+    @classmethod
+    def from_sequential(cls, model: nn.Sequential, num_stages: int | None = None, **options: Any) -> PipelineModule:
+        """An ``nn.Sequential`` as a pipeline: its children are the layers. Options as for the class."""
+        return cls(list(model), num_stages, **options)
+
+    @classmethod
+    def from_blocks(
+        cls,
+        embed: Layer | Sequence[Layer],
+        blocks: Sequence[Layer],
+        head: Layer | Sequence[Layer],
+        num_stages: int | None = None,
+        **options: Any,
+    ) -> PipelineModule:
+        """A transformer as a pipeline: what comes before its blocks, the blocks, what comes after. Options as for the class."""
+        return cls([*_listed(embed), *blocks, *_listed(head)], num_stages, **options)
+
+    # --- building -------------------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        placement: Placement,
+        stage: int,
+        *,
+        partition_method: str | None = None,
+        activation_checkpoint_interval: int | None = None,
+    ) -> None:
+        """Builds the layers of pipeline rank ``stage`` under ``placement``, in place of those that were built before.
+
+        Nothing happens where they are the same. Collective over the world where the partition is measured.
+        """
+        method = partition_method or self.partition_method
+        if activation_checkpoint_interval is not None:
+            self.activation_checkpoint_interval = activation_checkpoint_interval
+        if (placement, stage, method) != (self.placement, self.stage_id, self.partition_method) or not self._chunks:
+            self._forget()
+            self.placement, self.stage_id, self.num_stages, self.partition_method = (
+                placement,
+                stage,
+                placement.stages,
+                method,
+            )
+            self.parts = self._cut(method, placement.chunks)
+            self.ties = tied_chunks(self._layers, self.parts)
+            _refuse_shared(self._layers, self.parts)
+            self._build_chunks(placement.of(stage))
+        recompute = self._recompute()
+        for chunk in self._chunks.values():
+            chunk.recompute = recompute
+
+    def _build_chunks(self, numbers: Sequence[int]) -> None:
+        tied = nn.ModuleDict()
+        for number in numbers:
+            first, after = self.parts[number], self.parts[number + 1]
+            chunk = Chunk(self._layers, first, after, tied=tied, seeds=self._seeds)
+            chunk.forward_seeds = self._seeds
+            self._chunks[number] = chunk
+            for name, layer in chunk.named_children():
+                if layer is not tied:
+                    self.add_module(name, layer)
+        if len(tied):
+            self.tied_modules = tied
+
+    def _forget(self) -> None:
+        for name, _ in list(self.named_children()):
+            delattr(self, name)
+        self._chunks.clear()
+
+    def _cut(self, method: str, parts: int) -> list[int]:
+        times = None
+        if method.strip().lower() == "profile":
+            times = layer_times(self._layers, self._profile_input, self._seeds)
+        return partition(method, [layer_facts(layer) for layer in self._layers], parts, times)
+
+    def _recompute(self) -> Recompute | None:
+        interval = self.activation_checkpoint_interval
+        if not interval:
+            return None
+        return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
+
+    def _stage_here(self, placement: Placement | None) -> int | None:
+        """This process's pipeline rank; None where that cannot be known yet: then ``initialize`` builds."""
+        if placement is None:
+            return None
+        if placement.stages == 1:
+            return 0
+        rank, size = rank_and_size()
+        if not is_distributed() or size % placement.stages:
+            return None
+        if self._topology is not None and self._topology.world_size() == size:
+            return int(self._topology.get_coord(rank).pipe)
+        return rank // (size // placement.stages)
+
+    # --- the built part -------------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> bool:
+        return bool(self._chunks)
+
+    @property
+    def chunks(self) -> dict[int, Chunk]:
+        """This rank's chunks by number."""
+        return dict(self._chunks)
+
+    def forward(self, value: Any) -> Any:
+        """This rank's layers, one after the other: the whole model where there is one stage. The loss is not computed here."""
+        if not self._chunks:
+            raise _not_built("forward")
+        numbers = list(self._chunks)
+        if len(numbers) > 1 and (self.num_stages or 1) > 1:
+            raise TrialError(
+                "this rank's layers do not follow each other",
+                where="PipelineModule.forward",
+                got=f"chunks {numbers} of {len(self.parts) - 1}",
+                fix="Run the pipeline with engine.train_batch() or engine.eval_batch().",
+            )
+        for chunk in self._chunks.values():
+            chunk.micro_batch += 1
+            value = chunk(value)
+        return value
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; before the layers are built it is an error, where an empty list would train nothing."""
+        if not self._chunks:
+            raise _not_built("parameters")
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def num_pipeline_stages(self) -> int | None:
+        return self.num_stages
+
+    def topology(self) -> ProcessTopology | None:
+        """The topology that was given."""
+        return self._topology
+
+
+def _stages(number: int | None, topology: ProcessTopology | None, placement: Placement | None) -> int | None:
+    known = {
+        name: value
+        for name, value in (
+            ("num_stages", number),
+            ("topology", topology.get_dim("pipe") if topology is not None else None),
+            ("placement", placement.stages if placement is not None else None),
+        )
+        if value is not None
+    }
+    if len(set(known.values())) > 1 or any(value < 1 for value in known.values()):
+        got = ", ".join(f"{name} {value}" for name, value in known.items())
+        raise ConfigError(
+            "the number of pipeline stages is not clear", where="PipelineModule", got=got, expected="one number"
+        )
+    return next(iter(known.values()), None)
+
+
+def _listed(layers: Layer | Sequence[Layer]) -> list[Layer]:
+    return list(layers) if isinstance(layers, (list, tuple)) else [layers]
+
+
+def _refuse_shared(layers: Sequence[Layer], parts: Sequence[int]) -> None:
+    """Raises ConfigError where built modules of two chunks share a parameter: each rank would train its own."""
+    holder: dict[int, tuple[int, int]] = {}
+    for chunk, (first, after) in enumerate(pairwise(parts)):
+        for index in range(first, after):
+            layer = layers[index]
+            for param in layer.parameters() if isinstance(layer, nn.Module) else ():
+                other, before = holder.setdefault(id(param), (chunk, index))
+                if other != chunk:
+                    raise ConfigError(
+                        "two layers on different parts of a pipeline share a parameter",
+                        where="PipelineModule",
+                        got=f"layers {before} and {index}",
+                        fix="Describe both by TiedLayerSpec with one key.",
+                    )
+
+
+def _not_built(what: str) -> ConfigError:
+    return ConfigError(
+        "the layers are not built yet",
+        where=f"PipelineModule.{what}",
+        fix="Give num_stages (or a topology) after torch.distributed has started, or let initialize() build them: "
+        "without model_parameters it trains all.",
+    )
+
+
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -1,0 +1,1 @@
+"""What happens to trials and experiments, as pure functions: (state, event) -> (state, effects)."""

@@ -1,0 +1,5 @@
+"""What the master keeps on disk: one SQLite file, its schema and every query."""
+
+from zero_trial.master.store.database import Database
+
+__all__ = ["Database"]

@@ -1,0 +1,105 @@
+"""Users, tokens and the few single values of the store."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from zero_trial.master.records import User
+from zero_trial.master.store.values import insert, update
+
+
+def user(connection: sqlite3.Connection, name: str) -> User | None:
+    """By name."""
+    row = connection.execute("SELECT * FROM users WHERE name = ?", (name,)).fetchone()
+    return None if row is None else _record(row)
+
+
+def user_by_id(connection: sqlite3.Connection, number: int) -> User | None:
+    """By id."""
+    row = connection.execute("SELECT * FROM users WHERE id = ?", (number,)).fetchone()
+    return None if row is None else _record(row)
+
+
+def users(connection: sqlite3.Connection) -> list[User]:
+    """All, oldest first."""
+    return [_record(row) for row in connection.execute("SELECT * FROM users ORDER BY id").fetchall()]
+
+
+def put_user(connection: sqlite3.Connection, account: User) -> int:
+    """Insert (id 0) or replace; returns the id."""
+    values = {
+        "name": account.name,
+        "admin": int(account.admin),
+        "active": int(account.active),
+        "password": account.password,
+        "display_name": account.display_name,
+    }
+    if account.id:
+        update(connection, "users", "id", account.id, values)
+        return account.id
+    return insert(connection, "users", values)
+
+
+def add_token(
+    connection: sqlite3.Connection,
+    digest: str,
+    *,
+    user_id: int | None = None,
+    allocation_id: str | None = None,
+    expires: float | None = None,
+) -> None:
+    """Whom a token speaks for: exactly one of a user and an allocation."""
+    connection.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", (digest, user_id, allocation_id, expires))
+
+
+def drop_token(connection: sqlite3.Connection, digest: str) -> None:
+    """No effect if there is none."""
+    connection.execute("DELETE FROM tokens WHERE digest = ?", (digest,))
+
+
+def drop_tokens_of(connection: sqlite3.Connection, allocation_id: str) -> None:
+    """All tokens of an allocation."""
+    connection.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
+
+
+def token(connection: sqlite3.Connection, digest: str, now: float) -> tuple[int | None, str | None] | None:
+    """User id or allocation id behind a token that has not expired."""
+    row = connection.execute(
+        "SELECT user_id, allocation_id FROM tokens WHERE digest = ? AND (expires IS NULL OR expires > ?)", (digest, now)
+    ).fetchone()
+    return None if row is None else (row[0], row[1])
+
+
+def value(connection: sqlite3.Connection, key: str) -> str | None:
+    """A single value."""
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def set_value(connection: sqlite3.Connection, key: str, text: str) -> None:
+    """Set a single value."""
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, text))
+
+
+def disabled_slots(connection: sqlite3.Connection) -> set[int]:
+    """Slots that are not given out."""
+    return {row[0] for row in connection.execute("SELECT number FROM disabled_slots")}
+
+
+def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool) -> None:
+    """Give a slot out again, or no more."""
+    if enabled:
+        connection.execute("DELETE FROM disabled_slots WHERE number = ?", (number,))
+    else:
+        connection.execute("INSERT OR REPLACE INTO disabled_slots VALUES (?)", (number,))
+
+
+def _record(row: sqlite3.Row) -> User:
+    return User(
+        id=row["id"],
+        name=row["name"],
+        admin=bool(row["admin"]),
+        active=bool(row["active"]),
+        password=row["password"],
+        display_name=row["display_name"],
+    )

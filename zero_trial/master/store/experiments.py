@@ -1,0 +1,163 @@
+"""Experiments and their context directories in the store."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+from zero_trial.master.records import AllocationState, Experiment, ExperimentState
+from zero_trial.master.store.values import insert, loads, update
+
+_BEST = """
+    SELECT m.trial_id, m.searcher_metric FROM metrics m JOIN trials t ON t.id = m.trial_id
+    WHERE t.experiment_id = ? AND m.grp = 'validation' AND m.archived = 0 AND m.searcher_metric IS NOT NULL
+    ORDER BY m.searcher_metric {order}, m.id LIMIT 1
+"""
+
+
+def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) -> int:
+    """Insert; returns the new id (``experiment.id`` is not looked at)."""
+    number = insert(
+        connection,
+        "experiments",
+        {
+            "state": experiment.state,
+            "config": experiment.config,
+            "original_config": experiment.original_config,
+            "owner": experiment.owner,
+            "job_id": experiment.job_id,
+            "created": experiment.created,
+            "parent_id": experiment.parent_id,
+            "name": experiment.name,
+            "description": experiment.description,
+            "labels": experiment.labels,
+            "notes": experiment.notes,
+        },
+    )
+    connection.execute("INSERT INTO contexts VALUES (?, ?)", (number, context))
+    return number
+
+
+def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) -> Experiment | None:
+    """One experiment; ``derived`` counts its trials and checkpoints too."""
+    row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
+    return None if row is None else _record(connection, row, derived)
+
+
+def all_(connection: sqlite3.Connection) -> list[Experiment]:
+    """Every experiment, oldest first."""
+    rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
+    return [_record(connection, row, True) for row in rows]
+
+
+def ids(connection: sqlite3.Connection, *states: ExperimentState) -> list[int]:
+    """Ids of the experiments in these states."""
+    marks = ",".join("?" for _ in states)
+    rows = connection.execute(
+        f"SELECT id FROM experiments WHERE state IN ({marks}) ORDER BY id", [state.value for state in states]
+    )
+    return [row[0] for row in rows]
+
+
+def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
+    """Set columns."""
+    update(connection, "experiments", "id", number, columns)
+
+
+def context(connection: sqlite3.Connection, number: int) -> bytes | None:
+    """The model definition as .tar.gz."""
+    row = connection.execute("SELECT tgz FROM contexts WHERE experiment_id = ?", (number,)).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def snapshot(connection: sqlite3.Connection, number: int) -> dict[str, Any]:
+    """The search as it was after its last event."""
+    row = connection.execute("SELECT snapshot FROM experiments WHERE id = ?", (number,)).fetchone()
+    return dict(loads(row[0])) if row else {}
+
+
+def to_collect(connection: sqlite3.Connection) -> list[int]:
+    """Experiments whose checkpoints have to be looked through."""
+    return [row[0] for row in connection.execute("SELECT id FROM experiments WHERE collect = 1 ORDER BY id")]
+
+
+def erase(connection: sqlite3.Connection, number: int) -> None:
+    """Forget an experiment and all that belongs to it."""
+    trials = "SELECT id FROM trials WHERE experiment_id = ?"
+    connection.execute(f"DELETE FROM metrics WHERE trial_id IN ({trials})", (number,))
+    connection.execute(
+        "DELETE FROM tokens WHERE allocation_id IN (SELECT id FROM allocations WHERE experiment_id = ?)", (number,)
+    )
+    for table in ("allocations", "checkpoints", "trials", "contexts"):
+        connection.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (number,))
+    connection.execute("DELETE FROM experiments WHERE id = ?", (number,))
+
+
+def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool) -> tuple[int, float] | None:
+    """Trial and value of the best validation by the searcher's metric."""
+    order = "ASC" if smaller_is_better else "DESC"
+    row = connection.execute(_BEST.format(order=order), (number,)).fetchone()
+    return None if row is None else (row[0], row[1])
+
+
+def smaller_is_better(config: Mapping[str, Any]) -> bool:
+    """Whether the searcher minimizes its metric."""
+    return bool(config.get("searcher", {}).get("smaller_is_better", True))
+
+
+def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Experiment:
+    config = loads(row["config"])
+    number = row["id"]
+    more: dict[str, Any] = {}
+    if derived:
+        found = best(connection, number, smaller_is_better=smaller_is_better(config))
+        counts = connection.execute(
+            "SELECT count(*), coalesce(sum(pruned), 0) FROM trials WHERE experiment_id = ?", (number,)
+        ).fetchone()
+        saved = connection.execute(
+            "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE experiment_id = ? AND state = 'COMPLETED'",
+            (number,),
+        ).fetchone()
+        more = {
+            "num_trials": counts[0],
+            "pruned_trials": counts[1],
+            "best_trial_id": found[0] if found else None,
+            "best_metric": found[1] if found else None,
+            "checkpoint_count": saved[0],
+            "checkpoint_size": saved[1],
+            "shown_state": shown_state(connection, row["state"], "experiment_id", number),
+        }
+    return Experiment(
+        id=number,
+        state=ExperimentState(row["state"]),
+        config=config,
+        original_config=row["original_config"],
+        owner=row["owner"],
+        job_id=row["job_id"],
+        created=row["created"],
+        ended=row["ended"],
+        parent_id=row["parent_id"],
+        archived=bool(row["archived"]),
+        name=row["name"],
+        description=row["description"],
+        labels=tuple(loads(row["labels"])),
+        notes=row["notes"],
+        progress=row["progress"],
+        error=row["error"],
+        **more,
+    )
+
+
+def shown_state(connection: sqlite3.Connection, state: str, column: str, number: int) -> str:
+    """ACTIVE refined by what the allocations of this experiment or trial do: the furthest of QUEUED, STARTING, RUNNING."""
+    if state != ExperimentState.ACTIVE.value:
+        return state
+    rows = connection.execute(
+        f"SELECT DISTINCT state FROM allocations WHERE {column} = ? AND state != 'TERMINATED'", (number,)
+    ).fetchall()
+    states = {row[0] for row in rows}
+    for candidate in (AllocationState.RUNNING, AllocationState.STARTING, AllocationState.QUEUED):
+        if candidate.value in states:
+            return str(candidate.value)
+    return state

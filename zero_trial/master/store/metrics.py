@@ -1,0 +1,146 @@
+"""Reports of metrics in the store: cheap to add, a thousand a second."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+from zero_trial.master.records import MetricReport
+from zero_trial.master.store.values import dumps, loads
+
+_COLUMNS = "id, trial_id, run_id, grp, steps, metrics, reported, archived"
+_ADD = """
+    INSERT INTO metrics (trial_id, run_id, grp, steps, metrics, batch_metrics, reported, searcher_metric)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+"""
+
+
+def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: float | None = None) -> None:
+    """Insert a report. ``searcher_metric`` is the number that the search goes by, for a validation."""
+    batch = None if report.batch_metrics is None else dumps(report.batch_metrics)
+    connection.execute(
+        _ADD,
+        (
+            report.trial_id,
+            report.run_id,
+            report.group,
+            report.steps_completed,
+            dumps(report.metrics),
+            batch,
+            report.reported,
+            searcher_metric,
+        ),
+    )
+
+
+def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """A metric as a number that can be compared; None if it is missing, no number or not a number (NaN)."""
+    value = metrics.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
+    """Whether this very report was stored before: its sender did not hear the answer and says it again."""
+    row = connection.execute(
+        "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND grp = ? AND steps IS ? AND metrics = ? LIMIT 1",
+        (report.trial_id, report.run_id, report.group, report.steps_completed, dumps(report.metrics)),
+    ).fetchone()
+    return row is not None
+
+
+def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> None:
+    """Take out of sight what was reported after the step from which the trial now starts again."""
+    connection.execute(
+        "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND steps > ? AND archived = 0", (trial_id, steps)
+    )
+
+
+def of_trial(
+    connection: sqlite3.Connection, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
+) -> list[MetricReport]:
+    """Reports that count, by steps and then as they came."""
+    columns = f"{_COLUMNS}, batch_metrics" if batch_metrics else _COLUMNS
+    where = "trial_id = ? AND archived = 0" + ("" if group is None else " AND grp = ?")
+    values = [trial_id] if group is None else [trial_id, group]
+    rows = connection.execute(f"SELECT {columns} FROM metrics WHERE {where} ORDER BY steps, id", values)
+    return [_record(row, batch_metrics) for row in rows.fetchall()]
+
+
+def latest_validation(connection: sqlite3.Connection, trial_id: int) -> MetricReport | None:
+    """The validation with the most steps."""
+    row = connection.execute(
+        f"SELECT {_COLUMNS} FROM metrics WHERE trial_id = ? AND grp = 'validation' AND archived = 0 ORDER BY steps DESC, id DESC LIMIT 1",
+        (trial_id,),
+    ).fetchone()
+    return None if row is None else _record(row, False)
+
+
+def best_validation(
+    connection: sqlite3.Connection, trial_id: int, *, smaller_is_better: bool
+) -> tuple[MetricReport, float] | None:
+    """The best validation by the searcher's metric, with that number."""
+    order = "ASC" if smaller_is_better else "DESC"
+    row = connection.execute(
+        f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE trial_id = ? AND grp = 'validation' AND archived = 0 "
+        f"AND searcher_metric IS NOT NULL ORDER BY searcher_metric {order}, id LIMIT 1",
+        (trial_id,),
+    ).fetchone()
+    return None if row is None else (_record(row, False), row["searcher_metric"])
+
+
+def validation_at(
+    connection: sqlite3.Connection, trial_id: int, steps: int
+) -> tuple[MetricReport, float | None] | None:
+    """The validation of a trial at a step, with the searcher's metric of it."""
+    row = connection.execute(
+        f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE trial_id = ? AND grp = 'validation' AND steps = ? AND archived = 0 "
+        "ORDER BY id DESC LIMIT 1",
+        (trial_id, steps),
+    ).fetchone()
+    return None if row is None else (_record(row, False), row["searcher_metric"])
+
+
+def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
+    """For each group and metric its count, last, and, where they are numbers, min, max and mean."""
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in connection.execute(
+        "SELECT grp, metrics FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL ORDER BY steps, id",
+        (trial_id,),
+    ):
+        group = groups.setdefault(row["grp"], {})
+        for name, value in loads(row["metrics"]).items():
+            _take(group.setdefault(name, {"count": 0}), value)
+    return groups
+
+
+def _take(entry: dict[str, Any], value: Any) -> None:
+    """Add one value to the summary of a metric."""
+    entry["count"] += 1
+    entry["last"] = value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        entry["type"] = {bool: "boolean", str: "string", dict: "object", list: "array"}.get(type(value), "null")
+        return
+    entry.setdefault("type", "number")
+    if math.isfinite(value):
+        entry["min"] = min(entry.get("min", value), value)
+        entry["max"] = max(entry.get("max", value), value)
+        entry["sum"] = entry.get("sum", 0) + value
+        entry["mean"] = entry["sum"] / entry["count"]
+
+
+def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:
+    return MetricReport(
+        trial_id=row["trial_id"],
+        run_id=row["run_id"],
+        group=row["grp"],
+        steps_completed=row["steps"],
+        metrics=loads(row["metrics"]),
+        batch_metrics=loads(row["batch_metrics"]) if batch_metrics else None,
+        reported=row["reported"],
+        id=row["id"],
+        archived=bool(row["archived"]),
+    )

@@ -1,0 +1,219 @@
+"""Trials and their allocations in the store."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from zero_trial.master.records import Allocation, AllocationState, Trial, TrialState
+from zero_trial.master.store import experiments, metrics
+from zero_trial.master.store.values import insert, loads, update
+
+
+def add(connection: sqlite3.Connection, trial: Trial) -> int:
+    """Insert; returns the new id (``trial.id`` is not looked at)."""
+    return insert(
+        connection,
+        "trials",
+        {
+            "experiment_id": trial.experiment_id,
+            "request_id": trial.request_id,
+            "task_id": trial.task_id,
+            "state": trial.state,
+            "hparams": trial.hparams,
+            "seed": trial.seed,
+            "created": trial.created,
+            "warm_start_checkpoint": trial.warm_start_checkpoint,
+            "latest_checkpoint": trial.latest_checkpoint,
+        },
+    )
+
+
+def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -> Trial | None:
+    """One trial; ``derived`` reads its validations, checkpoints and the summary of its metrics too."""
+    row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
+    if row is None:
+        return None
+    more = _derived(connection, row, _smaller(connection, row["experiment_id"]), summary=True) if derived else {}
+    return _record(row, more)
+
+
+def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
+    """The trial that a task runs."""
+    row = connection.execute("SELECT * FROM trials WHERE task_id = ?", (task_id,)).fetchone()
+    return None if row is None else _record(row, {})
+
+
+def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
+    """The trial that the searcher knows by this name."""
+    row = connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
+    ).fetchone()
+    return None if row is None else _record(row, {})
+
+
+def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived: bool = False) -> list[Trial]:
+    """All trials, oldest first; ``derived`` as for one, without the summary."""
+    rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
+    if not derived:
+        return [_record(row, {}) for row in rows]
+    smaller = _smaller(connection, experiment_id)
+    return [_record(row, _derived(connection, row, smaller, summary=False)) for row in rows]
+
+
+def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
+    """Trials that have not ended."""
+    rows = connection.execute(
+        "SELECT * FROM trials WHERE experiment_id = ? AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR') ORDER BY id",
+        (experiment_id,),
+    )
+    return [_record(row, {}) for row in rows.fetchall()]
+
+
+def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
+    """Set columns."""
+    update(connection, "trials", "id", number, columns)
+
+
+def early_exit(connection: sqlite3.Connection, number: int) -> str:
+    """Why the trial said that it ends; empty if it said nothing."""
+    row = connection.execute("SELECT early_exit FROM trials WHERE id = ?", (number,)).fetchone()
+    return str(row[0]) if row else ""
+
+
+def metadata(connection: sqlite3.Connection, number: int) -> Any:
+    """What the trial said of itself."""
+    row = connection.execute("SELECT metadata FROM trials WHERE id = ?", (number,)).fetchone()
+    return loads(row[0]) if row else {}
+
+
+def add_allocation(connection: sqlite3.Connection, allocation: Allocation) -> None:
+    """Insert a queued allocation."""
+    insert(
+        connection,
+        "allocations",
+        {
+            "id": allocation.id,
+            "trial_id": allocation.trial_id,
+            "experiment_id": allocation.experiment_id,
+            "task_id": allocation.task_id,
+            "run_id": allocation.run_id,
+            "state": allocation.state,
+            "created": allocation.created,
+            "resources_id": allocation.resources_id,
+            "container_id": allocation.container_id,
+        },
+    )
+
+
+def allocation(connection: sqlite3.Connection, name: str) -> Allocation | None:
+    """One allocation."""
+    row = connection.execute("SELECT * FROM allocations WHERE id = ?", (name,)).fetchone()
+    return None if row is None else _allocation(row)
+
+
+def newest_allocation(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
+    """The latest run of a trial."""
+    row = connection.execute(
+        "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id DESC LIMIT 1", (trial_id,)
+    ).fetchone()
+    return None if row is None else _allocation(row)
+
+
+def allocations(connection: sqlite3.Connection, *, trial_id: int | None = None) -> list[Allocation]:
+    """All runs of a trial, or without one every allocation that has not ended, in the order of their making."""
+    if trial_id is None:
+        rows = connection.execute("SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY created, rowid")
+    else:
+        rows = connection.execute("SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,))
+    return [_allocation(row) for row in rows.fetchall()]
+
+
+def overdue(connection: sqlite3.Connection, now: float) -> list[Allocation]:
+    """Allocations that should have ended by now."""
+    rows = connection.execute(
+        "SELECT * FROM allocations WHERE state != 'TERMINATED' AND deadline <= ? ORDER BY created, rowid", (now,)
+    )
+    return [_allocation(row) for row in rows.fetchall()]
+
+
+def killing(connection: sqlite3.Connection, name: str) -> bool:
+    """Whether the master is ending this allocation by force."""
+    row = connection.execute("SELECT killing FROM allocations WHERE id = ?", (name,)).fetchone()
+    return bool(row and row[0])
+
+
+def change_allocation(connection: sqlite3.Connection, name: str, **columns: Any) -> None:
+    """Set columns."""
+    update(connection, "allocations", "id", name, columns)
+
+
+def _smaller(connection: sqlite3.Connection, experiment_id: int) -> bool:
+    row = connection.execute("SELECT config FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
+    return experiments.smaller_is_better(loads(row[0])) if row else True
+
+
+def _record(row: sqlite3.Row, more: dict[str, Any]) -> Trial:
+    return Trial(
+        id=row["id"],
+        experiment_id=row["experiment_id"],
+        request_id=row["request_id"],
+        task_id=row["task_id"],
+        state=TrialState(row["state"]),
+        hparams=loads(row["hparams"]),
+        seed=row["seed"],
+        created=row["created"],
+        ended=row["ended"],
+        run_id=row["run_id"],
+        restarts=row["restarts"],
+        steps_completed=row["steps_completed"],
+        latest_checkpoint=row["latest_checkpoint"],
+        warm_start_checkpoint=row["warm_start_checkpoint"],
+        progress=row["progress"],
+        runner_state=row["runner_state"],
+        reason=row["reason"],
+        pruned=bool(row["pruned"]),
+        **more,
+    )
+
+
+def _derived(connection: sqlite3.Connection, row: sqlite3.Row, smaller: bool, *, summary: bool) -> dict[str, Any]:
+    number = row["id"]
+    best = metrics.best_validation(connection, number, smaller_is_better=smaller)
+    saved = connection.execute(
+        "SELECT count(*), coalesce(sum(size), 0) FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED'", (number,)
+    ).fetchone()
+    clock = connection.execute(
+        "SELECT coalesce(sum(ended - started), 0) FROM allocations WHERE trial_id = ? AND ended IS NOT NULL", (number,)
+    ).fetchone()
+    return {
+        "latest_validation": metrics.latest_validation(connection, number),
+        "best_validation": best[0] if best else None,
+        "searcher_metric": best[1] if best else None,
+        "checkpoint_count": saved[0],
+        "checkpoint_size": saved[1],
+        "wall_clock": clock[0],
+        "shown_state": experiments.shown_state(connection, row["state"], "trial_id", number),
+        "summary_metrics": metrics.summary(connection, number) if summary else {},
+    }
+
+
+def _allocation(row: sqlite3.Row) -> Allocation:
+    return Allocation(
+        id=row["id"],
+        trial_id=row["trial_id"],
+        experiment_id=row["experiment_id"],
+        task_id=row["task_id"],
+        run_id=row["run_id"],
+        state=AllocationState(row["state"]),
+        slots=tuple(loads(row["slots"])),
+        created=row["created"],
+        resources_id=row["resources_id"],
+        container_id=row["container_id"],
+        started=row["started"],
+        ended=row["ended"],
+        exit_code=row["exit_code"],
+        preempt=bool(row["preempt"]),
+        acked=bool(row["acked"]),
+        ready=bool(row["ready"]),
+    )

@@ -210,6 +210,18 @@ class PipelineModule(nn.Module):
             raise _not_built("parameters")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
+    def total_parameters(self) -> int:
+        """Trainable elements of the whole model, on whichever ranks they are; what is tied counts once. Layers are counted on the meta device."""
+        firsts: dict[str, int] = {}
+        for index, layer in enumerate(self._layers):
+            if isinstance(layer, TiedLayerSpec):
+                firsts.setdefault(layer.key, index)
+        return sum(
+            layer_facts(layer).elements
+            for index, layer in enumerate(self._layers)
+            if not isinstance(layer, TiedLayerSpec) or firsts[layer.key] == index
+        )
+
     def num_pipeline_stages(self) -> int | None:
         return self.num_stages
 

@@ -140,3 +140,13 @@ def test_a_tensorboard_writer_gets_what_is_reported(tmp_path: Path) -> None:
     assert [path.name.startswith("events.") for path in (tmp_path / "tb").iterdir()] == [True]
     with pytest.raises(ConfigError, match="keeps no TensorBoard files"):
         context().get_tensorboard_writer()
+
+
+def test_a_model_that_is_built_in_parts_says_how_large_it_is() -> None:
+    class Parts(torch.nn.Linear):
+        def total_parameters(self) -> int:
+            return 40
+
+    around = context()
+    around.initialize(model=Parts(2, 1), config=DS_CONFIG)
+    assert around.parameters == 40

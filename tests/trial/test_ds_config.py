@@ -14,7 +14,7 @@ from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.in_memory import InMemoryPlatform
-from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, trial_ds_config
+from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, trial_ds_config, with_stages
 
 GRID: dict[str, Any] = {"searcher": {"name": "grid"}}
 
@@ -115,3 +115,30 @@ def test_nothing_that_is_given_is_changed(tmp_path: Path) -> None:
     reconcile_config(trial_ds_config(base, around), around)
     assert base == {"train_batch_size": 2, "zero_optimization": {"stage": 1}}
     assert overwrite_ds_config(base, {"zero_optimization.stage": 3})["zero_optimization"]["stage"] == 3
+
+
+class Staged:
+    """A model that brings its number of pipeline stages along; None leaves it to ds_config."""
+
+    def __init__(self, num_stages: int | None) -> None:
+        self.num_stages = num_stages
+
+
+def test_the_stages_of_a_model_decide_how_many_ranks_share_data(tmp_path: Path) -> None:
+    config = open_source({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
+    filled, table = reconcile_config(with_stages(config, Staged(2)), platform(tmp_path, ranks=4))
+    assert (filled["mesh"]["pipe"], table.data_parallel, table.train_batch_size) == (2, 2, 12)
+    assert "mesh.pipe                       2   PipelineModule(num_stages=2)" in table.table
+
+
+@pytest.mark.parametrize("model", [None, object(), Staged(None), Staged(1)])
+def test_a_model_without_stages_changes_nothing(model: Any) -> None:
+    config = open_source({"train_batch_size": 2})
+    assert with_stages(config, model) is config
+
+
+@pytest.mark.parametrize("said", [{"mesh": {"pipe": 4}}, {"pipeline": {"stages": 4}}])
+def test_the_stages_of_a_model_must_agree(said: dict[str, Any]) -> None:
+    assert with_stages(open_source(said), Staged(4)).value == said
+    with pytest.raises(ConfigError, match=r"another number of pipeline stages: got 4, expected 2, as in PipelineModule"):
+        with_stages(open_source(said), Staged(2))

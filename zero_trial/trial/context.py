@@ -13,7 +13,7 @@ from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.platform.protocols import Platform
 from zero_trial.trial.devices import DeviceMover
-from zero_trial.trial.ds_config import Reconciled, reconcile_config, reconcile_engine, trial_ds_config
+from zero_trial.trial.ds_config import Reconciled, reconcile_config, reconcile_engine, trial_ds_config, with_stages
 from zero_trial.trial.experiment_view import ExperimentView
 from zero_trial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_engine_mpu
 from zero_trial.trial.periods import Position
@@ -59,11 +59,12 @@ class ZeroTrialContext(ExperimentView):
         ``options`` are further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler, model_parameters
         ...). Collective.
         """
-        filled, table = reconcile_config(trial_ds_config(config, self.platform), self.platform)
+        given = with_stages(trial_ds_config(config, self.platform), model)
+        filled, table = reconcile_config(given, self.platform)
         if not self.engines:
             self.note(table.line(), table=table.table)
         self.ds_configs.append(filled)
-        self.parameters += sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
+        self.parameters += count_parameters(model) if model is not None else 0
         engine, _, _, _ = self._engine_factory(model=model, config=filled, **options)
         return self.wrap_model_engine(engine)
 
@@ -263,3 +264,11 @@ class ZeroTrialContext(ExperimentView):
                 ) from None
             self._writer = SummaryWriter(str(self.get_tensorboard_path()))
         return self._writer
+
+
+def count_parameters(model: Any) -> int:
+    """Elements of all parameters; of a pipeline those of the whole model, of which this rank may have built only its part."""
+    whole = getattr(model, "total_parameters", None)
+    if callable(whole):
+        return int(whole())
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -15,7 +15,8 @@ from zero_trial.config.reconcile import reconcile
 from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.platform.protocols import Platform
-from zero_trial.trial.periods import Batch, read_unit
+from zero_trial.trial.periods import Batch
+from zero_trial.trial.settings import run_length
 
 Given = Mapping[str, Any] | str | Path
 
@@ -70,6 +71,30 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
     return overlay(open_source(base if base is not None else {}), over)
 
 
+def with_stages(config: Document, model: Any) -> Document:
+    """``config`` with the pipeline stages of a model that brings their number along, where ds_config does not say it.
+
+    Raises ConfigError where it says another number: the data-parallel ranks follow from it.
+    """
+    stages = getattr(model, "num_stages", None)
+    if not isinstance(stages, int):
+        return config
+    names = (("mesh", "pipe"), ("pipeline", "stages"))
+    said = next((path for path in names if isinstance(config.get(path), int)), None)
+    if said is None:
+        place = Place(note=f"PipelineModule(num_stages={stages})")
+        return config if stages == 1 else config.with_value(("mesh", "pipe"), stages, place)
+    if config.get(said) != stages:
+        raise ConfigError(
+            "the model has another number of pipeline stages",
+            where=config.at(said).where(".".join(said)),
+            got=config.get(said),
+            expected=f"{stages}, as in PipelineModule(num_stages={stages})",
+            fix="Leave num_stages out: then ds_config decides.",
+        )
+    return config
+
+
 def reconcile_config(config: Document, platform: Platform) -> tuple[dict[str, Any], Reconciled]:
     """``config`` checked, with "auto" and all three batch sizes filled in, and the table of how they agree.
 
@@ -118,8 +143,5 @@ def is_search(platform: Platform) -> bool:
 
 def _hints(platform: Platform) -> dict[str, Any]:
     """What fills "auto" besides the hyperparameters: the run's length in steps, where it is known."""
-    length = (platform.experiment.get("searcher") or {}).get("max_length")
-    if length is None:
-        return {}
-    unit = read_unit(length, "searcher.max_length", platform.hparams.get("global_batch_size"))
+    unit = run_length(platform.experiment, platform.hparams)
     return {"total_num_steps": unit.value} if isinstance(unit, Batch) and isinstance(unit.value, int) else {}

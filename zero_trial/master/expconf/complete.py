@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_trial.config.yaml_text import read_yaml
 from zero_trial.errors import ConfigError
+from zero_trial.master.expconf.cluster import ClusterDefaults
+from zero_trial.master.expconf.experiment_rules import ROOT, check_experiment, fill_experiment
+from zero_trial.master.expconf.merge import merge
+from zero_trial.master.expconf.shims import modern
 
 
 class InvalidExperiment(ConfigError):
@@ -15,18 +22,6 @@ class InvalidExperiment(ConfigError):
     def __init__(self, messages: list[str]) -> None:
         self.messages = list(messages)
         super().__init__("\n".join(["invalid experiment configuration:", *(f"  {line}" for line in messages)]))
-
-
-@dataclass(frozen=True)
-class ClusterDefaults:
-    """What the cluster adds where the experiment says nothing: ``checkpoint_storage``, ``task_container_defaults``, and, because both are
-    random on a real master, the ``name`` and the ``experiment_seed`` of an experiment without one.
-    """
-
-    checkpoint_storage: Mapping[str, Any] | None = None
-    task_container_defaults: Mapping[str, Any] = field(default_factory=dict)
-    name: str = "Experiment"
-    experiment_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,5 +35,46 @@ class CompletedConfig:
 def complete(
     yaml_text: str, defaults: ClusterDefaults, *, template: Mapping[str, Any] | None = None
 ) -> CompletedConfig:
-    """The completed experiment, or InvalidExperiment with all its faults. ``template`` is a config that lies under the YAML. Pure."""
-    raise NotImplementedError
+    """The completed experiment, or InvalidExperiment with all its faults. ``template`` is a config that lies under the YAML. Pure.
+
+    What cannot be decided from Determined's published behaviour is refused, so that an experiment that is taken here is taken there.
+    """
+    own, warnings = _parse(yaml_text)
+    own, old_forms = modern(own)
+    below, _ = modern(defaults.as_config())
+    if template is not None:
+        above, more = modern(template)
+        below = merge(above, below)
+        old_forms += more
+    merged = merge(own, below)
+    faults = check_experiment(merged)
+    if faults:
+        raise InvalidExperiment(faults)
+    return CompletedConfig(fill_experiment(merged), [*warnings, *dict.fromkeys(old_forms)])
+
+
+def _parse(yaml_text: str) -> tuple[dict[str, Any], list[str]]:
+    try:
+        document = read_yaml(yaml_text, "experiment")
+    except ConfigError as error:
+        raise InvalidExperiment([fault.describe() for fault in error.faults or (error,)]) from None
+    faults: list[str] = []
+    plain = _as_json(document.value, ROOT, faults)
+    if faults:
+        raise InvalidExperiment(faults)
+    return plain, list(document.warnings)
+
+
+def _as_json(value: Any, path: str, faults: list[str]) -> Any:
+    """YAML knows more than JSON: dates become text, and what has no JSON at all is a fault."""
+    if isinstance(value, dict):
+        return {key: _as_json(inner, f"{path}.{key}", faults) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_json(inner, f"{path}[{index}]", faults) for index, inner in enumerate(value)]
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, float) and not math.isfinite(value):
+        faults.append(f"{path}: {value} is not a number that JSON knows")
+    elif value is not None and not isinstance(value, str | int | float):
+        faults.append(f"{path}: a YAML value of type {type(value).__name__} has no JSON form")
+    return value

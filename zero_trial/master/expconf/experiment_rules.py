@@ -1,0 +1,85 @@
+"""The whole experiment: every key at the top, what it may be and what it is where nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_trial.master.expconf import other_sections as other
+from zero_trial.master.expconf.environment_section import BIND_MOUNTS, ENVIRONMENT, RESOURCES
+from zero_trial.master.expconf.hyperparameters_section import Hyperparameters, check_counts
+from zero_trial.master.expconf.lengths import PERIOD
+from zero_trial.master.expconf.rules import Either, Flag, Key, Many, Map, Refused, Section, Text, Whole
+from zero_trial.master.expconf.searcher_section import SEARCHER
+from zero_trial.master.expconf.storage import STORAGE
+
+ROOT = "<config>"
+NO_ENTRYPOINT = "managed experiments require entrypoint"
+
+_COMMAND = Either((Text(), Many(Text())), "is neither a string nor a list of strings")
+_NEVER = {"batches": 0}
+
+
+def _both_places(section: Mapping[str, Any]) -> str | None:
+    given = [section.get(name) is not None for name in ("workspace", "project")]
+    return "workspace and project must either both be set or neither" if given[0] != given[1] else None
+
+
+_TOP = Section(
+    {
+        "name": Key(Text(), required=True),
+        "description": Key(Text()),
+        "labels": Key(Many(Text()), []),
+        "workspace": Key(Text()),
+        "project": Key(Text()),
+        "entrypoint": Key(_COMMAND),
+        "data": Key(Map(), {}),
+        "hyperparameters": Key(Hyperparameters(), {}),
+        "searcher": Key(SEARCHER, required=True),
+        "resources": Key(RESOURCES, {}),
+        "environment": Key(ENVIRONMENT, {}),
+        "bind_mounts": Key(BIND_MOUNTS, []),
+        "checkpoint_storage": Key(STORAGE, required=True),
+        "checkpoint_policy": Key(Text(("best", "all", "none")), "best"),
+        "min_checkpoint_period": Key(PERIOD, _NEVER),
+        "min_validation_period": Key(PERIOD, _NEVER),
+        "perform_initial_validation": Key(Flag(), False),
+        "scheduling_unit": Key(Whole(1), 100),
+        "records_per_epoch": Key(Whole(), 0),
+        "max_restarts": Key(Whole(0), 5),
+        "preemption_timeout": Key(Whole(1), 3600),
+        "reproducibility": Key(other.REPRODUCIBILITY, {}),
+        "profiling": Key(other.PROFILING, {}),
+        "optimizations": Key(other.OPTIMIZATIONS, {}),
+        "log_policies": Key(other.LOG_POLICIES, []),
+        "retention_policy": Key(other.RETENTION),
+        "integrations": Key(other.INTEGRATIONS),
+        "slurm": Key(other.SLURM, {}),
+        "pbs": Key(other.PBS, {}),
+        "debug": Key(Flag(), False),
+        "data_layer": Key(other.DATA_LAYER, {"type": "shared_fs"}),
+        "security": Key(other.SECURITY),
+        "tensorboard_storage": Key(Refused("TensorBoard files go to checkpoint_storage. Remove it.")),
+        "internal": Key(Refused("is for the master's own use. Remove it.")),
+    },
+    (_both_places,),
+    hint="Settings of your own belong under data: or hyperparameters:.",
+)
+
+
+def check_experiment(config: Mapping[str, Any]) -> list[str]:
+    """Every fault of a merged experiment, one line each. Pure."""
+    faults = _TOP.check(config, ROOT)
+    if not config.get("entrypoint"):
+        faults.append(f"{ROOT}.entrypoint: {NO_ENTRYPOINT}")
+    searcher, space = config.get("searcher"), config.get("hyperparameters")
+    if isinstance(searcher, Mapping) and searcher.get("name") == "grid" and isinstance(space, Mapping):
+        for name, value in space.items():
+            faults += check_counts(value, f"{ROOT}.hyperparameters.{name}")
+    return faults
+
+
+def fill_experiment(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The experiment with every key that Determined knows. ``config`` has no faults."""
+    filled: dict[str, Any] = _TOP.fill(config)
+    return filled

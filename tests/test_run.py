@@ -14,7 +14,9 @@ from tests.trial.fake_engine import fake_factory
 from zero_trial.config import read_ds_config, report_json
 from zero_trial.config.report import REPORT
 from zero_trial.platform.run_folder import RunFolder, read_lines
-from zero_trial.run import known, main, peak_memory, say_config
+from zero_trial.fronts.local import say_config
+from zero_trial.fronts.rank import known, peak_memory
+from zero_trial.run import main
 
 MODEL = '''
 """A line fitted through points."""

@@ -64,6 +64,17 @@ def _integer(source: Mapping[str, str], name: str) -> int:
         ) from None
 
 
+def is_cluster_trial(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a Determined master has started this process for a trial (a shell or a notebook of its is none)."""
+    source = os.environ if environ is None else environ
+    return source.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in source
+
+
+def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """The run's folder, if ``zero-trial launch`` has started this process and keeps its logs in one."""
+    return (os.environ if environ is None else environ).get("ZERO_TRIAL_RUN_DIR")
+
+
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
     """``env://`` when the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set no port)."""
     source = os.environ if environ is None else environ

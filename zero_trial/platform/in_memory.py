@@ -82,6 +82,8 @@ class Record:
     progress: list[float] = field(default_factory=list)
     early_exits: list[str] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
+    tensorboard_syncs: int = 0
+    system_profiles: int = 0
     preempt_from_poll: int | None = None
     polls: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -183,6 +185,15 @@ class InMemoryPlatform:
         if not values:
             return None
         return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+    def sync_tensorboard(self) -> None:
+        with self.record.lock:
+            self.record.tensorboard_syncs += 1
+
+    def profile_system(self) -> bool:
+        with self.record.lock:
+            self.record.system_profiles += 1
+        return True
 
     def report_early_exit(self, reason: str) -> None:
         with self.record.lock:

@@ -129,13 +129,15 @@ def publish(temporary: Path, final: Path) -> None:
 
 @dataclass(frozen=True)
 class LocalPreemption:
-    """Stop as soon as the file ``preempt`` appears in the run folder."""
+    """Stop as soon as the file ``preempt`` appears in the run folder, or one of the ranks was asked by a signal."""
 
     folder: RunFolder
     distributed: Distributed
+    asked: Callable[[], bool] = lambda: False
 
     def should_preempt(self) -> bool:
-        return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.folder.preempt.exists()))
+        mine = self.asked() or (self.distributed.rank == 0 and self.folder.preempt.exists())
+        return any(self.distributed.allgather(mine))
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,23 @@ class LocalProgress:
 
     folder: RunFolder
     clock: Callable[[], float] = time.time
+    show: Callable[[Mapping[str, Any]], None] | None = None
 
     def report_progress(self, fraction: float) -> None:
         """Nothing: the steps in the events say it already."""
 
     def emit(self, event: Mapping[str, Any]) -> None:
         append_line(self.folder.events, {"time": self.clock(), **event})
+        if self.show is not None:
+            self.show(event)
 
 
 @dataclass(frozen=True)
 class LocalPlatform:
-    """One rank's view of a run in a folder. ``distributed`` is injected; alone by default."""
+    """One rank's view of a run in a folder. ``distributed`` is injected; alone by default.
+
+    ``asked``: whether a signal asked this rank to stop. ``show``: sees every event as it is written (rank 0).
+    """
 
     run_dir: Path
     experiment: Mapping[str, Any] = field(default_factory=dict)
@@ -166,6 +174,8 @@ class LocalPlatform:
     latest_checkpoint: str | None = None
     steps_completed: int = 0
     distributed: Distributed = field(default_factory=JsonDistributed)
+    asked: Callable[[], bool] = lambda: False
+    show: Callable[[Mapping[str, Any]], None] | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -185,11 +195,11 @@ class LocalPlatform:
 
     @cached_property
     def preemption(self) -> LocalPreemption:
-        return LocalPreemption(self.folder, self.distributed)
+        return LocalPreemption(self.folder, self.distributed, self.asked)
 
     @cached_property
     def progress(self) -> LocalProgress:
-        return LocalProgress(self.folder)
+        return LocalProgress(self.folder, show=self.show)
 
     def best_validation(self) -> float | None:
         searcher = self.experiment.get("searcher") or {}
@@ -198,6 +208,12 @@ class LocalPlatform:
         if not values:
             return None
         return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+    def sync_tensorboard(self) -> None:
+        """Nothing: the files are where they shall be."""
+
+    def profile_system(self) -> bool:
+        return False
 
     def report_early_exit(self, reason: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)

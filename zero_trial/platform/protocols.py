@@ -139,6 +139,12 @@ class Platform(Protocol):
     def best_validation(self) -> float | None:
         """Rank 0 only: the best value of the searcher's metric that was reported so far."""
 
+    def sync_tensorboard(self) -> None:
+        """Each rank, after TensorBoard files may have changed: whoever keeps them elsewhere may copy them now."""
+
+    def profile_system(self) -> bool:
+        """Each rank: measure this host's processors, memory and network from now on; False where nobody does."""
+
     def report_early_exit(self, reason: str) -> None:
         """From the rank that fails, whichever it is: posted once however many ranks call it.
 

@@ -75,7 +75,9 @@ class Controller:
                 self._take_state(opened[1])
             self._data = open_train_data(self._trial, context, self._state.resume(context.distributed.rank))
             self._state.epoch_length = self._data.epoch_length
-            self._validator = Validator(self._trial, context, list(self._callbacks.values()))
+            self._validator = Validator(
+                self._trial, context, list(self._callbacks.values()), self._settings.validation_batches
+            )
             if self._score.metric is not None and not self._validator.enabled:
                 context.note(
                     f"searcher.metric {self._score.metric!r} is never reported: the trial has no evaluate_batch"
@@ -194,7 +196,10 @@ class Controller:
         wanted = Due.VALIDATE in due and self._validator.enabled and self._validate()
         if wanted or Due.CHECKPOINT in due:
             self._save()
-        preempt = self._context.platform.preemption.should_preempt()
+        if due:
+            self._context.platform.sync_tensorboard()
+        # Not at the end: a platform that is told of stopping would start a trial again that is complete.
+        preempt = self._state.step < self._total and self._context.platform.preemption.should_preempt()
         self._reporter.timer.start()
         if self._state.step < self._total and (preempt or stop):
             return End.PREEMPTED if preempt else End.STOPPED

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.trial.metrics import COUNTERS
 from zero_trial.trial.periods import EVERY_HUNDRED, NEVER, TrainUnit, read_unit
 
 POLICIES = ("best", "all", "none")
@@ -37,6 +38,7 @@ class TrainSettings:
     metric: str | None = None
     smaller_is_better: bool = True
     keep: Keep = Keep()
+    validation_batches: int | None = None  # at most so many per validation, for a trial run
 
     def __post_init__(self) -> None:
         if self.checkpoint_policy not in POLICIES:
@@ -45,27 +47,44 @@ class TrainSettings:
             )
 
 
-def settings_from_experiment(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> TrainSettings:
+def run_length(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> TrainUnit | None:
+    """How long an experiment config (plain data) says that a trial runs: ``searcher.max_length``, or adaptive_asha's
+    ``max_time`` if its ``time_metric`` counts steps or epochs. None where it does not say.
+    """
+    searcher = experiment.get("searcher") or {}
+    if searcher.get("max_length") is not None:
+        return read_unit(searcher["max_length"], "searcher.max_length", hparams.get("global_batch_size"))
+    time_metric = searcher.get("time_metric")
+    if searcher.get("max_time") is None or time_metric not in COUNTERS:
+        return None
+    return read_unit({time_metric: searcher["max_time"]}, "searcher.max_time")
+
+
+def settings_from_experiment(
+    experiment: Mapping[str, Any], hparams: Mapping[str, Any], max_length: TrainUnit | None = None
+) -> TrainSettings:
     """The settings that an experiment config (plain data) asks for; Determined's defaults where it says nothing.
 
-    Raises ConfigError when ``searcher.max_length`` is missing.
+    Raises ConfigError when neither it nor ``max_length`` says how long the run is.
     """
     searcher = experiment.get("searcher") or {}
     samples = hparams.get("global_batch_size")
-    if "max_length" not in searcher:
+    length = max_length if max_length is not None else run_length(experiment, hparams)
+    if length is None:
         raise ConfigError(
             "the run has no length", where="searcher.max_length", fix="Write searcher: {max_length: {batches: 200}}."
         )
 
     def period(name: str, default: int) -> TrainUnit:
-        return read_unit(experiment.get(name, default), name, samples)
+        value = experiment.get(name)
+        return read_unit(default if value is None else value, name, samples)
 
     return TrainSettings(
-        max_length=read_unit(searcher["max_length"], "searcher.max_length", samples),
+        max_length=length,
         validation_period=period("min_validation_period", 0),
         checkpoint_period=period("min_checkpoint_period", 0),
         reporting_period=period("scheduling_unit", 100),
-        checkpoint_policy=str(experiment.get("checkpoint_policy", "best")),
+        checkpoint_policy=str(experiment.get("checkpoint_policy") or "best"),
         step_zero_validation=bool(experiment.get("perform_initial_validation", False)),
         metric=searcher.get("metric"),
         smaller_is_better=bool(searcher.get("smaller_is_better", True)),

@@ -1,0 +1,130 @@
+"""A trial in a run's folder on this machine: where it starts, how it is asked to stop, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from zero_trial.config.report import REPORT, entries_of, short_report
+from zero_trial.errors import ConfigError, Preempted, ZeroTrialError
+from zero_trial.fronts.rank import RankState, Trained, peak_memory
+from zero_trial.platform.local import checkpoint_step, latest_checkpoint
+from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
+from zero_trial.trial.outcome import End, Outcome
+from zero_trial.trial.summary import build_summary
+
+
+class StopRequest:
+    """Whether a signal has asked this process to save and stop."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def __call__(self) -> bool:
+        return self._asked.is_set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """SIGTERM asks once; a second one ends the process as ever. Only the main thread can listen."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGTERM)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._asked.set()
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+        signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def starting_point(run_dir: Path, resume: Path | None = None, warm_start: Path | None = None) -> dict[str, Any]:
+    """The checkpoint to start from, its step, and the trial's id: the run's own latest one, or what ``resume`` (the trial
+    goes on) or ``warm_start`` (a new trial from its weights) names.
+    """
+    own = latest_checkpoint(RunFolder(run_dir).checkpoints)
+    named = resume or warm_start
+    path = own if own is not None or named is None else named_checkpoint(named)
+    fresh = {"checkpoint": None, "step": 0, "trial_id": uuid.uuid4().hex}
+    if path is None:
+        return fresh
+    metadata = json.loads((path / "metadata.json").read_text())
+    weights_only = own is None and resume is None
+    trial_id = fresh["trial_id"] if weights_only else metadata["trial_id"]
+    return {"checkpoint": str(path.resolve()), "step": metadata["steps_completed"], "trial_id": trial_id}
+
+
+def named_checkpoint(path: Path) -> Path:
+    """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
+    found = path if checkpoint_step(path) is not None else latest_checkpoint(RunFolder(path).checkpoints)
+    if found is None:
+        raise ConfigError(
+            "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
+        )
+    return found
+
+
+def say_config(run_dir: Path) -> None:
+    """What of the ds_config the user did not write, and what has no effect, into this rank's log."""
+    path = run_dir / REPORT
+    if path.is_file():
+        sys.stdout.write(short_report(entries_of(json.loads(path.read_text(encoding="utf-8")))) + "\n")
+
+
+def write_summary(trained: Trained, run_dir: Path, repeat: str) -> None:
+    """Collective. summary.json and the last event."""
+    outcome, context = trained.outcome, trained.context
+    memory = context.distributed.gather(peak_memory(context.device))
+    if context.distributed.rank == 0:
+        kind = "CUDA memory allocated" if context.device.type == "cuda" else "resident set"
+        more = {"peak_memory_bytes": memory, "peak_memory_kind": kind, "repeat": repeat}
+        more |= trained.watch.summary() if trained.watch is not None else {}
+        write_json(RunFolder(run_dir).summary, build_summary(outcome, trained.trial, context, more))
+        done = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
+        context.platform.progress.emit(done)
+    context.distributed.barrier()  # the summary is there before any rank is gone
+
+
+def raise_if_preempted(outcome: Outcome) -> None:
+    """A preempted run ends in Preempted, so that it is known as resumable."""
+    if outcome.end is End.PREEMPTED:
+        raise Preempted(
+            f"stopped at step {outcome.step} of {outcome.total_steps} and saved {outcome.checkpoint}",
+            fix="The same command with this run folder goes on from there.",
+        )
+
+
+def leave_error(error: BaseException, run_dir: Path, state: RankState) -> int:
+    """Leaves the error for the supervisor; the exit code. The log gets a traceback only if nobody expected the error."""
+    now = time.time()
+    folder, rank = RunFolder(run_dir), state.env.rank
+    record = error_record(error, rank, state.step, now)
+    if not folder.error(rank).exists():  # the first error is the cause
+        write_json(folder.error(rank), record)
+    if rank == 0:
+        append_line(folder.events, {"kind": "error", **{key: record[key] for key in ("time", "step", "message")}})
+    print_error(error)
+    return int(record["exit_code"])
+
+
+def print_error(error: BaseException) -> None:
+    """The message of an error that a user may meet; the traceback of any other."""
+    if isinstance(error, ZeroTrialError):
+        sys.stderr.write(f"{error}\n")
+    else:
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()

@@ -1,0 +1,132 @@
+"""One rank of a trial, whoever started it: its world, its device, and the way from the trial's class to the outcome."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero_trial.errors import DoesNotFit, InvalidHP
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
+from zero_trial.mesh.env import RankEnv
+from zero_trial.mesh.mesh import build_mesh
+from zero_trial.mesh.topology import MeshShape
+from zero_trial.planning.watch import MemoryWatch
+from zero_trial.platform.collectives import JsonDistributed
+from zero_trial.platform.protocols import Platform
+from zero_trial.trial import Controller, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.loading import import_trial_class
+from zero_trial.trial.outcome import Outcome
+from zero_trial.trial.seeding import seed_everything
+from zero_trial.trial.settings import settings_from_experiment
+
+TrialFactory = Callable[[ZeroTrialContext], ZeroTrial]
+
+
+@dataclass
+class RankState:
+    """What a failing rank knows of itself."""
+
+    env: RankEnv = RankEnv()  # noqa: RUF009 - frozen
+    context: ZeroTrialContext | None = None
+
+    @property
+    def step(self) -> int | None:
+        position = self.context.position if self.context is not None else None
+        return None if position is None else position.step
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trial that ran to an end, and what was seen of its memory."""
+
+    outcome: Outcome
+    trial: ZeroTrial
+    context: ZeroTrialContext
+    watch: MemoryWatch | None = None
+
+
+def known(error: BaseException) -> BaseException:
+    """Memory that ran out, as DoesNotFit; anything else as it is."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
+        wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
+        wrapped.__cause__ = error
+        return wrapped
+    return error
+
+
+def world(env: RankEnv) -> JsonDistributed:
+    """The trial's ranks over the mesh's communicator.
+
+    Its groups are those that the engines use; its traffic is not counted with theirs.
+    """
+    if env.world_size == 1:
+        return JsonDistributed()
+    comm = build_mesh(MeshShape(replica=env.world_size)).world
+    return JsonDistributed(env.rank, env.world_size, env.local_rank, lambda value: comm.gather_json(value, "trial"))
+
+
+def own_device(env: RankEnv) -> torch.device:
+    """The CUDA device of this local rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", env.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
+    """The user's class. Raises ConfigError, naming the trials that there are, if it is not one."""
+    check_entrypoint(name, model_dir, where="entrypoint")
+    return import_trial_class(name.module, name.name, model_dir)
+
+
+def open_context(
+    platform: Platform, state: RankState, engine_factory: EngineFactory
+) -> tuple[ZeroTrialContext, MemoryWatch | None]:
+    """Seeds everything, and makes the context of a trial that is built next. Rank 0 watches its memory."""
+    env = state.env
+    watch = MemoryWatch(platform.progress.emit, env.local_world_size) if env.rank == 0 else None
+    seed_everything(platform.seed)
+    factory = watch.around(engine_factory) if watch is not None else engine_factory
+    state.context = ZeroTrialContext(platform, factory, own_device(env))
+    return state.context, watch
+
+
+def build_trial(make: TrialFactory, context: ZeroTrialContext) -> ZeroTrial:
+    """The trial. Hyperparameters that cannot be trained are told to the platform at once."""
+    try:
+        return make(context)
+    except InvalidHP:
+        context.platform.report_early_exit("INVALID_HP")
+        raise
+
+
+def train(
+    make: TrialFactory,
+    platform: Platform,
+    state: RankState,
+    engine_factory: EngineFactory,
+    settings: TrainSettings | None = None,
+) -> Trained:
+    """Collective. Builds everything around the trial, the trial, and runs it as the experiment says."""
+    context, watch = open_context(platform, state, engine_factory)
+    trial = build_trial(make, context)
+    if settings is None:
+        settings = settings_from_experiment(platform.experiment, platform.hparams)
+    return Trained(Controller(trial, context, settings).run(), trial, context, watch)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of this process's device memory on CUDA, of its resident set on CPU (interpreter and libraries included)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss can be that of the parent, from before exec
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

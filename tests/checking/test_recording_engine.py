@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from zero_trial.checking.recording_engine import NotRehearsed, RecordingEngine, recording_factory
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.pipeline.module import LayerSpec, PipelineModule
+from zero_trial.trial.mpu import make_engine_mpu
 
 CONFIG = {
     "train_batch_size": 16,
@@ -18,7 +20,7 @@ CONFIG = {
 
 
 def engine(ranks: int = 4, **options: Any) -> RecordingEngine:
-    made = recording_factory(ranks)(model=torch.nn.Linear(2, 1), **{"config": CONFIG, **options})
+    made = recording_factory(ranks)(**{"model": torch.nn.Linear(2, 1), "config": CONFIG, **options})
     assert made[0].optimizer is made[1] and made[0].lr_scheduler is made[3]
     found: RecordingEngine = made[0]
     return found
@@ -41,6 +43,63 @@ def test_a_mesh_with_a_model_axis():
         0,
     )
     assert mpu.get_data_parallel_rank() == 0
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    return 2 * value
+
+
+def pipeline(ranks: int = 4, **config: Any) -> Any:
+    layers = [LayerSpec(torch.nn.Linear, 2, 3), doubled, LayerSpec(torch.nn.Linear, 3, 1)]
+    model = PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss)
+    return engine(ranks, config={**CONFIG, "mesh": {"pipe": 2}, **config}, model=model)
+
+
+def test_a_pipeline_has_fewer_data_parallel_ranks_and_its_last_stage_reports():
+    found = pipeline()
+    assert found.is_pipe_parallel and found.is_last_stage() and not found.is_first_stage()
+    assert (found.dp_world_size, found.world_size, found.train_micro_batch_size_per_gpu()) == (2, 4, 4)
+    mpu = make_engine_mpu(found.mpu)
+    assert mpu.should_report_metrics and mpu.should_build_data_loader
+    assert all(parameter.is_meta for parameter in found.parameters()), "looked at without memory"
+
+
+def test_a_pipeline_takes_its_micro_batches_at_once():
+    found = pipeline()
+    batches = [(torch.full((4, 2), float(number)), torch.zeros(4, 1)) for number in range(6)]
+    feed = iter(batches)
+    loss = found.train_batch(feed)
+    expected = [torch.nn.functional.mse_loss(found.module(x), y) for x, y in batches]
+    assert loss.item() == pytest.approx(torch.stack(expected[:2]).mean().item())
+    assert (found.micro_steps, found.global_steps) == (2, 1)
+    found.set_dataiterator(feed)
+    each, outputs = found.eval_batch(return_logits=True, reduce_output=None, num_micro_batches=3)
+    assert torch.equal(torch.stack(each), torch.stack(expected[2:5])) and len(outputs) == 3
+    found.set_dataloader(batches)
+    assert len(found.eval_batch(compute_loss=False)) == 2 and found.global_steps == 1
+
+
+@pytest.mark.parametrize("call", [lambda e: e(torch.ones(1, 2)), lambda e: e.step(), lambda e: e.backward(None)])
+def test_a_pipeline_takes_no_single_micro_batch(call: Any):
+    with pytest.raises(TrialError, match=r"only whole batches go through a pipeline. Use engine.train_batch"):
+        call(pipeline())
+
+
+def test_stages_of_a_model_that_is_none():
+    with pytest.raises(ConfigError, match="the model is no pipeline: got 2 stages for a Linear"):
+        engine(config={**CONFIG, "mesh": {"pipe": 2}})
+
+
+def test_stages_that_the_model_brings_along():
+    model = PipelineModule([torch.nn.Linear(2, 1), torch.mean], num_stages=2)
+    assert engine(4, model=model).dp_world_size == 2
+
+
+def test_a_pipeline_of_one_stage_and_without_a_loss_function():
+    model = PipelineModule([torch.nn.Linear(2, 1), torch.mean])
+    found = engine(1, model=model)
+    assert found.is_first_stage() and found.is_last_stage()
+    assert found.eval_batch(iter([(torch.ones(8, 2), None)] * 2)).dim() == 0
 
 
 def test_it_counts_and_changes_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from zero_trial.config.reader import read_ds_config
 from zero_trial.config.reconcile import AxisSizes, Reconciliation, reconcile
 from zero_trial.config.sections import DsConfig
+from zero_trial.errors import ConfigError, TrialError
 
 
 class NotRehearsed(AttributeError):
@@ -18,7 +20,7 @@ class NotRehearsed(AttributeError):
 
 
 class Grid:
-    """The ``mpu`` of rank 0."""
+    """The ``mpu`` of the first data-parallel rank."""
 
     def __init__(self, axes: AxisSizes) -> None:
         self._axes = axes
@@ -30,7 +32,8 @@ class Grid:
         return self._axes.data_parallel
 
     def get_pipe_parallel_rank(self) -> int:
-        return 0
+        """The last one's, which sees labels and reports."""
+        return self._axes.pipe - 1
 
     def get_pipe_parallel_world_size(self) -> int:
         return self._axes.pipe
@@ -108,6 +111,108 @@ class RecordingEngine:
         return None
 
 
+class RecordingPipelineEngine(RecordingEngine):
+    """Stands for a whole pipeline: all layers are here, without values until a batch comes, and micro-batches go through one after the other."""
+
+    is_pipe_parallel = True
+
+    def __init__(self, model: Any, config: DsConfig, batch: Reconciliation, optimizer: Any) -> None:
+        super().__init__(model, config, batch, optimizer)
+        self._model = model
+        self._has_values = False
+        self._batches: Any = None
+        with torch.device("meta"):
+            model.build_whole()
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        raise _by_batches("engine(...)")
+
+    def backward(self, loss: torch.Tensor, **_: Any) -> torch.Tensor:
+        raise _by_batches("engine.backward")
+
+    def step(self) -> None:
+        raise _by_batches("engine.step")
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """The mean loss of a step's micro-batches; nothing is trained."""
+        loss = self._losses(data_iter, self._batch.accumulation)[0]
+        self.micro_steps += self._batch.accumulation
+        self.global_steps += 1
+        return loss.mean()
+
+    def eval_batch(
+        self,
+        data_iter: Any = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """As the engine's."""
+        losses, outputs = self._losses(data_iter, num_micro_batches or self._batch.accumulation, compute_loss)
+        if not compute_loss:
+            return outputs
+        loss = losses.mean() if reduce_output else list(losses)
+        return (loss, outputs) if return_logits else loss
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        self._batches = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        self._batches = iter(loader) if loader is not None else None
+
+    def is_first_stage(self) -> bool:
+        return self.mpu.get_pipe_parallel_world_size() == 1
+
+    def is_last_stage(self) -> bool:
+        return True
+
+    def _losses(self, data_iter: Any, micro_batches: int, wanted: bool = True) -> tuple[torch.Tensor, list[Any]]:
+        """The loss of each micro-batch, and its output."""
+        if not self._has_values:
+            self._model.build_whole()
+            self._has_values = True
+        batches = [next(data_iter if data_iter is not None else self._batches) for _ in range(micro_batches)]
+        loss_fn = self._model.loss_fn
+        with torch.no_grad():
+            outputs = [self.module(inputs) for inputs, _ in batches]
+            if not wanted:
+                return torch.zeros(0), outputs
+            losses = [
+                output if loss_fn is None else loss_fn(output, labels)
+                for output, (_, labels) in zip(outputs, batches, strict=True)
+            ]
+        return torch.stack(losses), outputs
+
+
+def comes_in_layers(model: Any) -> bool:
+    """Whether the model is a list of layers that an engine builds, as a PipelineModule is."""
+    return callable(getattr(model, "build_whole", None))
+
+
+def _with_stages(settings: DsConfig, model: Any) -> DsConfig:
+    """The settings with the model's own number of pipeline stages. Raises ConfigError for stages of a model that has no layers to share."""
+    mine = getattr(model, "num_stages", None) if comes_in_layers(model) else 1
+    if not comes_in_layers(model) and settings.mesh.pipe > 1:
+        raise ConfigError(
+            "the model is no pipeline",
+            where="mesh.pipe",
+            got=f"{settings.mesh.pipe} stages for a {type(model).__name__}",
+            fix="Make it a zero_trial.PipelineModule, or remove mesh.pipe.",
+        )
+    return replace(settings, mesh=replace(settings.mesh, pipe=mine)) if mine and mine > 1 else settings
+
+
+def _by_batches(verb: str) -> TrialError:
+    """The error for the verbs of a single micro-batch, in the words of the engine."""
+    return TrialError(
+        "only whole batches go through a pipeline",
+        where=verb,
+        fix="Use engine.train_batch(iterator) or engine.eval_batch(iterator).",
+    )
+
+
 def recording_factory(ranks: int) -> Any:
     """An engine factory with the signature of ``zero_trial.initialize`` for a run of ``ranks`` ranks.
 
@@ -130,7 +235,9 @@ def recording_factory(ranks: int) -> Any:
         settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
         if model is None:
             raise NotRehearsed("initialize() without a model")
-        engine = RecordingEngine(model, settings, reconcile(settings, ranks), optimizer)
+        settings = _with_stages(settings, model)
+        kind = RecordingPipelineEngine if comes_in_layers(model) else RecordingEngine
+        engine = kind(model, settings, reconcile(settings, ranks), optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             groups = list(model_parameters) if model_parameters is not None else list(model.parameters())
             lr = settings.optimizer.params.get("lr", 1e-3) if settings.optimizer is not None else 1e-3

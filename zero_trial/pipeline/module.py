@@ -131,6 +131,11 @@ class PipelineModule(nn.Module):
         for chunk in self._chunks.values():
             chunk.recompute = recompute
 
+    def build_whole(self) -> None:
+        """Builds all layers here, as a pipeline of one stage: for a look at the model without ranks. Anew at each call."""
+        self._forget()
+        self.build(Placement.loop(1), 0, partition_method="uniform")
+
     def _build_chunks(self, numbers: Sequence[int]) -> None:
         tied = nn.ModuleDict()
         for number in numbers:

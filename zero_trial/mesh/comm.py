@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.diagnosis import explain
+from zero_trial.mesh.shared_control import CAPACITY, SharedControl
 from zero_trial.mesh.shared_memory import SharedMemory
 from zero_trial.mesh.shared_transport import SharedTransport
 from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Received, Transport, Works
@@ -59,6 +60,30 @@ class Pending:
             self._next = None
 
 
+class Message:
+    """A tensor on its way between two ranks. It owns the buffer until :meth:`wait` returns; before that nobody may touch it."""
+
+    def __init__(self, comm: AxisComm, work: Any, name: str, values: torch.Tensor, peer: int) -> None:
+        self._comm = comm
+        self._work = work
+        self._name = name
+        self._peer = peer
+        self.values = values
+
+    @property
+    def done(self) -> bool:
+        """It has arrived or left. Does not wait."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it has arrived or left. May be called again. Raises MeshError, naming the other rank, where that does not happen."""
+        if self._work is not None:
+            comm = self._comm
+            comm._await(self._work, self._name, (comm.ranks[comm.index], comm.ranks[self._peer]))
+            self._work = None
+        return self.values
+
+
 class AxisComm:
     """One axis of the mesh as this rank sees it: its size, this rank's index on it, and the collectives along it.
 
@@ -90,11 +115,16 @@ class AxisComm:
         # Where small control values live so that this group's backend can move them.
         on_cpu = group is None or "gloo" in str(dist.get_backend(group))
         self._control = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._small: SharedControl | None = None  # how small CPU values travel where all ranks are on one host
         self.on_cpu = on_cpu
 
-    def share_memory(self, memory: SharedMemory) -> None:
-        """From now on CPU tensors go through ``memory``: every rank of the axis is on this host. All ranks must do so alike."""
+    def share_memory(self, memory: SharedMemory, control: SharedControl | None = None) -> None:
+        """From now on CPU tensors go through ``memory``, and small values through ``control``: every rank of the axis is on this host.
+
+        All ranks must do so alike.
+        """
         self._on_host = SharedTransport(self.group, self.ranks, self.index, memory, self._direct)
+        self._small = control
 
     @property
     def transport(self) -> str:
@@ -118,10 +148,17 @@ class AxisComm:
         return self._launch("all_reduce", full, own, label, then=lambda: self._launch("all_gather", full, own, label))
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
-        """Sum, max or min of a few numbers in place, waited for. Sums are made in rank order on the CPU path too (gloo's ring is fixed)."""
+        """Sum, max or min of a few numbers in place, waited for. Sums are made in rank order in shared memory; gloo's ring is fixed, too."""
         if self.size == 1:
             return
         self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
+        if self._small is not None and _fits(values):
+            rows = self._exchange_small("all_reduce", label, values)
+            total = rows[0].clone()
+            for row in rows[1:]:
+                _COMBINE[op](total, row, out=total)
+            values.copy_(total.view(values.shape))
+            return
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         self._now("all_reduce", label, lambda: dist.all_reduce(values, reduce_op, group=self.group, async_op=True))
 
@@ -135,7 +172,14 @@ class AxisComm:
         self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
         values = tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
-        self._now("broadcast", label, lambda: dist.broadcast(raw, self.ranks[source], group=self.group, async_op=True))
+        if self._small is not None and _fits(raw):
+            raw.copy_(self._exchange_small("broadcast", label, raw)[source])
+        elif isinstance(self._on_host, SharedTransport) and raw.device.type == "cpu":
+            self._broadcast_shared(self._on_host, raw, label, source)
+        else:
+            self._now(
+                "broadcast", label, lambda: dist.broadcast(raw, self.ranks[source], group=self.group, async_op=True)
+            )
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 
@@ -151,14 +195,40 @@ class AxisComm:
         sizes = [int(n) for n in lengths.tolist()]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         padded[: data.numel()] = data.to(device)
-        rows = [torch.empty_like(padded) for _ in range(self.size)]
-        self._now("all_gather", label, lambda: dist.all_gather(rows, padded, group=self.group, async_op=True))
+        if self._small is not None and _fits(padded):
+            rows = self._exchange_small("gather", label, padded)
+        else:
+            rows = [torch.empty_like(padded) for _ in range(self.size)]
+            self._now("all_gather", label, lambda: dist.all_gather(rows, padded, group=self.group, async_op=True))
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def barrier(self, label: str) -> None:
         """Returns when every rank of the axis has arrived."""
         if self.size > 1:
             self.all_reduce_small(torch.zeros(1, device=self._control), label)
+
+    def send(self, values: torch.Tensor, to: int, label: str, tag: int, *, counted: bool = True) -> Message:
+        """Starts to send ``values`` (n,), contiguous, to axis index ``to``, which must :meth:`receive` as many of the same dtype and ``tag``.
+
+        Nobody waits for it before :meth:`Message.wait`. Messages between two ranks arrive in the order of the sends. Moves n elements;
+        ``counted=False`` leaves the counting to the caller.
+        """
+        if counted:
+            self.counters.add("send", self.name, values.numel(), values.element_size())
+        return self._message("send", values, to, label, tag)
+
+    def receive(self, values: torch.Tensor, source: int, label: str, tag: int) -> Message:
+        """Asks for what axis index ``source`` sends next; ``values`` (n,) is filled when :meth:`Message.wait` returns."""
+        return self._message("receive", values, source, label, tag)
+
+    def _message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:
+        name = f"{kind}({label}) {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
+        verb = dist.isend if kind == "send" else dist.irecv
+        try:
+            work = verb(values, self.ranks[peer], group=self.group, tag=tag)
+        except RuntimeError as error:
+            self._fail(name, error, (self.ranks[self.index], self.ranks[peer]))
+        return Message(self, work, name, values, peer)
 
     def _start(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int) -> Pending:
         if self.size == 1:
@@ -189,6 +259,34 @@ class AxisComm:
 
         return Pending(self, name, works, lambda: (finish(), then()))
 
+    def _broadcast_shared(self, transport: SharedTransport, raw: torch.Tensor, label: str, source: int) -> None:
+        name = f"broadcast({label}) over {self.name}"
+        self.board.enter(name)
+        self._sequence += 1
+        try:
+            works, finish = transport.broadcast(raw, source, message_tag(self._sequence, name))
+        except (RuntimeError, OSError) as error:
+            self._fail(name, error)
+        Pending(self, name, works, finish).wait()
+        self.board.leave()
+
+    def _exchange_small(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``values``, flat, in rank order."""
+        if self._small is None:
+            raise RuntimeError("no shared block")
+        name = f"{kind}({label}) over {self.name}"
+        self.board.enter(name)
+        flat = values.detach().contiguous().view(-1)
+        try:
+            found = self._small.exchange(name, flat.view(torch.uint8).numpy().tobytes(), self.timeout)
+        except RuntimeError as error:
+            self._fail(name, error)
+        self.board.leave()
+        return [
+            torch.frombuffer(bytearray(found[index]), dtype=flat.dtype) if index in found else flat
+            for index in range(self.size)
+        ]
+
     def _now(self, kind: str, label: str, call: Callable[[], Any]) -> None:
         name = f"{kind}({label}) over {self.name}"
         self.board.enter(name)
@@ -199,7 +297,7 @@ class AxisComm:
         self._await(work, name)
         self.board.leave()
 
-    def _await(self, work: Any, name: str) -> None:
+    def _await(self, work: Any, name: str, among: tuple[int, ...] | None = None) -> None:
         self.board.waiting(name)
         try:
             if self.on_cpu:
@@ -207,11 +305,19 @@ class AxisComm:
             else:
                 work.wait()  # on CUDA this orders streams and does not block; NCCL's watchdog bounds it
         except RuntimeError as error:
-            self._fail(name, error)
+            self._fail(name, error, among)
         self.board.leave()
 
-    def _fail(self, name: str, error: Exception) -> NoReturn:
-        raise explain(self.board, self.ranks, name, error, self.timeout) from error
+    def _fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
+        raise explain(self.board, among or self.ranks, name, error, self.timeout) from error
+
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _fits(values: torch.Tensor) -> bool:
+    """Whether these values can go through the block for small ones."""
+    return values.device.type == "cpu" and 0 < values.numel() * values.element_size() <= CAPACITY
 
 
 def message_tag(sequence: int, name: str) -> int:

@@ -114,13 +114,21 @@ def create_segment(capacity: int) -> Segment:
 
 def map_descriptor(process: int, descriptor: int) -> torch.Tensor:
     """Another process's segment, whole. Raises OSError where it cannot be reached."""
-    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    return torch.frombuffer(map_file(open_descriptor(process, descriptor)), dtype=torch.uint8)
+
+
+def open_descriptor(process: int, descriptor: int) -> int:
+    """A descriptor of this process for the same file. Raises OSError where it cannot be reached."""
+    return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def map_file(descriptor: int) -> mmap.mmap:
+    """The whole file in memory; ``descriptor`` is closed."""
     try:
-        return _bytes_of(own)
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
-        os.close(own)
+        os.close(descriptor)
 
 
 def _bytes_of(descriptor: int) -> torch.Tensor:
-    size = os.fstat(descriptor).st_size
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    return torch.frombuffer(map_file(os.dup(descriptor)), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
     reduce_scatter   each rank copies what others need into its segment and sends tickets; the owner of a part adds the parts where they lie
     all_gather       each rank copies its shard out once; peers copy it in
+    broadcast        the source copies its tensor out once; peers copy it in
 
 Price per rank, n elements on N ranks: writes n (N-1)/N (reduce_scatter) or n/N (all_gather) elements and reads n (N-1)/N; no payload passes through
 a socket. Messages carry tickets only, so a peer that ended is noticed as on any connection. Sums are made in rank order, as in direct exchange.
@@ -20,6 +21,10 @@ from zero_trial.mesh.shared_memory import SharedMemory, Ticket
 from zero_trial.mesh.transport import DirectTransport, Finish, Received, Works, sum_in_order
 
 WORTH_BYTES = 1 << 15  # below this a message with the payload in it is as fast
+
+
+def _nothing() -> None:
+    return None
 
 
 class SharedTransport:
@@ -78,6 +83,23 @@ class SharedTransport:
                 self._memory.acknowledge(found, self._index)
 
         return works, copy_in
+
+    def broadcast(self, values: torch.Tensor, source: int, tag: int) -> tuple[Works, Finish]:
+        """``values`` (flat) of axis index ``source`` into everyone else's. The source writes n elements, a peer reads n."""
+        if self._index == source:
+            peers = self._direct.peers()
+            segment = self._memory.acquire(values.numel() * values.element_size(), peers)
+            segment.payload(values.dtype, values.numel()).copy_(values)
+            ticket = self._ticket(segment.descriptor, segment.generation, 0).to_tensor()
+            return [dist.isend(ticket, self._ranks[peer], group=self._group, tag=tag) for peer in peers], _nothing
+        arrived = torch.empty(4, dtype=torch.int64)
+
+        def copy_in() -> None:
+            found = Ticket.from_tensor(arrived)
+            values.copy_(self._memory.read(found, values.dtype, values.numel()))
+            self._memory.acknowledge(found, self._index)
+
+        return [dist.irecv(arrived, self._ranks[source], group=self._group, tag=tag)], copy_in
 
     def _ticket(self, descriptor: int, generation: int, offset: int) -> Ticket:
         return Ticket(os.getpid(), descriptor, generation, offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,11 +12,22 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.mesh.comm import AxisComm
-from zero_trial.mesh.shared_memory import SharedMemory, Ticket
+from zero_trial.mesh import shared_control
+from zero_trial.mesh.shared_control import BLOCK_BYTES, SharedControl
+from zero_trial.mesh.shared_memory import SharedMemory, Ticket, map_file, open_descriptor
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the ranks of one axis share: segments for tensors, and a block for small values where this machine can have one."""
+
+    memory: SharedMemory
+    control: SharedControl | None
+
 
 # One SharedMemory per process and world, and what the ranks of each axis found out: the answer costs two exchanges.
 _MEMORIES: WeakKeyDictionary[Any, SharedMemory] = WeakKeyDictionary()
-_ANSWERS: WeakKeyDictionary[Any, dict[tuple[int, ...], bool]] = WeakKeyDictionary()
+_ANSWERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Shared | None]] = WeakKeyDictionary()
 
 
 def share_if_possible(comm: AxisComm) -> bool:
@@ -30,22 +42,40 @@ def share_if_possible(comm: AxisComm) -> bool:
     answers = _ANSWERS.setdefault(world, {})
     if comm.ranks not in answers:
         answers[comm.ranks] = _try(comm, memory)
-    if answers[comm.ranks]:
-        comm.share_memory(memory)
-    return answers[comm.ranks]
+    shared = answers[comm.ranks]
+    if shared is not None:
+        comm.share_memory(shared.memory, shared.control)
+    return shared is not None
 
 
-def _try(comm: AxisComm, memory: SharedMemory) -> bool:
+def _try(comm: AxisComm, memory: SharedMemory) -> Shared | None:
     secret = secrets.randbits(62)
     try:
         segment = memory.acquire(8, [])
         segment.payload(torch.int64, 1)[0] = secret
-        mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret]
+        block = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
+        os.ftruncate(block, BLOCK_BYTES)
+        mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, block]
     except (OSError, AttributeError):  # no memfd here
         mine = []
     everyone = comm.gather_json(mine, "can memory be shared?")
-    readable = all(row and _reads(memory, row) for row in everyone)
-    return all(comm.gather_json(readable, "can all share memory?"))
+    readable = all(row and _reads(memory, row[:5]) for row in everyone)
+    control = _control(comm.index, everyone) if readable and shared_control.offered() else None
+    answers = comm.gather_json([readable, control is not None], "can all share memory?")
+    if not all(readable for readable, _ in answers):
+        return None
+    return Shared(memory, control if all(has for _, has in answers) else None)
+
+
+def _control(index: int, everyone: list[list[int]]) -> SharedControl | None:
+    """The blocks for small values, opened; None where a process cannot be reached or watched."""
+    others = {at: row for at, row in enumerate(everyone) if at != index}
+    try:
+        blocks = {at: map_file(open_descriptor(row[0], row[5])) for at, row in others.items()}
+        own = everyone[index]
+        return SharedControl(map_file(os.dup(own[5])), blocks, {at: row[0] for at, row in others.items()})
+    except OSError:
+        return None
 
 
 def _reads(memory: SharedMemory, row: list[int]) -> bool:

@@ -1,0 +1,1 @@
+"""What runs trials on this machine: processes, their environment, ports, slots and logs."""

@@ -1,0 +1,73 @@
+"""Who runs an allocation: one file that can be made once, so that it is run at most once and found again by the next master."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_trial.master.agent.processes import Identity
+
+CLAIM = "claim.json"
+EXIT = "exit.json"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How an allocation ended. ``killed``: by us."""
+
+    code: int
+    time: float
+    killed: bool = False
+    why: str = ""
+
+
+def claim(folder: Path, identity: Identity | None) -> bool:
+    """Make the allocation ours; False if somebody was first. ``None`` makes it nobody's: it will never run."""
+    content = {"void": True} if identity is None else {"pid": identity.pid, "start": identity.start}
+    draft = _write(folder / f"{CLAIM}.{os.getpid()}", content)
+    try:
+        os.link(draft, folder / CLAIM)  # fails if it is there: both content and claim appear at once
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def claimed(folder: Path) -> bool:
+    """Whether anybody has it."""
+    return (folder / CLAIM).exists()
+
+
+def owner(folder: Path) -> Identity | None:
+    """The process that has it; None if nobody has, or it is void."""
+    content = _read(folder / CLAIM)
+    return Identity(content["pid"], content["start"]) if content and "pid" in content else None
+
+
+def record_exit(folder: Path, ended: Exit) -> None:
+    """Write how it ended; the file appears whole or not at all."""
+    content = {"code": ended.code, "time": ended.time, "killed": ended.killed, "why": ended.why}
+    os.replace(_write(folder / f"{EXIT}.{os.getpid()}", content), folder / EXIT)
+
+
+def exit_of(folder: Path) -> Exit | None:
+    """How it ended; None if it has not, or was not able to say."""
+    content = _read(folder / EXIT)
+    return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None

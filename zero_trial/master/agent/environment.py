@@ -1,0 +1,110 @@
+"""The environment of a trial's processes: what the harness reads, what the user asked for, and nothing of the master's own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_trial.master.agent.order import StartOrder
+from zero_trial.master.agent.ports import Ports
+
+MARK = "DET_ALLOCATION_ID"
+"""The variable by which processes of an allocation are found when their shepherd is gone."""
+
+ALLOWED = (
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "TMPDIR",
+    "TZ",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "TERM",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+)
+ALLOWED_STARTS = (
+    "LC_",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "GLOO_",
+    "XDG_CACHE",
+    "OMP_",
+    "MKL_",
+    "TORCH_",
+    "TRITON_",
+    "HF_",
+    "SSL_",
+    "CONDA_",
+)
+NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
+
+RELOCATION = Path(__file__).parents[1] / "relocation"
+"""The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
+
+
+def environment(
+    order: StartOrder, ports: Ports, run_root: Path, host: Mapping[str, str], python: str
+) -> dict[str, str]:
+    """All variables of the allocation. ``host`` is the master's environment, of which only harmless names are taken."""
+    env = {name: value for name, value in host.items() if _allowed(name)}
+    env["PATH"] = os.pathsep.join([str(Path(python).parent), host.get("PATH") or os.defpath])
+    env["PYTHONUNBUFFERED"] = "1"
+    env["OMP_NUM_THREADS"] = str(order.threads)
+    env["CUDA_VISIBLE_DEVICES"] = order.visible_devices
+    env.update(_of_user(order.config))
+    # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs can be overridden.
+    env["PYTHONPATH"] = os.pathsep.join([str(RELOCATION), *filter(None, [env.get("PYTHONPATH")])])
+    env.update(_of_harness(order, ports))
+    env["DET_RUN_ROOT"] = str(run_root)
+    return env
+
+
+def _allowed(name: str) -> bool:
+    return name not in NEVER and (name in ALLOWED or name.startswith(ALLOWED_STARTS))
+
+
+def _of_user(config: Mapping[str, Any]) -> dict[str, str]:
+    """``environment.environment_variables``: a list of NAME=VALUE, or one list for each kind of slot."""
+    listed = (config.get("environment") or {}).get("environment_variables") or []
+    if isinstance(listed, Mapping):
+        listed = listed.get("cpu") or []
+    pairs = (str(item).partition("=") for item in listed)
+    return {name: value for name, _, value in pairs if name}
+
+
+def _of_harness(order: StartOrder, ports: Ports) -> dict[str, str]:
+    allocation = order.allocation
+    env = {
+        "DET_MASTER": order.master_url,
+        "DET_CLUSTER_ID": order.cluster_id,
+        "DET_AGENT_ID": order.agent_id,
+        "DET_SLOT_IDS": json.dumps(list(allocation.slots)),
+        "DET_TASK_ID": allocation.task_id,
+        "DET_ALLOCATION_ID": allocation.id,
+        "DET_SESSION_TOKEN": order.token,
+        "DET_USER": order.owner,
+        "DET_TASK_TYPE": "TRIAL",
+        "DET_RESOURCES_ID": allocation.resources_id,
+        "DET_RESOURCES_TYPE": "docker-container",
+        "DET_CONTAINER_ID": allocation.container_id,
+        "DET_TRIAL_ID": str(allocation.trial_id),
+        "DET_EXPERIMENT_ID": str(allocation.experiment_id),
+        "DET_TRIAL_SEED": str(order.seed),
+        "DET_TRIAL_RUN_ID": str(allocation.run_id),
+        "DET_HPARAMS": json.dumps(order.hparams),
+        "DET_EXPERIMENT_CONFIG": json.dumps(order.config),
+        "DET_STEPS_COMPLETED": str(order.steps_completed),
+        "C10D_PORT": str(ports.c10d),
+        "INTER_TRAIN_PROCESS_COMM_PORT_1": str(ports.comm_1),
+        "INTER_TRAIN_PROCESS_COMM_PORT_2": str(ports.comm_2),
+        "DTRAIN_SSH_PORT": str(ports.ssh),
+    }
+    if order.latest_checkpoint is not None:
+        env["DET_LATEST_CHECKPOINT"] = order.latest_checkpoint
+    return env

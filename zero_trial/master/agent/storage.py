@@ -1,0 +1,101 @@
+"""Checkpoint storage on this machine's disk: where it is, how a trial reaches it, and how a checkpoint is deleted safely."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ConfigError
+
+SHARED_FS = "determined_shared_fs"
+"""What the harness calls the place at which a container sees ``host_path``."""
+
+
+def base_of(config: Mapping[str, Any]) -> Path | None:
+    """The folder whose sub-folders are checkpoints, from a completed config; None if it is not on this machine's disk."""
+    section = config.get("checkpoint_storage") or {}
+    if section.get("type") == "shared_fs":
+        path = section.get("storage_path") or section.get("tensorboard_path") or section.get("checkpoint_path")
+        host = Path(section["host_path"])
+        return host / path if path else host  # an absolute storage_path below host_path stays as it is
+    if section.get("type") == "directory":
+        return Path(section["container_path"])
+    return None
+
+
+def link(config: Mapping[str, Any], run_root: Path) -> None:
+    """Let a trial see ``host_path`` where its (moved) container path is; the folder is made if it is not there."""
+    section = config.get("checkpoint_storage") or {}
+    if section.get("type") == "directory":
+        Path(section["container_path"]).mkdir(parents=True, exist_ok=True)
+    if section.get("type") != "shared_fs":
+        return
+    host = Path(section["host_path"])
+    try:
+        host.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            "the folder for checkpoints cannot be made", where="checkpoint_storage.host_path", got=f"{host} ({error})"
+        ) from error
+    place = run_root / SHARED_FS
+    place.unlink(missing_ok=True)
+    place.symlink_to(host, target_is_directory=True)
+
+
+def folder_of(base: Path, name: str) -> Path | None:
+    """The folder of a checkpoint; None if the name is no UUID, or there is no such folder, or it is a link to somewhere else."""
+    try:
+        if str(uuid.UUID(name)) != name.lower():
+            return None
+    except ValueError:
+        return None
+    folder = base / name
+    return folder if folder.is_dir() and not folder.is_symlink() else None
+
+
+def delete(base: Path, name: str) -> bool:
+    """Delete a checkpoint's folder; True if it was there. Links inside are removed, never followed."""
+    folder = folder_of(base, name)
+    if folder is None:
+        return False
+    shutil.rmtree(folder)
+    return True
+
+
+def delete_matching(base: Path, name: str, globs: Sequence[str]) -> dict[str, int]:
+    """Delete the checkpoint's files that match a glob; returns what is left (path -> bytes, as the harness lists it)."""
+    folder = folder_of(base, name)
+    if folder is None:
+        return {}
+    for path in contents(folder):
+        if any(fnmatch.fnmatch(path, pattern) or _deep(path, pattern) for pattern in globs):
+            (folder / path).unlink(missing_ok=True)
+    left = contents(folder)
+    if not left:
+        shutil.rmtree(folder)
+    return left
+
+
+def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
+    """Delete the TensorBoard files of an experiment."""
+    shutil.rmtree(base / cluster_id / "tensorboard" / "experiment" / str(experiment_id), ignore_errors=True)
+
+
+def contents(folder: Path) -> dict[str, int]:
+    """Files below a folder with their sizes, links not followed."""
+    found = {}
+    for here, _, files in os.walk(folder):
+        for name in files:
+            path = Path(here) / name
+            found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+    return found
+
+
+def _deep(path: str, pattern: str) -> bool:
+    """``**/`` also stands for no folder at all."""
+    return pattern.startswith("**/") and fnmatch.fnmatch(path, pattern[3:])

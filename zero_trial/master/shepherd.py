@@ -1,0 +1,218 @@
+"""One shepherd per allocation: it starts the trial's processes, writes down what they say, outlives the master and ends them for certain.
+
+It runs in a session of its own, as ``python -m zero_trial.master.shepherd FOLDER`` with its order as JSON on stdin. Children that lose their
+parent become its own (Linux), so that a process that ran away into a session of its own is found and ended as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_trial.master import logs
+from zero_trial.master.agent import claim, processes
+
+_LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
+_DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run, where, with which environment, and how long it has to end after SIGTERM."""
+
+    command: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str]
+    log: str
+    grace: float
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Order:
+        """From its JSON form."""
+        return cls(tuple(content["command"]), content["cwd"], content["env"], content["log"], content["grace"])
+
+
+class Lines:
+    """One stream of a child, cut into lines that carry the time at which they came."""
+
+    def __init__(self, stdtype: str, path: Path) -> None:
+        self._stdtype = stdtype
+        self._path = path
+        self._rest = b""
+
+    def take(self, data: bytes) -> None:
+        """Write all lines that are whole now."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            whole, self._rest = [*whole, self._rest], b""
+        self._write(whole)
+
+    def close(self) -> None:
+        """Write what did not end in a newline."""
+        if self._rest:
+            self._write([self._rest])
+            self._rest = b""
+
+    def _write(self, whole: list[bytes]) -> None:
+        if whole:
+            at = time.time()
+            texts = (line.decode("utf-8", errors="replace").rstrip("\r") for line in whole)
+            logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
+
+
+class Shepherd:
+    """One event loop over the children's pipes and our signals."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._selector = selectors.DefaultSelector()
+        self._child: int | None = None
+        self._status: int | None = None  # of the main child, as an exit code
+        self._kill_at: float | None = None
+        self._asked = False
+        self._open = 0
+        self._listen()
+
+    def _listen(self) -> None:
+        """Signals become bytes in a pipe, so that none is lost between a look and a wait."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._ask)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakeup = reader
+        self._selector.register(reader, selectors.EVENT_READ, None)
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
+
+    def run(self) -> claim.Exit:
+        """Run the order to its end; returns how it ended, with nothing left of it."""
+        if not self._asked:
+            self._start()
+        while self._child is not None and self._status is None:
+            self._turn(self._patience())
+            self._end_if_asked()
+        self._end_rest()
+        until = time.monotonic() + _DRAIN_SECONDS
+        while self._open and time.monotonic() < until:
+            self._turn(0.05)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Lines):
+                key.data.close()
+        status = 128 + signal.SIGTERM if self._status is None else self._status
+        return claim.Exit(status, time.time(), killed=self._asked)
+
+    def _start(self) -> None:
+        log = Path(self._order.log)
+        try:
+            child = subprocess.Popen(
+                self._order.command,
+                cwd=self._order.cwd,
+                env=dict(self._order.env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            logs.append(
+                log, [logs.entry(f"cannot start {self._order.command[0]}: {error}", time.time(), "stderr", l="ERROR")]
+            )
+            self._status = 127
+            return
+        self._child = child.pid
+        for name, stream in (("stdout", child.stdout), ("stderr", child.stderr)):
+            if stream is not None:
+                self._selector.register(stream, selectors.EVENT_READ, Lines(name, log))
+                self._open += 1
+
+    def _patience(self) -> float:
+        return 1.0 if self._kill_at is None else max(0.01, min(1.0, self._kill_at - time.monotonic()))
+
+    def _turn(self, seconds: float) -> None:
+        """Wait for a signal or output, and take it."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+            else:
+                self._take(key)
+        self._reap()
+
+    def _take(self, key: selectors.SelectorKey) -> None:
+        data = os.read(key.fd, 1 << 16)
+        if data:
+            key.data.take(data)
+            return
+        key.data.close()
+        self._selector.unregister(key.fileobj)
+        self._open -= 1
+
+    def _reap(self) -> None:
+        """Collect children that have ended, adopted ones too."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._child:
+                code = os.waitstatus_to_exitcode(status)
+                self._status = code if code >= 0 else 128 - code
+
+    def _end_if_asked(self) -> None:
+        if not self._asked:
+            return
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._order.grace
+            self._signal(signal.SIGTERM)
+        elif time.monotonic() >= self._kill_at:
+            self._signal(signal.SIGKILL)
+
+    def _end_rest(self) -> None:
+        """The main child is gone: whatever is left of it is ended as a container's end would."""
+        while self._signal(signal.SIGKILL):
+            time.sleep(0.01)
+            self._reap()
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """Signal all that is left; False if there is nothing."""
+        left = processes.descendants(os.getpid())
+        processes.send(left, number)
+        if self._child is not None and not Path("/proc/self/stat").exists():
+            # No /proc: the main child's group is all that we can know.
+            try:
+                os.killpg(self._child, number)
+            except (ProcessLookupError, PermissionError):
+                return False
+            return self._status is None
+        return bool(left)
+
+
+def main(folder: Path, text: str) -> int:
+    """Claim the allocation, run it, write how it ended. Does nothing if somebody else has claimed it."""
+    order = Order.of(json.loads(text))
+    processes.adopt_orphans()
+    shepherd = Shepherd(order)
+    if not claim.claim(folder, processes.identify(os.getpid())):
+        return 0
+    claim.record_exit(folder, shepherd.run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.stdin.read()))

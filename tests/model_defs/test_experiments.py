@@ -18,7 +18,7 @@ def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
     folder = "bert_mlm" if path.parent.name.startswith("bert") else "gpt"
     experiment = read_experiment(path)
     settings = read_ds_config(experiment.ds_config(ROOT / "model_defs" / folder))
-    stage = 2 if path.parent.name == "quickstart" else int(path.parent.name.partition("_zero")[2][0])
+    stage = 2 if path.parent.name in ("quickstart", "pause_and_resume") else int(path.parent.name.partition("_zero")[2][0])
     assert settings.zero_optimization.stage == stage
     assert settings.bf16.enabled == path.parent.name.endswith("bf16")
     assert experiment.name == path.parent.name

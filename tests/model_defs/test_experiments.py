@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.model_defs.folder import ROOT, import_from
-from zero_trial.config import read_ds_config, read_experiment, solve_batch
+from zero_trial.config import read_ds_config, read_experiment, reconcile, solve_batch
 
-EXPERIMENTS = sorted((ROOT / "experiments").glob("*/const.yaml"))
+EVERY = sorted((ROOT / "experiments").glob("*/const.yaml"))
+PIPELINES = [path for path in EVERY if "_pipeline" in path.parent.name]
+EXPERIMENTS = [path for path in EVERY if path not in PIPELINES]
 RANKS = 2
 
 
@@ -18,7 +20,9 @@ def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
     folder = "bert_mlm" if path.parent.name.startswith("bert") else "gpt"
     experiment = read_experiment(path)
     settings = read_ds_config(experiment.ds_config(ROOT / "model_defs" / folder))
-    stage = 2 if path.parent.name in ("quickstart", "pause_and_resume") else int(path.parent.name.partition("_zero")[2][0])
+    stage = (
+        2 if path.parent.name in ("quickstart", "pause_and_resume") else int(path.parent.name.partition("_zero")[2][0])
+    )
     assert settings.zero_optimization.stage == stage
     assert settings.bf16.enabled == path.parent.name.endswith("bf16")
     assert experiment.name == path.parent.name
@@ -33,10 +37,25 @@ def test_an_experiment_is_what_its_folder_says(path: Path) -> None:
     assert experiment.raw["data"]["validation_windows"] % (batch.micro_batch_size * RANKS) == 0  # all batches equal
 
 
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.parent.name)
+def test_a_pipeline_is_what_its_folder_says(path: Path) -> None:
+    folder, _, stage = path.parent.name.partition("_zero")
+    experiment = read_experiment(path)
+    settings = read_ds_config(experiment.ds_config(ROOT / "model_defs" / folder))
+    assert settings.zero_optimization.stage == int(stage or 0)
+    assert experiment.name == path.parent.name
+    assert settings.mesh.pipe == 2
+    batch = reconcile(settings, experiment.slots_per_trial, experiment.hyperparameters).batch
+    assert batch.accumulation == 4  # micro-batches that fill the pipeline
+    windows = experiment.raw["data"].get("validation_windows", 36 * 4 * 4)  # letters x variants x fonts
+    assert windows % (batch.train_batch_size) == 0  # all batches equal
+
+
 def build_encoder(model: object, sizes: dict[str, object]) -> object:
     return model.MaskedLanguageModel(model.EncoderConfig(**sizes))  # type: ignore[attr-defined]
 
 
 def test_there_is_one_for_every_stage_and_model() -> None:
-    names = {path.parent.name for path in EXPERIMENTS}
+    names = {path.parent.name for path in EVERY}
     assert {f"{model}_zero{stage}" for model in ("gpt", "bert") for stage in range(4)} | {"quickstart"} <= names
+    assert {f"{model}_pipeline_zero{stage}" for model in ("gpt", "image") for stage in (2, 3)} <= names

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trial.fake_engine import FakeEngine, fake_factory
+from tests.trial.fake_engine import FakeEngine, FakeGrid, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.platform.in_memory import InMemoryPlatform
@@ -150,3 +150,30 @@ def test_a_model_that_is_built_in_parts_says_how_large_it_is() -> None:
     around = context()
     around.initialize(model=Parts(2, 1), config=DS_CONFIG)
     assert around.parameters == 40
+
+
+class BothEnds(FakeEngine):
+    """An engine of a pipeline whose first rank has the first and the last layer."""
+
+    is_pipe_parallel = True
+
+    def is_first_stage(self) -> bool:
+        return self.mpu.get_pipe_parallel_rank() == 0
+
+    is_last_stage = is_first_stage
+
+
+def test_an_engine_of_a_pipeline_says_where_the_ends_are() -> None:
+    class Second(FakeGrid):
+        def get_pipe_parallel_rank(self) -> int:
+            return 1
+
+        def get_pipe_parallel_world_size(self) -> int:
+            return 2
+
+    for grid, duties in ((FakeGrid(0, 1), (True, True)), (Second(0, 1), (False, False))):
+        around, made = context(), BothEnds(torch.nn.Linear(2, 1), DS_CONFIG)
+        made.mpu = grid
+        around.wrap_model_engine(made)
+        assert around.use_pipeline_parallel and around.calls_per_step == 1
+        assert (around.mpu.should_report_metrics, around.mpu.should_build_data_loader) == duties

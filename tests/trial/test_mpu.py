@@ -51,3 +51,10 @@ def test_every_rank_is_a_replica() -> None:
 )
 def test_each_replica_counts_once(grid: Grid, reports: bool, loads: bool) -> None:
     assert make_engine_mpu(grid) == ModelParallelUnit(1, 2, reports, loads)
+
+
+def test_a_schedule_may_place_the_last_layer_elsewhere() -> None:
+    """With ZB-V pipeline rank 0 has both ends."""
+    first, turn = (make_engine_mpu(Grid(pipe, 2, 0), pipe == 0, pipe == 0) for pipe in (0, 1))
+    assert (first.should_report_metrics, first.should_build_data_loader) == (True, True)
+    assert (turn.should_report_metrics, turn.should_build_data_loader) == (False, False)

@@ -82,7 +82,7 @@ class ZeroTrialContext(ExperimentView):
         if len(self.engines) == 1:
             self.device = getattr(engine, "device", self.device)
             if not self._mpu_given and hasattr(getattr(engine, "mpu", None), "get_slice_parallel_rank"):
-                self._mpu = make_engine_mpu(engine.mpu)
+                self._mpu = mpu_of(engine)
         elif engine.train_micro_batch_size_per_gpu() != self.get_train_micro_batch_size_per_gpu():
             self.note("engines differ in micro batch size; the first engine's counts for the data loaders")
         return engine
@@ -264,6 +264,13 @@ class ZeroTrialContext(ExperimentView):
                 ) from None
             self._writer = SummaryWriter(str(self.get_tensorboard_path()))
         return self._writer
+
+
+def mpu_of(engine: Any) -> ModelParallelUnit:
+    """The place that an engine gives its rank; an engine of a pipeline says itself where the first and the last layer are."""
+    if not getattr(engine, "is_pipe_parallel", False) or not hasattr(engine, "is_last_stage"):
+        return make_engine_mpu(engine.mpu)
+    return make_engine_mpu(engine.mpu, bool(engine.is_first_stage()), bool(engine.is_last_stage()))
 
 
 def count_parameters(model: Any) -> int:

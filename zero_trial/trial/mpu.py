@@ -27,15 +27,20 @@ def make_data_parallel_mpu(dist: Distributed) -> ModelParallelUnit:
     return ModelParallelUnit(dist.rank, dist.size, should_report_metrics=True, should_build_data_loader=True)
 
 
-def make_engine_mpu(grid: Any) -> ModelParallelUnit:
+def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = None) -> ModelParallelUnit:
     """From an engine's ``mpu``: the first and last pipeline ranks of the first model-parallel slice read data; the
     last one reports.
+
+    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine says it; a schedule
+    may place both on one rank.
     """
     pipe, pipes = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
+    first = pipe == 0 if first is None else first
+    last = pipe == pipes - 1 if last is None else last
     first_slice = grid.get_slice_parallel_rank() == 0
     return ModelParallelUnit(
         data_parallel_rank=grid.get_data_parallel_rank(),
         data_parallel_world_size=grid.get_data_parallel_world_size(),
-        should_report_metrics=first_slice and pipe == pipes - 1,
-        should_build_data_loader=first_slice and pipe in (0, pipes - 1),
+        should_report_metrics=first_slice and last,
+        should_build_data_loader=first_slice and (first or last),
     )

@@ -1,0 +1,69 @@
+"""The GPT as a pipeline: layer by layer it is the GPT of model_defs/gpt, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.model_defs.folder import MODEL_DEFS, import_from
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.placement import Placement
+
+gpt = import_from("gpt", "model")
+layers = import_from("gpt_pipeline", "layers")
+
+
+def config(tied: bool = True) -> object:
+    return gpt.GPTConfig(vocabulary=32, sequence=16, layers=3, heads=2, width=16, tied=tied)
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, 32, (3, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def stage(number: int, of: int, tied: bool = True) -> PipelineModule:
+    module = PipelineModule(layers.gpt_layers(config(tied), seed=5), loss_fn=layers.next_byte_loss)
+    module.build(Placement.loop(of), number)
+    return module
+
+
+def test_the_model_is_that_of_the_other_folder_word_for_word() -> None:
+    """A model's folder must stand alone: it is sent to clusters as it is."""
+    texts = [(MODEL_DEFS / folder / "model.py").read_text() for folder in ("gpt", "gpt_pipeline")]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@torch.no_grad()
+def test_the_same_loss_from_the_same_seed_however_it_is_cut(stages: int, tied: bool) -> None:
+    dense = gpt.GPT(config(tied), seed=5)
+    parts = [stage(number, stages, tied) for number in range(stages)]
+    value = tokens(1)
+    for part in parts:
+        value = part(value)
+    assert torch.equal(value, dense(tokens(1)))
+    assert torch.equal(parts[-1].loss_fn(value, tokens(2)), dense(tokens(1), tokens(2)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_builds_its_own_layers_and_the_whole_is_counted_anywhere(tied: bool) -> None:
+    whole = sum(parameter.numel() for parameter in gpt.GPT(config(tied)).parameters())
+    sizes = [sum(parameter.numel() for parameter in stage(number, 2, tied).parameters()) for number in range(2)]
+    assert sum(sizes) - whole == (32 * 16 if tied else 0)  # the tied matrix is on both
+    assert max(sizes) < whole
+    unbuilt = PipelineModule(layers.gpt_layers(config(tied), seed=5))
+    assert unbuilt.total_parameters() == stage(0, 2, tied).total_parameters() == whole
+
+
+def test_building_leaves_the_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    stage(1, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_matrix_of_both_ends_is_one_on_one_rank() -> None:
+    whole = stage(0, 1)
+    assert [name for name, _ in whole.named_parameters() if "tied" in name] == ["tied_modules.embedding.weight"]
+    whole.loss_fn(whole(tokens(1)), tokens(2)).backward()
+    assert whole.tied_modules["embedding"].weight.grad is not None

@@ -1,0 +1,60 @@
+"""The letters: their network and their samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.model_defs.folder import import_from
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.placement import Placement
+
+model = import_from("image_pipeline", "model")
+data = import_from("image_pipeline", "data")
+SMALL = model.NetConfig(size=16, width=4, hidden=16)
+
+
+def test_an_image_gives_a_score_per_class() -> None:
+    net = model.letter_net(SMALL, classes=5, seed=1)
+    assert net(torch.zeros(2, 1, 16, 16)).shape == (2, 5)
+
+
+def test_a_seed_decides_the_weights_and_leaves_the_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    first, again, other = (model.letter_net(SMALL, 5, seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["0.weight"], other["0.weight"])
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@torch.no_grad()
+def test_however_it_is_cut_it_is_the_same_network(stages: int) -> None:
+    net = model.letter_net(SMALL, 5, seed=1).eval()
+    images = torch.rand(2, 1, 16, 16)
+    value = images
+    for number in range(stages):
+        part = PipelineModule.from_sequential(net, partition_method="type:Conv2d|Linear")
+        part.build(Placement.loop(stages), number)
+        value = part.eval()(value)
+    assert torch.equal(value, net(images))
+
+
+def test_letters_of_fonts_that_training_never_sees() -> None:
+    pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
+    section = {"characters": "AB", "variants": 2, "validation_variants": 1}
+    train, validation = (data.letters(section, 16, split) for split in ("train", "validation"))
+    assert train.classes == validation.classes == ("A", "B")
+    assert not set(train.sources) & set(validation.sources)
+    image, label = data.samples(train)[0]
+    assert image.shape == (1, 16, 16) and image.dtype == torch.float32 and label.dtype == torch.int64
+    assert (image.min().item(), image.max().item()) == (-1.0, pytest.approx(1.0, abs=0.2))
+
+
+def test_or_a_folder_of_images(tmp_path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    for kind in ("cat", "dog"):
+        (tmp_path / kind).mkdir()
+        for number in range(20):
+            pil.new("L", (8, 8), 10 * number).save(tmp_path / kind / f"{number}.png")
+    assert data.letters({"source": str(tmp_path)}, 8, "train").classes == ("cat", "dog")

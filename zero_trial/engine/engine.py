@@ -124,8 +124,11 @@ class Engine(EngineSurface):
         micro_batches = self._batch.accumulation if self._managed else self._pending
         self.micro_steps += 1 if self._managed else micro_batches
         self._applied = False
-        if not boundary:
-            return
+        if boundary:
+            self._update(micro_batches, lr_kwargs or {})
+
+    def _update(self, micro_batches: int, lr_kwargs: Mapping[str, Any]) -> None:
+        """The update itself, after ``micro_batches`` backward passes."""
         if self.optimizer is None:
             raise TrialError(
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
@@ -143,7 +146,7 @@ class Engine(EngineSurface):
             else:
                 self.sharded.wait()
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+                self.lr_scheduler.step(**lr_kwargs)
             self._applied = True
         else:
             self.last_nonfinite = name_culprit(self.sharded, self.global_steps)
@@ -165,11 +168,13 @@ class Engine(EngineSurface):
             param.grad = None
 
     def _global_norm(self) -> float:
-        """L2 norm of the averaged, unscaled gradient; not finite if any element on any rank is not. One scalar all-reduce over shard."""
-        sums = list(self.sharded.reducer.square_sums.values())
+        """L2 norm of the averaged, unscaled gradient; not finite if any element on any rank is not. One scalar all-reduce over shard
+        and one over pipe, where a tied weight is counted once."""
+        sums = self.sharded.owned_square_sums()
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.device)
         total = total.reshape(1)
         self.mesh.shard.all_reduce_small(total, "gradient norm")
+        self.mesh.pipe.all_reduce_small(total, "gradient norm")
         return math.sqrt(total.item()) * self._unscale() if total.item() >= 0 else math.nan
 
     def _unscale(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from zero_trial.errors import Diverged
 from zero_trial.zero import ShardedModel
@@ -38,7 +39,10 @@ def blame(error: Diverged, culprit: NonFinite | None) -> Diverged:
 
 
 def name_culprit(model: ShardedModel, step: int) -> NonFinite:
-    """The first culprit in rank order, the same answer on every rank. Collective over data; only called when there is one."""
+    """The first culprit in rank order, the same answer on every rank. Collective over data and pipe; only called when there is one.
+
+    In a pipeline the last stage comes first: a bad value spreads from there towards the input.
+    """
     found: list[
         tuple[int, int, int, str]
     ] = []  # (how little is known, rank, unit, parameter), so that the smallest is the answer
@@ -55,10 +59,16 @@ def name_culprit(model: ShardedModel, step: int) -> NonFinite:
                     (2, 0, model.units.index(landing.unit), slot.name if slot is not None else landing.unit.name)
                 )
     everyone = [tuple(row) for rows in model.mesh.data.gather_json(found, "non-finite gradients") for row in rows]
-    if not everyone:
+    answer: list[Any] = []
+    if everyone:
+        # the unit built last comes first in the model, and a bad value spreads from there towards the input
+        doubt, rank, index, parameter = min(everyone)
+        block = model.units[index].block
+        hint = "" if model.gatherer.was_used(block) else _OUTSIDE.format(block=block)
+        answer = [doubt, rank, parameter, hint]
+    stages = [answer for answer in model.mesh.pipe.gather_json(answer, "non-finite gradients") if answer]
+    if not stages:
         return NonFinite(step, None, "an unknown parameter (a row of squares overflowed fp32)")
-    # the unit built last comes first in the model, and a bad value spreads from there towards the input
-    doubt, rank, index, parameter = min(everyone)
-    block = model.units[index].block
-    hint = "" if model.gatherer.was_used(block) else _OUTSIDE.format(block=block)
+    least = min(answer[0] for answer in stages)
+    doubt, rank, parameter, hint = next(answer for answer in reversed(stages) if answer[0] == least)
     return NonFinite(step, rank if doubt < 2 else None, parameter, hint)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zero_trial.mesh.comm import AxisComm, Pending
+from zero_trial.mesh.comm import AxisComm, Message, Pending
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.env import RankEnv, read_rank_env
-from zero_trial.mesh.mesh import Mesh, build_mesh
+from zero_trial.mesh.mesh import Mesh, build_mesh, part_of_pipe
 from zero_trial.mesh.topology import AXES, MeshShape
 from zero_trial.mesh.world import (
     agree_on,
@@ -22,6 +22,7 @@ __all__ = [
     "CommCounters",
     "Mesh",
     "MeshShape",
+    "Message",
     "Pending",
     "RankEnv",
     "agree_on",
@@ -29,6 +30,7 @@ __all__ = [
     "destroy_distributed",
     "init_distributed",
     "is_distributed",
+    "part_of_pipe",
     "rank_and_size",
     "read_rank_env",
     "world_size",

@@ -5,6 +5,7 @@ Every verb is collective over the axis: all its ranks must call it in the same o
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
 import zlib
@@ -18,8 +19,9 @@ from zero_trial.mesh.board import Board
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.diagnosis import explain
 from zero_trial.mesh.shared_control import CAPACITY, SharedControl
+from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory
-from zero_trial.mesh.shared_transport import SharedTransport
+from zero_trial.mesh.shared_transport import MessageMail, SharedTransport
 from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Received, Transport, Works
 
 
@@ -118,12 +120,11 @@ class AxisComm:
         self._small: SharedControl | None = None  # how small CPU values travel where all ranks are on one host
         self.on_cpu = on_cpu
 
-    def share_memory(self, memory: SharedMemory, control: SharedControl | None = None) -> None:
-        """From now on CPU tensors go through ``memory``, and small values through ``control``: every rank of the axis is on this host.
-
-        All ranks must do so alike.
-        """
-        self._on_host = SharedTransport(self.group, self.ranks, self.index, memory, self._direct)
+    def share_memory(self, memory: SharedMemory, control: SharedControl | None, mail: SharedMail | None) -> None:
+        """From now on CPU tensors go through ``memory``, announced by ``mail`` (or messages), and small values through ``control`` (or gloo):
+        every rank of the axis is on this host. All ranks must do so alike."""
+        tickets = mail if mail is not None else MessageMail(self.group, self.ranks)
+        self._on_host = SharedTransport(self.index, self.size, memory, tickets, self._direct)
         self._small = control
 
     @property
@@ -277,8 +278,10 @@ class AxisComm:
         name = f"{kind}({label}) over {self.name}"
         self.board.enter(name)
         flat = values.detach().contiguous().view(-1)
+        # not through numpy: a tensor that numpy has seen cannot be freed any more
+        payload = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
         try:
-            found = self._small.exchange(name, flat.view(torch.uint8).numpy().tobytes(), self.timeout)
+            found = self._small.exchange(name, payload, self.timeout)
         except RuntimeError as error:
             self._fail(name, error)
         self.board.leave()

@@ -69,6 +69,22 @@ def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, sh
     return Mesh(shape, rank, axes, counters, board)
 
 
+def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
+    """A communicator between the pipeline ranks ``stages`` of this rank's pipeline, for what only they share; None on other ranks.
+
+    All ranks of the world must call it alike: torch builds groups together.
+    """
+    own: AxisComm | None = None
+    for line in mesh.shape.groups("pipe"):
+        ranks = tuple(line[stage] for stage in stages)
+        group = _group(ranks) if len(ranks) > 1 else None
+        if mesh.rank in ranks:
+            own = AxisComm(name, ranks, ranks.index(mesh.rank), group, mesh.counters, mesh.board, mesh.pipe.timeout)
+    if own is not None:
+        share_if_possible(own)
+    return own
+
+
 def mesh_around(group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
     """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
 

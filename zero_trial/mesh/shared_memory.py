@@ -83,10 +83,10 @@ class SharedMemory:
         found.readers = tuple(readers)
         return found
 
-    def read(self, ticket: Ticket, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """A peer's payload, as a view of its memory: valid until :meth:`acknowledge`."""
+    def read(self, ticket: Ticket, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
+        """A peer's payload, from ``offset`` bytes behind the ticket's place on, as a view of its memory: valid until :meth:`acknowledge`."""
         whole = self._map(ticket)
-        start = HEADER + ticket.offset
+        start = HEADER + ticket.offset + offset
         return whole[start : start + numel * dtype.itemsize].view(dtype)
 
     def acknowledge(self, ticket: Ticket, reader: int) -> None:

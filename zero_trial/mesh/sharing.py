@@ -11,18 +11,21 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zero_trial.mesh import peers, shared_control, shared_mail
 from zero_trial.mesh.comm import AxisComm
-from zero_trial.mesh import shared_control
-from zero_trial.mesh.shared_control import BLOCK_BYTES, SharedControl
+from zero_trial.mesh.peers import Peers
+from zero_trial.mesh.shared_control import SharedControl
+from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory, Ticket, map_file, open_descriptor
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the ranks of one axis share: segments for tensors, and a block for small values where this machine can have one."""
+    """What the ranks of one axis share: segments for tensors; and blocks for small values and for tickets where this machine can have them."""
 
     memory: SharedMemory
     control: SharedControl | None
+    mail: SharedMail | None
 
 
 # One SharedMemory per process and world, and what the ranks of each axis found out: the answer costs two exchanges.
@@ -44,7 +47,7 @@ def share_if_possible(comm: AxisComm) -> bool:
         answers[comm.ranks] = _try(comm, memory)
     shared = answers[comm.ranks]
     if shared is not None:
-        comm.share_memory(shared.memory, shared.control)
+        comm.share_memory(shared.memory, shared.control, shared.mail)
     return shared is not None
 
 
@@ -53,29 +56,39 @@ def _try(comm: AxisComm, memory: SharedMemory) -> Shared | None:
     try:
         segment = memory.acquire(8, [])
         segment.payload(torch.int64, 1)[0] = secret
-        block = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
-        os.ftruncate(block, BLOCK_BYTES)
-        mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, block]
+        blocks = [_block(shared_control.BLOCK_BYTES), _block(shared_mail.BLOCK_BYTES)]
+        mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, *blocks]
     except (OSError, AttributeError):  # no memfd here
         mine = []
     everyone = comm.gather_json(mine, "can memory be shared?")
     readable = all(row and _reads(memory, row[:5]) for row in everyone)
-    control = _control(comm.index, everyone) if readable and shared_control.offered() else None
-    answers = comm.gather_json([readable, control is not None], "can all share memory?")
+    shared = _open(memory, comm, everyone) if readable else Shared(memory, None, None)
+    answers = comm.gather_json([readable, shared.mail is not None], "can all share memory?")
     if not all(readable for readable, _ in answers):
         return None
-    return Shared(memory, control if all(has for _, has in answers) else None)
+    return shared if all(has for _, has in answers) else Shared(memory, None, None)
 
 
-def _control(index: int, everyone: list[list[int]]) -> SharedControl | None:
-    """The blocks for small values, opened; None where a process cannot be reached or watched."""
-    others = {at: row for at, row in enumerate(everyone) if at != index}
+def _block(nbytes: int) -> int:
+    """A new anonymous file of ``nbytes`` zeros. It stays open: peers reach it by its number."""
+    descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def _open(memory: SharedMemory, comm: AxisComm, everyone: list[list[int]]) -> Shared:
+    """The blocks for small values and tickets, opened; None where a process cannot be reached or watched."""
+    others = {at: row for at, row in enumerate(everyone) if at != comm.index}
+    own = everyone[comm.index]
     try:
-        blocks = {at: map_file(open_descriptor(row[0], row[5])) for at, row in others.items()}
-        own = everyone[index]
-        return SharedControl(map_file(os.dup(own[5])), blocks, {at: row[0] for at, row in others.items()})
+        watched = Peers({at: row[0] for at, row in others.items()}) if peers.offered() else None
+        small, tickets = ({at: map_file(open_descriptor(row[0], row[k])) for at, row in others.items()} for k in (5, 6))
+        if watched is None:
+            return Shared(memory, None, None)
+        control = SharedControl(map_file(os.dup(own[5])), small, watched)
+        return Shared(memory, control, SharedMail(map_file(os.dup(own[6])), tickets, watched, comm.timeout))
     except OSError:
-        return None
+        return Shared(memory, None, None)
 
 
 def _reads(memory: SharedMemory, row: list[int]) -> bool:

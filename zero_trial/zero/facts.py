@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
+from zero_trial.zero.domain import Domain
 from zero_trial.zero.partition import LeafRules, Member, ModuleFacts, find_blocks, owner_of
 
 
@@ -72,3 +74,13 @@ def members_of(
             )
         )
     return members, params, blocks
+
+
+def by_domain(members: Sequence[Member], params: Mapping[str, nn.Parameter], domains: Sequence[Domain]) -> list[Member]:
+    """The same members with their domains as blocks; no unit spans two of them. Every parameter must be in one."""
+    name_of = {param: domain.name for domain in domains for param in domain.params}
+    found = []
+    for member in members:
+        name = name_of[id(params[member.name])]
+        found.append(replace(member, block=name, key=(*member.key, name)))
+    return found

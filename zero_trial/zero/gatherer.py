@@ -60,6 +60,8 @@ class Gatherer:
         self.last_micro_batch = True
         self._inside_root = False
         self.handles: list[Any] = []
+        if reshard is Reshard.WHEN_TOLD:
+            return  # somebody else knows when a block computes
         for block in units:
             for module in modules[block]:
                 self._install(module, block, first=module is modules[block][0], last=module is modules[block][-1])
@@ -106,12 +108,23 @@ class Gatherer:
         """
         if record:
             self._order.visit(block)
-        for unit in self._units[block]:
+        for unit in self._units.get(block, ()):
             unit.start_gather()
-        for unit in self._units[block]:
+        for unit in self._units.get(block, ()):
             unit.finish_gather()
         if record:
             self._prefetch()
+
+    def start(self, block: str) -> None:
+        """The block's parameters are on their way: :meth:`ensure` waits for them. Collective over shard."""
+        for unit in self._units.get(block, ()):
+            unit.start_gather()
+
+    def release(self, block: str) -> None:
+        """The block's parameters are needed no more; a gather under way is waited for first."""
+        for unit in self._units.get(block, ()):
+            unit.finish_gather()
+            unit.free()
 
     def ensure_all(self) -> None:
         """Brings every block to life, outside the order of a step."""
@@ -131,7 +144,8 @@ class Gatherer:
 
     def was_used(self, block: str) -> bool:
         """Has the block's forward run, with gradients, since the last update? True for what always lives."""
-        return block not in self._units or self._order.seen(block)
+        told = self._reshard is Reshard.WHEN_TOLD
+        return told or block not in self._units or self._order.seen(block)
 
     def live_numel(self) -> int:
         """Elements of full parameters that live now or are on their way."""
@@ -216,7 +230,7 @@ class Gatherer:
         return near and self._limits.max_reuse_distance > 0 and self._fits()
 
     def _keeps_after_backward(self) -> bool:
-        if self._to_be_continued:
+        if self._to_be_continued or self._reshard is Reshard.WHEN_TOLD:
             return True
         if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
             return False

@@ -16,7 +16,8 @@ from zero_trial.errors import TrialError
 from zero_trial.mesh import Mesh, Pending
 from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero import directory
-from zero_trial.zero.facts import members_of
+from zero_trial.zero.domain import Domain
+from zero_trial.zero.facts import by_domain, members_of
 from zero_trial.zero.gatherer import Gatherer, LiveLimits
 from zero_trial.zero.heap import keep_freed_memory
 from zero_trial.zero.landing import Landing
@@ -65,9 +66,11 @@ class ShardedModel:
         mesh: Mesh,
         policy: DtypePolicy,
         settings: ShardingSettings = ShardingSettings(),
+        domains: Sequence[Domain] = (),
     ) -> None:
         self.module = module
         self.plan = plan
+        self.domains = {domain.name: domain for domain in domains}
         self.mesh = mesh
         self.policy = policy
         self.wire_scale = settings.wire_scale
@@ -76,9 +79,13 @@ class ShardedModel:
         number = {id(param): index for index, group in enumerate(groups) for param in group}
         per_unit = plan.params is not Lifetime.ALWAYS
         members, params, blocks = members_of(module, number, settings.leaf, dtype=policy.param, with_frozen=per_unit)
-        merged = merge_small(blocks, persistent_members(members, settings.limits)[1], settings.limits.smallest_unit)
-        group_of = {block: group for group, inside in merged.items() for block in inside}
-        members = [replace(member, block=group_of.get(member.block, member.block)) for member in members]
+        merged: Mapping[str, tuple[str, ...]] = {}
+        if domains:
+            members = by_domain(members, params, domains)
+        else:
+            merged = merge_small(blocks, persistent_members(members, settings.limits)[1], settings.limits.smallest_unit)
+            group_of = {block: group for group, inside in merged.items() for block in inside}
+            members = [replace(member, block=group_of.get(member.block, member.block)) for member in members]
         groupings = into_blocks(members, settings.limits) if per_unit else into_buckets(members, settings.limits)
         self.units = [self._unit(grouping, params) for grouping in groupings]
         self._agree_on_the_rest({id(param) for unit in self.units for param in unit.params})
@@ -86,7 +93,11 @@ class ShardedModel:
         for unit in self.units:
             if unit.plan.params is not Lifetime.ALWAYS:
                 freed.setdefault(unit.block, []).append(unit)
-        inside = {group: [module.get_submodule(block) for block in merged.get(group, (group,))] for group in freed}
+        inside = {
+            group: [module.get_submodule(block) for block in merged.get(group, (group,))]
+            for group in freed
+            if not domains
+        }
         self.gatherer = Gatherer(inside, freed, plan.reshard, settings.live)
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.landings = [
@@ -102,6 +113,15 @@ class ShardedModel:
             wire_scale=settings.wire_scale,
             in_flight=2 if settings.overlap else 0,
         )
+        self._landings_of: dict[str, list[Landing]] = {domain.name: [] for domain in domains}
+        for landing in self.landings:
+            if (name := self._domain_of(landing.unit)) is not None:
+                self._landings_of[name].append(landing)
+        self._copied = {
+            id(unit)
+            for unit in self.units
+            if (name := self._domain_of(unit)) is not None and not self.domains[name].owned
+        }
         self.optimizer: ShardedOptimizer | None = None
         self.gradient_multiplier: Callable[[], float] = lambda: (
             1.0
@@ -117,11 +137,19 @@ class ShardedModel:
     def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter]) -> Unit:
         first = params[grouping.members[0].name]
         dtype = grouping.members[0].key[0]
+        domain = self.domains.get(str(grouping.members[0].key[-1]))
+        copies = domain.copies if domain is not None else None
         layout = lay_out(
             [(m.name, tuple(params[m.name].shape)) for m in grouping.members],
             self.mesh.shard.size,
-            self.mesh.replica.size,
+            self.mesh.replica.size * (copies.size if copies is not None else 1),
         )
+
+        def agree(values: torch.Tensor) -> None:
+            if copies is not None:
+                copies.broadcast(values, f"first values of {grouping.name}")
+            self.mesh.data.broadcast(values, f"first values of {grouping.name}")
+
         offsets = [(slot.offset, member.group) for slot, member in zip(layout.slots, grouping.members, strict=True)]
         trainable = grouping.members[0].group >= 0
         return Unit(
@@ -136,8 +164,12 @@ class ShardedModel:
             block=grouping.block,
             trainable=trainable,
             read=read_first_values,
-            agree=lambda values: self.mesh.data.broadcast(values, f"first values of {grouping.name}"),
+            agree=agree,
         )
+
+    def _domain_of(self, unit: Unit) -> str | None:
+        found = (domain.name for domain in self.domains.values() if unit.params and id(unit.params[0]) in domain.params)
+        return next(found, None)
 
     def _agree_on_the_rest(self, managed: set[int]) -> None:
         """Parameters outside the units, and buffers: policy dtype, rank 0's values."""
@@ -147,6 +179,9 @@ class ShardedModel:
                     values = read_first_values(param)
                     param.data = values.to(self.policy.param) if values.is_floating_point() else values
                     directory.forget([param])
+                    for domain in self.domains.values():
+                        if domain.copies is not None and id(param) in domain.params:
+                            domain.copies.broadcast(param.data, name)
                     self.mesh.data.broadcast(param.data, name)
             for name, buffer in self.module.named_buffers():
                 if buffer.is_floating_point():
@@ -227,6 +262,34 @@ class ShardedModel:
     def _complete(self, landing: Landing) -> None:
         self.gatherer.after_gradients(landing.unit)
         self.reducer.offer(landing)
+
+    # --- told by a schedule ---------------------------------------------------------------------------------------
+
+    def landed(self, domain: str) -> None:
+        """A backward pass through the domain's modules is over: what has come is in its place."""
+        for landing in self._landings_of[domain]:
+            landing.end_pass()
+
+    def reduce(self, domain: str) -> None:
+        """Starts to reduce what the domain has gathered up. Collective over shard and replica."""
+        self.reducer.reduce(self._landings_of[domain])
+
+    def sum_copies(self, domain: str) -> None:
+        """The domain's reduced gradients become the sum over all its copies. Collective over shard and replica, and over the copies."""
+        copies = self.domains[domain].copies
+        self.reducer.land()
+        for landing in self._landings_of[domain]:
+            if copies is not None:
+                self.reducer.sum_copies(landing, copies)
+
+    def owns(self, unit: Unit) -> bool:
+        """Whether this rank's pipeline stage is the one that counts the unit's norm and saves it: all units but copies."""
+        return id(unit) not in self._copied
+
+    def owned_square_sums(self) -> list[torch.Tensor]:
+        """Of the reduced gradient shards, those that no other pipeline stage counts."""
+        sums = self.reducer.square_sums.items()
+        return [total for index, total in sums if self.owns(self.reducer.landings[index].unit)]
 
     # --- full parameters, for whoever asks ------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Reshard(Enum):
     WITHIN_LIMITS = "auto"  # kept while max_live_parameters and max_reuse_distance allow
     AFTER_FORWARD = "forward"  # after every forward and every backward of their unit
     AFTER_STEP = "step"  # kept until the optimizer step
+    WHEN_TOLD = "told"  # gathered and freed by a schedule's actions, domain by domain
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class ZeroPlan:
     def persistent(self) -> ZeroPlan:
         """The plan for parameters too small to be worth freeing: always live, otherwise the same."""
         return ZeroPlan(self.shard_optimizer, Lifetime.ALWAYS, self.grads, self.reduce_at, self.reshard)
+
+    def told(self, *, reduce_at: ReduceAt) -> ZeroPlan:
+        """The plan where a schedule says when to gather, free and reduce."""
+        return ZeroPlan(self.shard_optimizer, self.params, self.grads, reduce_at, Reshard.WHEN_TOLD)
 
     @property
     def frees_memory(self) -> bool:
@@ -107,5 +112,5 @@ def _choice(kind: type[ReduceAt] | type[Reshard], value: str, where: str):  # ty
     try:
         return kind(value)
     except ValueError:
-        allowed = ", ".join(["auto", *(member.value for member in kind if member.value != "auto")])
+        allowed = ", ".join(["auto", *(member.value for member in kind if member.value not in ("auto", "told"))])
         raise ConfigError("unknown choice", where=where, got=repr(value), expected=f"one of {allowed}") from None

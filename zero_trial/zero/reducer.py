@@ -111,12 +111,33 @@ class Reducer:
             if not self._learned:
                 self._learn()
 
+    def reduce(self, landings: Sequence[Landing]) -> None:
+        """Starts to reduce these, whose gradients are complete: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
+        chosen = {id(landing) for landing in landings}
+        if any(id(flight.landing) in chosen for flight in self._flights):
+            self.land()
+        for landing in landings:
+            self._launch(landing)
+
+    def land(self) -> None:
+        """Waits for all reductions under way; then their shards hold their sums."""
+        self._land_all()
+
+    def sum_copies(self, landing: Landing, copies: AxisComm) -> None:
+        """Adds up the reduced shards of ``landing`` over the ranks that hold copies of it; then all have the sum, bit by bit the same.
+
+        Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
+        """
+        copies.all_reduce(landing.shard, landing.unit.name).wait()
+        self.square_sums[self._index[id(landing)]] = square_sum(landing.shard)
+
     def ensure_reduced(self) -> None:
         """Before a step: reduces units whose gradients no reduced backward pass took along.
 
         Those are gradients from another engine's loss, from ``no_sync``, or such as came after their unit was complete (re-entrant
         checkpointing of shared weights); a unit that was reduced before gets a second sum on top of the first.
         """
+        self.land()
         waiting = [landing for landing in self.landings if not landing.shard_filled or landing.touched]
         for landing in waiting:
             self._launch(landing)

@@ -1,0 +1,28 @@
+"""A domain: parameters that are gathered, freed and reduced together, when they are told to, such as those of one chunk of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_trial.mesh import AxisComm
+
+
+@dataclass(frozen=True)
+class Domain:
+    """``params`` holds ids. ``copies`` are the ranks that hold the same parameters for other layers (tied weights), None where nobody does.
+
+    Copies have the same shapes in the same order on all their ranks, and so the same layout: each rank exchanges the shard that it owns.
+    """
+
+    name: str
+    params: frozenset[int]
+    copies: AxisComm | None = None
+
+    @property
+    def owned(self) -> bool:
+        """Of several copies the first one's rank counts the norm and writes the checkpoint."""
+        return self.copies is None or self.copies.index == 0
+
+    @property
+    def holders(self) -> int:
+        return self.copies.size if self.copies is not None else 1

@@ -16,11 +16,13 @@ from zero_trial.engine.pipeline_settings import (
     price_line,
     sharding_of,
     training_schedule,
+    weigh,
 )
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.policy import Sharding, Weights, choose
 from zero_trial.pipeline.schedule import Parameters, Reduction
 from zero_trial.pipeline.schedules import RECIPES
+from zero_trial.precision.policy import dtype_policy
 from zero_trial.zero.plan import plan_for_stage
 
 FOUR = Weights(parameters=400, gradients=400, optimizer=800, ranks=4)
@@ -107,6 +109,13 @@ def test_the_policy_follows_the_memory_of_the_rank_that_needs_most():
     assert (none.policy.parameters, none.fits) == (Parameters.CHUNK, False)
     asked = chosen(1, settings(schedule="looped_bfs", zero_policy="hold", zero={"reduce_every": "boundary"}))
     assert (asked.policy.parameters, asked.fits) == (Parameters.HOLD, False)
+
+
+def test_bytes_by_dtype():
+    assert weigh(10, dtype_policy("fp32"), 2) == Weights(parameters=40, gradients=40, optimizer=80, ranks=2)
+    assert weigh(10, dtype_policy("bf16"), 2) == Weights(parameters=20, gradients=20, optimizer=120, ranks=2)
+    several = dtype_policy("bf16", accumulation_steps=4)
+    assert weigh(10, several, 1).gradients == 40
 
 
 def test_each_stage_has_its_weight():

@@ -13,6 +13,7 @@ from zero_trial.pipeline.policy import Choice, Policy, Sharding, Weights, candid
 from zero_trial.pipeline.schedule import Parameters, Reduction, Schedule
 from zero_trial.pipeline.schedules import RECIPES, build
 from zero_trial.pipeline.validate import validate
+from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero.plan import Lifetime, ZeroPlan
 
 ROOM = 0.75
@@ -65,6 +66,17 @@ def training_schedule(
     """The schedule of one step under a policy, with messages, sharding and the step in it. Raises ConfigError for what the recipe cannot do."""
     computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
     return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
+
+
+def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> Weights:
+    """The weights of one pipeline rank's ``elements`` among ``ranks`` that share them, with two moments per element, as Adam has."""
+    master = dtypes.master.itemsize
+    return Weights(
+        parameters=elements * dtypes.param.itemsize,
+        gradients=elements * dtypes.grad.itemsize,
+        optimizer=elements * (2 * master + (master if dtypes.has_separate_master else 0)),
+        ranks=ranks,
+    )
 
 
 def choose_policy(

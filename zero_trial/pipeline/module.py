@@ -131,6 +131,22 @@ class PipelineModule(nn.Module):
         for chunk in self._chunks.values():
             chunk.recompute = recompute
 
+    def unbuilt(self) -> PipelineModule:
+        """Another one of the same layers and settings, with nothing built yet; layers that are modules are the same objects."""
+        other = PipelineModule(
+            self._layers,
+            loss_fn=self.loss_fn,
+            seed_layers=self.seed_layers,
+            seed_fn=self._seeds.function if self._seeds is not None else None,
+            base_seed=self.base_seed,
+            partition_method=self.partition_method,
+            activation_checkpoint_interval=self.activation_checkpoint_interval,
+            activation_checkpoint_func=self.activation_checkpoint_func,
+            checkpointable_layers=self.checkpointable_layers,
+            profile_input=self._profile_input,
+        )
+        return other
+
     def build_whole(self) -> None:
         """Builds all layers here, as a pipeline of one stage: for a look at the model without ranks. Anew at each call."""
         self._forget()

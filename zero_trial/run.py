@@ -95,9 +95,9 @@ def local_main(options: argparse.Namespace, engine_factory: EngineFactory) -> in
 
 def fail(error: BaseException, options: argparse.Namespace, state: RankState) -> int:
     """The exit code; the error is left in the run's folder if there is one."""
+    print_error(error)
     if options.run_dir is not None:
         return leave_error(error, options.run_dir, state)
-    print_error(error)
     return error.exit_code if isinstance(error, ConfigError) else 1
 
 

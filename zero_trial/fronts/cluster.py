@@ -7,43 +7,28 @@ any other     a crash: the master starts the trial again from its last checkpoin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from zero_trial.errors import InvalidHP, ZeroTrialError
 from zero_trial.fronts.local import print_error
+from zero_trial.fronts.log import EventLog, done_event
 from zero_trial.fronts.rank import RankState, Trained, TrialFactory, known, train, world
-from zero_trial.launch.screen import Screen
 from zero_trial.mesh.farewell import Farewell
 from zero_trial.mesh.world import destroy_distributed, init_distributed, open_farewell
 from zero_trial.platform.cluster import ClusterPlatform
 from zero_trial.platform.determined import invalid_hp_class, open_platform
 from zero_trial.trial.context import EngineFactory
-from zero_trial.trial.outcome import End
 
 EARLY_EXIT = "early exit"
-
-
-class TaskLog:
-    """The trial's events as lines of the task's log."""
-
-    def __init__(self) -> None:
-        self._screen = Screen(sys.stdout, live=False)
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        self._screen.show(event)
-        self._screen.tick()
-
-    def close(self) -> None:
-        self._screen.close()
 
 
 @contextmanager
 def joined(state: RankState, core_context: Any = None) -> Iterator[tuple[ClusterPlatform, Farewell]]:
     """Collective. This rank among the others, with the cluster's platform; both are left at the end."""
     state.env = init_distributed()
-    log, farewell = TaskLog(), open_farewell()
+    log, farewell = EventLog(), open_farewell()
     farewell.watch(EARLY_EXIT)
     try:
         with open_platform(
@@ -107,9 +92,6 @@ def is_invalid_hp(error: BaseException) -> bool:
 
 
 def say_end(trained: Trained) -> None:
-    """The last line of the log, on rank 0."""
-    outcome = trained.outcome
+    """The last event, on rank 0."""
     if trained.context.distributed.rank == 0:
-        words = {End.COMPLETED: "done   ", End.STOPPED: "stopped", End.PREEMPTED: "paused "}[outcome.end]
-        sys.stdout.write(f"{words} step {outcome.step}/{outcome.total_steps}  checkpoint {outcome.checkpoint}\n")
-        sys.stdout.flush()
+        trained.context.platform.progress.emit(done_event(trained.outcome))

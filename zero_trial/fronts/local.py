@@ -17,6 +17,7 @@ from typing import Any
 
 from zero_trial.config.report import REPORT, entries_of, short_report
 from zero_trial.errors import ConfigError, Preempted, ZeroTrialError
+from zero_trial.fronts.log import done_event
 from zero_trial.fronts.rank import RankState, Trained, peak_memory
 from zero_trial.platform.local import checkpoint_step, latest_checkpoint
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
@@ -62,10 +63,14 @@ def starting_point(run_dir: Path, resume: Path | None = None, warm_start: Path |
     fresh = {"checkpoint": None, "step": 0, "trial_id": uuid.uuid4().hex}
     if path is None:
         return fresh
-    metadata = json.loads((path / "metadata.json").read_text())
     weights_only = own is None and resume is None
-    trial_id = fresh["trial_id"] if weights_only else metadata["trial_id"]
-    return {"checkpoint": str(path.resolve()), "step": metadata["steps_completed"], "trial_id": trial_id}
+    return {**resumed_from(path), "trial_id": fresh["trial_id"]} if weights_only else resumed_from(path)
+
+
+def resumed_from(path: Path) -> dict[str, Any]:
+    """A finished checkpoint, its step, and the trial that it is of."""
+    metadata = json.loads((path / "metadata.json").read_text())
+    return {"checkpoint": str(path.resolve()), "step": metadata["steps_completed"], "trial_id": metadata["trial_id"]}
 
 
 def named_checkpoint(path: Path) -> Path:
@@ -94,8 +99,7 @@ def write_summary(trained: Trained, run_dir: Path, repeat: str) -> None:
         more = {"peak_memory_bytes": memory, "peak_memory_kind": kind, "repeat": repeat}
         more |= trained.watch.summary() if trained.watch is not None else {}
         write_json(RunFolder(run_dir).summary, build_summary(outcome, trained.trial, context, more))
-        done = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
-        context.platform.progress.emit(done)
+        context.platform.progress.emit(done_event(outcome))
     context.distributed.barrier()  # the summary is there before any rank is gone
 
 
@@ -109,7 +113,7 @@ def raise_if_preempted(outcome: Outcome) -> None:
 
 
 def leave_error(error: BaseException, run_dir: Path, state: RankState) -> int:
-    """Leaves the error for the supervisor; the exit code. The log gets a traceback only if nobody expected the error."""
+    """Leaves the error in the run's folder for the supervisor; the exit code."""
     now = time.time()
     folder, rank = RunFolder(run_dir), state.env.rank
     record = error_record(error, rank, state.step, now)
@@ -117,12 +121,11 @@ def leave_error(error: BaseException, run_dir: Path, state: RankState) -> int:
         write_json(folder.error(rank), record)
     if rank == 0:
         append_line(folder.events, {"kind": "error", **{key: record[key] for key in ("time", "step", "message")}})
-    print_error(error)
     return int(record["exit_code"])
 
 
 def print_error(error: BaseException) -> None:
-    """The message of an error that a user may meet; the traceback of any other."""
+    """Into the log: the message of an error that a user may meet; the traceback of any other."""
     if isinstance(error, ZeroTrialError):
         sys.stderr.write(f"{error}\n")
     else:

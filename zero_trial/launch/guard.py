@@ -27,6 +27,9 @@ from zero_trial.launch.processes import die_with_parent
 PARENT = "ZERO_TRIAL_PARENT_PID"
 """Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
 
+RUN_DIR = "ZERO_TRIAL_RUN_DIR"
+"""Environment variable in which a rank finds the run's folder, for a script that opens a run of its own."""
+
 FAREWELL = "[zero_trial] this rank ends with an error:"
 """The line in a rank's log after which its traceback stands."""
 
@@ -44,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     record = own_record(os.environ, watched=options.exec is None)
     redirect_output(run_dir / records.LOGS / f"rank-{record.rank}.log")
     records.write_rank(run_dir, record)
+    os.environ[RUN_DIR] = str(run_dir.resolve())
     if options.cwd:
         os.chdir(options.cwd)
     if options.inject_local_rank:

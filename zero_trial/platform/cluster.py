@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,8 @@ class ClusterPlatform:
     distributed: Distributed
     show: Show
     claim: Callable[[str], bool]
+    tensorboard: TensorboardSync
     model_dir: Path = Path()
-    mangler: Callable[[Path, int], Path] | None = field(default=None, repr=False)
 
     @property
     def hparams(self) -> Mapping[str, Any]:
@@ -228,10 +228,6 @@ class ClusterPlatform:
     def progress(self) -> ClusterProgress:
         return ClusterProgress(self.core, self.show)
 
-    @cached_property
-    def tensorboard(self) -> TensorboardSync:
-        return TensorboardSync(self.core, self.distributed.rank, self.distributed.local_rank, self.mangler)
-
     def best_validation(self) -> float | None:
         """The best over the whole experiment, as the master knows it."""
         best = self.core.train.get_experiment_best_validation()
@@ -247,7 +243,3 @@ class ClusterPlatform:
     def report_early_exit(self, reason: str) -> None:
         if self.claim("early exit"):
             self.core.train.report_early_exit(EARLY_EXITS[reason])
-
-    def close(self) -> None:
-        """Before the context is closed: what is left to store is stored."""
-        self.tensorboard.close()

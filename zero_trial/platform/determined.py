@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.platform.cluster import ClusterPlatform, Show, TrialFacts
+from zero_trial.platform.cluster import ClusterPlatform, Show, TensorboardSync, TrialFacts
 from zero_trial.platform.protocols import Distributed
 
 
@@ -66,25 +66,34 @@ def open_platform(
 
     ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
     """
-    from determined import core
     from determined.tensorboard.util import get_rank_aware_path
 
     facts = require_facts()
     with ExitStack() as stack:
-        if core_context is None:
-            ranks = core.DistributedContext.from_torch_distributed() if launched else None
-            core_context = stack.enter_context(
-                core.init(
-                    distributed=ranks,
-                    preempt_mode=core.PreemptMode.ChiefOnly,
-                    tensorboard_mode=core.TensorboardMode.MANUAL,
-                )
-            )
-        platform = ClusterPlatform(
-            core_context, facts, distributed, show, claim, Path.cwd(), mangler=get_rank_aware_path
+        core = stack.enter_context(_open_core(launched)) if core_context is None else core_context
+        sync = TensorboardSync(core, distributed.rank, distributed.local_rank, get_rank_aware_path)
+        yield ClusterPlatform(core, facts, distributed, show, claim, sync, Path.cwd())
+        sync.close()
+
+
+def _open_core(launched: bool) -> Any:
+    """A core.Context in the modes that this package expects: rank 0 asks about preemption, TensorBoard files are ours."""
+    import determined
+    from determined import core
+
+    info = determined.get_cluster_info()
+    if not launched and info is not None and len(info.container_addrs) * len(info.slot_ids) > 1:
+        raise ConfigError(
+            "a task of several slots has one process",
+            where="entrypoint",
+            got=f"{len(info.container_addrs) * len(info.slot_ids)} slots",
+            fix="Put python3 -m determined.launch.torch_distributed before the command.",
         )
-        yield platform
-        platform.close()
+    return core.init(
+        distributed=core.DistributedContext.from_torch_distributed() if launched else None,
+        preempt_mode=core.PreemptMode.ChiefOnly,
+        tensorboard_mode=core.TensorboardMode.MANUAL,
+    )
 
 
 def invalid_hp_class() -> type[BaseException] | None:

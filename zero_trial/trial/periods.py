@@ -70,12 +70,15 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
-    """``{batches: n}``, ``{epochs: n}``, ``{records: n}`` or a bare number of batches, as a unit.
+    """``{batches: n}``, ``{epochs: n}``, ``{records: n}`` or a bare number of batches, as a unit. So is a Batch or an
+    Epoch of Determined's.
 
     Records need the global batch size: n records are max(n // global batch size, 1) steps.
     """
     if isinstance(value, (Batch, Epoch)):
         return value
+    if type(value).__name__ in ("Batch", "Epoch") and hasattr(value, "value"):
+        return Batch(value.value) if type(value).__name__ == "Batch" else Epoch(value.value)
     name, number = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ConfigError(

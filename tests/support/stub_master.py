@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -210,10 +211,8 @@ class Task:
         try:
             log, _ = process.communicate(timeout=timeout)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         return cls(process.returncode, log, master.asked)
 
 
@@ -222,7 +221,7 @@ def environment(
 ) -> dict[str, str]:
     """What an agent gives to a container."""
     ports = free_ports()
-    hparams = {name: value for name, value in (config.get("hyperparameters") or {}).items()}
+    hparams = dict((config.get("hyperparameters") or {}).items())
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(home),

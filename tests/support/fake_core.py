@@ -1,0 +1,102 @@
+"""A core.Context in this process that notes what it is told, as Determined's on-cluster one would be used."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zero_trial.platform.protocols import Distributed
+
+
+class FakeCore:
+    """One rank's. ``folder``: the storage that all ranks share, unless ``direct`` is False: then each has its own first."""
+
+    def __init__(self, folder: Path, ranks: Distributed, *, direct: bool = True) -> None:
+        self.folder = folder
+        self.ranks = ranks
+        self.direct = direct
+        self.training: list[tuple[int, dict[str, Any]]] = []
+        self.validation: list[tuple[int, dict[str, Any]]] = []
+        self.progress: list[float] = []
+        self.early_exits: list[str] = []
+        self.reported: list[dict[str, Any]] = []
+        self.copied: list[list[str]] = []
+        self.best: float | None = None
+        self.wants_stop = False
+        self.asked = 0
+        self.profiling = False
+        self.train = self
+        self.checkpoint = self
+        self.preempt = self
+        self.profiler = self
+
+    def report_training_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self.training.append((steps_completed, metrics))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self.validation.append((steps_completed, metrics))
+
+    def report_progress(self, progress: float) -> None:
+        if not 0 <= progress <= 1:
+            raise ValueError(progress)
+        self.progress.append(progress)
+
+    def report_early_exit(self, reason: str) -> None:
+        self.early_exits.append(reason)
+
+    def get_experiment_best_validation(self) -> float | None:
+        return self.best
+
+    def get_tensorboard_path(self) -> Path:
+        return self.folder / "tensorboard"
+
+    def upload_tensorboard_files(self, selector: Any, mangler: Any = None) -> None:
+        files = (path for path in self.get_tensorboard_path().rglob("*") if path.is_file() and selector(path))
+        self.copied.append(sorted(path.name for path in files))
+
+    def should_preempt(self) -> bool:
+        if self.ranks.rank != 0:
+            raise RuntimeError("only the chief may ask")  # PreemptMode.ChiefOnly
+        self.asked += 1
+        return self.wants_stop
+
+    def on(self) -> None:
+        self.profiling = True
+
+    @contextmanager
+    def store_path(self, metadata: dict[str, Any], *, shard: bool) -> Iterator[tuple[Path, str]]:
+        storage_id = self.ranks.broadcast(str(uuid.uuid4()))
+        own = self.folder / storage_id if self.direct else self.folder / f"{storage_id}-of-{self.ranks.rank}"
+        own.mkdir(parents=True, exist_ok=True)
+        yield own, storage_id
+        if not self.direct and any(own.iterdir()):
+            own.rename(self.folder / storage_id)
+        everyone = self.ranks.allgather(metadata)
+        if any(other != metadata for other in everyone):
+            raise RuntimeError("ranks disagree about the metadata")
+        if self.ranks.rank == 0:
+            self.reported.append({"uuid": storage_id, "metadata": metadata})
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        if not (self.folder / storage_id).is_dir():
+            raise FileNotFoundError(storage_id)
+        yield self.folder / storage_id
+
+
+class Claims:
+    """First come, first served, among threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[str] = set()
+
+    def __call__(self, name: str) -> bool:
+        with self._lock:
+            first = name not in self._taken
+            self._taken.add(name)
+            return first

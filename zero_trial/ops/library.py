@@ -14,12 +14,13 @@ All tensors of a call have the same number of elements; a ConfigError says which
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError, KernelUnavailable
-from zero_trial.ops import plain
+from zero_trial.ops import cuda, many, plain
 from zero_trial.ops._native import CALL, NONE, TYPES, Native, backend
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -195,13 +196,20 @@ def _register() -> torch.library.Library:
     """The library object: its registrations last as long as it lives."""
     library = torch.library.Library("zero_trial", "DEF")
     cpu = {"adam_": adam_, "lion_": lion_, "adagrad_": adagrad_, "sgd_": sgd_, "square_sum": square_sum}
-    for name, schema in SCHEMAS.items():
+    in_turn = {
+        f"{name[:-1]}_many_": partial(getattr(many, f"{name[:-1]}_many_"), step)
+        for name, step in cpu.items()
+        if name != "square_sum"
+    }
+    fakes = {
+        "square_sum": lambda x: x.new_empty((), dtype=torch.float64),
+        "lamb_moments_": lambda p, *_: p[0].new_empty((2, len(p)), dtype=torch.float64),
+    }
+    for name, schema in (SCHEMAS | many.SCHEMAS).items():
         library.define(name + schema)
-        library.impl(name, getattr(plain, name), "CUDA")
-        library.impl(name, cpu[name], "CPU")
-        if name != "square_sum":
-            torch.library.register_fake(f"zero_trial::{name}", lambda *_: None, lib=library)
-    torch.library.register_fake("zero_trial::square_sum", lambda x: x.new_empty((), dtype=torch.float64), lib=library)
+        library.impl(name, getattr(cuda, name), "CUDA")
+        library.impl(name, (cpu | in_turn).get(name) or getattr(many, name), "CPU")
+        torch.library.register_fake(f"zero_trial::{name}", fakes.get(name, lambda *_: None), lib=library)
     return library
 
 

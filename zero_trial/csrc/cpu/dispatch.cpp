@@ -123,6 +123,19 @@ ZT_EXPORT void zt_sgd(const ZtCall* c) {  // x: momentum; y: the gradient's shar
   step(&ZtKernels::sgd, *c, op);
 }
 
+// One level of sums of zt_sums.h, in place; returns how many are left.
+static long sum_level(double* x, long n) {
+  const long chunks = (n + kSumsPerChunk - 1) / kSumsPerChunk;
+  for (long c = 0; c < chunks; ++c) {
+    double lane[kLanes] = {0.0};
+    const long begin = c * kSumsPerChunk, end = least(n, begin + kSumsPerChunk);
+    for (long i = begin; i < end; ++i) lane[(i - begin) % kLanes] += x[i];
+    zt_fold(lane);
+    x[c] = lane[0];
+  }
+  return chunks;
+}
+
 // Sum of the squares of x in double; not finite if and only if an element is not. Returns 0, or 1 without memory.
 ZT_EXPORT int zt_square_sum(int isa, int threads, long n, const void* x, int type, double* out) {
   const long chunks = (n + kElementsPerChunk - 1) / kElementsPerChunk;
@@ -133,9 +146,9 @@ ZT_EXPORT int zt_square_sum(int isa, int threads, long n, const void* x, int typ
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (long c = 0; c < chunks; ++c)
     partial[c] = table->square_sum(x, type, c * kElementsPerChunk, least(n, (c + 1) * kElementsPerChunk));
-  double total = 0.0;
-  for (long c = 0; c < chunks; ++c) total += partial[c];
+  long left = chunks;
+  while (left > 1) left = sum_level(partial, left);
+  *out = left ? partial[0] : 0.0;
   free(partial);
-  *out = total;
   return 0;
 }

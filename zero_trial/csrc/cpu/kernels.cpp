@@ -96,9 +96,7 @@ void run(const ZtShard& s, const Op& op, long begin, long end) {
 #endif
 }
 
-// Squares of floats are exact in double, and the order of the additions is fixed: 32 lanes, then a tree.
-const int kLanes = 32;
-
+// In the order of zt_sums.h.
 template <class Load>
 double chunk_square_sum(long begin, long end, Load load) {
   alignas(64) double lane[kLanes] = {0.0};
@@ -112,8 +110,7 @@ double chunk_square_sum(long begin, long end, Load load) {
     const double x = (double)load(i + j);
     lane[j] += x * x;
   }
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
+  zt_fold(lane);
   return lane[0];
 }
 

@@ -3,6 +3,7 @@
 #define ZT_KERNELS_H
 
 #include "../include/zt_optimizers.h"
+#include "../include/zt_sums.h"
 
 enum ZtType { kNone = -1, kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -18,7 +19,7 @@ struct ZtShard {
   bool stream;  // write `out` past the caches
 };
 
-enum { kElementsPerTile = 64, kElementsPerChunk = 16384 };
+enum { kElementsPerTile = 64 };
 
 struct ZtKernels {
   void (*adam)(const ZtShard&, const ZtAdam&, long begin, long end);

@@ -7,8 +7,10 @@
 
 #if defined(__CUDACC__)
 #define ZT_FN static __device__ __forceinline__
+#define ZT_METHOD __device__ __forceinline__
 #else
 #define ZT_FN static inline __attribute__((always_inline))
+#define ZT_METHOD inline __attribute__((always_inline))
 #endif
 
 typedef unsigned short zt_u16;

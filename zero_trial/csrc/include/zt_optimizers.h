@@ -9,12 +9,6 @@
 
 #include "zt_common.h"
 
-#if defined(__CUDACC__)
-#define ZT_METHOD __device__ __forceinline__
-#else
-#define ZT_METHOD inline __attribute__((always_inline))
-#endif
-
 // Kingma & Ba 2015, Algorithm 1; decoupled decay: Loshchilov & Hutter 2019, Algorithm 2.
 struct ZtAdam {
   static const int kStates = 2;

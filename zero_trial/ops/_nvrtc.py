@@ -1,0 +1,144 @@
+"""NVRTC, the CUDA compiler that comes as a library: found, opened by ctypes, and asked for machine code. Needs no GPU and no driver."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_trial.errors import KernelUnavailable
+
+MAJORS = (13, 12)
+# Where pip packages put it: CUDA 13's, CUDA 12's, and torch's own wheels with everything in one folder.
+PACKAGE_FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "torch/lib")
+SYSTEM_FOLDERS = ("/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
+LOG_LINES = 6
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is compiled for: an architecture's machine code, or PTX that the driver finishes. ``arch`` 90 is sm_90."""
+
+    arch: int
+    ptx: bool = False
+
+    @property
+    def option(self) -> str:
+        return f"--gpu-architecture={'compute' if self.ptx else 'sm'}_{self.arch}"
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """An opened library. ``archs`` are those it makes machine code for."""
+
+    library: ctypes.CDLL
+    path: str
+    version: tuple[int, int]
+    archs: tuple[int, ...]
+
+    def target(self, arch: int) -> Target:
+        """The device's own architecture, or PTX for the highest known below it. Raises KernelUnavailable below all."""
+        if arch in self.archs:
+            return Target(arch)
+        below = [known for known in self.archs if known < arch]
+        if not below:
+            raise KernelUnavailable(
+                f"NVRTC {self.version[0]}.{self.version[1]} does not compile for this device",
+                got=f"compute capability {arch // 10}.{arch % 10}",
+                expected=f"{min(self.archs) // 10}.{min(self.archs) % 10} or newer",
+            )
+        return Target(max(below), ptx=True)
+
+    def compile(
+        self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str], target: Target
+    ) -> bytes:
+        """Machine code or PTX of one source. Raises KernelUnavailable with the compiler's first complaints."""
+        program = ctypes.c_void_p()
+        texts = [text.encode() for text in headers.values()]
+        names = [header.encode() for header in headers]
+        create = self.library.nvrtcCreateProgram(
+            *(ctypes.byref(program), source.encode(), name.encode(), len(headers)),
+            *((ctypes.c_char_p * len(texts))(*texts), (ctypes.c_char_p * len(names))(*names)),
+        )
+        self._check(create, f"{name}: no program")
+        try:
+            given = [option.encode() for option in (*options, target.option)]
+            status = self.library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
+            if status:
+                raise KernelUnavailable(f"{name} does not compile: {first_lines(self._text('ProgramLog', program))}")
+            return self._bytes("PTX" if target.ptx else "CUBIN", program)
+        finally:
+            self.library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _text(self, what: str, program: ctypes.c_void_p) -> str:
+        return self._bytes(what, program).rstrip(b"\0").decode(errors="replace")
+
+    def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"no {what}")
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.library, f"nvrtcGet{what}")(program, buffer), f"no {what}")
+        return buffer.raw
+
+    def _check(self, status: int, where: str) -> None:
+        if status:
+            said = self.library.nvrtcGetErrorString(status).decode(errors="replace")
+            raise KernelUnavailable(f"NVRTC {self.path}: {where}: {said}")
+
+
+def first_lines(log: str) -> str:
+    """The complaints of a compiler's log, in one line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return "; ".join((errors or lines)[:LOG_LINES]) or "no reason given"
+
+
+def places(folders: Sequence[str]) -> Iterator[str]:
+    """Where the library may lie, best first: with the packages on ``folders``, on the loader's own paths, in CUDA's folders."""
+    for folder in folders:
+        for below in PACKAGE_FOLDERS:
+            for major in MAJORS:
+                found = sorted(glob.glob(str(Path(folder) / below / f"libnvrtc*.so.{major}*")))
+                yield from (path for path in found if "builtins" not in path and ".alt." not in path)
+    yield from (f"libnvrtc.so.{major}" for major in MAJORS)
+    for system in SYSTEM_FOLDERS:
+        for major in MAJORS:
+            yield from sorted(glob.glob(f"{system}/libnvrtc.so.{major}"), reverse=True)
+
+
+def open_nvrtc(folders: Sequence[str] | None = None) -> Nvrtc:
+    """The first NVRTC that opens. Raises KernelUnavailable where there is none."""
+    for place in places(sys.path if folders is None else folders):
+        try:
+            for companion in glob.glob(str(Path(place).parent / "libnvrtc-builtins.so*")):
+                ctypes.CDLL(companion)  # NVRTC asks for it by name alone, and packages lie on no path of the loader
+            return _typed(ctypes.CDLL(place), place)
+        except (OSError, AttributeError):
+            continue
+    raise KernelUnavailable(
+        "no NVRTC: libnvrtc is neither among the Python packages nor on the system's paths",
+        fix="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12.",
+    )
+
+
+def _typed(library: ctypes.CDLL, path: str) -> Nvrtc:
+    pointer, size, text = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t), ctypes.c_char_p
+    library.nvrtcGetErrorString.restype = text
+    library.nvrtcCreateProgram.argtypes = [
+        *(ctypes.POINTER(pointer), text, text, ctypes.c_int),
+        *(ctypes.POINTER(text), ctypes.POINTER(text)),
+    ]
+    library.nvrtcCompileProgram.argtypes = [pointer, ctypes.c_int, ctypes.POINTER(text)]
+    library.nvrtcDestroyProgram.argtypes = [ctypes.POINTER(pointer)]
+    for what in ("ProgramLog", "PTX", "CUBIN"):
+        getattr(library, f"nvrtcGet{what}Size").argtypes = [pointer, size]
+        getattr(library, f"nvrtcGet{what}").argtypes = [pointer, text]
+    major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    archs = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(archs)
+    return Nvrtc(library, path, (major.value, minor.value), tuple(archs))

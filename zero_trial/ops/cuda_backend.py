@@ -1,0 +1,149 @@
+"""Which CUDA kernels this process can run, and why not where it cannot: compiled by NVRTC at first use, cached, launched by the driver.
+
+``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that cannot be had is said once and
+stays plain torch for the rest of the process; with ``native`` it is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _build, _nvrtc, cuda_kernels
+from zero_trial.ops._native import VARIABLE
+from zero_trial.ops._nvrtc_cache import KernelCache
+from zero_trial.ops.cuda_driver import Driver, open_driver
+from zero_trial.ops.cuda_kernels import Kernel
+
+log = logging.getLogger("zero_trial")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a launch must know of a device; ``arch`` is 90 for compute capability 9.0."""
+
+    index: int
+    arch: int
+    multiprocessors: int
+
+
+@dataclass
+class Cuda:
+    """An opened driver with a compiler behind it. ``refused``: kernels that could not be had, and why."""
+
+    driver: Driver
+    image: Callable[[Kernel, int], bytes]  # of a kernel for an architecture
+    device: Callable[[torch.device], Device]
+    stream: Callable[[torch.device], int]
+    strict: bool = False
+    description: str = "native"
+    refused: dict[Kernel, str] = field(default_factory=dict)
+    _functions: dict[tuple[Kernel, int], int] = field(default_factory=dict)
+
+    def has(self, kernel: Kernel, where: torch.device) -> bool:
+        """Whether the kernel can be launched there; compiled and loaded if it was not. Raises KernelUnavailable where ``strict``."""
+        device = self.device(where)
+        if kernel in self.refused:
+            return False
+        if (kernel, device.index) not in self._functions:
+            try:
+                image = self.image(kernel, device.arch)
+                self._functions[kernel, device.index] = self.driver.function(image, kernel.entry, device.index)
+            except KernelUnavailable as trouble:
+                if self.strict:
+                    raise
+                self.refused[kernel] = trouble.what
+                log.warning("CUDA kernel %s runs as plain torch: %s", kernel.name, trouble.what)
+                return False
+        return True
+
+    def launch(self, kernel: Kernel, where: torch.device, blocks: int, arguments: bytes) -> None:
+        """Onto torch's current stream of that device. ``has`` must have said yes."""
+        device = self.device(where)
+        function = self._functions[kernel, device.index]
+        self.driver.launch(function, device.index, max(1, blocks), self.stream(where), arguments)
+
+
+@dataclass(frozen=True)
+class CudaBackend:
+    """What runs the ops on CUDA: ``cuda``, or plain torch because of ``why``."""
+
+    cuda: Cuda | None
+    why: str = ""
+
+    def describe(self) -> str:
+        if self.cuda is None:
+            return f"plain torch ({self.why})"
+        refused = f"; plain torch for {len(self.cuda.refused)} kernels" if self.cuda.refused else ""
+        return self.cuda.description + refused
+
+
+@cache
+def cuda_backend() -> CudaBackend:
+    """What this process runs on CUDA: chosen at the first call; kernels are compiled when they are first needed."""
+    return choose(os.environ, torch.cuda.is_available())
+
+
+def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
+    """Raises KernelUnavailable where there is a device, ``native`` is asked for, and it cannot be had."""
+    wanted = environ.get(VARIABLE) or "auto"
+    if wanted == "reference":
+        return CudaBackend(None, f"{VARIABLE}=reference")
+    if not device_present:
+        return CudaBackend(None, "no CUDA device")
+    try:
+        return CudaBackend(open_cuda(environ, strict=wanted == "native"))
+    except KernelUnavailable as trouble:
+        if wanted == "native":
+            raise KernelUnavailable(
+                "the CUDA kernels cannot be used",
+                where=f"{VARIABLE}=native",
+                got=trouble.what,
+                fix=trouble.fix or "Mend this, or set it to auto.",
+            ) from trouble
+        log.warning("CUDA kernels run as plain torch: %s", trouble.what)
+        return CudaBackend(None, trouble.what)
+
+
+def open_cuda(environ: Mapping[str, str], *, strict: bool) -> Cuda:
+    """The driver and NVRTC of this machine. Raises KernelUnavailable."""
+    driver, nvrtc = open_driver(), _nvrtc.open_nvrtc()
+    try:
+        kept = KernelCache(_build.cache_folder(environ))
+    except RuntimeError:  # no home
+        kept = KernelCache(None)
+    version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
+    return Cuda(
+        driver,
+        lambda kernel, arch: compiled(kernel, nvrtc, nvrtc.target(arch), kept),
+        device_of,
+        lambda where: int(torch.cuda.current_stream(where).cuda_stream),
+        strict,
+        f"native ({version}, kept in {kept.folder or 'memory'})",
+    )
+
+
+def compiled(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:
+    """Machine code or PTX of a kernel, from the cache or the compiler. Raises KernelUnavailable."""
+    key = cuda_kernels.key(kernel, f"NVRTC {nvrtc.version}", target.option)
+    return kept.get(
+        key,
+        lambda: nvrtc.compile(
+            kernel.source, cuda_kernels.source_of(kernel), cuda_kernels.headers(), kernel.options, target
+        ),
+    )
+
+
+@cache
+def device_of(where: torch.device) -> Device:
+    """Facts of a CUDA device; one without a number is the current one and must not be asked for."""
+    if where.index is None:
+        raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
+    properties = torch.cuda.get_device_properties(where)
+    return Device(where.index, 10 * properties.major + properties.minor, properties.multi_processor_count)

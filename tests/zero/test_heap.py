@@ -15,13 +15,13 @@ PAGES = (8 << 20) // resource.getpagesize()
 
 
 def faults_of_reviving(keep: bool) -> int:
-    """Minor page faults of freeing and reviving an 8 MiB storage ten times."""
+    """Minor page faults of freeing and reviving an 8 MiB storage forty times."""
     if keep:
         keep_freed_memory()
     buffer = torch.zeros(2 << 20)
     storage = buffer.untyped_storage()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
+    for _ in range(40):
         storage.resize_(0)
         storage.resize_(8 << 20)
         buffer.fill_(1.0)
@@ -34,4 +34,4 @@ def test_reviving_a_buffer_costs_no_page_faults() -> None:
         kept = pool.apply(faults_of_reviving, (True,))
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
-    assert kept < 4 * PAGES  # the first may, until the block lies in the heap; if all ten did it would be 10 * PAGES
+    assert kept < 20 * PAGES  # the first few may, until the block has found its place in the heap; if all did it would be 40 * PAGES

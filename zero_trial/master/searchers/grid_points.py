@@ -14,6 +14,9 @@ from zero_trial.master.searchers.sampling import is_const
 
 Path = tuple[str, ...]
 
+MOST_POINTS = 1_000_000
+"""A grid that is larger than this is a slip: it would not end, and its axes would fill the memory."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -24,16 +27,21 @@ class Grid:
 
     @classmethod
     def of(cls, space: Mapping[str, Any]) -> Grid:
-        """Raises ConfigError for a range without a count."""
+        """Raises ConfigError for a range without a count, and for a grid of more than ``MOST_POINTS``."""
         found: list[tuple[Path, tuple[Any, ...]]] = []
         _collect(space, (), found)
-        return cls(space, tuple(found))
+        grid = cls(space, tuple(found))
+        if grid.size > MOST_POINTS:
+            raise ConfigError("the grid has too many points", got=grid.size, expected=f"at most {MOST_POINTS}")
+        return grid
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """How many points there are."""
         return math.prod(len(values) for _, values in self.axes)
 
     def point(self, number: int) -> dict[str, Any]:
-        """The hyperparameters of point ``number``, 0 to len - 1."""
+        """The hyperparameters of point ``number``, 0 to size - 1."""
         chosen: dict[Path, Any] = {}
         for path, values in reversed(self.axes):
             number, index = divmod(number, len(values))
@@ -53,6 +61,8 @@ def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
     low, high, count = spec["minval"], spec["maxval"], spec["count"]
     if spec["type"] == "int":
         count = min(count, high - low + 1)
+    if count > MOST_POINTS:
+        raise ConfigError("the grid has too many points", got=count, expected=f"at most {MOST_POINTS}")
     steps = max(count - 1, 1)
     even = [(low + high) / 2] if count == 1 else [low + (high - low) * number / steps for number in range(count)]
     return tuple(_written(spec, value) for value in even)

@@ -19,18 +19,18 @@ class GridSearch(Searcher):
     def __init__(self, space: Mapping[str, Any], draws: Draws, max_concurrent: int) -> None:
         super().__init__(space, draws)
         self.grid = Grid.of(space)
-        self.max_concurrent = max_concurrent or len(self.grid)
+        self.max_concurrent = max_concurrent or self.grid.size
 
     def _first(self) -> list[Action]:
-        created = [self._next() for _ in range(min(len(self.grid), self.max_concurrent))]
+        created = [self._next() for _ in range(min(self.grid.size, self.max_concurrent))]
         return [action for actions in created for action in actions]
 
     def _next(self) -> list[Action]:
-        left = len(self.grid) - self.trials.created
+        left = self.grid.size - self.trials.created
         return [self._create(self.grid.point(left - 1))] if left else []
 
     def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
         return self._next()
 
     def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.units_done(fractions, without_invalid=False) / max(len(self.grid), 1)
+        return self.trials.units_done(fractions, without_invalid=False) / self.grid.size

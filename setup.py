@@ -13,9 +13,13 @@ EXTRAS = {
     # The cluster's own package; everything but the Determined platform works without it.
     "determined": ["determined==0.38.1"],
     "tensorboard": ["tensorboard"],
+    # Letters as images: Pillow draws them, in the fonts that come with matplotlib.
+    "images": ["matplotlib", "pillow"],
     "test": [
         "hypothesis",
+        "matplotlib",
         "mypy",
+        "pillow",
         "psutil",
         "pytest",
         "ruff",

@@ -1,0 +1,280 @@
+"""``zero-trial master``: a Determined master for this machine, brought up, looked at and taken down."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ConfigError, ZeroTrialError
+
+DOWN_SECONDS = 90.0
+
+
+class MasterError(ZeroTrialError):
+    """The master did not do what was asked."""
+
+    exit_code = 5
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb and its four words."""
+    parser = subparsers.add_parser("master", help="a Determined master for this machine, for the genuine `det` command")
+    words = parser.add_subparsers(dest="word", metavar="WORD", required=True)
+    up = words.add_parser("up", help="start it, or say where it is")
+    up.add_argument("--port", type=int, help="0: a free one (default: the one it had before, else a free one)")
+    up.add_argument("--slots", type=int, help="places for ranks (default: one per GPU, else one per core)")
+    up.add_argument("--cpu", action="store_true", help="slots are processes on the CPU, even if there are GPUs")
+    up.add_argument("--foreground", action="store_true", help="serve in this process until it is interrupted")
+    up.add_argument("--env", action="store_true", help='print shell exports only: eval "$(zero-trial master up --env)"')
+    up.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    down = words.add_parser("down", help="end it and every process of its trials; `up` goes on from their checkpoints")
+    status = words.add_parser("status", help="slots, experiments and trials")
+    logs = words.add_parser("logs", help="the master's own log")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on as it grows")
+    logs.add_argument("-n", "--tail", type=int, metavar="N", help="only the last N lines")
+    for word, handler in ((up, up_), (down, down_), (status, status_), (logs, logs_)):
+        word.add_argument("--root", type=Path, help="the master's folder (default: ~/.local/state/zero_trial/master)")
+        word.add_argument("--json", action="store_true", help="print one JSON object")
+        word.set_defaults(handler=handler)
+
+
+def default_root(env: Mapping[str, str]) -> Path:
+    """Where the master's folder is if nobody says."""
+    state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "zero_trial" / "master"
+
+
+def _home(options: argparse.Namespace) -> Any:
+    from zero_trial.master.home import Home
+
+    return Home(options.root or default_root(os.environ))
+
+
+# -- up
+
+
+def up_(options: argparse.Namespace) -> int:
+    """Start a master, unless one runs already."""
+    from zero_trial.master.agent.devices import find_devices
+
+    home = _home(options)
+    devices = find_devices(options.slots, os.environ, cpu=options.cpu)  # faults are told here, not in a log
+    if options.foreground:
+        return _serve(options, home, devices)
+    fresh = not home.locked()
+    if fresh:
+        _spawn(options, home)
+    else:
+        _wait_until_known(home)
+    _show(options, home, fresh)
+    return 0
+
+
+def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
+    from zero_trial.master.serve import Wish, serve
+
+    def ready() -> None:
+        if options.ready_fd is not None:
+            os.write(options.ready_fd, b"ready\n")
+            os.close(options.ready_fd)
+        else:
+            _show(options, home, True)
+
+    serve(Wish(home, devices, options.port, dict(os.environ)), ready)
+    return 0
+
+
+def _spawn(options: argparse.Namespace, home: Any) -> None:
+    """A process of its own that goes on when this one ends; returns when it serves."""
+    home.prepare()
+    reader, writer = os.pipe()
+    words = [sys.executable, "-m", "zero_trial.cli.main", "master", "up", "--foreground", "--root", str(home.root)]
+    words += ["--ready-fd", str(writer)]
+    words += ["--cpu"] if options.cpu else []
+    for name in ("port", "slots"):
+        value = getattr(options, name)
+        words += [f"--{name}", str(value)] if value is not None else []
+    with (home.root / "master.out").open("wb") as out:
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            pass_fds=[writer],
+            cwd=home.root,
+        )
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read()
+    if said != b"ready\n":
+        child.wait()
+        text = (home.root / "master.out").read_text(encoding="utf-8", errors="replace").strip()
+        raise MasterError(
+            "the master did not start",
+            where=str(home.root),
+            got=text.removeprefix("error   ") or f"exit code {child.returncode}",
+        )
+
+
+def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
+    """Another ``up`` may have begun a moment ago."""
+    until = time.monotonic() + seconds
+    while not home.state().get("pid") and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
+    exports = exports_of(home)
+    if options.json:
+        print(json.dumps({"root": str(home.root), "started": fresh, **home.state(), "env": exports}), flush=True)
+        return
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    if not options.env:
+        url = home.state()["url"]
+        head = f"master at {url}" + ("" if fresh else " (it was running already)")
+        lines = [
+            head,
+            "",
+            "for the det command, without a password:",
+            *(f"  {line}" for line in lines),
+            'or: eval "$(zero-trial master up --env)"',
+            f"to log in by hand: det -m {url} user login {exports['DET_USER']}, password in {home.account}",
+            "",
+            "next: det experiment create CONFIG.yaml MODEL_DIR -f | zero-trial master status | zero-trial master down",
+        ]
+    print("\n".join(lines), flush=True)
+
+
+def exports_of(home: Any) -> dict[str, str]:
+    """What the genuine ``det`` reads from its environment: address, user, and a token in place of a password."""
+    account = json.loads(home.account.read_text(encoding="utf-8"))
+    return {"DET_MASTER": home.state()["url"], "DET_USER": account["user"], "DET_USER_TOKEN": account["token"]}
+
+
+# -- down
+
+
+def down_(options: argparse.Namespace) -> int:
+    """End the master and all its trials' processes; one that is not running leaves nothing behind either."""
+    from zero_trial.master.agent.agent import end_all
+    from zero_trial.master.agent.processes import Identity
+
+    home = _home(options)
+    running = home.locked()
+    if running:
+        _wait_until_known(home)
+        state = home.state()
+        identity = Identity(state["pid"], state["start"])
+        identity.send(signal.SIGTERM)
+        until = time.monotonic() + DOWN_SECONDS
+        while identity.alive and time.monotonic() < until:
+            time.sleep(0.05)
+        identity.send(signal.SIGKILL)
+    left = end_all(home) if home.allocations.is_dir() else []
+    if options.json:
+        print(json.dumps({"root": str(home.root), "was_running": running, "ended_allocations": left}))
+        return 0
+    print("master ended" if running else f"no master was running in {home.root}")
+    for name in left:
+        print(f"ended allocation {name}")
+    return 0
+
+
+# -- status
+
+
+def status_(options: argparse.Namespace) -> int:
+    """What the master has: read from its store, so that it can be asked when it is down too."""
+    home = _home(options)
+    if not home.database.exists():
+        raise ConfigError("there never was a master here", where=str(home.root), fix="zero-trial master up")
+    facts = _facts(home)
+    print(json.dumps(facts) if options.json else "\n".join(_text(facts)))
+    return 0
+
+
+def _facts(home: Any) -> dict[str, Any]:
+    from zero_trial.master.store import Database, experiments, trials
+
+    running = home.locked()
+    database = Database(home.database)
+    try:
+        with database.reading() as connection:
+            known = experiments.all_(connection)
+            runs = trials.allocations(connection)
+            live = {item.id: trials.of_experiment(connection, item.id, derived=True) for item in known}
+    finally:
+        database.close()
+    return {
+        "running": running,
+        "url": home.state().get("url"),
+        "root": str(home.root),
+        "slots_used": sum(len(run.slots) for run in runs),
+        "queued": sum(run.state.value == "QUEUED" for run in runs),
+        "experiments": [
+            {
+                "id": item.id,
+                "name": item.name,
+                "state": item.shown_state,
+                "progress": item.progress,
+                "trials": _counts(live[item.id]),
+                "pruned": item.pruned_trials,
+                "best": item.best_metric,
+            }
+            for item in known
+            if not item.archived
+        ],
+    }
+
+
+def _counts(trials: Sequence[Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for trial in trials:
+        found[trial.shown_state] = found.get(trial.shown_state, 0) + 1
+    return found
+
+
+def _text(facts: Mapping[str, Any]) -> list[str]:
+    head = f"master at {facts['url']}" if facts["running"] else "the master is down"
+    lines = [
+        f"{head}, root {facts['root']}",
+        f"slots in use {facts['slots_used']}, waiting for slots {facts['queued']}",
+    ]
+    for item in facts["experiments"]:
+        counts = ", ".join(f"{count} {state}" for state, count in sorted(item["trials"].items())) or "no trials"
+        progress = "" if item["progress"] is None else f" {item['progress']:.0%}"
+        best = "" if item["best"] is None else f"  best {item['best']:.6g}"
+        pruned = f"  ({item['pruned']} pruned before launch)" if item["pruned"] else ""
+        lines.append(f"  {item['id']:>4}  {item['state']}{progress}  {item['name']}  {counts}{pruned}{best}")
+    return lines
+
+
+# -- logs
+
+
+def logs_(options: argparse.Namespace) -> int:
+    """Print the master's log."""
+    home = _home(options)
+    if not home.log.exists():
+        raise ConfigError("there never was a master here", where=str(home.root), fix="zero-trial master up")
+    with home.log.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines()
+        shown = lines if options.tail is None else lines[-options.tail :] if options.tail else []
+        print(json.dumps({"lines": shown}) if options.json else "\n".join(shown), flush=True)
+        while options.follow:
+            fresh = file.read()
+            if fresh:
+                print(fresh, end="", flush=True)
+            else:
+                time.sleep(0.2)
+    return 0

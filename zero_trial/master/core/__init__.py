@@ -1,0 +1,5 @@
+"""The master's verbs: events come in, the lifecycles, the search and the scheduler say what follows, and it is written down and done."""
+
+from zero_trial.master.core.cluster import EmbeddedCluster
+
+__all__ = ["EmbeddedCluster"]

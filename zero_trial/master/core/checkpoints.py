@@ -1,0 +1,104 @@
+"""The verbs of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zero_trial.master.agent import storage
+from zero_trial.master.core.hub import Hub
+from zero_trial.master.records import Checkpoint, CheckpointState
+from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.master.verbs import Conflict, NotFound, Unsupported
+
+
+class Checkpoints:
+    """See verbs.CheckpointVerbs."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def get(self, uuid: str) -> Checkpoint:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            found = checkpoints.get(connection, uuid)
+        if found is None:
+            raise NotFound(f"checkpoint {uuid} not found")
+        return found
+
+    def directory(self, uuid: str) -> Path:
+        """See verbs."""
+        base = self._base(self.get(uuid))
+        folder = storage.folder_of(base, uuid)
+        if folder is None:
+            raise NotFound(f"the files of checkpoint {uuid} are gone")
+        return folder
+
+    def report(self, checkpoint: Checkpoint) -> None:
+        """See verbs."""
+        with self._hub.change() as change:
+            run = trials.allocation(change.connection, checkpoint.allocation_id)
+            if run is None:
+                raise NotFound(f"allocation {checkpoint.allocation_id} not found")
+            known = checkpoints.get(change.connection, checkpoint.uuid, derived=False)
+            if known is not None and known.trial_id != run.trial_id:
+                raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
+            steps = int(checkpoint.metadata.get("steps_completed") or 0)
+            stored = replace(
+                checkpoint,
+                trial_id=run.trial_id,
+                experiment_id=run.experiment_id,
+                task_id=run.task_id,
+                reported=checkpoint.reported or change.now,
+                size=sum(checkpoint.resources.values()),
+                steps_completed=steps,
+            )
+            checkpoints.put(change.connection, stored)
+            if stored.state is CheckpointState.COMPLETED:
+                trials.change(change.connection, run.trial_id, latest_checkpoint=stored.uuid)
+
+    def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
+        """See verbs."""
+        with self._hub.change() as change:
+            if checkpoints.get(change.connection, uuid, derived=False) is None:
+                raise NotFound(f"checkpoint {uuid} not found")
+            state = CheckpointState.PARTIALLY_DELETED if resources else CheckpointState.DELETED
+            size = sum(resources.values())
+            checkpoints.change(change.connection, uuid, resources=dict(resources), size=size, state=state)
+
+    def delete(self, uuids: Sequence[str]) -> None:
+        """See verbs."""
+        with self._hub.change() as change:
+            for uuid in uuids:
+                found = checkpoints.get(change.connection, uuid, derived=False)
+                if found is None:
+                    raise NotFound(f"checkpoint {uuid} not found")
+                trial = None if found.trial_id is None else trials.get(change.connection, found.trial_id)
+                if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
+                    raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
+            checkpoints.doom(change.connection, uuids)
+            change.chores = True
+
+    def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
+        """See verbs."""
+        if not globs or list(globs) == ["**/*"]:
+            self.delete(uuids)
+            return
+        for uuid, base in [
+            (uuid, self._base(self.get(uuid))) for uuid in uuids
+        ]:  # all are looked up before any is touched
+            self.patch_resources(uuid, storage.delete_matching(base, uuid, globs))
+
+    def _base(self, checkpoint: Checkpoint) -> Path:
+        with self._hub.database.reading() as connection:
+            number = checkpoint.experiment_id
+            experiment = None if number is None else experiments.get(connection, number, derived=False)
+        base = None if experiment is None else storage.base_of(experiment.config)
+        if base is None:
+            raise Unsupported(
+                "the storage of this checkpoint is not on this machine's disk",
+                where=checkpoint.uuid,
+                expected="checkpoint_storage of type shared_fs or directory",
+            )
+        return base

@@ -1,0 +1,377 @@
+"""The verbs of experiments."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from zero_trial.errors import ConfigError
+from zero_trial.master import expconf
+from zero_trial.master.agent import storage
+from zero_trial.master.core.change import Begun, Change
+from zero_trial.master.core.collect import superfluous
+from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.search import new_searcher, read_context
+from zero_trial.master.lifecycle import experiment as life
+from zero_trial.master.lifecycle import trial as trial_life
+from zero_trial.master.records import Checkpoint, Experiment, ExperimentState, Trial, TrialState
+from zero_trial.master.searchers import Create
+from zero_trial.master.store import checkpoints, experiments, trials
+from zero_trial.master.verbs import (
+    Conflict,
+    Created,
+    ExperimentPatch,
+    GcPolicy,
+    Invalid,
+    NewExperiment,
+    NotFound,
+    Unsupported,
+)
+
+_NAME_BYTES = 4
+_GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
+
+
+class Experiments:
+    """See verbs.ExperimentVerbs."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    # -- creation
+
+    def create(self, new: NewExperiment) -> Created:
+        """See verbs."""
+        if new.template is not None:
+            raise Unsupported(
+                "this master keeps no templates",
+                where="template",
+                got=new.template,
+                fix="Put its keys into the experiment's file.",
+            )
+        done = self._complete(new.config_text)
+        warnings = (*done.warnings, *self._check_machine(done.config))
+        self._check_sources(new, done.config)
+        context = read_context(new.context)
+        draft = self._draft(new, done.config)
+        if new.validate_only:
+            return Created(draft, warnings)
+        del context  # it can be read: that was the question
+        with self._hub.change() as change:
+            number = experiments.add(change.connection, draft, new.context)
+            change.search(Begun(number))
+        return Created(self.get(number), warnings)
+
+    def _complete(self, text: str) -> expconf.CompletedConfig:
+        section = {"type": "shared_fs", "host_path": str(self._hub.home.storage)}
+        defaults = expconf.ClusterDefaults(
+            checkpoint_storage=section,
+            name=f"experiment-{secrets.token_hex(_NAME_BYTES)}",
+            experiment_seed=secrets.randbelow(1 << 31),
+        )
+        try:
+            return expconf.complete(text, defaults)
+        except expconf.InvalidExperiment as error:
+            raise Invalid("\n".join(error.messages)) from error
+        except ConfigError as error:
+            raise Invalid(str(error)) from error
+
+    def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
+        """Refuse what can never run here; warn of what runs differently."""
+        resources = config.get("resources") or {}
+        wanted, there = resources.get("slots_per_trial"), self._hub.devices.count
+        if wanted is not None and wanted > there:
+            raise Invalid(
+                "the experiment needs more slots than this machine has",
+                where="resources.slots_per_trial",
+                got=wanted,
+                expected=f"at most {there}",
+                fix="Ask for fewer, or start the master with more: zero-trial master up --slots N.",
+            )
+        limit = resources.get("max_slots")
+        if limit is not None and wanted is not None and limit < wanted:
+            raise Invalid(
+                "max_slots is less than one trial needs",
+                where="resources.max_slots",
+                got=limit,
+                expected=f"at least {wanted}",
+            )
+        warnings = []
+        if config.get("bind_mounts"):
+            warnings.append(
+                "bind_mounts are not applied: trials run directly on this machine and see its files where they are"
+            )
+        if storage.base_of(config) is None:
+            kind = (config.get("checkpoint_storage") or {}).get("type")
+            warnings.append(f"checkpoints in storage of type {kind} are not garbage-collected by this master")
+        return warnings
+
+    def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
+        """Whatever the new experiment goes on from has to be there."""
+        searcher = config.get("searcher") or {}
+        with self._hub.database.reading() as connection:
+            if new.parent_id is not None and experiments.get(connection, new.parent_id, derived=False) is None:
+                raise NotFound(f"parent experiment {new.parent_id} not found")
+            source = searcher.get("source_trial_id")
+            if source is not None and trials.get(connection, int(source)) is None:
+                raise Invalid("there is no such trial", where="searcher.source_trial_id", got=source)
+            saved = searcher.get("source_checkpoint_uuid")
+            if saved is not None and checkpoints.get(connection, str(saved), derived=False) is None:
+                raise Invalid("there is no such checkpoint", where="searcher.source_checkpoint_uuid", got=saved)
+
+    def _draft(self, new: NewExperiment, config: Mapping[str, Any]) -> Experiment:
+        return Experiment(
+            id=0,
+            state=ExperimentState.ACTIVE if new.activate else ExperimentState.PAUSED,
+            config=config,
+            original_config=new.config_text,
+            owner=new.owner,
+            job_id=str(uuid.uuid4()),
+            created=self._hub.clock(),
+            parent_id=new.parent_id,
+            name=str(config.get("name") or ""),
+            description=str(config.get("description") or ""),
+            labels=tuple(config.get("labels") or ()),
+        )
+
+    # -- reading
+
+    def get(self, experiment_id: int) -> Experiment:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            found = experiments.get(connection, experiment_id)
+        if found is None:
+            raise NotFound(f"experiment {experiment_id} not found")
+        return found
+
+    def all(self) -> list[Experiment]:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            return experiments.all_(connection)
+
+    def context(self, experiment_id: int) -> bytes:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            found = experiments.context(connection, experiment_id)
+        if found is None:
+            raise NotFound(f"experiment {experiment_id} not found")
+        return found
+
+    def trials(self, experiment_id: int) -> list[Trial]:
+        """See verbs."""
+        self._exists(experiment_id)
+        with self._hub.database.reading() as connection:
+            return trials.of_experiment(connection, experiment_id, derived=True)
+
+    def checkpoints(self, experiment_id: int) -> list[Checkpoint]:
+        """See verbs."""
+        self._exists(experiment_id)
+        with self._hub.database.reading() as connection:
+            return checkpoints.of_experiment(connection, experiment_id)
+
+    def best_searcher_metric(self, experiment_id: int) -> float | None:
+        """See verbs."""
+        return self.get(experiment_id).best_metric
+
+    def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
+        """See verbs."""
+        config = self.get(experiment_id).config
+        smaller = experiments.smaller_is_better(config)
+        return superfluous(self.checkpoints(experiment_id), policy, smaller_is_better=smaller)
+
+    def _exists(self, experiment_id: int) -> None:
+        with self._hub.database.reading() as connection:
+            if experiments.get(connection, experiment_id, derived=False) is None:
+                raise NotFound(f"experiment {experiment_id} not found")
+
+    # -- running
+
+    def pause(self, experiment_id: int) -> None:
+        """See verbs."""
+        self._run(experiment_id, life.Pause())
+
+    def activate(self, experiment_id: int) -> None:
+        """See verbs."""
+        self._run(experiment_id, life.Activate())
+
+    def cancel(self, experiment_id: int) -> None:
+        """See verbs."""
+        with self._hub.change() as change:
+            change.experiment(experiment_id, life.Cancel())
+
+    def kill(self, experiment_id: int) -> None:
+        """See verbs."""
+        with self._hub.change() as change:
+            change.experiment(experiment_id, life.Kill())
+
+    def _run(self, experiment_id: int, event: life.Event) -> None:
+        with self._hub.change() as change:
+            state = change.state_of(experiment_id)
+            if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
+                raise Conflict(f"experiment {experiment_id} is {state.value}", expected="ACTIVE or PAUSED")
+            change.experiment(experiment_id, event)
+
+    # -- keeping
+
+    def archive(self, experiment_id: int) -> None:
+        """See verbs."""
+        self._set_ended(experiment_id, archived=1)
+
+    def unarchive(self, experiment_id: int) -> None:
+        """See verbs."""
+        self._set_ended(experiment_id, archived=0)
+
+    def delete(self, experiment_id: int) -> None:
+        """See verbs."""
+        self._set_ended(experiment_id, state=ExperimentState.DELETING)
+        self._hub.chores.set()
+
+    def _set_ended(self, experiment_id: int, **columns: Any) -> None:
+        with self._hub.change() as change:
+            self._require_ended(change, experiment_id)
+            experiments.change(change.connection, experiment_id, **columns)
+
+    def _require_ended(self, change: Change, experiment_id: int) -> None:
+        state = change.state_of(experiment_id)
+        if not state.final or state is ExperimentState.DELETING:
+            raise Conflict(
+                f"experiment {experiment_id} is {state.value}",
+                expected="COMPLETED, CANCELED or ERROR",
+                fix="Wait for it, or kill it.",
+            )
+
+    def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
+        """See verbs."""
+        with self._hub.change() as change:
+            found = experiments.get(change.connection, experiment_id, derived=False)
+            if found is None:
+                raise NotFound(f"experiment {experiment_id} not found")
+            config = _patched(found.config, patch)
+            columns: dict[str, Any] = {"config": config}
+            for name in ("name", "description", "notes"):
+                value = getattr(patch, name)
+                if value is not None:
+                    columns[name] = value
+            if patch.labels is not None:
+                columns["labels"] = list(dict.fromkeys(patch.labels))
+            if patch.gc_policy is not None and found.state.final:
+                columns["collect"] = 1
+                change.chores = True
+            experiments.change(change.connection, experiment_id, **columns)
+            change.queue_changed = True
+        return self.get(experiment_id)
+
+    def resume_ended(self, experiment_id: int, override_config: str) -> Created:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            found = experiments.get(connection, experiment_id, derived=False)
+            known = trials.of_experiment(connection, experiment_id)
+        if found is None:
+            raise NotFound(f"experiment {experiment_id} not found")
+        override = _mapping(override_config)
+        done = self._complete(yaml.safe_dump(_merged(dict(found.config), override)))
+        self._check_machine(done.config)
+        if (
+            done.config["searcher"]["name"] != "single"
+            or found.config["searcher"]["name"] != "single"
+            or len(known) != 1
+        ):
+            raise Unsupported(
+                "only an experiment of the searcher `single` can be continued",
+                got=found.config["searcher"]["name"],
+                fix="Create a new experiment from its checkpoint: searcher.source_checkpoint_uuid.",
+            )
+        with self._hub.change() as change:
+            self._require_ended(change, experiment_id)
+            self._revive(change, experiment_id, done.config, known[0].id)
+        return Created(self.get(experiment_id), tuple(done.warnings))
+
+    def _revive(self, change: Change, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
+        """The same trial under a search that has just begun."""
+        self._hub.forget(experiment_id)
+        searcher = new_searcher(config)
+        first = next(action for action in searcher.start() if isinstance(action, Create))
+        experiments.change(
+            change.connection,
+            experiment_id,
+            state=ExperimentState.ACTIVE,
+            config=config,
+            ended=None,
+            archived=0,
+            collect=0,
+            progress=0.0,
+            error="",
+            snapshot=searcher.snapshot(),
+        )
+        trials.change(
+            change.connection,
+            trial_id,
+            state=TrialState.PAUSED,
+            request_id=first.request_id,
+            hparams=first.hparams,
+            ended=None,
+            restarts=0,
+            progress=0.0,
+            early_exit="",
+            reason="",
+            pruned=0,
+        )
+        change.trial(trial_id, trial_life.Start())
+
+
+def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any]:
+    """The config with the patch in it, so that trials to come see it."""
+    merged = dict(config)
+    if patch.name is not None:
+        merged["name"] = patch.name
+    if patch.description is not None:
+        merged["description"] = patch.description
+    if patch.labels is not None:
+        merged["labels"] = list(dict.fromkeys(patch.labels))
+    if patch.resources is not None:
+        merged["resources"] = {**(config.get("resources") or {}), **_checked(patch.resources)}
+    if patch.gc_policy is not None:
+        counts = {key: getattr(patch.gc_policy, key) for key in _GC_KEYS}
+        merged["checkpoint_storage"] = {**(config.get("checkpoint_storage") or {}), **counts}
+    return merged
+
+
+def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:
+    known = {"max_slots": int, "weight": float, "priority": int}
+    values: dict[str, Any] = {}
+    for key, value in resources.items():
+        if key not in known:
+            raise Invalid("cannot be changed", where=f"resources.{key}", expected=", ".join(known))
+        if value is None and key != "max_slots":
+            raise Invalid("needs a value", where=f"resources.{key}")
+        if value is not None and value < 0:
+            raise Invalid("must not be negative", where=f"resources.{key}", got=value)
+        if key == "priority" and value is not None and not 1 <= value <= 99:
+            raise Invalid("is out of range", where="resources.priority", got=value, expected="1 to 99")
+        values[key] = None if value is None else known[key](value)
+    return values
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text) if text.strip() else {}
+    except yaml.YAMLError as error:
+        raise Invalid("not readable as YAML", where="overrideConfig", got=" ".join(str(error).split())) from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Invalid("not a mapping", where="overrideConfig", got=type(value).__name__)
+    return value
+
+
+def _merged(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Maps united, everything else replaced."""
+    merged = dict(under)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,125 @@
+"""The verbs of the machine and its queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero_trial.master import scheduler
+from zero_trial.master.core.change import waiting
+from zero_trial.master.core.hub import Hub
+from zero_trial.master.records import (
+    Agent,
+    Allocation,
+    AllocationState,
+    Experiment,
+    ExperimentState,
+    Job,
+    MasterInfo,
+    ResourcePool,
+    Slot,
+)
+from zero_trial.master.store import accounts, experiments, trials
+from zero_trial.master.verbs import NotFound
+
+POOL = "default"
+_LIVE = (
+    ExperimentState.ACTIVE,
+    ExperimentState.PAUSED,
+    ExperimentState.STOPPING_COMPLETED,
+    ExperimentState.STOPPING_CANCELED,
+    ExperimentState.STOPPING_KILLED,
+    ExperimentState.STOPPING_ERROR,
+)
+
+
+class Machine:
+    """See verbs.MachineVerbs."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    def info(self) -> MasterInfo:
+        """See verbs."""
+        return self._hub.info
+
+    def log_file(self) -> Path:
+        """See verbs."""
+        return self._hub.home.log
+
+    def slots(self) -> list[Slot]:
+        """See verbs."""
+        devices = self._hub.devices
+        with self._hub.database.reading() as connection:
+            holders = {slot: run.id for run in trials.allocations(connection) for slot in run.slots}
+            off = accounts.disabled_slots(connection)
+        return [
+            Slot(
+                number=number,
+                device_type=devices.kind,
+                name=f"GPU {devices.gpus[number]}" if devices.gpus else f"CPU process {number}",
+                uuid=f"{devices.kind}-{number}",
+                allocation_id=holders.get(number),
+                enabled=number not in off,
+            )
+            for number in range(devices.count)
+        ]
+
+    def agents(self) -> list[Agent]:
+        """See verbs."""
+        return [Agent(self._hub.agent_id, tuple(self.slots()), self._hub.began, POOL, self._hub.info.version)]
+
+    def set_slot_enabled(self, number: int, enabled: bool) -> Slot:
+        """See verbs."""
+        if not 0 <= number < self._hub.devices.count:
+            raise NotFound(f"slot {number} not found")
+        with self._hub.change() as change:
+            accounts.enable_slot(change.connection, number, enabled)
+            change.queue_changed = True
+        return self.slots()[number]
+
+    def jobs(self) -> list[Job]:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            runs = trials.allocations(connection)
+            found = [
+                experiments.get(connection, number, derived=False) for number in experiments.ids(connection, *_LIVE)
+            ]
+        there = {experiment.id: experiment for experiment in found if experiment is not None}
+        queued = [
+            waiting(run, there[run.experiment_id].config.get("resources") or {})
+            for run in runs
+            if run.state is AllocationState.QUEUED and run.experiment_id in there
+        ]
+        order = list(dict.fromkeys(item.experiment_id for item in scheduler.in_order(queued)))
+        jobs = [
+            _job(experiment, [run for run in runs if run.experiment_id == number], order)
+            for number, experiment in there.items()
+        ]
+        return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
+
+    def resource_pools(self) -> list[ResourcePool]:
+        """See verbs."""
+        slots = self.slots()
+        used = sum(slot.allocation_id is not None for slot in slots)
+        return [ResourcePool(POOL, "the slots of this machine", self._hub.devices.kind, len(slots), used)]
+
+
+def _job(experiment: Experiment, runs: list[Allocation], order: list[int]) -> Job:
+    resources = experiment.config.get("resources") or {}
+    slots = resources.get("slots_per_trial")
+    running = [run for run in runs if run.state is not AllocationState.QUEUED]
+    priority, weight = resources.get("priority"), resources.get("weight")
+    return Job(
+        id=experiment.job_id,
+        experiment_id=experiment.id,
+        name=experiment.name,
+        owner=experiment.owner,
+        submitted=experiment.created,
+        priority=42 if priority is None else int(priority),
+        weight=1.0 if weight is None else float(weight),
+        state="SCHEDULED" if running else "QUEUED",
+        requested_slots=len(runs) * (1 if slots is None else int(slots)),
+        allocated_slots=sum(len(run.slots) for run in running),
+        jobs_ahead=order.index(experiment.id) if experiment.id in order and not running else 0,
+        progress=experiment.progress,
+    )

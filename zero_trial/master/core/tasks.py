@@ -1,0 +1,142 @@
+"""The verbs of running allocations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from zero_trial.master import logs
+from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.trials import read_logs
+from zero_trial.master.lifecycle import trial as life
+from zero_trial.master.records import Allocation, AllocationState, Json, LogLine, Task, Trial
+from zero_trial.master.store import experiments, trials
+from zero_trial.master.verbs import Invalid, LogQuery, NotFound, Rendezvous
+
+_LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
+
+
+class Tasks:
+    """See verbs.TaskVerbs."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    # -- reading
+
+    def task(self, task_id: str) -> Task:
+        """See verbs."""
+        return self._task(self._trial(task_id))
+
+    def tasks(self) -> list[Task]:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            ids = dict.fromkeys(run.trial_id for run in trials.allocations(connection))
+            found = [trials.get(connection, trial_id) for trial_id in ids]
+        return [self._task(trial) for trial in found if trial is not None]
+
+    def _task(self, trial: Trial) -> Task:
+        with self._hub.database.reading() as connection:
+            experiment = experiments.get(connection, trial.experiment_id, derived=False)
+            runs = trials.allocations(connection, trial_id=trial.id)
+        if experiment is None:
+            raise NotFound(f"experiment {trial.experiment_id} not found")
+        return Task(
+            id=trial.task_id,
+            trial_id=trial.id,
+            experiment_id=trial.experiment_id,
+            name=f"Trial {trial.id} (Experiment {trial.experiment_id})",
+            owner=experiment.owner,
+            started=trial.created,
+            ended=trial.ended,
+            allocations=tuple(runs),
+        )
+
+    def allocation(self, allocation_id: str) -> Allocation:
+        """See verbs."""
+        with self._hub.database.reading() as connection:
+            found = trials.allocation(connection, allocation_id)
+        if found is None:
+            raise NotFound(f"allocation {allocation_id} not found")
+        return found
+
+    def context(self, task_id: str) -> bytes:
+        """See verbs."""
+        trial = self._trial(task_id)
+        with self._hub.database.reading() as connection:
+            return experiments.context(connection, trial.experiment_id) or b""
+
+    def rendezvous(self, allocation_id: str, resources_id: str) -> Rendezvous:
+        """See verbs."""
+        found = self.allocation(allocation_id)
+        if found.resources_id != resources_id:
+            raise NotFound(f"resources {resources_id} not found")
+        return Rendezvous(("127.0.0.1",), 0, (len(found.slots),))
+
+    def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
+        """See verbs."""
+        return read_logs(self._hub, self._trial(task_id), query)
+
+    def _trial(self, task_id: str) -> Trial:
+        with self._hub.database.reading() as connection:
+            found = trials.of_task(connection, task_id)
+        if found is None:
+            raise NotFound(f"task {task_id} not found")
+        return found
+
+    # -- what an allocation says and waits for
+
+    def preemption_signal(self, allocation_id: str, timeout: float) -> bool:
+        """See verbs."""
+        until = time.monotonic() + timeout
+        while True:
+            with self._hub.signaled:  # held while looking, so that no signal comes between the look and the wait
+                found = self.allocation(allocation_id)
+                left = until - time.monotonic()
+                if found.preempt or found.state is AllocationState.TERMINATED or left <= 0 or self._hub.closed:
+                    return found.preempt
+                self._hub.signaled.wait(min(left, _LOOK_SECONDS))
+
+    def ack_preemption(self, allocation_id: str) -> None:
+        """See verbs."""
+        with self._hub.change() as change:
+            run = trials.allocation(change.connection, allocation_id)
+            if run is None:
+                raise NotFound(f"allocation {allocation_id} not found")
+            newest = trials.newest_allocation(change.connection, run.trial_id)
+            if newest is not None and newest.id == run.id:
+                change.trial(run.trial_id, life.Acked())
+
+    def accelerator_data(self, allocation_id: str, data: Json) -> None:
+        """See verbs."""
+        self._set(allocation_id, accelerators=dict(data))
+
+    def set_ready(self, allocation_id: str) -> None:
+        """See verbs."""
+        self._set(allocation_id, ready=1)
+
+    def _set(self, allocation_id: str, **columns: object) -> None:
+        with self._hub.change() as change:
+            if trials.allocation(change.connection, allocation_id) is None:
+                raise NotFound(f"allocation {allocation_id} not found")
+            trials.change_allocation(change.connection, allocation_id, **columns)
+
+    def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
+        """See verbs."""
+        trial = self._trial(task_id)
+        path = logs.path_of(self._hub.home.trial_logs(trial.id), trial.run_id)
+        logs.append(path, [self._entry(line) for line in lines])
+
+    def _entry(self, line: Json) -> bytes:
+        more: dict[str, str | int] = {}
+        if line.get("level"):
+            more["l"] = str(line["level"]).removeprefix("LOG_LEVEL_")
+        if line.get("rankId") is not None:
+            more["r"] = int(line["rankId"])
+        stamp = line.get("timestamp")
+        try:
+            at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._hub.clock()
+        except ValueError as error:
+            raise Invalid("not a time", where="timestamp", got=stamp) from error
+        return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)

@@ -1,0 +1,130 @@
+"""One run of the master in this process: from taking its folder to letting go of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import zero_trial
+from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master.agent.devices import Devices
+from zero_trial.master.agent.processes import identify
+from zero_trial.master.api import Server
+from zero_trial.master.auth import ensure_local_user
+from zero_trial.master.core import EmbeddedCluster
+from zero_trial.master.home import Home
+
+log = logging.getLogger(__name__)
+
+_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How the master is to run. ``port`` None: the one it had before, else a free one; 0: a free one."""
+
+    home: Home
+    devices: Devices
+    port: int | None
+    host_env: Mapping[str, str]
+
+
+def serve(wish: Wish, ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then end all running trials and return. ``ready`` is called once requests are answered.
+
+    Raises ConfigError if another master works in the same folder.
+    """
+    home = wish.home
+    home.prepare()
+    if not home.lock():
+        raise taken(home)
+    _log_to(home)
+    with _asked_to_end() as asked:
+        cluster = EmbeddedCluster(home, wish.devices, host_env=wish.host_env)
+        try:
+            _serve(wish, cluster, ready, asked)
+        finally:
+            cluster.close()
+    home.write_state({**home.state(), "pid": 0, "stopped": time.time()})
+    home.unlock()
+    log.info("stopped")
+
+
+def taken(home: Home) -> ConfigError:
+    """The error for a folder in which a master works."""
+    state = home.state()
+    return ConfigError(
+        "a master is already running here",
+        where=str(home.root),
+        got=f"{state.get('url', 'no address yet')}, pid {state.get('pid', '?')}",
+        fix="Use it, end it with `zero-trial master down`, or choose another --root.",
+    )
+
+
+def _serve(wish: Wish, cluster: EmbeddedCluster, ready: Callable[[], None], asked: threading.Event) -> None:
+    home = wish.home
+    ensure_local_user(cluster.accounts, home.account)
+    with _listen(cluster, wish.port, home.state().get("port")) as server:
+        me = identify(os.getpid())
+        home.write_state(
+            {
+                "pid": me.pid,
+                "start": me.start,
+                "port": server.port,
+                "url": server.url,
+                "version": zero_trial.__version__,
+            }
+        )
+        cluster.begin(server.url)
+        log.info(
+            "zero_trial %s serves %s with %d %s slots",
+            zero_trial.__version__,
+            server.url,
+            wish.devices.count,
+            wish.devices.kind,
+        )
+        ready()
+        asked.wait()
+        log.info("ending all runs")
+        cluster.stop_runs()
+
+
+def _listen(cluster: EmbeddedCluster, port: int | None, before: int | None) -> Server:
+    """On the asked port, or on the one before: trials that run know the master by it."""
+    if port is not None or before is None:
+        return Server(cluster, port=port or 0)
+    try:
+        return Server(cluster, port=before)
+    except ZeroTrialError as error:
+        log.warning(
+            "port %d of the master before is not free any more (%s): runs of that time cannot report here",
+            before,
+            error,
+        )
+        return Server(cluster, port=0)
+
+
+def _log_to(home: Home) -> None:
+    handle = os.open(home.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    handler = logging.StreamHandler(os.fdopen(handle, "a", encoding="utf-8"))
+    formatter = logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    room = logging.getLogger("zero_trial.master")
+    room.setLevel(logging.INFO)
+    room.handlers = [handler]
+    room.propagate = False
+
+
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[threading.Event]:
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    yield asked

@@ -53,7 +53,7 @@ def test_a_stage_builds_its_own_layers_and_the_whole_is_counted_anywhere(tied: b
     assert sum(sizes) - whole == (32 * 16 if tied else 0)  # the tied matrix is on both
     assert max(sizes) < whole
     unbuilt = PipelineModule(layers.gpt_layers(config(tied), seed=5))
-    assert unbuilt.total_parameters() == stage(0, 2, tied).total_parameters() == whole
+    assert unbuilt.total_parameters == stage(0, 2, tied).total_parameters == whole
 
 
 def test_building_leaves_the_random_state_alone() -> None:

@@ -231,17 +231,12 @@ class PipelineModule(nn.Module):
             raise _not_built("parameters")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
+    @property
     def total_parameters(self) -> int:
-        """Trainable elements of the whole model, on whichever ranks they are; what is tied counts once. Layers are counted on the meta device."""
-        firsts: dict[str, int] = {}
-        for index, layer in enumerate(self._layers):
-            if isinstance(layer, TiedLayerSpec):
-                firsts.setdefault(layer.key, index)
-        return sum(
-            layer_facts(layer).elements
-            for index, layer in enumerate(self._layers)
-            if not isinstance(layer, TiedLayerSpec) or firsts[layer.key] == index
-        )
+        """Trainable elements of the whole model, of which this rank has built its part; a tied weight counts once."""
+        facts = [(layer, layer_facts(layer).elements) for layer in self._layers]
+        tied = {layer.key: elements for layer, elements in facts if isinstance(layer, TiedLayerSpec)}
+        return sum(tied.values()) + sum(elements for layer, elements in facts if not isinstance(layer, TiedLayerSpec))
 
     def num_pipeline_stages(self) -> int | None:
         return self.num_stages

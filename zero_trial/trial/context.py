@@ -276,6 +276,4 @@ def mpu_of(engine: Any) -> ModelParallelUnit:
 def count_parameters(model: Any) -> int:
     """Elements of all parameters; of a pipeline those of the whole model, of which this rank may have built only its part."""
     whole = getattr(model, "total_parameters", None)
-    if callable(whole):
-        return int(whole())
-    return sum(parameter.numel() for parameter in model.parameters())
+    return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())

@@ -57,7 +57,7 @@ def environment(
     env["PYTHONUNBUFFERED"] = "1"
     env["OMP_NUM_THREADS"] = str(order.threads)
     env["CUDA_VISIBLE_DEVICES"] = order.visible_devices
-    env.update(_of_user(order.config))
+    env.update(_of_user(order.config, "cuda" if order.visible_devices else "cpu"))
     # What a user sets for PYTHONPATH comes after the relocation, and nothing that the harness needs can be overridden.
     env["PYTHONPATH"] = os.pathsep.join([str(RELOCATION), *filter(None, [env.get("PYTHONPATH")])])
     env.update(_of_harness(order, ports))
@@ -69,11 +69,11 @@ def _allowed(name: str) -> bool:
     return name not in NEVER and (name in ALLOWED or name.startswith(ALLOWED_STARTS))
 
 
-def _of_user(config: Mapping[str, Any]) -> dict[str, str]:
-    """``environment.environment_variables``: a list of NAME=VALUE, or one list for each kind of slot."""
+def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """``environment.environment_variables``: a list of NAME=VALUE for each kind of slot, or one for all."""
     listed = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(listed, Mapping):
-        listed = listed.get("cpu") or []
+        listed = listed.get(kind) or []
     pairs = (str(item).partition("=") for item in listed)
     return {name: value for name, _, value in pairs if name}
 

@@ -29,7 +29,7 @@ __device__ void fold_threads(double* shared, double p, double d) {
   shared[threadIdx.x] = p;
   shared[kThreads + threadIdx.x] = d;
   __syncthreads();
-  for (int half = kThreads / 2; half; half /= 2) {
+  for (unsigned half = kThreads / 2; half; half /= 2) {
     if (threadIdx.x < half) {
       shared[threadIdx.x] += shared[threadIdx.x + half];
       shared[kThreads + threadIdx.x] += shared[kThreads + threadIdx.x + half];

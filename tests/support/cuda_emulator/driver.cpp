@@ -1,0 +1,91 @@
+// A CUDA driver whose one device is this processor. An image is the path of a library made from kernel.cpp.
+//
+// Kernels may touch only what was allowed by `allow`, and the calls before must have been those that a real driver asks for; anything
+// else is a fault, or the error code that a real driver gives.
+#include <dlfcn.h>
+#include <string.h>
+
+#include <vector>
+
+struct Range {
+  unsigned long begin, end;
+  long writable;
+};
+
+struct Launch {
+  const void* arguments;
+  unsigned blocks, threads;
+  const Range* ranges;
+  long count;
+  char* fault;
+};
+
+static std::vector<Range> ranges;
+static char first_fault[256];
+static int depth, launches;
+static unsigned last_blocks;
+static bool initialised;
+static int context;
+
+enum { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500 };
+
+extern "C" {
+
+void allow(unsigned long begin, unsigned long end, long writable) { ranges.push_back({begin, end, writable}); }
+void forget() {
+  ranges.clear();
+  first_fault[0] = 0;
+  launches = 0;
+}
+const char* fault() { return first_fault; }
+int launch_count() { return launches; }
+int blocks_of_last() { return (int)last_blocks; }
+int contexts_pushed() { return depth; }
+
+int cuInit(unsigned flags) {
+  initialised = flags == 0;
+  return kSuccess;
+}
+int cuGetErrorString(int status, const char** text) {
+  *text = status == kInvalidImage ? "device kernel image is invalid" : status == kNotFound ? "named symbol not found" : nullptr;
+  return *text ? kSuccess : kInvalidValue;
+}
+int cuDevicePrimaryCtxRetain(void** out, int device) {
+  if (!initialised) return kNotInitialized;
+  if (device != 0) return 101;  // no such device
+  *out = &context;
+  return kSuccess;
+}
+int cuCtxPushCurrent_v2(void* pushed) {
+  if (pushed != &context) return kInvalidContext;
+  ++depth;
+  return kSuccess;
+}
+int cuCtxPopCurrent_v2(void** out) {
+  if (!depth) return kInvalidContext;
+  --depth;
+  *out = &context;
+  return kSuccess;
+}
+int cuModuleLoadData(void** out, const char* image) {
+  if (!depth) return kInvalidContext;
+  if (image[0] != '/') return kInvalidImage;
+  *out = dlopen(image, RTLD_NOW | RTLD_LOCAL);
+  return *out ? kSuccess : kInvalidImage;
+}
+int cuModuleGetFunction(void** out, void* module, const char* name) {
+  if (!strncmp(name, "zt_", 3)) *out = dlsym(module, "emulate");
+  else *out = nullptr;
+  return *out ? kSuccess : kNotFound;
+}
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared,
+                   void* stream, void** arguments, void** extra) {
+  if (!depth) return kInvalidContext;
+  if (!x || y != 1 || z != 1 || !threads || ty != 1 || tz != 1 || shared || extra || stream) return kInvalidValue;
+  const Launch launch = {arguments[0], x, threads, ranges.data(), (long)ranges.size(), first_fault};
+  ((void (*)(const Launch*))function)(&launch);
+  ++launches;
+  last_blocks = x;
+  return kSuccess;
+}
+}

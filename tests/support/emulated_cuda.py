@@ -1,0 +1,138 @@
+"""The CUDA kernels on a processor: csrc/cuda compiled by g++ behind a driver that runs blocks and threads in turn and checks every access.
+
+Python packing, dispatch, launch geometry, barriers and kernels are those that a GPU runs; only compiler and driver are others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _build, cuda_backend, cuda_tables
+from zero_trial.ops.cuda_driver import Driver
+from zero_trial.ops.cuda_kernels import Kernel
+
+HERE = Path(__file__).parent / "cuda_emulator"
+FLAGS = (
+    *("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"),
+    *("-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Werror"),
+)
+
+
+@dataclass
+class Emulator:
+    """``multiprocessors`` of the pretended device: few, so that blocks walk over many tiles."""
+
+    folder: Path
+    compiler: str
+    library: ctypes.CDLL
+    multiprocessors: int = 2
+    built: dict[Kernel, Path] = field(default_factory=dict)
+
+    def build(self, kernels: Sequence[Kernel]) -> None:
+        """Compiles those that are not yet, two at a time."""
+        missing = [kernel for kernel in kernels if kernel not in self.built]
+        with ThreadPoolExecutor(2) as pool:
+            for kernel, path in zip(missing, pool.map(self._compile, missing), strict=True):
+                self.built[kernel] = path
+
+    def _compile(self, kernel: Kernel) -> Path:
+        path = self.folder / f"{hash(kernel) & 0xFFFFFFFFFFFF:x}.so"
+        named = [f"-DZT_SOURCE={(_build.SOURCES / 'cuda' / kernel.source)!s}".replace("=", '="', 1) + '"']
+        named += [f"-DZT_ENTRY={kernel.entry}", *(f"-D{name}={value}" for name, value in kernel.definitions)]
+        command = [self.compiler, *FLAGS, *named, "-I", str(_build.SOURCES / "include"), str(HERE / "kernel.cpp")]
+        run(*command, "-o", str(path))
+        return path
+
+    def cuda(self) -> cuda_backend.Cuda:
+        """The backend that a process with a GPU has, on this one."""
+
+        def image(kernel: Kernel, arch: int) -> bytes:
+            self.build([kernel])
+            return str(self.built[kernel]).encode()
+
+        device = cuda_backend.Device(0, 90, self.multiprocessors)
+        return cuda_backend.Cuda(Driver(self.library), image, lambda _: device, lambda _: 0, strict=True)
+
+    @contextmanager
+    def watching(self, *tensors: Tensor | None, read_only: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Kernels may touch these tensors (and tables and scratch made meanwhile), and nothing else."""
+        self.library.forget()
+        for tensor in tensors:
+            self.allow(tensor, writable=True)
+        for tensor in read_only:
+            self.allow(tensor, writable=False)
+        yield
+        said = self.library.fault().decode()
+        if said:
+            raise AssertionError(said)
+
+    def allow(self, tensor: Tensor | None, *, writable: bool = True) -> None:
+        if tensor is not None and tensor.numel():
+            begin = tensor.data_ptr()
+            self.library.allow(begin, begin + tensor.numel() * tensor.element_size(), int(writable))
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise AssertionError(done.stderr[:2000])
+
+
+def make(folder: Path) -> Emulator:
+    """Skips where there is no compiler."""
+    try:
+        compiler = _build.find_compiler({"PATH": __import__("os").environ["PATH"]})
+    except KernelUnavailable as trouble:
+        pytest.skip(trouble.what)
+    path = folder / "driver.so"
+    run(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", str(HERE / "driver.cpp"), "-ldl", "-o", str(path))
+    library = ctypes.CDLL(str(path))
+    library.allow.argtypes = [ctypes.c_ulong, ctypes.c_ulong, ctypes.c_long]
+    library.fault.restype = ctypes.c_char_p
+    return Emulator(folder, compiler, library)
+
+
+def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_backend.Cuda:
+    """The ops of zero_trial.ops.cuda run on the emulator; scratch memory that they make may be touched."""
+    from zero_trial.ops import cuda
+
+    backend = emulator.cuda()
+    monkeypatch.setattr(cuda, "cuda_backend", lambda: cuda_backend.CudaBackend(backend))
+
+    def upload(content: bytes, device: torch.device) -> Tensor:
+        held = cuda_tables.upload(content, device)
+        emulator.allow(held, writable=False)
+        return held
+
+    class Torch:
+        """torch, but memory that an op makes is told to the emulator."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch, name)
+
+        @staticmethod
+        def empty(*shape: int, **given: object) -> Tensor:
+            made = torch.empty(*shape, **given)  # type: ignore[call-overload]
+            emulator.allow(made)
+            return made
+
+        @staticmethod
+        def zeros(*shape: int, **given: object) -> Tensor:
+            made = torch.zeros(*shape, **given)  # type: ignore[call-overload]
+            emulator.allow(made)
+            return made
+
+    monkeypatch.setattr(cuda, "upload", upload)
+    monkeypatch.setattr(cuda, "torch", Torch())
+    return backend

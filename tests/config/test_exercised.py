@@ -19,6 +19,7 @@ import torch
 
 import zero_trial
 from tests.config.exercised import EXERCISED, ROOT, honoured, ignoring
+from tests.support.pool import Pools
 from zero_trial.config.reader import read_ds_config
 from zero_trial.engine import watch
 from zero_trial.engine.monitor.monitor import build_monitor
@@ -166,15 +167,27 @@ def test_the_mesh_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch):
     """comm_timeout_seconds; what happens when it is over is tested with ranks that do not come."""
     timeouts: list[float] = []
 
-    def build(shape: Any, timeout: float) -> Any:
+    def build(shape: Any, timeout: float, **rest: Any) -> Any:
         timeouts.append(timeout)
-        return build_mesh(shape, timeout=timeout)
+        return build_mesh(shape, timeout=timeout, **rest)
 
     monkeypatch.setattr(import_module("zero_trial.engine.initialize"), "build_mesh", build)
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     zero_trial.initialize(model=torch.nn.Linear(1, 1), config={**config, "comm_timeout_seconds": 17})
     zero_trial.initialize(model=torch.nn.Linear(1, 1), config=config)
     assert timeouts == [17.0, 300.0]
+
+
+def transports_of(transport: str) -> str:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "comm_transport": transport}
+    engine, *_ = zero_trial.initialize(model=torch.nn.Linear(1, 1), config=config)
+    return engine.mesh.data.transport
+
+
+def test_ranks_share_memory_unless_told_otherwise(ranks: Pools):
+    """comm_transport."""
+    assert ranks(2).run(transports_of, "auto") == ["shared memory"] * 2
+    assert ranks(2).run(transports_of, "gloo") == ["gloo"] * 2
 
 
 def test_tensorboard_files_lie_in_the_folder_of_the_job(tmp_path: Path):

@@ -42,7 +42,7 @@ def compare(count: int) -> int:
     assert (shared.shard.transport, direct.shard.transport) == ("shared memory", "gloo")
     chance, large = random.Random(5), 0
     for seed in range(count):
-        numel = world * chance.choice([1, 31, 1000, 8192, 16384, 20001, 65536])
+        numel = world * chance.choice([1, 31, 8192, 16384, 65536, chance.randint(1, 40_000)])
         dtype = chance.choice(DTYPES)
         for ours, theirs in zip(
             exchange(shared, numel, dtype, seed), exchange(direct, numel, dtype, seed), strict=True
@@ -53,8 +53,8 @@ def compare(count: int) -> int:
 
 
 def test_same_bits_as_direct_exchange(ranks: Pools) -> None:
-    assert min(ranks(2).run(compare, 60)) > 20
-    assert min(ranks(3).run(compare, 30)) > 10
+    assert min(ranks(2).run(compare, 900)) > 300
+    assert min(ranks(3).run(compare, 100)) > 30
 
 
 def memory_after(rounds: int) -> int:

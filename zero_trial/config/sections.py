@@ -331,6 +331,7 @@ class DsConfig:
     sequence_parallel_size: int | None = None
     data_parallel_size: int | None = None
     comm_timeout_seconds: float = 300.0
+    comm_transport: str = "auto"
     mesh: MeshSection = MeshSection()
     sources: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

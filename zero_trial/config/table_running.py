@@ -56,6 +56,14 @@ PRINTING = (
         "how long a collective may wait for a rank before it ends in an error",
         origin=Origin.OURS,
     ),
+    Key(
+        "comm_transport",
+        Text(("auto", "gloo")),
+        HONOURED,
+        "how tensors travel between CPU ranks: auto takes memory that ranks of one host share where they can, and gloo's connections elsewhere; "
+        "gloo always takes the latter. GPUs use NCCL either way",
+        origin=Origin.OURS,
+    ),
 )
 
 MONITORS = (

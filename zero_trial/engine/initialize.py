@@ -17,6 +17,8 @@ from zero_trial.config.sections import ActivationCheckpointingSection
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
+from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
+from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.schedules import build_scheduler
 from zero_trial.engine.watch import watch
 from zero_trial.engine.wiring import mesh_shape, wire
@@ -24,6 +26,7 @@ from zero_trial.errors import ConfigError
 from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, world_size
 from zero_trial.mesh.mesh import mesh_around
 from zero_trial.ops.optimizers import Lamb
+from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.optimizer import cut_pieces, rebind
 from zero_trial.zero.store import ShardPiece
@@ -60,6 +63,7 @@ def initialize(
         )
     source = _config_source(args, config, config_params)
     settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
+    settings = with_stages(settings, model)
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
@@ -96,9 +100,15 @@ def build_engine(
 ) -> Engine:
     """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh."""
     wiring = wire(settings, mesh.data.size)
+    if isinstance(model, PipelineModule):
+        given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
+        build_layers(model, settings, mesh, has_parameters=given)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
     groups = _parameter_groups(model, optimizer, model_parameters)
+    pipeline: PipelineWiring | None = None
+    if isinstance(model, PipelineModule):
+        wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)
     sharded = ShardedModel(
         model,
         [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
@@ -106,19 +116,11 @@ def build_engine(
         mesh,
         wiring.policy,
         wiring.sharding,
+        pipeline.domains if pipeline is not None else (),
     )
-    engine = Engine(
-        model,
-        sharded,
-        None,
-        None,
-        wiring,
-        settings,
-        mesh,
-        device,
-        local_rank=read_rank_env().local_rank,
-        client_mpu=mpu,
-    )
+    parts = (model, sharded, None, None, wiring, settings, mesh, device)
+    place: dict[str, Any] = {"local_rank": read_rank_env().local_rank, "client_mpu": mpu}
+    engine = Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, wired=pipeline)
     wrapped = _build_optimizer(engine, optimizer, groups, settings)
     engine.optimizer = sharded.optimizer = wrapped
     engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
@@ -153,7 +155,8 @@ def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mes
     if mpu is not None:
         model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
         return mesh_around(mpu.get_data_parallel_group(), model_size=model_size, timeout=timeout)
-    return build_mesh(mesh_shape(settings, world_size()), timeout=timeout)
+    shape = mesh_shape(settings, world_size())
+    return build_mesh(shape, timeout=timeout, shared_memory=settings.comm_transport == "auto")
 
 
 def _device() -> torch.device:

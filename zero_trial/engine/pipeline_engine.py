@@ -1,28 +1,101 @@
-"""The engine of a pipeline: DeepSpeed's verbs over schedules; being written, only its signatures stand."""
+"""The engine of a pipeline: whole batches at a time, DeepSpeed's verbs, over a schedule's actions."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
+from zero_trial.engine.casting import cast_floats
+from zero_trial.engine.chunk_shards import ChunkShards
+from zero_trial.engine.data import RepeatingLoader
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.grid import PipelineParallelGrid
+from zero_trial.engine.phases import REDUCE_WAIT
+from zero_trial.engine.pipeline_build import PipelineWiring
+from zero_trial.engine.pipeline_settings import training_schedule
+from zero_trial.errors import TrialError
+from zero_trial.pipeline.actions import Kind
+from zero_trial.pipeline.executor import Batch, Executor, Outcome, Wishes
+from zero_trial.pipeline.feed import Meal, read
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.parcel import map_tensors
+from zero_trial.pipeline.passes import lower
+from zero_trial.pipeline.schedule import Schedule
+from zero_trial.pipeline.stage import Stage
+from zero_trial.pipeline.validate import validate
+
+log = logging.getLogger("zero_trial")
 
 
 class PipelineEngine(Engine):
-    """Trains a :class:`PipelineModule`, a whole batch at a time."""
+    """Trains a :class:`PipelineModule`: ``loss = engine.train_batch(data_iter)``.
+
+    ``micro_batches`` is the accumulation: so many micro-batches make one step. Gradients are reduced, parameters gathered and freed where the
+    schedule says so.
+    """
 
     is_pipe_parallel = True
-    grid: PipelineParallelGrid  # engine.mpu is the same object
+
+    def __init__(self, *args: Any, wired: PipelineWiring, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = wired.settings
+        self.policy = wired.policy
+        self._chunks = self.pipeline.chunks
+        self.grid = PipelineParallelGrid(self.mesh)
+        if kwargs.get("client_mpu") is None:
+            self.mpu = self.grid
+        self._shards = ChunkShards(
+            self.sharded, self.pipeline, every_micro_batch=self.sharded.plan.reduces_every_micro_batch
+        )
+        self.stage = Stage(self._run_chunk, lambda chunk: not self._chunks[chunk].recomputes)
+        self.executor = Executor(
+            self.mesh.pipe, self.stage, self._shards, self.device, self.phases, channel=wired.channel
+        )
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._iterator: Iterator[Any] | None = None
+        self._split_batch: Callable[[Any], Any] | None = None
+
+    @property
+    def pipeline(self) -> PipelineModule:
+        if not isinstance(self.module, PipelineModule):
+            raise TrialError("the model of this engine is no PipelineModule", got=type(self.module).__name__)
+        return self.module
+
+    # --- a step ---------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One optimizer step over ``gradient_accumulation_steps()`` micro-batches: the mean loss, a scalar, the same on all ranks.
 
-        A micro-batch is ``(inputs, labels)``. Raises StopIteration on all ranks when the data has ended. Collective over the world.
+        A micro-batch is ``(inputs, labels)``. A short one counts by its samples; where all ranks' data end within a batch, the step is made of
+        what there is. Raises StopIteration on all ranks when the data has ended. Collective over the world.
         """
-        raise NotImplementedError
+        if data_iter is not None:
+            self._iterator = data_iter
+        self.module.train()
+        meal = self._read(self.gradient_accumulation_steps())
+        schedule = self.schedule(meal.micro_batches)
+        self._shards.start_step()
+        self.sharded.wait()
+        scale = self.loss_scaler.scale * meal.lines
+        batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
+        try:
+            outcome = self.executor.run(schedule, batch, Wishes(loss=self._loss))
+        except Exception:
+            self.zero_grad()
+            raise
+        self.phases.begin(REDUCE_WAIT)
+        self.sharded.reducer.land()
+        self.phases.end(REDUCE_WAIT)
+        loss = self._mean(meal, outcome)
+        self.reporter.saw_loss(loss)
+        self.micro_steps += meal.micro_batches
+        self._update(meal.micro_batches, {})
+        self.executor.finish()
+        return loss
 
     def eval_batch(
         self,
@@ -33,27 +106,164 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forwards only: the mean loss (``reduce_output`` None: a list of them), the same on all ranks.
+        """Forwards only: the mean loss, the same on all ranks; ``reduce_output`` None: the list of this pipeline's losses.
 
         ``return_logits``: ``(loss, logits)``, logits a list with every micro-batch's output where the last layer is, None elsewhere.
-        ``compute_loss=False``: the list of outputs where the last layer is, None elsewhere. Collective over the world.
+        ``compute_loss=False``: that list alone. Losses are always told to all ranks, whatever ``bcast_loss`` says. Collective over the world.
         """
-        raise NotImplementedError
+        before, self._iterator = self._iterator, data_iter if data_iter is not None else self._iterator
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            meal = self._read(num_micro_batches or self.gradient_accumulation_steps())
+            schedule = self.schedule(meal.micro_batches, training=False)
+            self._shards.start_step()
+            self.sharded.wait()
+            wishes = Wishes(False, self._loss if compute_loss else None, return_logits or not compute_loss)
+            outcome = self.executor.run(schedule, _batch(meal), wishes)
+            self.executor.finish()
+        finally:
+            self._iterator = before
+            self.module.train(was_training)
+        outputs = [outcome.outputs[number] for number in sorted(outcome.outputs)] if self.is_last_stage() else None
+        if not compute_loss:
+            return outputs
+        loss = self._mean(meal, outcome) if reduce_output else self._losses(meal, outcome)
+        return (loss, outputs) if return_logits else loss
+
+    def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
+        """What all pipeline ranks do with so many micro-batches; proved before it is run for the first time."""
+        key = (micro_batches, training)
+        if key not in self._schedules:
+            ties = list(self.pipeline.ties.values())
+            made = training_schedule(self.settings, self.policy, micro_batches, ties)
+            if not training:
+                forwards = tuple(tuple(action for action in row if action.kind is Kind.F) for row in made.rows)
+                made = Schedule(f"{made.name} forwards", made.placement, micro_batches, forwards, training=False)
+                made = lower(made, parameters=self.policy.parameters)
+            validate(made)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
+        chunk = self._chunks[number]
+        chunk.micro_batch = self.micro_steps + micro_batch + 1
+        dtype = self.wiring.policy.param
+        if number == 0 and dtype != torch.float32:
+            value = cast_floats(value, dtype)
+        if self.wiring.autocast is None:
+            return chunk(value)
+        with torch.autocast(self.device.type, dtype=self.wiring.autocast):
+            return chunk(value)
+
+    def _loss(self, output: Any, label: Any) -> torch.Tensor:
+        function = self.pipeline.loss_fn
+        if function is None:
+            loss: torch.Tensor = output
+            return loss
+        if self.wiring.autocast is None:
+            return function(output, label)
+        with torch.autocast(self.device.type, dtype=self.wiring.autocast):
+            return function(output, label)
+
+    def _mean(self, meal: Meal, outcome: Outcome) -> torch.Tensor:
+        """The mean loss over the samples of all data-parallel ranks. Collective over the world."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for number, loss in outcome.losses.items():
+            total += loss.double().reshape(1) * meal.share(outcome.samples[number])
+        self.mesh.world.all_reduce_small(total, "mean loss")
+        return total.float().reshape(()) / self.mesh.shape.model
+
+    def _losses(self, meal: Meal, outcome: Outcome) -> list[torch.Tensor]:
+        """This pipeline's losses by micro-batch. Collective over pipe."""
+        values = torch.zeros(meal.micro_batches, dtype=torch.float64, device=self.device)
+        for number, loss in outcome.losses.items():
+            values[number] = loss.double()
+        self.mesh.pipe.all_reduce_small(values, "losses")
+        return list(values.float())
+
+    # --- data -----------------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        raise NotImplementedError
+        """What :meth:`train_batch` reads from where it gets no iterator."""
+        self._iterator = iterator
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        raise NotImplementedError
+        """The same from a loader, which is started again whenever it ends; ``None`` for a rank that reads nothing."""
+        self.training_dataloader = loader
+        self._iterator = RepeatingLoader(loader) if loader is not None else None
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """``fn(batch)`` gives ``(inputs, labels)``."""
-        raise NotImplementedError
+        self._split_batch = fn
+
+    def _read(self, wanted: int) -> Meal:
+        iterator = self._iterator
+        if iterator is None and self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+            iterator = self._iterator
+        placement = self.pipeline.placement
+        if placement is None:
+            raise TrialError("the layers are not built", where="PipelineEngine")
+        return read(iterator, wanted, self.mesh, placement, self._split)
+
+    def _split(self, batch: Any) -> tuple[Any, Any]:
+        batch = self._split_batch(batch) if self._split_batch is not None else batch
+        batch = map_tensors(batch, lambda tensor: tensor.to(self.device))
+        return (batch[0], batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+
+    # --- questions ------------------------------------------------------------------------------------------------
 
     def is_first_stage(self) -> bool:
         """This rank holds the first layer: it reads inputs."""
-        raise NotImplementedError
+        return 0 in self._chunks
 
     def is_last_stage(self) -> bool:
         """This rank holds the last layer: losses and logits are made here (with ``zb_v`` that is pipeline rank 0)."""
-        raise NotImplementedError
+        return len(self.pipeline.parts) - 2 in self._chunks
+
+    @property
+    def micro_batches(self) -> int:
+        return self.gradient_accumulation_steps()
+
+    @property
+    def num_stages(self) -> int:
+        return self.mesh.shape.pipe
+
+    @property
+    def stage_id(self) -> int:
+        return self.mesh.coordinates["pipe"]
+
+    @property
+    def is_data_parallel(self) -> bool:
+        return self.dp_world_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        return self.mp_world_size > 1
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to do: shapes travel with every message."""
+
+    # --- what a pipeline cannot do --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("step")
+
+
+def _batch(meal: Meal) -> Batch:
+    return Batch(meal.inputs, meal.labels, meal.samples, meal.labels_travel)
+
+
+def _refuse(verb: str) -> NoReturn:
+    raise TrialError(
+        "only train_batch() and eval_batch() are accessible in pipeline mode",
+        where=f"PipelineEngine.{verb}",
+        fix="A pipeline runs whole batches: loss = engine.train_batch(data_iter).",
+    )

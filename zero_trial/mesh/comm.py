@@ -132,6 +132,11 @@ class AxisComm:
         """How CPU tensors travel here: ``shared memory`` or ``gloo``."""
         return "shared memory" if isinstance(self._on_host, SharedTransport) else "gloo"
 
+    @property
+    def control_device(self) -> torch.device:
+        """Where small control values must be for :meth:`all_reduce_small`."""
+        return self._control
+
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
         """Sums ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that part of ``full``. Moves n (N-1)/N elements."""
         return self._start("reduce_scatter", full, out, label, 1)

@@ -24,6 +24,7 @@ from zero_trial.pipeline.parcel import Parcel, pack, parcel_of, unpack
 HEADER = 8
 HEADER_BYTES = 8 * HEADER
 GOES_ON, FAILED = 0, 1
+PATIENCE_SECONDS = 2.0
 KNOWN_DESCRIPTIONS = 256  # beyond that (values that change with each micro-batch) a description goes with its message
 _KINDS = {Kind.SEND_F: 0, Kind.SEND_B: 1, Kind.RECV_F: 0, Kind.RECV_B: 1}
 _LAST_TAGS = 0xFFFFF  # collectives count up from 0 in these 20 bits; messages keep to the last 16 values
@@ -78,17 +79,24 @@ class Outbox:
         while self._under_way and self._under_way[0].done:
             self._under_way.popleft()
 
-    def fail(self, why: str, patience: float = 2.0) -> None:
-        """Tells the other rank, instead of what it waits for, that nothing will come. Waits at most ``patience`` seconds for it to be heard."""
+    def fail(self, why: str) -> None:
+        """Tells the other rank, instead of what it waits for, that nothing will come. Does not wait: :meth:`linger` does, a little."""
         data = why.encode()[:4000]
         try:
             self._header([0, 0, 0, 0, 0, len(data), 0, FAILED], "failure")
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), "failure")
-            end = time.monotonic() + patience
-            while time.monotonic() < end and not all(message.done for message in self._under_way):
+        except MeshError:
+            self._under_way.clear()  # the other rank is gone: it needs no news
+
+    def linger(self, patience: float = PATIENCE_SECONDS) -> None:
+        """Gives what is under way at most ``patience`` seconds to leave; a rank that never asks for it is not waited for."""
+        end = time.monotonic() + patience
+        while self._under_way and time.monotonic() < end:
+            if self._under_way[0].done:
+                self._under_way.popleft()
+            else:
                 time.sleep(0.01)
-        except (MeshError, RuntimeError):
-            return  # the other rank is gone: it needs no news
+        self._under_way.clear()
 
     def finish(self) -> None:
         """Returns when everything has left."""

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map
 
-from zero_trial.pipeline.parcel import Parcel
+from zero_trial.pipeline.parcel import Parcel, map_tensors
 
 
 class Gate:
@@ -35,7 +34,7 @@ class Gate:
         joined: Sequence[torch.Tensor] = _Join.apply(self.anchor, self, inside)
         self.node = joined[0].grad_fn
         by_id = {id(tensor): new for tensor, new in zip(inside, joined, strict=True)}
-        return tree_map(lambda leaf: by_id.get(id(leaf), leaf), parcel.value)
+        return map_tensors(parcel.value, lambda tensor: by_id.get(id(tensor), tensor))
 
     def take(self) -> list[torch.Tensor | None]:
         """The gradients, in the order of the tensors that wanted one. Once."""
@@ -60,10 +59,19 @@ class _Join(torch.autograd.Function):
         return None, None, None
 
 
-def detached(value: Any) -> Any:
-    """The same value with tensors outside any graph, for a chunk on the same rank. They share memory, and keep whether a gradient is wanted."""
+def outside(value: Any) -> Any:
+    """The same value with its tensors outside any graph; they share memory."""
+    return map_tensors(value, torch.Tensor.detach)
 
-    def leaf_of(leaf: Any) -> Any:
-        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
-    return tree_map(leaf_of, value)
+def handed_over(value: Any) -> Parcel:
+    """``value`` as if it had been sent to this rank: its tensors outside any graph, in order, with whether gradients are wanted back."""
+    parcel = Parcel(None)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        parcel.tensors.append(tensor.detach())
+        parcel.differentiable.append(tensor.requires_grad)
+        return parcel.tensors[-1]
+
+    parcel.value = map_tensors(value, take)
+    return parcel

@@ -32,6 +32,29 @@ class Parcel:
         return [tensor for tensor, wanted in zip(self.tensors, self.differentiable, strict=True) if wanted]
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value, in the order of its description: dicts as they were filled."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    return []
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same value with each tensor changed, one after the other in the order of :func:`tensors_in`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        items = [map_tensors(item, change) for item in value]
+        return tuple(items) if type(value) is tuple else items
+    if isinstance(value, dict):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    return value
+
+
 def parcel_of(value: Any) -> tuple[str, Parcel]:
     """The description of ``value``, and its tensors. Raises TrialError for what cannot travel."""
     parcel = Parcel(value)

@@ -1,0 +1,311 @@
+"""The executor: performs one rank's row of a schedule, action by action. What each action means to sharding is its caller's to say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from zero_trial.errors import TrialError, ZeroTrialError
+from zero_trial.mesh import AxisComm
+from zero_trial.pipeline.actions import Action, Kind
+from zero_trial.pipeline.channel import Inbox, Outbox
+from zero_trial.pipeline.faults import layer_fault
+from zero_trial.pipeline.gate import handed_over, outside
+from zero_trial.pipeline.parcel import Parcel, tensors_in
+from zero_trial.pipeline.schedule import Schedule
+from zero_trial.pipeline.stage import Item, Loss, Stage
+
+
+class Shards(Protocol):
+    """What a schedule's sharding actions do to the chunks of this rank."""
+
+    def unshard(self, chunk: int) -> None:
+        """The chunk's parameters are on their way."""
+
+    def need(self, chunk: int) -> None:
+        """Waits for them."""
+
+    def reshard(self, chunk: int) -> None:
+        """They are needed no more."""
+
+    def landed(self, chunk: int) -> None:
+        """A backward through the chunk is over."""
+
+    def reduce(self, chunk: int) -> None:
+        """The chunk's gradients are complete: for the step, or for a micro-batch."""
+
+    def tied_reduce(self, tie: int) -> None:
+        """The reduced gradients of a tied weight become those of all ranks that hold it."""
+
+
+class Watch(Protocol):
+    """Who measures phases."""
+
+    def begin(self, phase: str) -> None: ...
+
+    def end(self, phase: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What this rank has read of a step. ``inputs`` only where the first chunk is; ``labels`` only where they are used or sent from.
+
+    ``samples[i]``: of micro-batch i, known where ``inputs`` are. ``labels_travel``: they go through the pipe beside the activations.
+    ``factor(samples)``: what a micro-batch's loss is multiplied by before its backward.
+    """
+
+    inputs: Sequence[Any] = ()
+    labels: Sequence[Any] = ()
+    samples: Sequence[int] = ()
+    labels_travel: bool = False
+    factor: Callable[[int], float] = lambda samples: 1.0
+
+
+@dataclass
+class Outcome:
+    """What the last chunk's rank has at the end of a step: by micro-batch its loss, its samples, and the output if it was to be kept."""
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a run is for."""
+
+    training: bool = True
+    loss: Loss | None = None  # None: no losses are computed
+    keep_outputs: bool = False
+
+
+class Executor:
+    """Runs schedules on pipeline rank ``comm.index``. ``channel`` sets its messages apart from those of other engines of the process."""
+
+    def __init__(
+        self, comm: AxisComm, stage: Stage, shards: Shards, device: torch.device, watch: Watch, *, channel: int
+    ) -> None:
+        self.comm = comm
+        self.stage = stage
+        self._shards = shards
+        self._device = device
+        self._watch = watch
+        others = [index for index in range(comm.size) if index != comm.index]
+        self._out = {index: Outbox(comm, index, channel) for index in others}
+        self._in = {index: Inbox(comm, index, channel, device) for index in others}
+        self._verbs: Mapping[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward_inputs,
+            Kind.W: self._backward_weights,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.UNSHARD: lambda action: self._shards.unshard(action.chunk),
+            Kind.RESHARD: lambda action: self._shards.reshard(action.chunk),
+            Kind.REDUCE: lambda action: self._shards.reduce(action.chunk),
+            Kind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.tie),
+            Kind.STEP: lambda action: None,  # the engine's, after this
+        }
+        self._run = _Run(Batch(), Wishes(), None)
+
+    def run(self, schedule: Schedule, batch: Batch, wishes: Wishes) -> Outcome:
+        """Performs the row. Afterwards gradients are being reduced, and messages may still be under way: :meth:`finish` waits for those.
+
+        Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed for what a layer of another rank raised,
+        MeshError for a rank that is gone.
+        """
+        self._run = run = _Run(batch, wishes, schedule)
+        place = schedule.placement
+        row = schedule.rows[self.comm.index]
+        try:
+            for source, count in self._expected(schedule).items():
+                self._in[source].expect(count)
+            for action in row:
+                run.action = action
+                self._verbs[action.kind](action)
+        except Exception as error:
+            self._fail(error, place.stages)
+        finally:
+            self.stage.forget()
+        return run.outcome
+
+    def finish(self) -> None:
+        """Returns when every message of this rank has left."""
+        for outbox in self._out.values():
+            outbox.finish()
+
+    def _expected(self, schedule: Schedule) -> Counter[int]:
+        place = schedule.placement
+        found: Counter[int] = Counter()
+        for action in schedule.rows[self.comm.index]:
+            if action.kind is Kind.RECV_F:
+                found[place.ranks[action.chunk - 1]] += 1
+            elif action.kind is Kind.RECV_B:
+                found[place.ranks[action.chunk + 1]] += 1
+        return found
+
+    # --- computations ---------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        run, chunk, number = self._run, action.chunk, action.micro_batch
+        parcel = run.inputs.pop((chunk, number)) if chunk > 0 else self._first_parcel(number)
+        label = None
+        if chunk > 0 and run.labels_beside:
+            parcel, label = _without_label(parcel)
+        self._shards.need(chunk)
+        self._watch.begin("forward")
+        compute = self.stage.forward if run.wishes.training else self.stage.evaluate
+        output = compute(chunk, number, parcel)
+        if chunk == run.last:
+            self._finish_forward(chunk, number, output, label)
+        else:
+            self._hand_on(chunk, number, output, label)
+        self._watch.end("forward")
+
+    def _first_parcel(self, number: int) -> Parcel:
+        batch, run = self._run.batch, self._run
+        run.samples[number] = batch.samples[number]
+        return Parcel(batch.inputs[number])
+
+    def _hand_on(self, chunk: int, number: int, output: Any, label: Any) -> None:
+        """The output becomes the next chunk's input, here or by a message."""
+        run = self._run
+        if chunk == 0 and run.batch.labels_travel:
+            label = run.batch.labels[number]
+        if run.wishes.training:
+            self.stage.keep(chunk, number, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
+        value = (output, label) if run.labels_beside else output
+        if run.place.sends_forward(chunk):
+            run.leaving[chunk, number] = value
+        else:
+            run.inputs[chunk + 1, number] = handed_over(value)
+
+    def _finish_forward(self, chunk: int, number: int, output: Any, label: Any) -> None:
+        run = self._run
+        run.outcome.samples[number] = run.samples[number]
+        if run.wishes.keep_outputs:
+            run.outcome.outputs[number] = outside(output)
+        if run.wishes.loss is None:
+            return
+        if not run.labels_beside and run.batch.labels:
+            label = run.batch.labels[number]
+        loss = run.wishes.loss(output, label)
+        _check_loss(loss, training=run.wishes.training)
+        run.outcome.losses[number] = loss.detach()
+        if run.wishes.training:
+            self.stage.keep(chunk, number, [loss])
+            factor = run.batch.factor(run.samples[number])
+            run.gradients[chunk, number] = [torch.full_like(loss, factor)]
+
+    def _backward(self, action: Action) -> None:
+        self._pass_back(action, self.stage.backward)
+        self._shards.landed(action.chunk)
+
+    def _backward_inputs(self, action: Action) -> None:
+        self._pass_back(action, self.stage.backward_inputs)
+        self._shards.landed(action.chunk)
+
+    def _backward_weights(self, action: Action) -> None:
+        self._shards.need(action.chunk)
+        self._watch.begin("backward")
+        self.stage.backward_weights(action.chunk, action.micro_batch)
+        self._watch.end("backward")
+        self._shards.landed(action.chunk)
+
+    def _pass_back(self, action: Action, compute: Callable[..., list[torch.Tensor | None]]) -> None:
+        run, chunk, number = self._run, action.chunk, action.micro_batch
+        gradients = run.gradients.pop((chunk, number))
+        self._shards.need(chunk)
+        self._watch.begin("backward")
+        found = compute(chunk, number, gradients)
+        self._watch.end("backward")
+        if chunk == 0:
+            return
+        if run.place.sends_backward(chunk):
+            run.returning[chunk, number] = found
+        else:
+            run.gradients[chunk - 1, number] = found
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _send(self, action: Action) -> None:
+        run, item = self._run, (action.chunk, action.micro_batch)
+        if action.kind is Kind.SEND_F:
+            self._out[run.place.ranks[action.chunk + 1]].send(action, run.leaving.pop(item), run.samples[item[1]])
+        else:
+            self._out[run.place.ranks[action.chunk - 1]].send(action, run.returning.pop(item), run.samples[item[1]])
+
+    def _receive(self, action: Action) -> None:
+        run, item = self._run, (action.chunk, action.micro_batch)
+        if action.kind is Kind.RECV_F:
+            arrival = self._in[run.place.ranks[action.chunk - 1]].take(action)
+            run.inputs[item] = arrival.parcel
+            run.samples[item[1]] = arrival.samples
+        else:
+            run.gradients[item] = list(self._in[run.place.ranks[action.chunk + 1]].take(action).parcel.value)
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception, stages: int) -> NoReturn:
+        """Tells the other pipeline ranks why this one stops, then raises."""
+        action = self._run.action
+        if isinstance(error, ZeroTrialError):
+            fault = error
+        else:
+            world_rank = self.comm.ranks[self.comm.index]
+            fault = layer_fault(error, world_rank, self.comm.index, stages, action)
+        for outbox in self._out.values():
+            outbox.fail(str(fault))
+        for outbox in self._out.values():
+            outbox.linger()
+        if fault is error:
+            raise error
+        raise fault from error
+
+
+class _Run:
+    """One run's tables: what waits for its action."""
+
+    def __init__(self, batch: Batch, wishes: Wishes, schedule: Schedule | None) -> None:
+        self.batch = batch
+        self.wishes = wishes
+        self.outcome = Outcome()
+        self.action: Action | None = None
+        self.inputs: dict[Item, Parcel] = {}
+        self.gradients: dict[Item, list[torch.Tensor | None]] = {}
+        self.leaving: dict[Item, Any] = {}
+        self.returning: dict[Item, list[torch.Tensor | None]] = {}
+        self.samples: dict[int, int] = {}
+        self.labels_beside = batch.labels_travel
+        if schedule is not None:
+            self.place = schedule.placement
+            self.last = schedule.placement.last
+
+
+def _without_label(parcel: Parcel) -> tuple[Parcel, Any]:
+    """What travelled together is parted again: the activations, whose tensors come first, and the label."""
+    value, label = parcel.value
+    count = len(tensors_in(value))
+    return Parcel(value, parcel.tensors[:count], parcel.differentiable[:count]), label
+
+
+def _check_loss(loss: Any, *, training: bool) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TrialError(
+            "the loss is not a scalar",
+            where="PipelineModule(loss_fn)",
+            got=got,
+            expected="a tensor with one element",
+            fix="Use loss.mean(); without a loss_fn the last layer's output is the loss.",
+        )
+    if training and not loss.requires_grad:
+        raise TrialError(
+            "the loss has no history", where="PipelineModule(loss_fn)", fix="Compute it from the last layer's output."
+        )

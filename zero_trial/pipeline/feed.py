@@ -1,0 +1,126 @@
+"""The feed: what the ranks read for one step, agreed between all of them before anything runs.
+
+The rank of the first chunk reads inputs; that of the last reads labels if it has an iterator of its own, which must give the same batches;
+if it has none, labels travel through the pipe. All tell each other how many micro-batches and samples they got: so the end of the data, or of one
+rank's data, is an answer on all ranks and not a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_trial.errors import DataError
+from zero_trial.mesh import Mesh
+from zero_trial.pipeline.parcel import tensors_in
+from zero_trial.pipeline.placement import Placement
+
+HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
+_FIELDS = 5
+
+Read = Callable[[Any], tuple[Any, Any]]
+"""From what the iterator gives to (inputs, label) on the device."""
+
+
+@dataclass(frozen=True)
+class Meal:
+    """What a step works on, alike on all ranks but for ``inputs`` and ``labels``.
+
+    ``share(samples)``: a micro-batch's part of the whole batch over all data-parallel ranks; the parts add up to 1.
+    """
+
+    micro_batches: int
+    inputs: Sequence[Any]
+    labels: Sequence[Any]
+    samples: Sequence[int]
+    labels_travel: bool
+    total: int
+    alike: bool
+    lines: int
+
+    def share(self, samples: int) -> float:
+        if self.alike:
+            return 1.0 / (self.micro_batches * self.lines)
+        return samples / self.total
+
+
+def read(iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: Placement, split: Read) -> Meal:
+    """At most ``wanted`` micro-batches, as many as every reading rank has. Collective over the world.
+
+    Raises StopIteration on all ranks where none has any; DataError where one has fewer than another, or where the first stage has no iterator.
+    """
+    here = mesh.coordinates["pipe"]
+    first, last = placement.ranks[0], placement.ranks[-1]
+    reads = iterator is not None and here in (first, last)
+    inputs: list[Any] = []
+    labels: list[Any] = []
+    if reads and iterator is not None:
+        for _ in range(wanted):
+            try:
+                value, label = split(next(iterator))
+            except StopIteration:
+                break
+            inputs.append(value)
+            labels.append(label)
+    samples = [sample_count(value) for value in inputs] if here == first else []
+    table = _exchange(mesh, [int(reads), len(inputs), sum(samples), min(samples, default=0), max(samples, default=0)])
+    stage_of = [mesh.shape.coordinates(rank)["pipe"] for rank in range(mesh.world.size)]
+    count = _agreed(table, stage_of, first)
+    rows = [row for row, stage in zip(table, stage_of, strict=True) if stage == first]
+    judge = table[mesh.pipe.ranks[last]]
+    travel = first != last and not judge[HAS_ITERATOR]
+    keeps_labels = here == last if not travel else here == first
+    return Meal(
+        count,
+        inputs if here == first else [],
+        labels if keeps_labels else [],
+        samples,
+        travel,
+        sum(row[SAMPLES] for row in rows),
+        min(row[LEAST] for row in rows) == max(row[MOST] for row in rows),
+        len(rows),
+    )
+
+
+def sample_count(value: Any) -> int:
+    """The length of the first tensor's first dimension; 1 where there is none."""
+    tensors = tensors_in(value)
+    return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
+
+
+def _exchange(mesh: Mesh, row: list[int]) -> list[list[int]]:
+    """Every rank's row, in rank order."""
+    device = mesh.world.control_device
+    table = torch.zeros(mesh.world.size * _FIELDS, dtype=torch.int64, device=device)
+    table[mesh.world.index * _FIELDS : (mesh.world.index + 1) * _FIELDS] = torch.tensor(row, device=device)
+    mesh.world.all_reduce_small(table, "what each rank has read")
+    found: list[list[int]] = table.view(-1, _FIELDS).tolist()
+    return found
+
+
+def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:
+    without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
+    if without:
+        raise DataError(
+            "the rank of the first layer has nothing to read",
+            where=f"rank {without[0]}",
+            got="no iterator",
+            fix="Pass one to train_batch() or eval_batch() there, or call engine.set_dataiterator().",
+        )
+    got = {rank: row[GOT] for rank, row in enumerate(table) if row[HAS_ITERATOR]}
+    if max(got.values()) == 0:
+        raise StopIteration
+    if len(set(got.values())) > 1:
+        fewest = min(got, key=lambda rank: got[rank])
+        counts = ", ".join(f"rank {rank} {count}" for rank, count in got.items())
+        raise DataError(
+            "an iterator has ended before the others'",
+            where=f"rank {fewest}",
+            got=f"micro-batches: {counts}",
+            expected="equally many on every rank that reads",
+            fix="Give all of them loaders of one length, or drop the last batches.",
+        )
+    return next(iter(got.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zero_trial.errors import ConfigError
 from zero_trial.master.expconf import other_sections as other
 from zero_trial.master.expconf.environment_section import BIND_MOUNTS, ENVIRONMENT, RESOURCES
 from zero_trial.master.expconf.hyperparameters_section import Hyperparameters, check_counts
@@ -12,6 +13,7 @@ from zero_trial.master.expconf.lengths import PERIOD
 from zero_trial.master.expconf.rules import Either, Flag, Key, Many, Map, Refused, Section, Text, Whole
 from zero_trial.master.expconf.searcher_section import SEARCHER
 from zero_trial.master.expconf.storage import STORAGE
+from zero_trial.master.searchers.grid_points import Grid
 
 ROOT = "<config>"
 NO_ENTRYPOINT = "managed experiments require entrypoint"
@@ -72,11 +74,22 @@ def check_experiment(config: Mapping[str, Any]) -> list[str]:
     faults = _TOP.check(config, ROOT)
     if not config.get("entrypoint"):
         faults.append(f"{ROOT}.entrypoint: {NO_ENTRYPOINT}")
+    return faults + _check_grid(config, faults)
+
+
+def _check_grid(config: Mapping[str, Any], faults: list[str]) -> list[str]:
+    """What a grid needs of the hyperparameters: a count for every range, and an end."""
     searcher, space = config.get("searcher"), config.get("hyperparameters")
-    if isinstance(searcher, Mapping) and searcher.get("name") == "grid" and isinstance(space, Mapping):
-        for name, value in space.items():
-            faults += check_counts(value, f"{ROOT}.hyperparameters.{name}")
-    return faults
+    if not isinstance(searcher, Mapping) or searcher.get("name") != "grid" or not isinstance(space, Mapping):
+        return []
+    path = f"{ROOT}.hyperparameters"
+    found = [fault for name, value in space.items() for fault in check_counts(value, f"{path}.{name}")]
+    if not found and not faults:
+        try:
+            Grid.of(space)
+        except ConfigError as error:
+            found.append(f"{path}: {error.describe()}")
+    return found
 
 
 def fill_experiment(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,12 +91,16 @@ def _check(value: Any, path: str, names: tuple[str, ...]) -> Iterator[str]:
 
 def accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """How a map with a key "type" of its own is to be written."""
-    inside = ", ".join(f"{key}: {spelled(inner)}" for key, inner in value.items())
+    inside = ", ".join(f"{key}: {spelled(inner)}" for key, inner in sorted(value.items(), key=_type_first))
     const = f"{names[-1]}: {{type: const, val: {{{inside}}}}}"
     start = 'a nested key "type" names a kind of hyperparameter here.'
     if names in (("ds_config", "optimizer"), ("ds_config", "scheduler")) and isinstance(value["type"], str):
         return f"{start} Write {names[-1]}: {{type_: {value['type']}, ...}} for ds_config's type, or {const}"
     return f"{start} Write {const}"
+
+
+def _type_first(item: tuple[str, Any]) -> bool:
+    return item[0] != "type"
 
 
 def _check_batch_size(value: Any, path: str) -> list[str]:

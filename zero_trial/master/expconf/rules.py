@@ -194,7 +194,7 @@ class Section:
         return filled
 
     def _unknown(self, key: Any, path: str) -> str:
-        near = difflib.get_close_matches(str(key), self.keys, 1)
+        near = difflib.get_close_matches(str(key), self.keys, 1, 0.7)
         hint = f' Did you mean "{near[0]}"?' if near else (f" {self.hint}" if self.hint else "")
         return f"{path}.{key}: unknown property.{hint}"
 

@@ -1,0 +1,118 @@
+"""``zero-trial simulate``: searches played through from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_trial.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SEARCHES = sorted(path for path in (ROOT / "experiments").rglob("*.yaml") if path.name != "const.yaml")
+ASHA = """
+name: s
+entrypoint: python3 -m zero_trial.run model_def:T
+searcher: {name: adaptive_asha, metric: loss, max_trials: 16, max_time: 16, time_metric: batches}
+hyperparameters: {lr: {type: log, base: 10, minval: -4, maxval: -1}}
+reproducibility: {experiment_seed: 3}
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "search.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets of 3 and 2 rungs with 12 and 4 trials (see tests/master/searchers/test_brackets.py)."""
+    assert main(["simulate", written(tmp_path, ASHA)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "search  adaptive_asha: 16 trials of 16 batches"
+    rows = [[int(word) for word in line.split()] for line in lines[2:7]]
+    assert [row[-3] for row in rows] == [1, 4, 16, 4, 16]  # units of the rungs
+    assert rows[0][0] == 1 and rows[3][0] == 2  # a bracket is named once
+    assert (rows[0][-2], rows[3][-2]) == (12, 4)
+    for upper, lower in ((rows[1], rows[0]), (rows[2], rows[1]), (rows[4], rows[3])):
+        assert upper[-2] == lower[-2] - lower[-1]  # who is not stopped goes on
+    assert lines[7].startswith("spent   ") and " of 256 batches" in lines[7]
+    assert lines[8] == "pruned  0 points"
+
+
+def test_json_and_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, found = written(tmp_path, ASHA), []
+    for more in ([], ["--trials-seed", "3"], ["--trials-seed", "4"], ["--metric-curve", "crossing"]):
+        assert main(["simulate", path, "--json", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert found[2]["best"] != found[0]["best"] and found[3]["curve"] == "crossing"
+    assert (found[0]["trials"], found[0]["whole"], found[0]["unit"], found[0]["seed"]) == (16, 256, "batches", 3)
+    assert 0 < found[0]["spent"] < 256
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: path.parent.name)
+def test_the_searches_of_this_project(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["failed"] and found["warnings"] == []
+    assert bool(found["pruned"]) is (path.parent.name == "random_search")
+    assert (found["spent"] < found["whole"]) is (path.parent.name == "adaptive_asha")
+
+
+def test_pruned_points_are_counted_with_their_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "ds.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    text = ASHA.replace(
+        "hyperparameters: {", "data: {ds_config: ds.json}\nhyperparameters: {global_batch_size: 8, ds_config: {"
+    )
+    text = text.replace(
+        "lr: {type: log", "train_micro_batch_size_per_gpu: {type: categorical, vals: [8, 16]}}, lr: {type: log"
+    )
+    path = written(tmp_path, text)
+    assert main(["simulate", path]) == 2
+    assert "ds.json is not in" in (error := capsys.readouterr().err) and "Name the model's folder" in error
+    assert main(["simulate", path, str(tmp_path / "model")]) == 0
+    shown = capsys.readouterr().out
+    assert ", whose ds_config cannot be reconciled" in shown and "x train_batch_size 8 ≠ micro 16" in shown
+    assert "16 trials of 16 batches" in shown
+
+
+def test_a_search_without_a_length_asks_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(
+        tmp_path, ASHA.replace("adaptive_asha", "random").replace(", max_time: 16, time_metric: batches", "")
+    )
+    assert main(["simulate", path]) == 2
+    assert "does not say how long a trial is. Write --length 1000, in batches." in capsys.readouterr().err
+    assert main(["simulate", path, "--length", "10"]) == 0
+    assert "spent   160 of 160 batches" in capsys.readouterr().out
+    assert main(["simulate", path, "--length", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("name: [", "not readable as YAML"), (ASHA + "max_restarts: -1\n", "<config>.max_restarts: -1 is less than 0")],
+)
+def test_a_faulty_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    assert main(["simulate", written(tmp_path, text)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: cannot be read: No such file or directory." in capsys.readouterr().err
+
+
+def test_old_forms_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, ASHA.replace("max_time: 16, time_metric: batches", "max_length: {batches: 16}"))
+    assert main(["simulate", path]) == 0
+    assert "note    searcher.max_length is the older form" in capsys.readouterr().out
+
+
+def test_it_starts_without_torch() -> None:
+    path = str(ROOT / "experiments" / "adaptive_asha" / "adaptive.yaml")
+    code = f"import sys; from zero_trial.cli.main import main; main(['simulate', {path!r}]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True).returncode == 0

@@ -1,3 +1,5 @@
+"""Bodies and streams as they go out."""
+
 from __future__ import annotations
 
 import json

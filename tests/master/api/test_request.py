@@ -1,3 +1,5 @@
+"""Requests are read in one way only, within their limits of size and time."""
+
 from __future__ import annotations
 
 import socket

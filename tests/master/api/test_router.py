@@ -1,3 +1,5 @@
+"""Paths lead to routes."""
+
 from __future__ import annotations
 
 import pytest

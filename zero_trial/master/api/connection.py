@@ -128,8 +128,9 @@ class Connection:
             raise Gone(str(error)) from None
 
     def _hung_up(self) -> bool:
+        self._sock.settimeout(0)
         try:
-            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self._sock.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
             return False
         except OSError:

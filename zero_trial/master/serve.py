@@ -46,7 +46,7 @@ def serve(wish: Wish, ready: Callable[[], None]) -> None:
         raise taken(home)
     _log_to(home)
     with _asked_to_end() as asked:
-        cluster = EmbeddedCluster(home, wish.devices, host_env=wish.host_env)
+        cluster = EmbeddedCluster.on(home, wish.devices, host_env=wish.host_env)
         try:
             _serve(wish, cluster, ready, asked)
         finally:

@@ -7,7 +7,6 @@ looks for ends.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import shutil
 import signal
@@ -55,6 +54,9 @@ class Workers(Protocol):
 
     def adopt(self, allocation_id: str) -> Found:
         """Watch an allocation that a master before us may have started."""
+
+    def close(self) -> None:
+        """Stop watching; what runs goes on."""
 
 
 @dataclass
@@ -221,6 +223,8 @@ class Agent:
             return None
         if identity is not None:
             return claim.Exit(KILLED, time.time(), why="its shepherd is gone")
+        if claim.claimed(folder):  # made void by a master that was killed before it could say so
+            return claim.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
         if entry.child is not None and entry.child.returncode is not None and claim.claim(folder, None):
             return claim.Exit(127, time.time(), why=f"its shepherd could not begin, see {folder / 'shepherd.log'}")
         return None

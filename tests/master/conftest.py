@@ -1,0 +1,18 @@
+"""Fixtures of the master's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.master.fakes import Master
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    """A master with two slots whose trials are moved by hand."""
+    made = Master(tmp_path / "root")
+    yield made
+    made.hub.close()

@@ -1,0 +1,121 @@
+"""Checkpoints: reported, kept, deleted."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.master.fakes import Master
+from zero_trial.master.records import Checkpoint, CheckpointState
+from zero_trial.master.verbs import Conflict, NotFound, Unsupported
+
+
+def save(master: Master, trial_id: int, steps: int, files: tuple[str, ...] = ("weights", "metadata.json")) -> str:
+    """What the harness does: files on disk, then a report."""
+    run = master.run_of(trial_id).allocation
+    name = str(uuid.uuid4())
+    folder = base(master, trial_id) / name
+    folder.mkdir(parents=True)
+    for file in files:
+        (folder / file).write_text("x" * 10)
+    master.clock.now += 1
+    master.cluster.checkpoints.report(
+        Checkpoint(
+            uuid=name,
+            state=CheckpointState.COMPLETED,
+            trial_id=None,
+            experiment_id=None,
+            task_id=run.task_id,
+            allocation_id=run.id,
+            reported=0.0,
+            metadata={"steps_completed": steps},
+            resources=dict.fromkeys(files, 10),
+        )
+    )
+    return name
+
+
+def base(master: Master, trial_id: int) -> Path:
+    return Path(master.run_of(trial_id).config["checkpoint_storage"]["host_path"])
+
+
+def test_a_reported_checkpoint_is_the_trials_newest(master: Master) -> None:
+    master.create()
+    first, second = save(master, 1, 1), save(master, 1, 2)
+    found = master.cluster.checkpoints.get(second)
+    assert (found.trial_id, found.experiment_id, found.steps_completed, found.size) == (1, 1, 2, 20)
+    assert found.hparams == {"a": 1} and found.experiment_config["name"] == "test"
+    assert master.cluster.trials.get(1).latest_checkpoint == second
+    assert [item.uuid for item in master.cluster.trials.checkpoints(1)] == [first, second]
+    assert master.cluster.checkpoints.directory(second) == base(master, 1) / second
+
+
+def test_the_validation_at_its_step_is_shown_with_it(master: Master) -> None:
+    master.create()
+    name = save(master, 1, 4)
+    master.validate(1, 0.25, batches=4)
+    found = master.cluster.checkpoints.get(name)
+    assert found.searcher_metric == 0.25 and found.validation_metrics["batches"] == 4
+
+
+def test_one_of_another_trial_is_not_overwritten(master: Master) -> None:
+    master.create()
+    master.create()
+    name = save(master, 1, 1)
+    run = master.run_of(2).allocation
+    with pytest.raises(Conflict):
+        master.cluster.checkpoints.report(
+            Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
+        )
+
+
+def test_the_one_that_a_living_trial_goes_on_from_is_not_deleted(master: Master) -> None:
+    master.create()
+    old, new = save(master, 1, 1), save(master, 1, 2)
+    with pytest.raises(Conflict):
+        master.cluster.checkpoints.delete([new])
+    master.cluster.checkpoints.delete([old])
+    master.cluster.janitor.work()
+    assert master.cluster.checkpoints.get(old).state is CheckpointState.DELETED
+    assert not (base(master, 1) / old).exists() and (base(master, 1) / new).exists()
+
+
+def test_an_unknown_one_deletes_nothing_of_the_others(master: Master) -> None:
+    master.create()
+    name = save(master, 1, 1)
+    save(master, 1, 2)
+    with pytest.raises(NotFound):
+        master.cluster.checkpoints.delete([name, str(uuid.uuid4())])
+    master.cluster.janitor.work()
+    assert (base(master, 1) / name).exists()
+
+
+def test_files_that_match_are_removed(master: Master) -> None:
+    master.create()
+    name = save(master, 1, 1, files=("weights", "optimizer.bin", "metadata.json"))
+    master.cluster.checkpoints.remove_files([name], ["*.bin"])
+    found = master.cluster.checkpoints.get(name)
+    assert found.state is CheckpointState.PARTIALLY_DELETED and set(found.resources) == {"weights", "metadata.json"}
+    assert not (base(master, 1) / name / "optimizer.bin").exists()
+
+
+def test_what_the_harness_deleted_is_noted(master: Master) -> None:
+    master.create()
+    name = save(master, 1, 1)
+    master.cluster.checkpoints.patch_resources(name, {"weights": 10})
+    assert master.cluster.checkpoints.get(name).state is CheckpointState.PARTIALLY_DELETED
+    master.cluster.checkpoints.patch_resources(name, {})
+    assert master.cluster.checkpoints.get(name).state is CheckpointState.DELETED
+
+
+def test_storage_elsewhere_has_no_folder(master: Master) -> None:
+    master.create(checkpoint_storage={"type": "s3", "bucket": "b"})
+    run = master.run_of(1).allocation
+    name = str(uuid.uuid4())
+    master.cluster.checkpoints.report(
+        Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
+    )
+    with pytest.raises(Unsupported):
+        master.cluster.checkpoints.directory(name)

@@ -1,0 +1,136 @@
+"""A master without processes: a hub on a folder of its own, workers that only remember, and a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_trial.master.agent.agent import Found
+from zero_trial.master.agent.devices import Devices
+from zero_trial.master.agent.order import StartOrder
+from zero_trial.master.core import EmbeddedCluster
+from zero_trial.master.core.hub import Hub
+from zero_trial.master.home import Home
+from zero_trial.master.records import Experiment
+from zero_trial.master.verbs import NewExperiment
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Workers:
+    """Remembers what it is told. ``running``: allocations whose processes are there, by id, also for the next master."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, StartOrder] = {}
+        self.killed: list[str] = []
+        self.started: list[str] = []
+
+    def start(self, order: StartOrder) -> None:
+        if order.allocation.id not in self.running:
+            self.running[order.allocation.id] = order
+            self.started.append(order.allocation.id)
+
+    def kill(self, allocation_id: str) -> None:
+        self.killed.append(allocation_id)
+
+    def adopt(self, allocation_id: str) -> Found:
+        return Found.THERE if allocation_id in self.running else Found.NOTHING
+
+    def close(self) -> None: ...
+
+
+class Master:
+    """A cluster whose trials are moved by hand; ``restart`` is a crash followed by a new master on the same folder."""
+
+    def __init__(self, root: Path, slots: int = 2) -> None:
+        self.home = Home(root)
+        self.home.prepare()
+        self.devices = Devices(slots, cores=slots)
+        self.clock = Clock()
+        self.workers = Workers()
+        self.open()
+
+    def open(self) -> None:
+        self.hub = Hub(self.home, self.devices, clock=self.clock)
+        self.cluster = EmbeddedCluster(self.hub, self.workers)
+        self.hub.begin("http://127.0.0.1:1")
+
+    def restart(self) -> None:
+        self.hub.close()
+        self.open()
+
+    def create(self, **config: Any) -> Experiment:
+        activate = config.pop("activate", True)
+        context = config.pop("context", {"model_def.py": b"pass"})
+        new = NewExperiment(yaml.safe_dump(experiment(**config)), tgz(context), "somebody", activate=activate)
+        return self.cluster.experiments.create(new).experiment
+
+    def runs(self) -> list[StartOrder]:
+        """What runs now, oldest first."""
+        return list(self.workers.running.values())
+
+    def run_of(self, trial_id: int) -> StartOrder:
+        return next(order for order in self.runs() if order.allocation.trial_id == trial_id)
+
+    def exit(self, trial_id: int, code: int = 0, why: str = "") -> None:
+        """The processes of a trial end."""
+        name = self.run_of(trial_id).allocation.id
+        self.hub.on_exited(name, code, why)
+        del self.workers.running[name]
+
+    def validate(self, trial_id: int, metric: float, batches: int = 1) -> None:
+        run = self.run_of(trial_id).allocation.run_id
+        metrics = {"val": metric, "batches": batches}
+        self.cluster.trials.report_metrics(
+            trial_id, run_id=run, group="validation", steps_completed=batches, metrics=metrics
+        )
+
+    def ack(self, trial_id: int) -> None:
+        self.cluster.tasks.ack_preemption(self.run_of(trial_id).allocation.id)
+
+    def state(self, trial_id: int) -> str:
+        return self.cluster.trials.get(trial_id).state.value
+
+    def states(self, experiment_id: int) -> tuple[str, list[str]]:
+        """The experiment's state and those of its trials."""
+        found = self.cluster.experiments
+        return found.get(experiment_id).state.value, [trial.state.value for trial in found.trials(experiment_id)]
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    """A small configuration."""
+    config: dict[str, Any] = {
+        "name": "test",
+        "entrypoint": "python3 train.py",
+        "searcher": {"name": "single", "metric": "val", "smaller_is_better": True},
+        "hyperparameters": {"a": 1},
+        "resources": {"slots_per_trial": 1},
+        "max_restarts": 1,
+        "reproducibility": {"experiment_seed": 7},
+    }
+    config.update(changes)
+    return config
+
+
+def tgz(files: Mapping[str, bytes]) -> bytes:
+    """A context directory."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()

@@ -1,0 +1,173 @@
+"""The CUDA kernels as machine code: how long NVRTC takes cold and from the cache, and what each kernel uses. Needs no GPU.
+
+    pip install 'zero_trial[cuda-check]' && python benchmarks/ops/cubins.py
+
+Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly. ``tests/ops/test_cuda_kernels.py``
+holds some of them to the table in ``tests/ops/sass_budget.json``; this holds all of them to it, on every architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import record
+from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
+from zero_trial.ops._nvrtc_cache import KernelCache
+from zero_trial.ops.cuda_kernels import Kernel
+
+BUDGETS = Path(__file__).parents[2] / "tests" / "ops" / "sass_budget.json"
+PLACES = ("nvidia/cu13/bin", "triton/backends/nvidia/bin")
+SYSTEM = ("/usr/local/cuda/bin", "/usr/bin")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel of a cubin uses. ``loads16``: load instructions of 16 bytes per thread, and so on."""
+
+    registers: int
+    stack: int
+    spills: int
+    loads16: int
+    loads8: int
+    stores16: int
+    stores8: int
+
+
+def find_cuobjdump(folders: Sequence[str] | None = None) -> str | None:
+    """The disassembler, from a pip package or from CUDA."""
+    for place in [*(f"{folder}/{below}" for folder in folders or sys.path for below in PLACES), *SYSTEM]:
+        if os.access(f"{place}/cuobjdump", os.X_OK):
+            return f"{place}/cuobjdump"
+    return None
+
+
+def inspect(cuobjdump: str, image: bytes, entry: str) -> Usage:
+    """Reads one kernel of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        command = [cuobjdump, "-res-usage", "-sass", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return read(said, entry)
+
+
+def read(said: str, entry: str) -> Usage:
+    """The numbers of one kernel in what cuobjdump prints."""
+    resources = re.search(rf"Function {entry}:\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said, re.DOTALL)
+    code = said.split(f"Function : {entry}\n", 1)
+    if resources is None or len(code) < 2:
+        raise SystemExit(f"cuobjdump shows no kernel {entry}")
+    listing = code[1].split("Function :", 1)[0]
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, listing))
+
+    registers, stack, local = map(int, resources.groups())
+    return Usage(
+        registers,
+        stack + local,
+        count(r"\b(?:LDL|STL)\b"),
+        count(r"\bLDG\.E(?:\.\w+)*\.128\b"),
+        count(r"\bLDG\.E(?:\.\w+)*\.64\b"),
+        count(r"\bSTG\.E(?:\.\w+)*\.128\b"),
+        count(r"\bSTG\.E(?:\.\w+)*\.64\b"),
+    )
+
+
+def budget_of(kernel: Kernel, budgets: Mapping[str, Any]) -> dict[str, int]:
+    """The row of the table that a kernel falls under: the longest that its name begins with."""
+    rows = [name for name in budgets if kernel.name.startswith(name)]
+    if not rows:
+        raise SystemExit(f"{BUDGETS.name} has no row for {kernel.name}")
+    return dict(budgets[max(rows, key=len)])
+
+
+def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list[str]:
+    """What a kernel uses beyond its row, in words."""
+    most = {"registers": budget["registers"], "stack": 0, "spills": 0}
+    wrong = [f"{key} {getattr(usage, key)} > {limit}" for key, limit in most.items() if getattr(usage, key) > limit]
+    given = dict(kernel.definitions)
+    least = {"loads16": 0, "loads8": 0, "stores16": 0, "stores8": 0} | {
+        key: value for key, value in budget.items() if key != "registers"
+    }
+    # A tensor that the variant stores in 16 bits is accessed 8 bytes at a time, in fp32 16 bytes: the table counts accesses.
+    for role, kind in (("ZT_GRADIENT", "load"), ("ZT_FROM", "load"), ("ZT_OUT", "store"), ("ZT_INTO", "store")):
+        if role in given and given[role] != cuda_kernels.NONE and kernel.entry in READS.get(role, ()):
+            least[f"{kind}s{16 if given[role] == cuda_kernels.FP32 else 8}"] += 1
+    return wrong + [
+        f"{key} {getattr(usage, key)} < {count}" for key, count in least.items() if getattr(usage, key) < count
+    ]
+
+
+READS = {
+    "ZT_GRADIENT": ("zt_update", "zt_lamb_moments"),
+    "ZT_FROM": ("zt_copy",),
+    "ZT_OUT": ("zt_update", "zt_lamb_apply"),
+    "ZT_INTO": ("zt_copy",),
+}
+
+
+def measure(nvrtc: _nvrtc.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
+    """Cold and cached time, and what it uses."""
+    target = nvrtc.target(arch)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        image = cuda_backend.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
+        cold = time.perf_counter() - start
+        start = time.perf_counter()
+        cuda_backend.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
+        cached = time.perf_counter() - start
+    row: dict[str, Any] = {"kernel": kernel.name, "arch": arch, "cold": 1e3 * cold, "cached": 1e3 * cached}
+    if cuobjdump:
+        usage = inspect(cuobjdump, image, kernel.entry)
+        row |= asdict(usage)
+        row["over"] = "; ".join(over_budget(kernel, usage, budget_of(kernel, json.loads(BUDGETS.read_text()))))
+    return row
+
+
+def main() -> None:
+    """All kernels on all architectures; exits with 1 where one is over its budget."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--arch", type=int, nargs="+", default=list(cuda_kernels.ARCHS))
+    options.add_argument("--only", default="", help="kernels whose name contains this")
+    given = options.parse_args()
+    nvrtc, cuobjdump = _nvrtc.open_nvrtc(), find_cuobjdump()
+    kernels = [kernel for kernel in cuda_kernels.every_kernel() if given.only in kernel.name]
+    rows = [measure(nvrtc, cuobjdump, kernel, arch) for arch in given.arch for kernel in kernels]
+    counts = ("registers", "spills", "loads16", "loads8", "stores16", "stores8")
+    columns = [
+        ("kernel", lambda row: row["kernel"]),
+        ("sm", lambda row: str(row["arch"])),
+        ("cold ms", record.number("cold", 0)),
+        ("cached ms", record.number("cached", 1)),
+        *((name, record.number(name, 0)) for name in counts),
+        ("over budget", lambda row: row.get("over", "")),
+    ]
+    settings = {"nvrtc": ".".join(map(str, nvrtc.version)), "disassembler": "cuobjdump" if cuobjdump else "none"}
+    if given.only or given.arch != list(cuda_kernels.ARCHS):
+        print(record.markdown(rows, columns))
+    else:
+        record.save("cubins", settings, rows, columns, (__doc__ or "").strip())
+    worst = max(rows, key=lambda row: row["cold"])
+    print(
+        f"slowest cold: {worst['kernel']} sm_{worst['arch']} {worst['cold']:.0f} ms; cached at most {max(r['cached'] for r in rows):.1f} ms"
+    )
+    if any(row.get("over") for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

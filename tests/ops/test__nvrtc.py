@@ -1,0 +1,85 @@
+"""NVRTC is found and compiles; without it, or with a source that it refuses, there is one clear line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _nvrtc
+from zero_trial.ops._nvrtc import Nvrtc, Target, first_lines, places
+
+SOURCE = '#include "one.h"\nextern "C" __global__ void zt_one(float* x) { *x = ONE; }'
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    try:
+        return _nvrtc.open_nvrtc()
+    except KernelUnavailable as trouble:
+        pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
+
+
+def test_machine_code_without_a_gpu(nvrtc: Nvrtc) -> None:
+    image = nvrtc.compile("one.cu", SOURCE, {"one.h": "#define ONE 1.0f"}, ["--std=c++17"], Target(80))
+    assert image.startswith(b"\x7fELF") and b"zt_one" in image
+
+
+def test_ptx_for_a_device_that_it_does_not_know(nvrtc: Nvrtc) -> None:
+    known = max(nvrtc.archs)
+    assert nvrtc.target(known) == Target(known)
+    target = nvrtc.target(known + 7)
+    assert target == Target(known, ptx=True) and target.option == f"--gpu-architecture=compute_{known}"
+    image = nvrtc.compile("one.cu", SOURCE, {"one.h": "#define ONE 1.0f"}, [], target)
+    assert b".entry zt_one" in image and f".target sm_{known}".encode() in image
+
+
+def test_a_device_older_than_all_it_knows(nvrtc: Nvrtc) -> None:
+    with pytest.raises(KernelUnavailable, match=r"compute capability 5\.2, expected 8\.0 or newer"):
+        dataclasses.replace(nvrtc, archs=(80, 90)).target(52)
+
+
+def test_the_compilers_complaint_is_quoted(nvrtc: Nvrtc) -> None:
+    with pytest.raises(KernelUnavailable, match=r"one\.cu does not compile: one\.cu\(2\): error: .*ONE.* is undefined"):
+        nvrtc.compile("one.cu", SOURCE, {"one.h": ""}, [], Target(80))
+    with pytest.raises(KernelUnavailable, match="does not compile"):
+        nvrtc.compile("one.cu", "", {}, ["--no-such-option"], Target(80))
+
+
+def test_the_log_in_one_line() -> None:
+    log = "a.cu(1): warning: odd\n\na.cu(2): error: bad\n  y\n1 error detected"
+    assert first_lines(log) == "a.cu(2): error: bad; 1 error detected"
+    assert first_lines("only this\n") == "only this"
+    assert first_lines("\n") == "no reason given"
+
+
+def test_where_it_is_looked_for(tmp_path: Path) -> None:
+    for name in (
+        "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+        "nvidia/cu13/lib/libnvrtc.so.13",
+        "nvidia/cu13/lib/libnvrtc.alt.so.13",
+        "nvidia/cu13/lib/libnvrtc-builtins.so.13.0",
+        "torch/lib/libnvrtc-6c5693e9.so.12",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    found = list(places([str(tmp_path)]))
+    assert [Path(place).relative_to(tmp_path).as_posix() for place in found[:3]] == [
+        "nvidia/cu13/lib/libnvrtc.so.13",
+        "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
+        "torch/lib/libnvrtc-6c5693e9.so.12",
+    ]
+    assert found[3:5] == ["libnvrtc.so.13", "libnvrtc.so.12"]
+
+
+def test_without_it_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "torch" / "lib"
+    broken.mkdir(parents=True)
+    (broken / "libnvrtc.so.12").write_bytes(b"not a library")
+    monkeypatch.setattr(_nvrtc, "MAJORS", (12,))
+    monkeypatch.setattr(_nvrtc, "SYSTEM_FOLDERS", ())
+    monkeypatch.setattr(_nvrtc, "places", lambda folders: [str(broken / "libnvrtc.so.12"), "libnvrtc-none.so.12"])
+    with pytest.raises(KernelUnavailable, match=r"no NVRTC.*pip install nvidia-cuda-nvrtc"):
+        _nvrtc.open_nvrtc([str(tmp_path)])

@@ -1,0 +1,96 @@
+"""Compiled kernels are kept: once per folder, checked when read, in memory where the folder cannot be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_trial.ops._nvrtc_cache import KernelCache, sealed, unsealed
+
+
+class Counting:
+    """Makes an image and counts how often."""
+
+    def __init__(self, image: bytes = b"image") -> None:
+        self.image, self.times = image, 0
+
+    def __call__(self) -> bytes:
+        self.times += 1
+        return self.image
+
+
+def test_made_once_per_folder(tmp_path: Path) -> None:
+    make = Counting()
+    for _ in range(2):
+        assert KernelCache(tmp_path).get("key", make) == b"image"
+    assert make.times == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["cuda-key.bin"]
+    KernelCache(tmp_path).get("other", make)
+    assert make.times == 2
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("spoil", [cut, flipped, lambda _: b"", lambda _: b"another program's file"])
+def test_a_broken_file_is_made_again(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+    make = Counting()
+    KernelCache(tmp_path).get("key", make)
+    path = tmp_path / "cuda-key.bin"
+    path.write_bytes(spoil(path.read_bytes()))
+    assert KernelCache(tmp_path).get("key", make) == b"image"
+    assert make.times == 2
+    assert unsealed(path.read_bytes()) == b"image"
+
+
+def test_what_is_sealed_is_whole() -> None:
+    assert unsealed(sealed(b"")) == b""
+    assert unsealed(sealed(b"x" * 1000)) == b"x" * 1000
+    assert unsealed(b"x" * 1000) is None
+
+
+def test_without_a_folder_it_is_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (None, tmp_path / "file" / "below"):
+        make, kept = Counting(), KernelCache(folder)
+        assert kept.get("key", make) == kept.get("key", make) == b"image"
+        assert make.times == 1
+        assert bool(kept.trouble) == (folder is not None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir(mode=0o500)
+    kept = KernelCache(folder)
+    assert kept.get("key", Counting()) == b"image"
+    assert "Permission denied" in kept.trouble
+
+
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> bytes:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        KernelCache(tmp_path).get("key", fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_a_file_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full while the file is written: the image is used, and neither the file nor its scratch stays."""
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    kept = KernelCache(tmp_path)
+    assert kept.get("key", Counting()) == b"image"
+    assert not list(tmp_path.iterdir()) and "No space left" in kept.trouble

@@ -1,0 +1,80 @@
+"""Which CUDA kernels a process runs: as asked, and with a reason where there are none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
+from zero_trial.ops._nvrtc import Nvrtc, Target
+from zero_trial.ops._nvrtc_cache import KernelCache
+
+
+def no_driver() -> None:
+    raise KernelUnavailable("no CUDA driver: libcuda.so.1 does not open")
+
+
+def test_without_a_device_there_is_nothing_to_say_but_why(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = cuda_backend.choose({"ZERO_TRIAL_OPS": "native"}, device_present=False)
+    assert chosen.cuda is None and chosen.describe() == "plain torch (no CUDA device)"
+    assert not caplog.records
+
+
+def test_the_reference_can_be_asked_for() -> None:
+    chosen = cuda_backend.choose({"ZERO_TRIAL_OPS": "reference"}, device_present=True)
+    assert chosen.describe() == "plain torch (ZERO_TRIAL_OPS=reference)"
+
+
+def test_a_device_without_a_driver_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cuda_backend, "open_driver", no_driver)
+    with caplog.at_level(logging.WARNING, logger="zero_trial"):
+        chosen = cuda_backend.choose({}, device_present=True)
+    assert chosen.cuda is None and "no CUDA driver" in chosen.describe()
+    assert [record.message for record in caplog.records if "plain torch: no CUDA driver" in record.message]
+    with pytest.raises(KernelUnavailable, match=r"ZERO_TRIAL_OPS=native: .*got no CUDA driver"):
+        cuda_backend.choose({"ZERO_TRIAL_OPS": "native"}, device_present=True)
+
+
+def test_the_choice_is_made_once() -> None:
+    assert cuda_backend.cuda_backend() is cuda_backend.cuda_backend()
+
+
+def test_kernels_are_compiled_once_per_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, str]] = []
+
+    def compile_(self: Nvrtc, name: str, source: str, headers: object, options: object, target: Target) -> bytes:
+        compiled.append((name, target.option))
+        return b"code"
+
+    monkeypatch.setattr(Nvrtc, "compile", compile_)
+    for version in ((13, 0), (13, 0), (12, 9)):
+        nvrtc = Nvrtc(None, "", version, (80,))  # type: ignore[arg-type]
+        for target in (Target(80), Target(80, ptx=True)):
+            image = cuda_backend.compiled(cuda_kernels.sums(), nvrtc, target, KernelCache(tmp_path))
+            assert image == b"code"
+    assert compiled == [("square_sum.cu", option.option) for option in (Target(80), Target(80, ptx=True))] * 2
+
+
+def test_a_device_needs_its_number() -> None:
+    with pytest.raises(KernelUnavailable, match="expected cuda:0"):
+        cuda_backend.device_of(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_this_gpu_runs_them() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    chosen = cuda_backend.choose({"ZERO_TRIAL_OPS": "native"}, device_present=True)
+    assert chosen.cuda is not None and chosen.cuda.has(cuda_kernels.sums(), torch.device("cuda", 0))
+
+
+def test_the_library_is_found_where_it_is_installed() -> None:
+    try:
+        nvrtc = _nvrtc.open_nvrtc()
+    except KernelUnavailable as trouble:
+        pytest.skip(trouble.what)
+    assert set(cuda_kernels.ARCHS) <= set(nvrtc.archs)

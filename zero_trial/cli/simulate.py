@@ -133,7 +133,9 @@ def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, 
 
 def render(searcher: Mapping[str, Any], setup: Setup, found: Simulated) -> list[str]:
     """The table, line by line."""
-    lines = [f"search  {searcher['name']}: {found.trials} trials of {setup.length} {setup.unit}"]
+    lines = [
+        f"search  {searcher['name']}: {found.trials} trial{'' if found.trials == 1 else 's'} of {setup.length} {setup.unit}"
+    ]
     lines.append(f"{'bracket':>9}{'rung at':>12}{'trials':>9}{'stopped':>9}")
     before = 0
     for rung in found.rungs:

@@ -47,7 +47,13 @@ def ask(server: Server) -> Ask:
     """Send one request as it is: (method, path, token of a user, token of a task, body, headers) -> (status, JSON)."""
 
     def send(
-        method: str, path: str, *, user: str = "", task: str = "", body: Any = None, headers: dict[str, str] | None = None
+        method: str,
+        path: str,
+        *,
+        user: str = "",
+        task: str = "",
+        body: Any = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, dict[str, Any]]:
         sent = dict(headers or {})
         if user:

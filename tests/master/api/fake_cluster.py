@@ -30,7 +30,16 @@ from zero_trial.master.records import (
     User,
     Workload,
 )
-from zero_trial.master.verbs import Conflict, Created, ExperimentPatch, Invalid, LogQuery, NewExperiment, NotFound, Rendezvous
+from zero_trial.master.verbs import (
+    Conflict,
+    Created,
+    ExperimentPatch,
+    Invalid,
+    LogQuery,
+    NewExperiment,
+    NotFound,
+    Rendezvous,
+)
 
 CONFIG = {
     "name": "example",
@@ -171,7 +180,9 @@ class FakeExperiments:
     def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
         found = self.get(experiment_id)
         self.world.calls.append(("patch", patch))
-        changes = {name: getattr(patch, name) for name in ("name", "description", "notes") if getattr(patch, name) is not None}
+        changes = {
+            name: getattr(patch, name) for name in ("name", "description", "notes") if getattr(patch, name) is not None
+        }
         if patch.labels is not None:
             changes["labels"] = tuple(patch.labels)
         self.world.stored_experiments[experiment_id] = replace(found, **changes)
@@ -289,7 +300,16 @@ class FakeTasks:
 
     def tasks(self) -> list[Task]:
         return [
-            Task(each.task_id, each.trial_id, each.experiment_id, f"Experiment {each.experiment_id}", "determined", 1_700_000_001.0, None, (each,))
+            Task(
+                each.task_id,
+                each.trial_id,
+                each.experiment_id,
+                f"Experiment {each.experiment_id}",
+                "determined",
+                1_700_000_001.0,
+                None,
+                (each,),
+            )
             for each in self.world.allocations.values()
         ]
 
@@ -363,7 +383,10 @@ class FakeMachine:
         return [Agent("laptop", tuple(self.slots()), 1_700_000_000.0, version="0.38.1")]
 
     def slots(self) -> list[Slot]:
-        return [Slot(0, "cpu", "one core", allocation_id="task-1.1"), Slot(1, "cpu", "one core", enabled=self.world.slot_enabled)]
+        return [
+            Slot(0, "cpu", "one core", allocation_id="task-1.1"),
+            Slot(1, "cpu", "one core", enabled=self.world.slot_enabled),
+        ]
 
     def set_slot_enabled(self, number: int, enabled: bool) -> Slot:
         if number > 1:
@@ -407,7 +430,9 @@ class FakeAccounts:
 
 
 def line(message: str, trial_id: int = 1, **changes: Any) -> LogLine:
-    return replace(LogLine("1", 1_700_000_004.0, message, trial_id, f"task-{trial_id}", f"task-{trial_id}.1"), **changes)
+    return replace(
+        LogLine("1", 1_700_000_004.0, message, trial_id, f"task-{trial_id}", f"task-{trial_id}.1"), **changes
+    )
 
 
 @dataclass
@@ -420,7 +445,9 @@ class FakeCluster:
     stored_checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     stored_users: dict[int, User] = field(default_factory=lambda: {1: User(1, "determined", True, True, "")})
     contexts: dict[int, bytes] = field(default_factory=lambda: {1: b"context of 1", 2: b"context of 2"})
-    allocations: dict[str, Allocation] = field(default_factory=lambda: {each.id: each for each in (allocation(1, 1), allocation(2, 2))})
+    allocations: dict[str, Allocation] = field(
+        default_factory=lambda: {each.id: each for each in (allocation(1, 1), allocation(2, 2))}
+    )
     token_owners: dict[str, int | str] = field(default_factory=dict)
     reports: list[MetricReport] = field(default_factory=list)
     lines: list[LogLine] = field(default_factory=lambda: [line("first"), line("second", rank=1, level="ERROR")])

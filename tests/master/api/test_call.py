@@ -38,10 +38,16 @@ def call(query: str = "", body: bytes = b"", principal: Principal = USER) -> Cal
 )
 def test_pages_are_counted_as_clients_expect(query: str, expected: list[int], account: tuple[int, int]) -> None:
     page, pagination = call(query).page(range(5))
-    assert (list(page), (pagination["startIndex"], pagination["endIndex"]), pagination["total"]) == (expected, account, 5)
+    assert (list(page), (pagination["startIndex"], pagination["endIndex"]), pagination["total"]) == (
+        expected,
+        account,
+        5,
+    )
 
 
-@pytest.mark.parametrize("value", ["", "x", "1.5", 1.5, True, None, [], "１", "1_0", 2**40, float("nan"), float("inf"), " 1"])
+@pytest.mark.parametrize(
+    "value", ["", "x", "1.5", 1.5, True, None, [], "１", "1_0", 2**40, float("nan"), float("inf"), " 1"]
+)
 def test_a_whole_number_is_one(value: Any) -> None:
     with pytest.raises(Invalid):
         whole(value, "limit")
@@ -56,7 +62,11 @@ def test_a_number_is_finite(value: Any) -> None:
 
 
 def test_a_moment_is_rfc_3339() -> None:
-    assert moment("1970-01-01T00:00:01Z", "timestampAfter") == moment("1970-01-01T01:00:01.000+01:00", "timestampAfter") == 1.0
+    assert (
+        moment("1970-01-01T00:00:01Z", "timestampAfter")
+        == moment("1970-01-01T01:00:01.000+01:00", "timestampAfter")
+        == 1.0
+    )
     with pytest.raises(Invalid, match="timestampAfter must be a time"):
         moment("yesterday", "timestampAfter")
 

@@ -37,7 +37,8 @@ EXAMPLES = {
 def path_of(route: Route, **changes: str) -> str:
     parts = [part[1:-1].partition(":")[0] if part.startswith("{") else None for part in route.path.split("/")]
     return "/".join(
-        part if name is None else changes.get(name, EXAMPLES[name]) for name, part in zip(parts, route.path.split("/"), strict=True)
+        part if name is None else changes.get(name, EXAMPLES[name])
+        for name, part in zip(parts, route.path.split("/"), strict=True)
     )
 
 
@@ -75,7 +76,13 @@ def test_an_allocations_token_is_not_good_for_what_users_do(ask: Ask, cluster: F
 
 def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, cluster: FakeCluster) -> None:
     """Every part of every path that names an allocation, a task, a trial or an experiment is tried with the other allocation's."""
-    others = {"experimentId": "2", "trialId": "2", "taskId": "task-2", "allocationId": "task-2.1", "resourcesId": "resources-2"}
+    others = {
+        "experimentId": "2",
+        "trialId": "2",
+        "taskId": "task-2",
+        "allocationId": "task-2.1",
+        "resourcesId": "resources-2",
+    }
     tried = 0
     for route in ROUTES:
         if route.who not in (Who.TASK, Who.BOTH):
@@ -94,12 +101,26 @@ OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
     (
         "POST",
         "/api/v1/checkpoints",
-        {"uuid": UUID, "metadata": {"steps_completed": 1}, "resources": {}, "allocationId": "task-2.1", "taskId": "task-1", "training": {}},
+        {
+            "uuid": UUID,
+            "metadata": {"steps_completed": 1},
+            "resources": {},
+            "allocationId": "task-2.1",
+            "taskId": "task-1",
+            "training": {},
+        },
     ),
     (
         "POST",
         "/api/v1/checkpoints",
-        {"uuid": UUID, "metadata": {"steps_completed": 1}, "resources": {}, "allocationId": "task-1.1", "taskId": "task-2", "training": {}},
+        {
+            "uuid": UUID,
+            "metadata": {"steps_completed": 1},
+            "resources": {},
+            "allocationId": "task-1.1",
+            "taskId": "task-2",
+            "training": {},
+        },
     ),
     ("POST", "/api/v1/checkpoints", {"uuid": UUID, "metadata": {"steps_completed": 1}, "resources": {}}),
     ("PATCH", "/api/v1/checkpoints", {"checkpoints": [{"uuid": UUID, "resources": {"resources": {}}}]}),
@@ -111,7 +132,9 @@ OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "body"), OWN_BODIES)
-def test_nor_may_it_name_what_is_not_its_own_in_a_body(ask: Ask, cluster: FakeCluster, method: str, path: str, body: dict[str, Any]) -> None:
+def test_nor_may_it_name_what_is_not_its_own_in_a_body(
+    ask: Ask, cluster: FakeCluster, method: str, path: str, body: dict[str, Any]
+) -> None:
     cluster.stored_checkpoints[UUID] = checkpoint(UUID, 2, 2)
     assert ask(method, path, task=TASK_TOKEN, body=body)[0] == 403
     assert cluster.calls == []
@@ -119,7 +142,10 @@ def test_nor_may_it_name_what_is_not_its_own_in_a_body(ask: Ask, cluster: FakeCl
 
 def test_a_metric_report_for_another_trial_than_the_paths_is_refused(ask: Ask, cluster: FakeCluster) -> None:
     report = {"trialId": 2, "trialRunId": 1, "stepsCompleted": 1, "metrics": {"avgMetrics": {"loss": 1.0}}}
-    assert ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body={"group": "training", "metrics": report})[0] == 400
+    assert (
+        ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body={"group": "training", "metrics": report})[0]
+        == 400
+    )
     assert cluster.reports == []
 
 
@@ -135,7 +161,10 @@ def test_a_user_who_was_switched_off_is_nobody(ask: Ask, cluster: FakeCluster) -
     assert ask("GET", "/api/v1/me", user=USER_TOKEN)[0] == 401
 
 
-@pytest.mark.parametrize("host", ["example.com", "127.0.0.1", "127.0.0.1:1", "localhost", "", "127.0.0.1.example.com:{port}", "example.com:{port}"])
+@pytest.mark.parametrize(
+    "host",
+    ["example.com", "127.0.0.1", "127.0.0.1:1", "localhost", "", "127.0.0.1.example.com:{port}", "example.com:{port}"],
+)
 def test_another_host_is_not_answered(ask: Ask, server: Server, host: str) -> None:
     """A page that points its own name at this machine (DNS rebinding) still sends its own name."""
     status, _ = ask("GET", "/info", user=USER_TOKEN, headers={"Host": host.format(port=server.port)})
@@ -152,7 +181,9 @@ def test_localhost_is_this_host_too(ask: Ask, server: Server) -> None:
     assert ask("GET", "/info", headers={"Host": f"LOCALHOST:{server.port}"})[0] == 200
 
 
-@pytest.mark.parametrize("origin", ["http://example.com", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1"])
+@pytest.mark.parametrize(
+    "origin", ["http://example.com", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1"]
+)
 def test_another_origin_is_not_answered(ask: Ask, server: Server, origin: str, cluster: FakeCluster) -> None:
     headers = {"Origin": origin.format(port=server.port)}
     assert ask("GET", "/info", headers=headers)[0] == 403
@@ -165,14 +196,30 @@ def test_the_same_origin_is_answered_and_a_cross_site_fetch_is_not(ask: Ask, ser
     assert ask("GET", "/info", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
 
 
-@pytest.mark.parametrize("number", ["1'%20OR%20'1'='1", "1;DROP%20TABLE%20experiments", "0x1", "1_0", "%C2%B2", "1e3", "99999999999999999999", "-", "+1", "%201"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        "1'%20OR%20'1'='1",
+        "1;DROP%20TABLE%20experiments",
+        "0x1",
+        "1_0",
+        "%C2%B2",
+        "1e3",
+        "99999999999999999999",
+        "-",
+        "+1",
+        "%201",
+    ],
+)
 def test_what_is_no_number_never_reaches_a_verb(ask: Ask, cluster: FakeCluster, number: str) -> None:
     assert ask("GET", f"/api/v1/experiments/{number}", user=USER_TOKEN)[0] == 400
     assert ask("POST", f"/api/v1/experiments/{number}/kill", user=USER_TOKEN)[0] == 400
     assert cluster.calls == []
 
 
-def test_an_unknown_route_is_404_for_those_who_may_ask_and_is_written_down(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_route_is_404_for_those_who_may_ask_and_is_written_down(
+    ask: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         status, answer = ask("GET", "/api/v1/inventions/7", user=USER_TOKEN)
     assert (status, answer["message"]) == (404, "GET /api/v1/inventions/7 is not known to the embedded master")

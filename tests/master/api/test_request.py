@@ -13,7 +13,13 @@ from zero_trial.master.api.request import BadRequest, Gone, Reader, parse_head, 
 
 def test_a_head_is_a_method_a_path_a_query_and_headers() -> None:
     head = parse_head(b"GET /api/v1/trials/3?limit=2 HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAuthorization: Bearer abc ")
-    assert (head.method, head.path, head.query_text, head.length, head.keep_alive) == ("GET", "/api/v1/trials/3", "limit=2", 0, True)
+    assert (head.method, head.path, head.query_text, head.length, head.keep_alive) == (
+        "GET",
+        "/api/v1/trials/3",
+        "limit=2",
+        0,
+        True,
+    )
     assert head.bearer("authorization") == "abc"
     assert head.bearer("grpc-metadata-x-allocation-token") is None
 
@@ -47,7 +53,9 @@ def test_what_two_readers_could_read_in_two_ways_is_refused(block: bytes, status
     assert caught.value.status == status
 
 
-@pytest.mark.parametrize(("header", "token"), [("Bearer a", "a"), ("bearer  a", "a"), ("Basic a", None), ("Bearer ", None), ("", None)])
+@pytest.mark.parametrize(
+    ("header", "token"), [("Bearer a", "a"), ("bearer  a", "a"), ("Basic a", None), ("Bearer ", None), ("", None)]
+)
 def test_only_a_bearer_token_is_one(header: str, token: str | None) -> None:
     assert parse_head(b"GET / HTTP/1.1\r\nAuthorization: " + header.encode()).bearer("authorization") == token
 
@@ -84,7 +92,11 @@ def test_two_requests_that_come_together_are_read_one_after_the_other(pair: tupl
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_it_does_not_matter_how_the_bytes_are_cut(pair: tuple[socket.socket, Reader], step: int) -> None:
     client, reader = pair
-    text = b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n10;x=y\r\n" + b"d" * 16 + b"\r\n0\r\nTrailer: x\r\n\r\n"
+    text = (
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n10;x=y\r\n"
+        + b"d" * 16
+        + b"\r\n0\r\nTrailer: x\r\n\r\n"
+    )
 
     def send() -> None:
         for start in range(0, len(text), step):
@@ -97,7 +109,18 @@ def test_it_does_not_matter_how_the_bytes_are_cut(pair: tuple[socket.socket, Rea
     thread.join()
 
 
-@pytest.mark.parametrize("chunks", [b"zz\r\n", b"-1\r\n", b"\r\n", b"3\r\nabcd\r\n0\r\n\r\n", b"FFFFFFFF\r\n", b"5\r\nabcde\r\n5\r\nabcde\r\n5\r\n", b"1" * 2000])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        b"zz\r\n",
+        b"-1\r\n",
+        b"\r\n",
+        b"3\r\nabcd\r\n0\r\n\r\n",
+        b"FFFFFFFF\r\n",
+        b"5\r\nabcde\r\n5\r\nabcde\r\n5\r\n",
+        b"1" * 2000,
+    ],
+)
 def test_a_chunked_body_that_is_wrong_or_too_long_is_refused(pair: tuple[socket.socket, Reader], chunks: bytes) -> None:
     client, reader = pair
     client.sendall(b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)

@@ -28,7 +28,11 @@ ROUTER = Router(
 def test_a_route_is_found_by_method_and_path() -> None:
     found = ROUTER.find("DELETE", ["a", "7", "b", "x y"])
     assert found is not None
-    assert (found.route.path, dict(found.args), list(found.numbers)) == ("/a/{number:int}/b/{other}", {"number": "7", "other": "x y"}, ["number"])
+    assert (found.route.path, dict(found.args), list(found.numbers)) == (
+        "/a/{number:int}/b/{other}",
+        {"number": "7", "other": "x y"},
+        ["number"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,23 @@ errors = pytest.importorskip("determined.common.api.errors")
 
 
 def file(path: str, content: bytes = b"", **changes: Any) -> Any:
-    values = {"path": path, "type": 48, "content": base64.b64encode(content).decode(), "mtime": "1", "mode": 33188, "uid": 0, "gid": 0}
+    values = {
+        "path": path,
+        "type": 48,
+        "content": base64.b64encode(content).decode(),
+        "mtime": "1",
+        "mode": 33188,
+        "uid": 0,
+        "gid": 0,
+    }
     return bindings.v1File(**{**values, **changes})
 
 
 def request(**changes: Any) -> Any:
     files = [file("sub", type=53, mode=16877), file("sub/data.txt", b"data"), file("model_def.py", b"print()")]
-    return bindings.v1CreateExperimentRequest(**{"activate": True, "config": "name: example\n", "modelDefinition": files, **changes})
+    return bindings.v1CreateExperimentRequest(
+        **{"activate": True, "config": "name: example\n", "modelDefinition": files, **changes}
+    )
 
 
 def test_create_stores_a_clean_context_and_the_text_as_it_came(user: Any, cluster: FakeCluster) -> None:
@@ -58,7 +68,9 @@ def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, cluster: F
         ({"modelDefinition": [file("link", type=50)]}, "neither a file nor a directory"),
     ],
 )
-def test_what_cannot_be_created_says_why_in_one_line(user: Any, cluster: FakeCluster, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_created_says_why_in_one_line(
+    user: Any, cluster: FakeCluster, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(errors.APIException) as caught:
         bindings.post_CreateExperiment(user, body=request(**changes))
     assert message in str(caught.value)
@@ -66,7 +78,9 @@ def test_what_cannot_be_created_says_why_in_one_line(user: Any, cluster: FakeClu
 
 
 def test_lists_are_newest_first_and_filtered(user: Any, cluster: FakeCluster) -> None:
-    cluster.stored_experiments[3] = experiment(3, owner="somebody", archived=True, labels=("a", "b"), state=ExperimentState.COMPLETED, name="Other")
+    cluster.stored_experiments[3] = experiment(
+        3, owner="somebody", archived=True, labels=("a", "b"), state=ExperimentState.COMPLETED, name="Other"
+    )
     everything = bindings.get_GetExperiments(user, offset=0, limit=200)
     assert [each.id for each in everything.experiments] == [3, 2, 1]
     assert (everything.pagination.total, everything.pagination.endIndex) == (3, 3)
@@ -124,7 +138,11 @@ def test_the_client_changes_what_it_read(user: Any, cluster: FakeCluster) -> Non
     patch = bindings.v1PatchExperiment.from_json(bindings.get_GetExperiment(user, experimentId=1).experiment.to_json())
     patch.description, patch.labels = "new words", ["x", "y", "x"]
     answer = bindings.patch_PatchExperiment(user, body=patch, experiment_id=1)
-    assert (answer.experiment.description, answer.experiment.labels, answer.experiment.name) == ("new words", ["x", "y"], "example")
+    assert (answer.experiment.description, answer.experiment.labels, answer.experiment.name) == (
+        "new words",
+        ["x", "y"],
+        "example",
+    )
     change = cluster.calls[-1][1]
     assert (change.resources, change.gc_policy) == (None, None)
 
@@ -140,7 +158,9 @@ def test_resources_and_gc_policy_are_changed_apart(user: Any, cluster: FakeClust
         bindings.patch_PatchExperiment(user, body=bindings.v1PatchExperiment(id=1, resources=sent), experiment_id=1)
         assert cluster.calls[-1][1].resources == expected
     policy = storage(saveExperimentBest=0, saveTrialBest=1, saveTrialLatest=2)
-    bindings.patch_PatchExperiment(user, body=bindings.v1PatchExperiment(id=1, checkpointStorage=policy), experiment_id=1)
+    bindings.patch_PatchExperiment(
+        user, body=bindings.v1PatchExperiment(id=1, checkpointStorage=policy), experiment_id=1
+    )
     assert cluster.calls[-1][1].gc_policy == GcPolicy(0, 1, 2)
     assert cluster.calls[-1][1].resources is None
 
@@ -169,7 +189,9 @@ def test_single_labels(user: Any) -> None:
 
 
 def test_an_ended_experiment_is_continued(user: Any, cluster: FakeCluster) -> None:
-    answer = bindings.post_ContinueExperiment(user, body=bindings.v1ContinueExperimentRequest(id=1, overrideConfig="{}\n"))
+    answer = bindings.post_ContinueExperiment(
+        user, body=bindings.v1ContinueExperimentRequest(id=1, overrideConfig="{}\n")
+    )
     assert answer.experiment.id == 1
     assert cluster.calls == [("continue", "{}\n")]
 
@@ -186,13 +208,23 @@ def test_what_a_gc_policy_would_delete_is_shown_in_the_old_words(user: Any, clus
     params = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
     answer = user.get("experiments/1/preview_gc", params=params).json()
     assert answer["metric_name"] == "validation_loss"
-    assert [(each["UUID"], each["StepsCompleted"], each["Resources"]) for each in answer["checkpoints"]] == [(UUID, 5, {"state.json": "11"})]
+    assert [(each["UUID"], each["StepsCompleted"], each["Resources"]) for each in answer["checkpoints"]] == [
+        (UUID, 5, {"state.json": "11"})
+    ]
     assert cluster.calls == [("preview_gc", GcPolicy(0, 1, 1))]
 
 
 def test_an_experiment_that_ended_has_a_duration(user: Any, cluster: FakeCluster) -> None:
     cluster.stored_experiments[1] = replace(
-        cluster.stored_experiments[1], ended=1_700_000_060.0, state=ExperimentState.ERROR, shown_state="", best_metric=float("nan")
+        cluster.stored_experiments[1],
+        ended=1_700_000_060.0,
+        state=ExperimentState.ERROR,
+        shown_state="",
+        best_metric=float("nan"),
     )
     found = bindings.get_GetExperiment(user, experimentId=1).experiment
-    assert (found.duration, found.state, found.endTime) == (60, bindings.experimentv1State.ERROR, "2023-11-14T22:14:20.000Z")
+    assert (found.duration, found.state, found.endTime) == (
+        60,
+        bindings.experimentv1State.ERROR,
+        "2023-11-14T22:14:20.000Z",
+    )

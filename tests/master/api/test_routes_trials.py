@@ -32,10 +32,28 @@ def send(session: Any, group: str, metrics: Any) -> None:
 
 def test_a_report_reaches_the_cluster_as_it_was_meant(task: Any, cluster: FakeCluster) -> None:
     send(task, "training", report())
-    send(task, "cpu", report(stepsCompleted=None, reportTime="2023-11-14T22:13:30Z", metrics=bindings.v1Metrics(avgMetrics={"laptop": {"util": 50.0}})))
+    send(
+        task,
+        "cpu",
+        report(
+            stepsCompleted=None,
+            reportTime="2023-11-14T22:13:30Z",
+            metrics=bindings.v1Metrics(avgMetrics={"laptop": {"util": 50.0}}),
+        ),
+    )
     first, second = cluster.reports
-    assert (first.group, first.steps_completed, first.metrics, first.batch_metrics) == ("training", 5, {"loss": 0.2}, None)
-    assert (second.group, second.steps_completed, second.metrics, second.reported) == ("cpu", None, {"laptop": {"util": 50.0}}, 1_700_000_010.0)
+    assert (first.group, first.steps_completed, first.metrics, first.batch_metrics) == (
+        "training",
+        5,
+        {"loss": 0.2},
+        None,
+    )
+    assert (second.group, second.steps_completed, second.metrics, second.reported) == (
+        "cpu",
+        None,
+        {"laptop": {"util": 50.0}},
+        1_700_000_010.0,
+    )
 
 
 def test_a_report_of_a_run_that_is_over_is_refused(task: Any, cluster: FakeCluster) -> None:
@@ -66,9 +84,16 @@ def test_the_rest_that_the_harness_reports(task: Any, cluster: FakeCluster) -> N
     task.post("/api/v1/trials/1/progress", json={"progress": 0.5, "is_raw": True})
     task.post("/api/v1/trials/1/runner/metadata", json={"state": "training"})
     task.post("/api/v1/trials/1/early_exit", json={"reason": "EXITED_REASON_INVALID_HP"})
-    started = bindings.post_RunPrepareForReporting(task, body=bindings.v1RunPrepareForReportingRequest(runId=1, checkpointStorage=None))
+    started = bindings.post_RunPrepareForReporting(
+        task, body=bindings.v1RunPrepareForReportingRequest(runId=1, checkpointStorage=None)
+    )
     assert started.storageId is None
-    assert cluster.calls == [("progress", 0.5, True), ("runner", "training"), ("early_exit", "EXITED_REASON_INVALID_HP"), ("start_run", 1)]
+    assert cluster.calls == [
+        ("progress", 0.5, True),
+        ("runner", "training"),
+        ("early_exit", "EXITED_REASON_INVALID_HP"),
+        ("start_run", 1),
+    ]
 
 
 def test_what_a_trial_says_of_itself_is_kept(task: Any, user: Any, cluster: FakeCluster) -> None:
@@ -79,8 +104,14 @@ def test_what_a_trial_says_of_itself_is_kept(task: Any, user: Any, cluster: Fake
 
 def test_one_trial(task: Any, user: Any, cluster: FakeCluster) -> None:
     newest = MetricReport(1, 1, "validation", 7, {"validation_loss": 0.5}, reported=1_700_000_009.0)
-    summary = {"training": {"loss": {"last": 0.2}}, "validation": {"validation_loss": {"last": 0.5}}, "cpu": {"util": {"last": 1}}}
-    cluster.stored_trials[1] = trial(1, 1, latest_validation=newest, best_validation=newest, summary_metrics=summary, steps_completed=7)
+    summary = {
+        "training": {"loss": {"last": 0.2}},
+        "validation": {"validation_loss": {"last": 0.5}},
+        "cpu": {"util": {"last": 1}},
+    }
+    cluster.stored_trials[1] = trial(
+        1, 1, latest_validation=newest, best_validation=newest, summary_metrics=summary, steps_completed=7
+    )
     assert task.get("/api/v1/trials/1").json()["trial"]["latestValidation"]["totalBatches"] == 7
     found = bindings.get_GetTrial(user, trialId=1).trial
     assert (found.state, found.totalBatchesProcessed, found.taskId) == (bindings.trialv1State.RUNNING, 7, "task-1")
@@ -95,7 +126,12 @@ def test_the_history_of_a_trial_and_parts_of_it(user: Any) -> None:
 
     def kinds(**asked: Any) -> list[str]:
         found = bindings.get_GetTrialWorkloads(user, trialId=1, offset=0, limit=1000, **asked).workloads
-        return [name for each in found for name in ("training", "validation", "checkpoint") if getattr(each, name) is not None]
+        return [
+            name
+            for each in found
+            for name in ("training", "validation", "checkpoint")
+            if getattr(each, name) is not None
+        ]
 
     assert kinds(includeBatchMetrics=False) == ["training", "validation", "checkpoint"]
     assert kinds(orderBy=bindings.v1OrderBy.DESC) == ["checkpoint", "validation", "training"]

@@ -24,7 +24,7 @@ from zero_trial.master.verbs import Cluster, Conflict, Forbidden, Invalid, NotFo
 
 log = logging.getLogger(__name__)
 
-_STATUS: dict[type[VerbError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Forbidden: 403, Unsupported: 501}
+_STATUS: dict[type[VerbError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Unsupported: 501}
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
 _NOBODY = Principal()
@@ -47,6 +47,8 @@ class Gate:
             return self._answer(head, read_body)
         except BadRequest as error:
             return failure(error.status, str(error), close=error.status in (408, 413))
+        except Forbidden as error:
+            return failure(403, error.what)  # clients compare the words of a refused login
         except VerbError as error:
             return failure(_STATUS.get(type(error), 400), str(error))
         except ZeroTrialError as error:

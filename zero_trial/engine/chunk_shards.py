@@ -11,10 +11,12 @@ from zero_trial.zero.domain import Domain
 
 
 def chunk_domain(chunk: int) -> str:
+    """The name of a chunk's domain."""
     return f"chunk{chunk}"
 
 
 def tied_domain(key: str) -> str:
+    """The name of a tied module's domain."""
     return f"tied.{key}"
 
 
@@ -31,7 +33,7 @@ def domains_of(module: PipelineModule, mesh: Mesh) -> list[Domain]:
         if module.stage_id in stages:
             own = frozenset(id(param) for param in module.tied_modules[key].parameters())
             tied |= own
-            found.append(Domain(tied_domain(key), own, copies))
+            found.append(Domain(tied_domain(key), own, copies, f"tied_modules.{key}"))
     for number, chunk in module.chunks.items():
         params = frozenset(id(param) for param in chunk.parameters()) - tied
         found.append(Domain(chunk_domain(number), params))

@@ -147,7 +147,7 @@ class PipelineEngine(Engine):
 
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk = self._chunks[number]
-        chunk.micro_batch = self.micro_steps + micro_batch + 1
+        chunk.micro_batch = self.global_steps * self.gradient_accumulation_steps() + micro_batch + 1
         dtype = self.wiring.policy.param
         if number == 0 and dtype != torch.float32:
             value = cast_floats(value, dtype)
@@ -221,6 +221,10 @@ class PipelineEngine(Engine):
     def is_last_stage(self) -> bool:
         """This rank holds the last layer: losses and logits are made here (with ``zb_v`` that is pipeline rank 0)."""
         return len(self.pipeline.parts) - 2 in self._chunks
+
+    def pending_micro_batches(self) -> int:
+        """None: a batch is trained as a whole."""
+        return 0
 
     @property
     def micro_batches(self) -> int:

@@ -2,7 +2,7 @@
 
     param/<name>           every parameter; its fp32 master where there is one
     state/<kind>/<name>    optimizer state with one value per element (exp_avg ...)
-    buffer/<name>          rank 0's buffers
+    buffer/<name>          buffers of rank 0, in a pipeline of the first rank of each stage
     rank<i>/...            what differs between ranks: random generators, buffers that are not rank 0's
 
 Nothing names a shard: the same file is read on any number of ranks and at any ZeRO stage. Random generators are put back when the number of
@@ -24,6 +24,7 @@ from zero_trial.checkpoint.catalog import checkpoint_folder
 from zero_trial.checkpoint.rng import capture_rng, restore_rng
 from zero_trial.checkpoint.tree import decode, encode
 from zero_trial.errors import CheckpointError, TrialError, ZeroTrialError
+from zero_trial.mesh import AxisComm
 from zero_trial.zero.facts import parameter_names
 
 if TYPE_CHECKING:
@@ -71,7 +72,12 @@ class Saver:
         )
         if engine.mesh.rank == 0:
             slices += [Slice.whole(name, tensor) for name, tensor in state_tensors.items()]
-            slices += [Slice.whole(f"buffer/{name}", buffer) for name, buffer in self._buffers()]
+        if self._twins.index == 0:
+            slices += [
+                Slice.whole(f"buffer/{name}", buffer)
+                for name, buffer in self._buffers()
+                if not engine.sharded.is_copy(name)
+            ]
         world = {"zero_stage": engine.zero_optimization_stage(), "mesh": list(engine.mesh.shape.sizes)}
         save_checkpoint(
             directory,
@@ -88,7 +94,7 @@ class Saver:
     def save_weights(self, directory: Path, filename: str, without_frozen: bool) -> bool:
         """Writes the whole model as one safetensors file in the parameters' dtype; tied names are stored once and listed in the metadata."""
         engine = self._engine
-        state = engine.module_state_dict(without_frozen)
+        state = self._whole_model(engine.module_state_dict(without_frozen))
         aliases = self._aliases()
         fault = None
         if engine.mesh.rank == 0:
@@ -117,7 +123,7 @@ class Saver:
         managed: set[int] = set()
         for unit in engine.sharded.units:
             managed.update(id(param) for param in unit.params)
-            if without_frozen and not unit.trainable:
+            if (without_frozen and not unit.trainable) or not engine.sharded.owns(unit):
                 continue
             source = unit.master
             for piece in unit.layout.pieces(unit.comm.index):
@@ -127,9 +133,10 @@ class Saver:
                 for slot in unit.layout.slots:
                     if slot.numel == 0:
                         yield Slice(f"param/{slot.name}", slot.shape, 0, 0, source[:0])
-        if engine.mesh.rank == 0:
+        if self._twins.index == 0:
             for name, (param, _) in parameter_names(engine.module).items():
-                if id(param) not in managed and not (without_frozen and not param.requires_grad):
+                left_out = (without_frozen and not param.requires_grad) or engine.sharded.is_copy(name)
+                if id(param) not in managed and not left_out:
                     yield Slice.whole(f"param/{name}", param.detach())
 
     def _moments(self) -> Iterator[Slice]:
@@ -137,7 +144,7 @@ class Saver:
         if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
             return
         for view in engine.optimizer.views():
-            if view.kind != "master":
+            if view.kind != "master" and not engine.sharded.is_copy(view.name):
                 yield Slice(f"state/{view.kind}/{view.name}", view.shape, view.start, view.stop, view.tensor)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -184,13 +191,36 @@ class Saver:
         for name, buffer in self._buffers():
             reference = buffer.detach().clone()
             if reference.numel():
-                engine.mesh.world.broadcast(reference, f"buffer {name}")
+                self._twins.broadcast(reference, f"buffer {name}")
             if not torch.equal(reference, buffer):
                 different[name] = buffer
         return {"rng": capture_rng(engine.device), "buffers": different}
 
     def _aliases(self) -> dict[str, str]:
-        return {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
+        """Of the whole model. Collective over pipe."""
+        own = {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
+        stages = self._engine.mesh.pipe.gather_json(own, "tied names")
+        return {alias: name for stage in stages for alias, name in stage.items()}
+
+    @property
+    def _twins(self) -> AxisComm:
+        """The ranks that have built the same modules: all, or those of one pipeline stage."""
+        mesh = self._engine.mesh
+        return mesh.data if mesh.pipe.size > 1 else mesh.world
+
+    def _whole_model(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The state dicts of all pipeline stages together; a tied weight is the same in each. Collective over pipe."""
+        pipe, whole = self._engine.mesh.pipe, dict(own)
+        facts = {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in own.items()}
+        for stage, theirs in enumerate(pipe.gather_json(facts, "parts of the model")):
+            for name, (dtype, shape) in theirs.items():
+                mine = stage == pipe.index
+                value = (
+                    own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=self._engine.device)
+                )
+                pipe.broadcast(value, name, stage)
+                whole[name] = value
+        return whole
 
     # --- loading --------------------------------------------------------------------------------------------------
 
@@ -262,6 +292,8 @@ class Saver:
         }
         buffers = dict(self._buffers())
         wanted |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
+        for stage in engine.mesh.pipe.gather_json(wanted, "parts of the model"):
+            wanted |= {name: tuple(shape) for name, shape in stage.items()}
         for prefix in ("param/", "buffer/"):
             mine = {name: shape for name, shape in wanted.items() if name.startswith(prefix)}
             reader.require(mine, prefix, allow_missing=not strict, allow_extra=not strict)

@@ -98,7 +98,7 @@ class Chunk(nn.Module):
     def _run(self, start: int, stop: int, micro_batch: int, value: Any) -> Any:
         seeds = self.forward_seeds
         for index in range(start, stop):
-            if seeds is not None:
+            if seeds is not None and torch.is_grad_enabled():
                 seeds.function(seeds.base * micro_batch + self.first + index)
             value = self._calls[index](value)
         return value

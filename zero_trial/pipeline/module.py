@@ -133,7 +133,7 @@ class PipelineModule(nn.Module):
 
     def unbuilt(self) -> PipelineModule:
         """Another one of the same layers and settings, with nothing built yet; layers that are modules are the same objects."""
-        other = PipelineModule(
+        return PipelineModule(
             self._layers,
             loss_fn=self.loss_fn,
             seed_layers=self.seed_layers,
@@ -145,12 +145,13 @@ class PipelineModule(nn.Module):
             checkpointable_layers=self.checkpointable_layers,
             profile_input=self._profile_input,
         )
-        return other
 
     def build_whole(self) -> None:
         """Builds all layers here, as a pipeline of one stage: for a look at the model without ranks. Anew at each call."""
+        method = self.partition_method
         self._forget()
-        self.build(Placement.loop(1), 0, partition_method="uniform")
+        self.build(Placement.loop(1), 0, partition_method="uniform")  # there is one part, and nothing to measure
+        self.partition_method = method
 
     def _build_chunks(self, numbers: Sequence[int]) -> None:
         tied = nn.ModuleDict()

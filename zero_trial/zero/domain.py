@@ -17,6 +17,7 @@ class Domain:
     name: str
     params: frozenset[int]
     copies: AxisComm | None = None
+    module: str = ""  # with copies: the dotted name of the module that holds all of it
 
     @property
     def owned(self) -> bool:

@@ -286,6 +286,11 @@ class ShardedModel:
         """Whether this rank's pipeline stage is the one that counts the unit's norm and saves it: all units but copies."""
         return id(unit) not in self._copied
 
+    def is_copy(self, name: str) -> bool:
+        """Whether a parameter or buffer is a copy of another pipeline stage's, which saves it."""
+        copied = (domain.module for domain in self.domains.values() if not domain.owned)
+        return any(name.startswith(f"{module}.") for module in copied)
+
     def owned_square_sums(self) -> list[torch.Tensor]:
         """Of the reduced gradient shards, those that no other pipeline stage counts."""
         sums = self.reducer.square_sums.items()

@@ -73,6 +73,11 @@ class Hyperparameters(Plain):
 
 
 def _check(value: Any, path: str, names: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(
+        value, list
+    ):  # a list is one value; what a master looks for inside it has changed, so we look for all of it
+        for index, inner in enumerate(value):
+            yield from _check(inner, f"{path}[{index}]", names)
     if not isinstance(value, Mapping):
         return
     if "type" not in value:

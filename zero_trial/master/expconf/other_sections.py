@@ -39,9 +39,9 @@ def _begins_before_end(section: Mapping[str, Any]) -> str | None:
 PROFILING = Section(
     {
         "enabled": Key(Flag(), False),
-        "begin_on_batch": Key(Whole(0)),
+        "begin_on_batch": Key(Whole(0), 0),
         "end_after_batch": Key(Whole(0)),
-        "sync_timings": Key(Flag()),
+        "sync_timings": Key(Flag(), True),
     },
     (_begins_before_end,),
 )
@@ -55,7 +55,7 @@ OPTIMIZATIONS = Section(
         "gradient_compression": Key(Flag(), False),
         "grad_updates_size_file": Key(Text()),
         "mixed_precision": Key(Text(("O0", "O1", "O2", "O3")), "O0"),
-        "tensor_fusion_cycle_time": Key(Whole(0), 1),
+        "tensor_fusion_cycle_time": Key(Whole(0), 5),
         "tensor_fusion_threshold": Key(Whole(0), 64),
     }
 )

@@ -23,7 +23,7 @@ def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         whole["resources"] = _resources(whole["resources"], warnings)
     if isinstance(whole.get("log_policies"), list):
         whole["log_policies"] = [_log_policy(policy, warnings) for policy in whole["log_policies"]]
-    for key in ("security", "records_per_epoch", "optimizations", "data_layer"):
+    for key in ("security", "records_per_epoch"):
         if whole.get(key):
             warnings.append(f"{key} is read by no trial of today, and has no effect")
     searcher = whole.get("searcher")

@@ -35,7 +35,7 @@ class Finder(importlib.abc.MetaPathFinder):
         class Loader(type(loader)):
             def get_code(self, fullname):
                 text = self.get_data(self.path).decode()
-                text = text.replace("/run/determined", root + "/run").replace("/determined_shared_fs", root + "/shared_fs")
+                text = text.replace("/run/determined", root + "/run").replace("/determined_shared_fs", os.path.dirname(root) + "/shared_fs")
                 return compile(text, self.path, "exec")
         spec.loader = Loader(loader.name, loader.path)
         return spec
@@ -148,7 +148,8 @@ class StubMaster:
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(BrokenPipeError):  # a task that ended while it waited
+                    self.wfile.write(data)
 
             do_GET = do_POST = do_PATCH = _do
 
@@ -186,8 +187,8 @@ class Task:
     ) -> Task:
         allocation = f"trial.1.{uuid.uuid4().hex[:6]}"
         home = master.root / allocation
-        for name in ("run/info", "run/train/model", "work", "shared_fs"):
-            (home / name).mkdir(parents=True)
+        for name in ("run/info", "run/train/model", "work", "../shared_fs"):
+            (home / name).mkdir(parents=True, exist_ok=True)
         env = environment(master, home, allocation, full_config(config, master.root), slots)
         if latest_checkpoint is not None:
             env |= {"DET_LATEST_CHECKPOINT": latest_checkpoint, "DET_STEPS_COMPLETED": str(steps_completed)}

@@ -7,8 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 
 .PHONY: run test lint format bench setup clean help
 
-run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks
-	$(BIN)/zero-trial run experiments/quickstart/const.yaml model_defs/gpt
+run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
+	$(BIN)/python experiments/quickstart/run.py
 
 test: setup  ## Run every test
 	$(BIN)/python -m pytest

@@ -49,6 +49,11 @@ BATCH = "hyperparameters.global_batch_size: is neither a positive integer nor an
         ("{a: {type: double, minval: 0, maxval: 3, base: 2}}", "hyperparameters.a.base: unknown property."),
         ("{a: {type: log, minval: 0, maxval: 3}}", "hyperparameters.a.base: is a required property"),
         ("{a: {type: log, base: 0, minval: 0, maxval: 3}}", "hyperparameters.a.base: 0 is not more than 0"),
+        (
+            "{a: {type: log, base: 10, minval: 0, maxval: 400}}",
+            "hyperparameters.a: base to the power of minval or maxval is no finite number",
+        ),
+        ("{a: {type: double, minval: -1.7e+308, maxval: 1.7e+308}}", "hyperparameters.a: the range is not finite"),
         ("{a: {type: categorical}}", "hyperparameters.a.vals: is a required property"),
         ("{a: {type: categorical, vals: []}}", "hyperparameters.a.vals: [] is not a list of values"),
         ("{a: {type: categorical, vals: x}}", 'hyperparameters.a.vals: "x" is not a list of values'),

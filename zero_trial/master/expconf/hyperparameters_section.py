@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,16 @@ def _ascending(section: Mapping[str, Any]) -> str | None:
     return None if section["minval"] < section["maxval"] else "minval must be less than maxval"
 
 
+def _finite(section: Mapping[str, Any]) -> str | None:
+    """Whether every value between the ends is a number that JSON can hold."""
+    try:
+        ends = [float(section.get("base", 1)) ** float(section[name]) for name in ("minval", "maxval")]
+    except (OverflowError, ZeroDivisionError):
+        return "base to the power of minval or maxval is no finite number"
+    width = float(section["maxval"]) - float(section["minval"])
+    return None if all(math.isfinite(value) for value in (*ends, width)) else "the range is not finite"
+
+
 def _range(kind: str, bound: Rule, **more: Key) -> Section:
     keys = {
         "type": Key(Text((kind,)), required=True),
@@ -42,7 +53,7 @@ def _range(kind: str, bound: Rule, **more: Key) -> Section:
         "count": Key(Whole(1)),
         **more,
     }
-    return Section(keys, (_ascending,))
+    return Section(keys, (_ascending, _finite))
 
 
 RANGES: Mapping[str, Section] = {

@@ -27,7 +27,7 @@ ARROWS: Mapping[str, set[str]] = {
     "pipeline": {"mesh", "activation", "errors"},
     "engine": {"zero", "pipeline", "checkpoint", "precision", "ops", "mesh", "config", "activation", "errors"},
     # A plan imagines an engine on ranks that are not there.
-    "planning": {"engine", "zero", "checkpoint", "precision", "ops", "mesh", "config", "errors"},
+    "planning": {"engine", "zero", "pipeline", "checkpoint", "precision", "ops", "mesh", "config", "errors"},
     "platform": {"errors"},
     "trial": {"platform.protocols", "config", "errors"},
     "launch": {"config", "errors"},

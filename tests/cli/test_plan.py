@@ -88,3 +88,28 @@ def test_user_errors(
 ) -> None:
     assert main(["plan", *experiment, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_pipeline_has_a_row_per_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ROOT / "experiments" / "gpt_pipeline_zero3", tmp_path / "experiment")
+    path = tmp_path / "experiment" / "const.yaml"
+    text = path.read_text().replace("source: stdlib", f"source: {ROOT / 'zero_trial' / 'zero'}")
+    path.write_text(text.replace("sequence: 128", "sequence: 32").replace("width: 128", "width: 32"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = set(sys.modules)
+    try:
+        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt_pipeline"), "--limit", "1GiB"]) == 0
+        shown = capsys.readouterr().out
+        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt_pipeline"), "--limit", "100KiB", "--json"]) == 3
+        found = json.loads(capsys.readouterr().out)
+    finally:
+        for name in set(sys.modules) - modules:
+            if name in ("model", "model_def", "layers"):
+                del sys.modules[name]
+    assert "per rank: ZeRO-3, fp32, 2 stages x 2 ranks, micro batch 4, accumulation 4" in shown
+    assert "looped_bfs, 2 stages x 2 chunks, 4 micro-batches, bubble 11.1%; ZeRO-3, parameters chunk" in shown
+    assert "ZeRO-3, micro batch 4 x accumulation 4 (as configured)" in shown
+    assert [stage["rank"] for stage in found["plan"]["stages"]] == [0, 1] and not found["fits"]
+    assert found["error"].startswith("pipeline stage ")

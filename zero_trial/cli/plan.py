@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_trial.config import DsConfig
+    from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import Checked
+    from zero_trial.planning.pipeline_plan import PipelinePlanner
     from zero_trial.planning.planner import Planner
 
 
@@ -48,7 +51,6 @@ def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.launch.experiment import RunRequest, check
     from zero_trial.launch.placement import PlacementRequest
-    from zero_trial.planning.changes import comparison_table, does_not_fit
 
     placement = PlacementRequest(slots=options.slots)
     request = RunRequest(
@@ -56,9 +58,11 @@ def handle(options: argparse.Namespace) -> int:
     )
     checked = check(request, os.environ)
     limit = _limit(options.limit, checked)
-    with contextlib.redirect_stdout(sys.stderr), trial_planner(checked, options.stage) as planner:
+    # A host's memory is all ranks' together, and so a run on it chooses its policy by what moves least; a limit that is asked for is another machine's.
+    asked = limit if options.limit is not None or _device() == "cuda" else None
+    with contextlib.redirect_stdout(sys.stderr), trial_planner(checked, options.stage, asked) as planner:
         own, rows = planner.plan(), planner.compare()
-        error = None if own.fits(limit) or limit is None else does_not_fit(planner, limit)
+        error = None if own.fits(limit) or limit is None else _does_not_fit(planner, limit)
     if options.json:
         compared = [
             {"name": row.name, "plan": row.plan.as_dict() if row.plan else None, "refusal": row.refusal} for row in rows
@@ -77,10 +81,24 @@ def handle(options: argparse.Namespace) -> int:
         return 0 if error is None else error.exit_code
     print(f"plan    {own.line(limit)}")
     print(own.table(limit))
-    print(comparison_table(rows, limit))
+    print(_compared(rows, limit))
     if error is not None:
         raise error
     return 0
+
+
+def _does_not_fit(planner: Planner | PipelinePlanner, limit: int) -> DoesNotFit:
+    from zero_trial.planning.changes import does_not_fit
+    from zero_trial.planning.planner import Planner
+
+    return does_not_fit(planner, limit) if isinstance(planner, Planner) else planner.does_not_fit(limit)
+
+
+def _compared(rows: Any, limit: int | None) -> str:
+    from zero_trial.planning import changes, pipeline_plan
+
+    of_pipelines = isinstance(rows[0], pipeline_plan.PipelineChoice)
+    return pipeline_plan.comparison_table(rows, limit) if of_pipelines else changes.comparison_table(rows, limit)
 
 
 def _limit(text: str | None, checked: Checked) -> int | None:
@@ -90,16 +108,27 @@ def _limit(text: str | None, checked: Checked) -> int | None:
 
     if text is not None:
         return parse_size(text)
-    return rank_limit(torch.device("cuda" if torch.cuda.is_available() else "cpu"), checked.own.ranks)
+    return rank_limit(torch.device(_device()), checked.own.ranks)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextlib.contextmanager
-def trial_planner(checked: Checked, stage: int | None = None) -> Iterator[Planner]:
-    """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial raises."""
-    from dataclasses import replace
+def trial_planner(
+    checked: Checked, stage: int | None = None, limit: int | None = None
+) -> Iterator[Planner | PipelinePlanner]:
+    """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial raises.
 
+    ``limit``: bytes of one rank, by which the policy of a pipeline is chosen where it is open.
+    """
     import torch
 
+    from zero_trial.checking.recording_engine import comes_in_layers, recording_factory
+    from zero_trial.planning.pipeline_plan import PipelinePlanner
     from zero_trial.planning.planner import Planner
     from zero_trial.planning.understudy import TrialSubject
     from zero_trial.platform.collectives import JsonDistributed
@@ -123,15 +152,45 @@ def trial_planner(checked: Checked, stage: int | None = None) -> Iterator[Planne
         )
         kind = import_trial_class(checked.entrypoint.module, checked.entrypoint.name, checked.model_dir.resolve())
         seed_everything(checked.seed)
-        subject = TrialSubject(ranks, "cuda" if torch.cuda.is_available() else "cpu")
-        context = ZeroTrialContext(platform, subject.factory, torch.device("cpu"))
+        device = _device()
+        subject, stand_in = TrialSubject(ranks, device), recording_factory(ranks)
+
+        def factory(model: Any = None, **options: Any) -> Any:
+            return (stand_in if comes_in_layers(model) else subject.factory)(model=model, **options)
+
+        context = ZeroTrialContext(platform, factory, torch.device("cpu"))
         trial = kind(context)
-        settings = subject.settings
+        pipelines = [engine for engine in context.engines if comes_in_layers(engine.module)]
+        one_host = ranks == checked.own.ranks
         feed = open_train_data(trial, context, Resume()).feed
+        if pipelines:
+            settings = _at_stage(pipelines[0].config, stage)
+            batch = _pair(next(feed)) if feed is not None else (None, None)
+            yield PipelinePlanner(
+                pipelines[0].module, settings, ranks, batch, device=device, one_host=one_host, limit=limit
+            )
+            return
         if feed is not None:
             whole = None if context.auto_accumulation else 1
             train = fitted(trial.train_batch)
             subject.perform(lambda batches: train(batches, 0, 0), [next(feed)], calls_per_step=whole)
-        if stage is not None:
-            settings = replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
-        yield Planner(subject, settings, ranks, one_host=ranks == checked.own.ranks)
+        yield Planner(subject, _at_stage(subject.settings, stage), ranks, one_host=one_host)
+
+
+def _at_stage(settings: DsConfig, stage: int | None) -> DsConfig:
+    from dataclasses import replace
+
+    if stage is None:
+        return settings
+    return replace(settings, zero_optimization=replace(settings.zero_optimization, stage=stage))
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """A micro-batch of a pipeline: inputs and labels."""
+    from zero_trial.errors import DataError
+
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        "a pipeline's micro-batch is a pair", where="plan", got=type(batch).__name__, expected="(inputs, labels)"
+    )

@@ -1,0 +1,92 @@
+"""The store's file: transactions, schema, modes, and a process that is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.master.store import Database
+from zero_trial.master.store.schema import MIGRATIONS
+
+WRITER = """
+import sys
+from pathlib import Path
+from zero_trial.master.store import Database
+database = Database(Path(sys.argv[1]))
+number = 0
+while True:
+    number += 1
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO meta VALUES (?, ?)", (f"a{number}", "x"))
+        connection.execute("INSERT INTO meta VALUES (?, ?)", (f"b{number}", "x"))
+    print(number, flush=True)
+"""
+
+
+def test_what_was_committed_is_read_and_what_failed_is_not(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO meta VALUES ('a', '1')")
+    with pytest.raises(RuntimeError), database.transaction() as connection:
+        connection.execute("INSERT INTO meta VALUES ('b', '1')")
+        raise RuntimeError
+    with database.reading() as connection:
+        assert [row[0] for row in connection.execute("SELECT key FROM meta")] == ["a"]
+    database.close()
+
+
+def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO meta VALUES ('a', '1')")
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    database.close()
+
+
+def test_a_reader_does_not_see_a_transaction_that_is_open_and_cannot_write(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as writer, database.reading() as reader:
+        writer.execute("INSERT INTO meta VALUES ('a', '1')")
+        assert reader.execute("SELECT count(*) FROM meta").fetchone()[0] == 0
+        with pytest.raises(sqlite3.OperationalError):
+            reader.execute("INSERT INTO meta VALUES ('b', '1')")
+    database.close()
+
+
+def test_opening_again_takes_no_step_twice_and_a_newer_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    Database(path).close()
+    database = Database(path)
+    with database.transaction() as connection:
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    database.close()
+    with pytest.raises(ConfigError, match="newer"):
+        Database(path)
+
+
+def test_kill_9_loses_no_commit_and_leaves_no_half(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "db")], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) >= 200:
+            break
+    os.kill(child.pid, signal.SIGKILL)
+    said = [line for line in child.stdout if line.endswith("\n")]  # what it had printed before it died
+    child.wait(timeout=30)
+    last = int(said[-1]) if said else 200
+    database = Database(tmp_path / "db")
+    with database.reading() as connection:
+        keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
+    database.close()
+    assert {f"a{number}" for number in range(1, last + 1)} <= keys
+    assert {key[1:] for key in keys if key[0] == "a"} == {key[1:] for key in keys if key[0] == "b"}

@@ -1,0 +1,105 @@
+"""Reports of metrics in the store."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.master.records import MetricReport
+from zero_trial.master.store import Database, metrics
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    database = Database(tmp_path / "db")
+    with database.transaction() as opened:
+        yield opened
+    database.close()
+
+
+def report(steps: int | None, group: str = "training", run_id: int = 1, **values: Any) -> MetricReport:
+    return MetricReport(1, run_id, group, steps, values, reported=5.0)
+
+
+def test_reports_come_back_by_steps(connection: sqlite3.Connection) -> None:
+    for steps in (2, 1):
+        metrics.add(connection, report(steps, loss=steps))
+    metrics.add(connection, report(1, "validation", val=3), 3.0)
+    assert [item.metrics for item in metrics.of_trial(connection, 1, "training")] == [{"loss": 1}, {"loss": 2}]
+    assert len(metrics.of_trial(connection, 1)) == 3 and metrics.of_trial(connection, 2) == []
+
+
+def test_batch_metrics_are_read_when_asked_for(connection: sqlite3.Connection) -> None:
+    metrics.add(connection, MetricReport(1, 1, "training", 1, {"loss": 1}, [{"loss": 2}]))
+    assert metrics.of_trial(connection, 1)[0].batch_metrics is None
+    assert metrics.of_trial(connection, 1, batch_metrics=True)[0].batch_metrics == [{"loss": 2}]
+
+
+def test_best_and_latest_validation(connection: sqlite3.Connection) -> None:
+    for steps, value in ((1, 0.5), (2, 0.2), (3, 0.9)):
+        metrics.add(connection, report(steps, "validation", val=value), value)
+    metrics.add(connection, report(4, "validation", other=1), None)
+    best = metrics.best_validation(connection, 1, smaller_is_better=True)
+    worst = metrics.best_validation(connection, 1, smaller_is_better=False)
+    assert best is not None and best[1] == 0.2 and worst is not None and worst[1] == 0.9
+    latest = metrics.latest_validation(connection, 1)
+    assert latest is not None and latest.steps_completed == 4
+    at = metrics.validation_at(connection, 1, 3)
+    assert at is not None and at[1] == 0.9 and metrics.validation_at(connection, 1, 7) is None
+
+
+def test_what_came_after_the_restored_step_is_out_of_sight(connection: sqlite3.Connection) -> None:
+    for steps in (1, 2, 3):
+        metrics.add(connection, report(steps, "validation", val=-steps), -steps)
+    metrics.add(connection, report(None, "gpu", load=1))
+    metrics.archive_after(connection, 1, 2)
+    assert [item.steps_completed for item in metrics.of_trial(connection, 1, "validation")] == [1, 2]
+    best = metrics.best_validation(connection, 1, smaller_is_better=True)
+    assert best is not None and best[1] == -2
+    assert len(metrics.of_trial(connection, 1, "gpu")) == 1
+
+
+def test_the_same_report_is_known(connection: sqlite3.Connection) -> None:
+    metrics.add(connection, report(1, "validation", val=1), 1.0)
+    assert metrics.known(connection, report(1, "validation", val=1))
+    assert not metrics.known(connection, report(1, "validation", val=2))
+    assert not metrics.known(connection, report(1, "validation", run_id=2, val=1))
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(1, 1.0), (2.5, 2.5), (math.inf, math.inf), (math.nan, None), ("1", None), (True, None), (None, None), ({}, None)],
+)
+def test_numbers_to_search_by(value: Any, number: float | None) -> None:
+    assert metrics.number_of({"val": value}, "val") == number
+    assert metrics.number_of({}, "val") is None
+
+
+def test_the_summary(connection: sqlite3.Connection) -> None:
+    for steps, loss in ((1, 4.0), (2, 2.0), (3, math.nan)):
+        metrics.add(connection, report(steps, loss=loss, note="x"))
+    found = metrics.summary(connection, 1)["training"]
+    assert (found["loss"]["min"], found["loss"]["max"], found["loss"]["count"], found["loss"]["type"]) == (
+        2.0,
+        4.0,
+        3,
+        "number",
+    )
+    assert math.isnan(found["loss"]["last"]) and found["note"] == {"count": 3, "last": "x", "type": "string"}
+
+
+def test_it_is_cheap(tmp_path: Path) -> None:
+    """Each report is a transaction of its own. The bound is loose by a factor of ten: it is about an accidental sync, not about speed."""
+    database = Database(tmp_path / "cheap")
+    began = time.process_time()
+    for steps in range(1000):
+        with database.transaction() as connection:
+            metrics.add(connection, report(steps, loss=1.0))
+    assert time.process_time() - began < 2
+    database.close()

@@ -58,7 +58,7 @@ def handle(options: argparse.Namespace) -> int:
     )
     checked = check(request, os.environ)
     limit = _limit(options.limit, checked)
-    # A host's memory is all ranks' together, and so a run on it chooses its policy by what moves least; a limit that is asked for is another machine's.
+    # A host's memory is all ranks' together, so a run on it takes the policy that moves least; a limit that is asked for is another machine's.
     asked = limit if options.limit is not None or _device() == "cuda" else None
     with contextlib.redirect_stdout(sys.stderr), trial_planner(checked, options.stage, asked) as planner:
         own, rows = planner.plan(), planner.compare()

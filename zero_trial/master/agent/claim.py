@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Exit:
 def claim(folder: Path, identity: Identity | None) -> bool:
     """Make the allocation ours; False if somebody was first. ``None`` makes it nobody's: it will never run."""
     content = {"void": True} if identity is None else {"pid": identity.pid, "start": identity.start}
-    draft = _write(folder / f"{CLAIM}.{os.getpid()}", content)
+    draft = _write(folder / f"{CLAIM}.{_draft()}", content)
     try:
         os.link(draft, folder / CLAIM)  # fails if it is there: both content and claim appear at once
     except FileExistsError:
@@ -52,13 +53,18 @@ def owner(folder: Path) -> Identity | None:
 def record_exit(folder: Path, ended: Exit) -> None:
     """Write how it ended; the file appears whole or not at all."""
     content = {"code": ended.code, "time": ended.time, "killed": ended.killed, "why": ended.why}
-    os.replace(_write(folder / f"{EXIT}.{os.getpid()}", content), folder / EXIT)
+    os.replace(_write(folder / f"{EXIT}.{_draft()}", content), folder / EXIT)
 
 
 def exit_of(folder: Path) -> Exit | None:
     """How it ended; None if it has not, or was not able to say."""
     content = _read(folder / EXIT)
     return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
+
+
+def _draft() -> str:
+    """A name that nobody else writes at the same time."""
+    return f"{os.getpid()}-{threading.get_ident()}"
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> Path:

@@ -1,0 +1,107 @@
+"""What a trial's processes find in their environment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import determined as det
+import pytest
+
+from zero_trial.master.agent.environment import RELOCATION, environment
+from zero_trial.master.agent.order import StartOrder
+from zero_trial.master.agent.ports import Ports
+from zero_trial.master.records import Allocation, AllocationState
+
+HOST = {
+    "PATH": "/bin",
+    "HOME": "/h",
+    "LC_ALL": "C",
+    "CUDA_HOME": "/cuda",
+    "CUDA_VISIBLE_DEVICES": "7",
+    "DET_USER_TOKEN": "secret-of-the-user",
+    "AWS_SECRET_ACCESS_KEY": "secret-of-the-cloud",
+    "PYTHONPATH": "/somewhere",
+}
+
+
+def order(config: dict[str, Any] | None = None, **changes: Any) -> StartOrder:
+    run = Allocation("1.t.2", 5, 1, "1.t", 2, AllocationState.STARTING, (0, 1), 0.0, "res", "con")
+    made = StartOrder(
+        run, config or {"a": 1}, {"lr": 0.1}, 9, 4, "uuid", "ada", "token", "http://127.0.0.1:1", "cl", "ag", threads=3
+    )
+    return replace(made, **changes)
+
+
+def env_of(made: StartOrder) -> dict[str, str]:
+    return environment(made, Ports(1000, 2000, 3000), Path("/run/root"), HOST, "/py/bin/python3")
+
+
+def test_the_harness_finds_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = env_of(order())
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    info, trial = det.ClusterInfo._from_env(), det.TrialInfo._from_env()
+    assert (info.slot_ids, info.allocation_id, info.session_token, info.latest_checkpoint) == (
+        [0, 1],
+        "1.t.2",
+        "token",
+        "uuid",
+    )
+    assert (trial.trial_id, trial.trial_seed, trial.hparams, trial._trial_run_id, trial._steps_completed) == (
+        5,
+        9,
+        {"lr": 0.1},
+        2,
+        4,
+    )
+    assert (env["DET_RESOURCES_ID"], env["DET_CONTAINER_ID"], env["DET_USER"], env["DET_TASK_TYPE"]) == (
+        "res",
+        "con",
+        "ada",
+        "TRIAL",
+    )
+    assert json.loads(env["DET_EXPERIMENT_CONFIG"]) == {"a": 1}
+    assert (env["C10D_PORT"], env["INTER_TRAIN_PROCESS_COMM_PORT_1"], env["INTER_TRAIN_PROCESS_COMM_PORT_2"]) == (
+        "1000",
+        "2000",
+        "2016",
+    )
+    assert env["DET_RUN_ROOT"] == "/run/root" and env["OMP_NUM_THREADS"] == "3"
+
+
+def test_nothing_of_the_masters_own_leaks() -> None:
+    env = env_of(order())
+    assert not any("secret" in value for value in env.values())
+    assert env["CUDA_VISIBLE_DEVICES"] == "" and env["CUDA_HOME"] == "/cuda" and env["LC_ALL"] == "C"
+
+
+def test_the_running_python_comes_first_and_so_does_the_relocation() -> None:
+    env = env_of(order())
+    assert env["PATH"] == "/py/bin:/bin" and env["PYTHONPATH"] == str(RELOCATION)
+    assert (RELOCATION / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize(
+    "variables", [["A=1", "B=x=y", "PYTHONPATH=/mine"], {"cpu": ["A=1", "B=x=y", "PYTHONPATH=/mine"], "cuda": ["A=2"]}]
+)
+def test_what_the_user_sets(variables: Any) -> None:
+    env = env_of(order({"environment": {"environment_variables": variables}}))
+    assert env["A"] == "1" and env["B"] == "x=y" and env["PYTHONPATH"] == f"{RELOCATION}:/mine"
+
+
+def test_variables_by_the_kind_of_slot() -> None:
+    config = {"environment": {"environment_variables": {"cpu": ["A=1"], "cuda": ["A=2"]}}}
+    assert env_of(order(config, visible_devices="0,1"))["A"] == "2"
+    assert env_of(order(config, visible_devices="0,1"))["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_the_user_cannot_override_what_the_harness_reads() -> None:
+    env = env_of(order({"environment": {"environment_variables": ["DET_TRIAL_ID=99", "DET_RUN_ROOT=/"]}}))
+    assert env["DET_TRIAL_ID"] == "5" and env["DET_RUN_ROOT"] == "/run/root"
+
+
+def test_a_first_run_has_no_checkpoint() -> None:
+    assert "DET_LATEST_CHECKPOINT" not in env_of(order(latest_checkpoint=None))

@@ -1,0 +1,72 @@
+"""Processes: known beyond their pid, found, and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from zero_trial.master.agent.processes import Identity, descendants, identify, marked, send, sweep
+
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    made = subprocess.Popen(
+        SLEEP, stdout=subprocess.PIPE, text=True, env={**os.environ, "ZT_TEST_MARK": (mark := uuid.uuid4().hex)}
+    )
+    made.mark = mark  # type: ignore[attr-defined]
+    assert made.stdout is not None and made.stdout.readline() == "up\n"
+    yield made
+    made.kill()
+    made.wait()
+
+
+def test_a_process_is_alive_until_it_ends_even_as_a_zombie(child: subprocess.Popen[str]) -> None:
+    identity = identify(child.pid)
+    assert identity.alive and identity.start
+    identity.send(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
+    assert not identity.alive
+    child.wait()
+    assert not identity.alive
+    identity.send(signal.SIGTERM)  # to nobody
+
+
+def test_a_pid_that_is_used_again_is_somebody_else(child: subprocess.Popen[str]) -> None:
+    other = Identity(child.pid, "1")
+    assert not other.alive
+    other.send(signal.SIGKILL)
+    assert child.poll() is None
+
+
+def test_children_of_children_are_found_in_sessions_of_their_own() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    grandchild = int(parent.stdout.readline())
+    assert descendants(os.getpid())[-2:] == [parent.pid, grandchild] or {parent.pid, grandchild} <= set(
+        descendants(os.getpid())
+    )
+    assert descendants(parent.pid) == [grandchild]
+    send([parent.pid, grandchild, 2**22 - 1], signal.SIGKILL)
+    parent.wait()
+
+
+def test_a_mark_in_the_environment_finds_them_and_a_sweep_ends_them(child: subprocess.Popen[str]) -> None:
+    mark = child.mark  # type: ignore[attr-defined]
+    assert marked("ZT_TEST_MARK", mark) == [child.pid]
+    sweep("ZT_TEST_MARK", mark, seconds=0.1)
+    assert child.wait(timeout=10) == -signal.SIGKILL
+    assert marked("ZT_TEST_MARK", mark) == []

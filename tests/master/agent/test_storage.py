@@ -1,0 +1,100 @@
+"""Checkpoint storage on disk."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+from determined.common import storage as genuine
+
+from zero_trial.errors import ConfigError
+from zero_trial.master.agent import storage
+
+NAME = str(uuid.uuid4())
+
+
+def shared(host: Path | str, **more: str) -> dict[str, dict[str, str]]:
+    return {"checkpoint_storage": {"type": "shared_fs", "host_path": str(host), **more}}
+
+
+def checkpoint(base: Path, name: str = NAME) -> Path:
+    folder = base / name
+    (folder / "deep").mkdir(parents=True)
+    (folder / "weights").write_text("12345")
+    (folder / "deep" / "state.bin").write_text("123")
+    return folder
+
+
+@pytest.mark.parametrize("more", [{}, {"storage_path": "sub/dir"}])
+def test_the_base_is_where_the_genuine_client_looks(tmp_path: Path, more: dict[str, str]) -> None:
+    config = shared(tmp_path, **more)
+    manager = genuine.build(dict(config["checkpoint_storage"]), None)
+    assert storage.base_of(config) == Path(manager._base_path)
+
+
+def test_other_kinds() -> None:
+    assert storage.base_of({"checkpoint_storage": {"type": "directory", "container_path": "/c"}}) == Path("/c")
+    assert storage.base_of({"checkpoint_storage": {"type": "s3", "bucket": "b"}}) is None
+    assert storage.base_of({}) is None
+
+
+def test_a_trial_sees_host_path_through_a_link(tmp_path: Path) -> None:
+    run_root = tmp_path / "run"
+    run_root.mkdir()
+    for _ in range(2):
+        storage.link(shared(tmp_path / "new" / "host"), run_root)
+    (run_root / storage.SHARED_FS / "x").write_text("y")
+    assert (tmp_path / "new" / "host" / "x").read_text() == "y"
+
+
+def test_a_host_path_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="host_path"):
+        storage.link(shared(tmp_path / "file" / "sub"), tmp_path)
+
+
+def test_only_folders_named_by_a_uuid_are_deleted(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    checkpoint(base)
+    outside = checkpoint(tmp_path, "outside")
+    (base / "plain").mkdir()
+    for name in ("plain", "..", "../outside", "", ".", "/", str(outside), NAME.replace("-", "")):
+        assert not storage.delete(base, name)
+    assert storage.delete(base, NAME) and not storage.delete(base, NAME)
+    assert outside.exists() and (base / "plain").exists()
+
+
+def test_links_are_never_followed(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    target = checkpoint(tmp_path, "target")
+    (base / NAME).symlink_to(target)
+    assert not storage.delete(base, NAME) and target.exists()
+    (base / NAME).unlink()
+    (checkpoint(base) / "link").symlink_to(target)
+    assert storage.delete(base, NAME) and (target / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("globs", "left"),
+    [
+        (["*.bin"], {"weights": 5}),
+        (["**/*.bin"], {"weights": 5}),
+        (["weights"], {"deep/state.bin": 3}),
+        (["**/weights"], {"deep/state.bin": 3}),
+        (["nothing"], {"weights": 5, "deep/state.bin": 3}),
+        (["**/*"], {}),
+    ],
+)
+def test_files_by_pattern(tmp_path: Path, globs: list[str], left: dict[str, int]) -> None:
+    folder = checkpoint(tmp_path)
+    assert storage.delete_matching(tmp_path, NAME, globs) == left
+    assert folder.exists() == bool(left)
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "cl" / "tensorboard" / "experiment" / str(number)).mkdir(parents=True)
+    storage.delete_tensorboard(tmp_path, "cl", 1)
+    assert [path.name for path in (tmp_path / "cl" / "tensorboard" / "experiment").iterdir()] == ["2"]

@@ -1,0 +1,77 @@
+"""The harness's absolute paths moved below DET_RUN_ROOT, in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from zero_trial.master.agent.environment import RELOCATION
+
+SHOW = """
+import importlib.util, determined._info as i, determined.constants as c, determined.common.constants as k
+spec = importlib.util.find_spec("determined.exec.prep_container")
+code = spec.loader.get_code("determined.exec.prep_container")
+def strings(code):
+    for value in code.co_consts:
+        if isinstance(value, str): yield value
+        elif hasattr(value, "co_consts"): yield from strings(value)
+for path in (i.DEFAULT_CLUSTER_INFO_PATH, c.MANAGED_TRAINING_MODEL_COPY, k.SHARED_FS_CONTAINER_PATH): print(path)
+print([s for s in strings(code) if "/tmp/tensorboard" in s and " " not in s])
+"""
+
+
+def python(code: str, path: list[Path], **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DET_RUN_ROOT")}
+    joined = os.pathsep.join(map(str, path))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**clean, "PYTHONPATH": joined, **env},
+    )
+
+
+def test_paths_are_moved() -> None:
+    done = python(SHOW, [RELOCATION], DET_RUN_ROOT="/there")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "/there/run/determined/info/cluster.json",
+        "/there/run/determined/train/model",
+        "/there/determined_shared_fs",
+        "['/there/tmp/tensorboard-', '/there/tmp/tensorboard']",
+    ]
+
+
+def test_without_a_root_nothing_is_moved() -> None:
+    done = python("import determined._info as i; print(i.DEFAULT_CLUSTER_INFO_PATH)", [RELOCATION])
+    assert done.stdout == "/run/determined/info/cluster.json\n"
+
+
+def test_a_harness_that_keeps_its_files_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "determined").mkdir()
+    (tmp_path / "determined" / "__init__.py").write_text("")
+    (tmp_path / "determined" / "_info.py").write_text("PATH = '/var/determined/info'\n")
+    done = python("import determined._info", [RELOCATION, tmp_path], DET_RUN_ROOT="/there")
+    assert done.returncode != 0 and "determined._info has no path that begins with /run/determined" in done.stderr
+
+
+def test_words_about_a_path_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "determined").mkdir()
+    (tmp_path / "determined" / "__init__.py").write_text("")
+    (tmp_path / "determined" / "_info.py").write_text(
+        "PATH = '/run/determined/x'\nTEXT = '/run/determined is a folder'\n"
+    )
+    done = python(
+        "import determined._info as i; print(i.PATH, '|', i.TEXT)", [RELOCATION, tmp_path], DET_RUN_ROOT="/there"
+    )
+    assert done.stdout == "/there/run/determined/x | /run/determined is a folder\n"
+
+
+def test_another_sitecustomize_is_run_after_this_one(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.from_the_other = 'yes'\n")
+    code = "import sys; print(from_the_other, sys.modules['sitecustomize'].__file__)"
+    done = python(code, [RELOCATION, tmp_path], DET_RUN_ROOT="/there")
+    assert done.stdout == f"yes {tmp_path / 'sitecustomize.py'}\n", done.stderr

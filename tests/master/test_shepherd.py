@@ -1,0 +1,153 @@
+"""Shepherds: they write down what is said, report how it ended, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.master import logs
+from zero_trial.master.agent import claim
+from zero_trial.master.agent.processes import Identity, identify
+from zero_trial.master.records import LogLine
+from zero_trial.master.shepherd import Lines
+from zero_trial.master.verbs import LogQuery
+
+ESCAPE = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:  # a daemon of its own, whose parent is gone, and which will not hear
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("daemon", os.getpid(), flush=True)
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+print("main", os.getpid(), flush=True)
+"""
+
+
+class Flock:
+    """Starts a shepherd in a folder and reads what came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.logs = folder / "logs"
+
+    def start(self, *command: str, grace: float = 10.0) -> subprocess.Popen[bytes]:
+        log = str(logs.path_of(self.logs, 1))
+        order = {"command": command, "cwd": str(self.folder), "env": dict(os.environ), "log": log, "grace": grace}
+        words = [sys.executable, "-m", "zero_trial.master.shepherd", str(self.folder)]
+        child = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(order).encode())
+        child.stdin.close()
+        return child
+
+    def run(self, *command: str) -> claim.Exit:
+        assert self.start(*command).wait(timeout=60) == 0
+        ended = claim.exit_of(self.folder)
+        assert ended is not None
+        return ended
+
+    def lines(self) -> list[LogLine]:
+        return logs.lines(logs.Source(self.logs, 1, "t"), LogQuery())
+
+    def wait_for(self, word: str) -> str:
+        """The rest of the first line that begins with the word."""
+        source = logs.Source(self.logs, 1, "t")
+        for line in logs.follow(source, LogQuery(), lambda: claim.exit_of(self.folder) is not None):
+            if line is not None and line.message.startswith(word):
+                return line.message[len(word) :].strip()
+        raise AssertionError([line.message for line in self.lines()])
+
+
+@pytest.fixture
+def flock(tmp_path: Path) -> Flock:
+    return Flock(tmp_path / "allocation")
+
+
+def py(code: str) -> tuple[str, str, str]:
+    return sys.executable, "-c", code
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_exit_codes(flock: Flock, code: str, status: int) -> None:
+    ended = flock.run(*py(code))
+    assert (ended.code, ended.killed) == (status, False)
+
+
+def test_every_line_of_both_streams_is_kept_with_its_time(flock: Flock) -> None:
+    code = "import sys; print('one\\ntwo'); sys.stdout.flush(); sys.stderr.write('[rank=1] WARNING: oops\\n'); print('no end', end='')"
+    flock.run(*py(code))
+    found = {line.message: line for line in flock.lines()}
+    assert set(found) == {"one", "two", "[rank=1] WARNING: oops", "no end"}
+    assert found["one"].time <= found["no end"].time and found["one"].stdtype == "stdout"
+    odd = found["[rank=1] WARNING: oops"]
+    assert (odd.stdtype, odd.rank, odd.level) == ("stderr", 1, "WARNING")
+
+
+def test_a_command_that_is_not_there(flock: Flock) -> None:
+    assert flock.run("/no/such/program").code == 127
+    assert "cannot start /no/such/program" in flock.lines()[0].message
+
+
+def test_a_daemon_that_ran_away_ends_with_the_main_process(flock: Flock) -> None:
+    ended = flock.run(*py(ESCAPE))
+    assert ended.code == 0
+    daemon = int(next(line.message for line in flock.lines() if line.message.startswith("daemon")).split()[1])
+    assert not identify(daemon).alive
+
+
+def test_asked_to_end_it_gives_time_and_then_ends_everybody(flock: Flock) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); import os; print('up', os.getpid(), flush=True); time.sleep(60)"
+    child = flock.start(*py(deaf), grace=0.2)
+    pid = int(flock.wait_for("up"))
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 0
+    ended = claim.exit_of(flock.folder)
+    assert ended is not None and (ended.code, ended.killed) == (137, True) and not identify(pid).alive
+
+
+def test_who_hears_sigterm_may_clean_up(flock: Flock) -> None:
+    code = "import signal, sys, time\ndef bye(*_):\n    print('bye', flush=True)\n    sys.exit(5)\nsignal.signal(signal.SIGTERM, bye)\nprint('up', flush=True)\ntime.sleep(60)"
+    child = flock.start(*py(code))
+    flock.wait_for("up")
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 0
+    ended = claim.exit_of(flock.folder)
+    assert ended is not None and (ended.code, ended.killed) == (5, True)
+    assert [line.message for line in flock.lines()][-1] == "bye"
+
+
+def test_what_is_claimed_already_is_not_run(flock: Flock) -> None:
+    assert claim.claim(flock.folder, None)
+    assert flock.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
+    assert not (flock.folder / "ran").exists() and claim.exit_of(flock.folder) is None
+
+
+def test_it_claims_itself(flock: Flock) -> None:
+    child = flock.start(*py("print('up', flush=True); import time; time.sleep(60)"))
+    flock.wait_for("up")
+    identity: Any = claim.owner(flock.folder)
+    assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
+    child.send_signal(signal.SIGTERM)
+    child.wait(timeout=30)
+
+
+def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path) -> None:
+    lines = Lines("stdout", logs.path_of(tmp_path, 1))
+    for data in (b"a", b"b\nc", b"d\n", b"x" * (1 << 20), b"y", b"\xff"):
+        lines.take(data)
+    lines.close()
+    found = [line.message for line in logs.lines(logs.Source(tmp_path, 1, "t"), LogQuery())]
+    assert found[:2] == ["ab", "cd"] and "".join(found[2:]) == "x" * (1 << 20) + "y\ufffd"

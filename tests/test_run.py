@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from tests.trial.fake_engine import fake_factory
-from zero_trial.config import read_ds_config, report_json
-from zero_trial.config.report import REPORT
+from zero_trial.errors import ConfigError
 from zero_trial.platform.run_folder import RunFolder, read_lines
-from zero_trial.fronts.local import say_config
-from zero_trial.fronts.rank import known, peak_memory
 from zero_trial.run import main
 
 MODEL = '''
@@ -207,17 +204,47 @@ def test_an_invalid_hp_is_posted(folder: Path) -> None:
     assert error(folder)["type"] == "InvalidHP"
 
 
-def test_memory_that_runs_out_exits_with_3() -> None:
-    import torch
+def test_without_a_folder_and_off_a_cluster_it_says_what_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DET_TASK_TYPE", "DET_ALLOCATION_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["model_def:MyTrial"]) == 2
+    assert "give --run-dir and --experiment" in capsys.readouterr().err
 
-    fault = known(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-    assert "memory ran out: CUDA out of memory" in str(fault) and fault.exit_code == 3  # type: ignore[attr-defined]
-    assert peak_memory(torch.device("cpu")) > 1e6
+
+def test_on_a_cluster_the_task_says_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the class is not named either, it is the experiment's entrypoint that names it."""
+    import zero_trial.fronts.cluster
+    import zero_trial.platform.determined
+
+    monkeypatch.setenv("DET_TASK_TYPE", "TRIAL")
+    monkeypatch.setenv("DET_ALLOCATION_ID", "trial.1")
+    line = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run no_such_module:MyTrial"
+    facts = zero_trial.platform.determined.TrialFacts("1", "1", 0, {}, {"entrypoint": line})
+    monkeypatch.setattr(zero_trial.platform.determined, "require_facts", lambda: facts)
+    seen: list[Any] = []
+
+    def run_on_cluster(load: Any, factory: Any) -> int:
+        with pytest.raises(ConfigError, match="no_such_module"):
+            load()
+        seen.append(factory)
+        return 0
+
+    monkeypatch.setattr(zero_trial.fronts.cluster, "run_on_cluster", run_on_cluster)
+    assert main([]) == 0 and seen == [zero_trial.initialize]
 
 
-def test_what_was_not_written_is_said_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say_config(tmp_path)
-    assert capsys.readouterr().out == ""
-    (tmp_path / REPORT).write_text(report_json(read_ds_config({"train_batch_size": 2})))
-    say_config(tmp_path)
-    assert "gradient_clipping 1.0" in capsys.readouterr().out
+def test_a_run_that_gets_sigterm_has_saved_and_exits_with_75(folder: Path) -> None:
+    longer(folder, 6)
+    path = folder / "model" / "model_def.py"
+    text = path.read_text()
+    kill = "if batch_idx == 2 and not vars(self).setdefault('told', []):\n            "
+    kill += "import os, signal; self.told.append(1); os.kill(os.getpid(), signal.SIGTERM)\n        "
+    kill += "x = next(dataloader_iter)\n        loss"
+    path.write_text(text.replace("x = next(dataloader_iter)\n        loss", kill))
+    assert run(folder) == 75
+    assert "saved step-000003" in error(folder)["message"]
+    path.write_text(text)
+    assert run(folder) == 0
+    assert [step for step, _ in losses(folder, "run")] == [1, 2, 3, 4, 5, 6]

@@ -17,6 +17,7 @@ from zero_trial.config import ExperimentConfig, read_experiment
 from zero_trial.errors import ConfigError
 from zero_trial.fronts.local import (
     StopRequest,
+    has_failed_ranks,
     leave_error,
     print_error,
     raise_if_preempted,
@@ -76,7 +77,8 @@ def cluster_main(options: argparse.Namespace, engine_factory: EngineFactory) -> 
 
 def local_main(options: argparse.Namespace, engine_factory: EngineFactory) -> int:
     """One rank of a run in a folder."""
-    state, stop = RankState(), StopRequest()
+    state, folder = RankState(), options.run_dir
+    stop = StopRequest(lambda: has_failed_ranks(folder))
     try:
         if options.run_dir is None or options.experiment is None:
             raise ConfigError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,31 +27,45 @@ from zero_trial.trial.summary import build_summary
 
 
 class StopRequest:
-    """Whether a signal has asked this process to save and stop."""
+    """Whether a signal has asked this process to save and stop.
 
-    def __init__(self) -> None:
+    A launcher sends the same signal to end the ranks that are left when one has failed; ``failed`` tells the two apart, and then
+    the signal ends the process as ever.
+    """
+
+    def __init__(self, failed: Callable[[], bool] = lambda: False) -> None:
         self._asked = threading.Event()
+        self._failed = failed
 
     def __call__(self) -> bool:
         return self._asked.is_set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """SIGTERM asks once; a second one ends the process as ever. Only the main thread can listen."""
+        """SIGTERM asks, however often it comes: a scheduler may send it to every process, and a launcher pass it on. Only
+        the main thread can listen.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.getsignal(signal.SIGTERM)
 
         def note(number: int, frame: FrameType | None) -> None:
+            if self._failed():
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             self._asked.set()
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
 
         signal.signal(signal.SIGTERM, note)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def has_failed_ranks(run_dir: Path) -> bool:
+    """Whether a rank of the run has left an error."""
+    return any(RunFolder(run_dir).error(0).parent.glob("rank-*.json"))
 
 
 def starting_point(run_dir: Path, resume: Path | None = None, warm_start: Path | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from zero_trial.config import read_experiment
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.fronts.local import (
     StopRequest,
+    has_failed_ranks,
     leave_error,
     named_checkpoint,
     print_error,
@@ -115,7 +116,7 @@ def _on_disk(
     run_dir: str | Path | None,
     seed: int | None,
 ) -> Iterator[tuple[Platform, Path]]:
-    stop = StopRequest()
+    stop = StopRequest(lambda: folder is not None and has_failed_ranks(folder))
     log: EventLog | None = None
     folder: Path | None = None
     platform: LocalPlatform | None = None

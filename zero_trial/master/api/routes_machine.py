@@ -221,7 +221,8 @@ _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
 ROUTES = (
     Route("GET", "/info", info, Who.ANYBODY),
-    Route("GET", "/api/v1/master", master, Who.BOTH),
+    # Clients ask this before they log in, as they may of a real master; it tells what /info tells.
+    Route("GET", "/api/v1/master", master, Who.ANYBODY),
     Route("GET", "/api/v1/master/config", master_config),
     Route("GET", "/api/v1/agents", agents),
     Route("GET", _AGENT, agent),

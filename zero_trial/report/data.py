@@ -1,0 +1,198 @@
+"""What a report is about, as frozen values: one run, or the trials and decisions of a sweep. Pages are drawn from these and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Tone(str, Enum):
+    """How a state is meant: it went well, is under way, was given up on purpose, or went wrong."""
+
+    GOOD = "good"
+    BUSY = "busy"
+    QUIET = "quiet"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Status:
+    """A state in a word or two."""
+
+    word: str
+    tone: Tone
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named quantity over steps, both of one length; only finite values, steps rise."""
+
+    name: str
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on rank 0. ``parts`` of the plan by name; ``processes`` is what each rank's process or device held at its peak."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    planned: int | None = None
+    measured: int | None = None
+    limit_line: str = ""
+    processes: tuple[int, ...] = ()
+    processes_kind: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One ds_config value, where it came from, and what is to be said about it; ``given`` if somebody wrote it or it was filled in."""
+
+    key: str
+    value: Any
+    source: str
+    remark: str
+    given: bool
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was written; ``kept`` if it is still there."""
+
+    step: int
+    name: str
+    bytes: int | None
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Change:
+    """A validation metric before and after, with the baselines that give it a meaning."""
+
+    name: str
+    before: float | None
+    after: float
+    baselines: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run. Series that were not recorded are empty; ``facts`` are name and value in the order to show them."""
+
+    title: str
+    status: Status
+    subtitle: str = ""
+    message: str = ""  # what went wrong
+    changes: tuple[Change, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    training: Series | None = None
+    validation: tuple[Series, ...] = ()
+    progress: tuple[Series, ...] = ()  # learning rate, gradient norm, throughput
+    memory: Memory = Memory()
+    settings: tuple[Setting, ...] = ()
+    batch: tuple[Setting, ...] = ()
+    warnings: tuple[str, ...] = ()
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    repeat: str = ""
+    lock: str = ""  # the file that repeats the run
+    created: str = ""
+
+
+@dataclass(frozen=True)
+class TrialReport:
+    """One point of a sweep. ``point``: the swept values by dotted name. ``best`` is the searcher's metric as it was reported."""
+
+    id: str
+    status: Status
+    point: Mapping[str, Any]
+    curve: Series
+    best: float | None = None
+    steps: int = 0
+    why: str = ""  # why it ended as it did
+    pruned: bool = False
+    memory: Memory = Memory()
+    throughput: float | None = None
+    restarts: int = 0
+    seconds: float | None = None
+
+
+class Verdict(str, Enum):
+    """What the search said to a trial."""
+
+    WENT_ON = "went on"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One word of the search: when (in units of training) and why, in a sentence."""
+
+    trial: str
+    verdict: Verdict
+    bracket: int
+    rung: int
+    units: int
+    metric: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """One bracket: how much training each rung asks for, and its decisions in the order in which they were taken."""
+
+    number: int
+    units: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A swept leaf: numbers, on a logarithmic scale or not, or ``choices``."""
+
+    name: str
+    log: bool = False
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BestConfig:
+    """The winner as a file: ``text`` runs with ``command``."""
+
+    trial: str
+    metric: float
+    filename: str
+    text: str
+    command: str
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """A search and all its trials. ``pruned``: reasons why points were never launched, with how often."""
+
+    title: str
+    status: Status
+    searcher: str
+    metric: str
+    smaller_is_better: bool
+    trials: tuple[TrialReport, ...]
+    unit: str = "batches"  # of steps and rungs
+    throughput_unit: str = "steps/s"
+    axes: tuple[Axis, ...] = ()
+    ladders: tuple[Ladder, ...] = ()
+    pruned: tuple[tuple[str, int], ...] = ()
+    best: BestConfig | None = None
+    subtitle: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+    created: str = ""
+
+    def ranked(self) -> tuple[TrialReport, ...]:
+        """Trials with a metric, the best first."""
+        measured = [trial for trial in self.trials if trial.best is not None]
+        sign = 1.0 if self.smaller_is_better else -1.0
+        return tuple(sorted(measured, key=lambda trial: sign * (trial.best or 0.0)))

@@ -1,0 +1,144 @@
+"""The page of one run: its curves, memory, configuration with provenance, checkpoints, and the command that repeats it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from zero_trial.report import page
+from zero_trial.report.chart import Line, line_chart
+from zero_trial.report.data import Change, RunReport, Setting
+from zero_trial.report.markup import Child, Html, el, join
+from zero_trial.report.memory import memory_view
+from zero_trial.report.numbers import number, plain, size
+
+
+def render_run(report: RunReport) -> str:
+    """The whole document. Every name and value is escaped: they may come from anybody."""
+    head = page.heading(report.title, report.status, report.subtitle)
+    sections: list[tuple[str, str, Child]] = [
+        ("summary", "", _summary(report)),
+        ("curves", "Curves", _curves(report)),
+        ("memory", "Memory", memory_view(report.memory)),
+        ("configuration", "Configuration", _configuration(report)),
+        ("checkpoints", "Checkpoints", _checkpoints(report)),
+        ("repeat", "Repeat", _repeat(report)),
+    ]
+    return page.document(f"{report.title} · zero-trial", head, sections, report.created)
+
+
+def _summary(report: RunReport) -> Child:
+    fault = el("p", report.message, class_="fault") if report.message else None
+    shown = [(change.name, number(change.after), _meaning(change)) for change in report.changes]
+    return [
+        fault,
+        page.figures([*shown, *((name, value, "") for name, value in report.facts[:3])]),
+        page.facts(report.facts[3:]),
+    ]
+
+
+def _meaning(change: Change) -> str:
+    said = [f"from {number(change.before)}"] if change.before is not None else []
+    said += [f"{name} {number(value)}" for name, value in change.baselines]
+    return " · ".join(said)
+
+
+def _curves(report: RunReport) -> Child:
+    parts: list[Child] = []
+    validation = {series.name: series for series in report.validation}
+    training = report.training
+    main = []
+    if training is not None and len(training):
+        main.append(Line(training, "train", f"training {training.name}", smooth=True))
+    # The validation metric that stands on one scale with the training loss goes into its picture.
+    beside = next((name for name in validation if training is not None and _same_quantity(name, training.name)), None)
+    if beside is not None:
+        main.append(Line(validation.pop(beside), "validation", beside, dots=True))
+    if main:
+        parts.append(line_chart(training.name if training else "", main, size="tall", slider=True))
+    small = [
+        line_chart(series.name, [Line(series, "validation", series.name, dots=True)], legend=False)
+        for series in validation.values()
+        if len(series)
+    ]
+    small += [
+        line_chart(series.name, [Line(series, "other", series.name)], legend=False)
+        for series in report.progress
+        if len(series)
+    ]
+    if small:
+        parts.append(el("div", small, class_="charts"))
+    return parts
+
+
+def _same_quantity(validation: str, training: str) -> bool:
+    return validation.removeprefix("validation_").removeprefix("val_") == training
+
+
+def _configuration(report: RunReport) -> Child:
+    given = [setting for setting in report.settings if setting.given]
+    defaults = [setting for setting in report.settings if not setting.given]
+    parts: list[Child] = [el("p", warning, class_="note") for warning in report.warnings]
+    if given:
+        parts.append(_settings(given, "Values that were given or filled in"))
+    if report.batch:
+        parts.append(
+            _folded("How the batch sizes were reconciled", _settings(report.batch, "Batch sizes"), open_=False)
+        )
+    if defaults:
+        parts.append(_folded(f"{len(defaults)} values by default", _settings(defaults, "Defaults"), open_=False))
+    return parts
+
+
+def _settings(settings: Sequence[Setting], label: str) -> Html:
+    rows = [
+        el(
+            "tr",
+            el("th", el("code", setting.key), scope="row"),
+            el("td", el("code", plain(setting.value)), class_="key-value"),
+            el("td", setting.source, data_label="from"),
+            el("td", setting.remark, class_="soft"),
+        )
+        for setting in settings
+    ]
+    head = el("tr", [el("th", name, scope="col") for name in ("key", "value", "comes from", "remark")])
+    return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label=label)
+
+
+def _folded(summary: str, content: Child, *, open_: bool) -> Html:
+    return el("details", el("summary", summary), content, open=open_)
+
+
+def _checkpoints(report: RunReport) -> Child:
+    if not report.checkpoints:
+        return None
+    rows = [
+        el(
+            "tr",
+            el("th", el("code", saved.name), scope="row"),
+            el("td", f"{saved.step}", class_="num", data_label="step"),
+            el("td", size(saved.bytes), class_="num", data_label="size"),
+            el("td", "kept" if saved.kept else "removed: a better or newer one stays", class_="soft"),
+        )
+        for saved in report.checkpoints
+    ]
+    names = (("checkpoint", None), ("step", "num"), ("size", "num"), ("now", None))
+    head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])
+    return el("table", el("thead", head), el("tbody", rows), class_="cards")
+
+
+def _repeat(report: RunReport) -> Child:
+    if not report.repeat:
+        return None
+    parts: list[Child] = [page.command(report.repeat)]
+    if report.lock:
+        parts.append(download("config.lock.yaml", report.lock))
+        parts.append(_folded("Show the file", el("pre", report.lock, tabindex=0), open_=False))
+    return parts
+
+
+def download(name: str, text: str) -> Html:
+    """A link that saves ``text`` as a file."""
+    return el(
+        "a", f"Save {name}", href=join(f"data:text/plain;charset=utf-8,{quote(text)}"), download=name, class_="button"
+    )

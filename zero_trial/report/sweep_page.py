@@ -1,0 +1,286 @@
+"""The page of a sweep: the best configuration as a file, all learning curves, the search's decisions, and every trial. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zero_trial.report import page
+from zero_trial.report.chart import BOX, thinned
+from zero_trial.report.data import Decision, SweepReport, TrialReport, Verdict
+from zero_trial.report.ladders import ladders_view
+from zero_trial.report.markup import Child, Html, el, join
+from zero_trial.report.memory import bar
+from zero_trial.report.numbers import count, duration, number, plain, size
+from zero_trial.report.parallel import parallel_view
+from zero_trial.report.run_page import download
+from zero_trial.report.scale import Scale, fit
+
+Cell = Callable[[TrialReport], Html]
+
+_CLOSE_UP = 5.0  # times the spread of the better half: a worse value than that would press all other curves flat
+
+
+def render_sweep(report: SweepReport) -> str:
+    """The whole document. Every name and value is escaped: they may come from anybody."""
+    head = page.heading(report.title, report.status, report.subtitle)
+    sections: list[tuple[str, str, Child]] = [
+        ("summary", "", _summary(report)),
+        ("best", "Best configuration", _best(report)),
+        ("curves", "Learning curves", _curves(report)),
+        ("space", "Search space", _space(report)),
+        ("decisions", "Decisions of the search", _decisions(report)),
+        ("trials", "Trials", _trials(report)),
+    ]
+    return page.document(f"{report.title} · zero-trial", head, sections, report.created)
+
+
+def _summary(report: SweepReport) -> Child:
+    ranked = report.ranked()
+    launched = [trial for trial in report.trials if not trial.pruned]
+    best = ranked[0] if ranked else None
+    items = [
+        (
+            f"best {report.metric}",
+            number(best.best if best else None),
+            f"trial {best.id}" if best else "no trial was measured",
+        )
+    ]
+    items.append(("trials launched", str(len(launched)), _by_state(launched)))
+    if report.pruned:
+        items.append(("points pruned", str(sum(times for _, times in report.pruned)), "never launched"))
+    trained = sum(trial.steps for trial in launched)
+    items.append((f"{report.unit} trained", count(trained), _spared(report, launched, trained)))
+    return [page.figures(items), page.facts(report.facts)]
+
+
+def _by_state(trials: Sequence[TrialReport]) -> str:
+    words: dict[str, int] = {}
+    for trial in trials:
+        words[trial.status.word] = words.get(trial.status.word, 0) + 1
+    return ", ".join(f"{times} {word}" for word, times in words.items())
+
+
+def _spared(report: SweepReport, launched: Sequence[TrialReport], trained: int) -> str:
+    """How much of training every trial to its end this was."""
+    longest = max((ladder.units[-1] for ladder in report.ladders), default=0)
+    whole = longest * len(launched)
+    return f"{100 * trained / whole:.0f} % of training every trial to its end" if whole > 0 else ""
+
+
+def _best(report: SweepReport) -> Child:
+    best = report.best
+    if best is None:
+        return None
+    trial = next((trial for trial in report.trials if trial.id == best.trial), None)
+    point = page.facts([(name, plain(value)) for name, value in trial.point.items()], "point") if trial else None
+    return [
+        el("p", "Trial ", el("b", best.trial), f" reached {report.metric} ", el("b", number(best.metric)), "."),
+        point,
+        page.command(best.command),
+        el("p", download(best.filename, best.text)),
+        el("details", el("summary", "Show the file"), el("pre", best.text, tabindex=0)),
+    ]
+
+
+def _curves(report: SweepReport) -> Child:
+    drawn = [trial for trial in report.trials if len(trial.curve)]
+    if not drawn:
+        return None
+    ranked = {trial.id: at for at, trial in enumerate(report.ranked())}
+    x = fit([step for trial in drawn for step in trial.curve.steps], log=False, margin=0.0)
+    y, cut = _close_up(drawn, report)
+    lines = [
+        _curve(trial, ranked.get(trial.id), len(ranked), x, y)
+        for trial in sorted(drawn, key=lambda t: -ranked.get(t.id, len(ranked)))
+    ]
+    levels = [el("path", d=f"M0 {BOX * (1 - tick.at):.5g}H{BOX}", class_="grid") for tick in y.ticks()]
+    labels = [
+        *(el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in y.ticks()),
+        *(el("span", tick.label, class_="x", style=f"left:{100 * tick.at:.4g}%") for tick in x.ticks(6)),
+        el("span", report.unit, class_="x-label"),
+    ]
+    said = f"{report.metric} of {len(drawn)} trials over {report.unit}"
+    drawing = el(
+        "svg", levels, lines, viewBox=f"0 0 {BOX} {BOX}", preserveAspectRatio="none", role="img", aria_label=said
+    )
+    plot = el(
+        "div",
+        drawing,
+        labels,
+        class_="plot tall",
+        tabindex=0,
+        aria_label="Learning curves: arrow keys go from trial to trial",
+    )
+    caption = el("figcaption", el("h3", report.metric), _scale_key(), el("span", class_="lit-name soft", role="status"))
+    note = el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None
+    return [el("figure", caption, plot, el("script", "{}", type="application/json"), class_="chart trials"), note]
+
+
+def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
+    """The scale of the curves, without what would press all others flat, and how many values are so left out."""
+    values = sorted(value for trial in drawn for value in trial.curve.values)
+    if not report.smaller_is_better:
+        values = [-value for value in reversed(values)]
+    half = values[len(values) // 2] - values[0]
+    limit = values[0] + _CLOSE_UP * max(half, 1e-12)
+    inside = [value for value in values if value <= limit] if len(values) > 4 else values
+    sign = 1 if report.smaller_is_better else -1
+    left = len(values) - len(inside)
+    return fit([sign * value for value in inside]), (f"{left} value{'s' if left != 1 else ''}" if left else "")
+
+
+def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale) -> list[Html]:
+    curve = thinned(trial.curve)
+    pairs = [
+        (f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}")
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if (across := x.place(step)) is not None and (up := y.place(value)) is not None
+    ]
+    quality = 0.0 if rank is None else 1 - rank / max(of - 1, 1)
+    points = " ".join(f"{a},{b}" for a, b in pairs)
+    path = "M" + "L".join(f"{a} {b}" for a, b in pairs) if pairs else "M0 0"
+    look = {"data_trial": trial.id, "style": f"--q:{quality:.3g}"}
+    marks = "".join(f"M{a} {b}h0" for a, b in pairs)
+    line = el("path", d=path, data_points=points, class_="line best" if rank == 0 else "line", **look)
+    return [
+        line,
+        el("path", d=marks, class_="dots best" if rank == 0 else "dots", **look) if len(pairs) <= 12 else Html(""),
+    ]
+
+
+def _scale_key() -> Html:
+    return el("span", "worst", el("i", class_="ramp"), "best", class_="scale-key")
+
+
+def _space(report: SweepReport) -> Child:
+    hint = el(
+        "p",
+        "Drag the ends of an axis, or use the arrow keys on them, to keep only the trials within. The better ",
+        el("code", report.metric),
+        " is up. ",
+        el("button", "Clear", type="button", class_="clear button needs-script"),
+        " ",
+        el("span", class_="heard", role="status"),
+        class_="note needs-script",
+    )
+    drawn = parallel_view(report, el("figcaption", hint))
+    return None if drawn is None else page.scrolling(drawn, "Parallel coordinates")
+
+
+def _decisions(report: SweepReport) -> Child:
+    parts: list[Child] = [ladders_view(report)]
+    listed = [decision for ladder in report.ladders for decision in ladder.decisions]
+    stops = [decision for decision in listed if decision.verdict is not Verdict.WENT_ON]
+    if stops:
+        table = _stops(stops, report)
+        parts.append(
+            table
+            if len(stops) <= 12
+            else el("details", el("summary", f"All {len(stops)} decisions that ended a trial"), table)
+        )
+    if report.pruned:
+        rows = [el("tr", el("td", str(times), class_="num"), el("td", reason)) for reason, times in report.pruned]
+        head = el(
+            "tr", el("th", "points", class_="num", scope="col"), el("th", "pruned before launch, because", scope="col")
+        )
+        parts.append(el("table", el("thead", head), el("tbody", rows), style="margin-top:1.25rem"))
+    return parts if any(part is not None for part in parts) else None
+
+
+def _stops(stops: Sequence[Decision], report: SweepReport) -> Html:
+    rows = [
+        el(
+            "tr",
+            el("th", f"trial {decision.trial}", scope="row"),
+            el("td", decision.verdict.value),
+            el("td", f"{decision.units}", class_="num", data_label=f"after {report.unit}"),
+            el("td", number(decision.metric), class_="num", data_label=report.metric),
+            el("td", decision.why, class_="soft"),
+            data_trial=decision.trial,
+        )
+        for decision in stops
+    ]
+    names = (("trial", None), ("verdict", None), (f"after {report.unit}", "num"), (report.metric, "num"), ("why", None))
+    head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])
+    return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label="Decisions")
+
+
+def _trials(report: SweepReport) -> Child:
+    if not report.trials:
+        return None
+    shown = [trial for trial in report.trials if not trial.pruned] or list(report.trials)
+    ranked = [trial.id for trial in report.ranked()]
+    order = sorted(shown, key=lambda trial: ranked.index(trial.id) if trial.id in ranked else len(ranked))
+    columns = _columns(report, shown)
+    head = el(
+        "tr", [el("th", el("button", name, type="button"), scope="col", class_=kind) for name, kind, _ in columns]
+    )
+    rows = []
+    for trial in order:
+        cells = [cell(trial) for _, _, cell in columns]
+        winner = ranked[:1] == [trial.id]
+        said = f"trial {trial.id}: {report.metric} {number(trial.best)}, {trial.status.word}"
+        rows.append(
+            el("tr", cells, data_trial=trial.id, data_said=said, tabindex=0, class_="winner" if winner else None)
+        )
+    table = el("table", el("thead", head), el("tbody", rows), class_="sortable")
+    return page.scrolling(table, "Trials")
+
+
+def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[str, str | None, Cell]]:
+    """Name, class and content of each column; columns that no trial fills are left out."""
+    fastest = max((trial.throughput or 0.0 for trial in trials), default=0.0)
+    widest = float(max((max(trial.memory.planned or 0, trial.memory.measured or 0) for trial in trials), default=0))
+    found: list[tuple[str, str | None, Cell]] = [
+        ("trial", None, lambda t: _cell(t.id, t.id)),
+        (report.metric, "num", lambda t: _cell(number(t.best), t.best, "num")),
+        (
+            "state",
+            None,
+            lambda t: _cell(
+                join([page.state(t.status), el("div", t.why, class_="note") if t.why else None]), t.status.word
+            ),
+        ),
+        (report.unit, "num", lambda t: _cell(str(t.steps), t.steps, "num")),
+    ]
+    for axis in report.axes:
+        found.append((axis.name.rpartition(".")[2], "num", _value_cell(axis.name)))
+    if any(trial.throughput for trial in trials):
+        found.append(
+            (
+                report.throughput_unit,
+                "num",
+                lambda t: _cell(
+                    bar(t.throughput, fastest, count(t.throughput) if t.throughput else "–"), t.throughput, "num"
+                ),
+            )
+        )
+    if any(trial.memory.planned for trial in trials):
+        found.append(
+            (
+                "memory planned",
+                "num",
+                lambda t: _cell(bar(t.memory.planned, widest, size(t.memory.planned)), t.memory.planned, "num"),
+            )
+        )
+    if any(trial.memory.measured for trial in trials):
+        found.append(
+            (
+                "measured",
+                "num",
+                lambda t: _cell(bar(t.memory.measured, widest, size(t.memory.measured)), t.memory.measured, "num"),
+            )
+        )
+    if any(trial.seconds for trial in trials):
+        found.append(("time", "num", lambda t: _cell(duration(t.seconds), t.seconds, "num")))
+    if any(trial.restarts for trial in trials):
+        found.append(("restarts", "num", lambda t: _cell(str(t.restarts), t.restarts, "num")))
+    return found
+
+
+def _value_cell(name: str) -> Cell:
+    return lambda trial: _cell(plain(trial.point[name]) if name in trial.point else "–", trial.point.get(name), "num")
+
+
+def _cell(content: Child, key: object, kind: str | None = None) -> Html:
+    return el("td", content, class_=kind, data_sort="" if key is None else plain(key))

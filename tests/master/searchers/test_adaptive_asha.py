@@ -142,7 +142,8 @@ def test_a_stopped_trial_says_no_more():
     it.start()
     it.val(1, 2, 1.0)
     assert it.val(2, 2, 2.0) == "-2 +3"
-    assert it.val(2, 3, 0.1) == ""
+    before = it.search.snapshot()
+    assert it.val(2, 3, 0.1) == "" and it.search.snapshot() == before
     assert it.exit(2, ERRORED) == ""  # it fell over on its way out: measured and replaced already
     assert it.val(3, 2, 1.5) == "-3 +4"  # 1.0 1.5 2.0, no fourth: second of three
 

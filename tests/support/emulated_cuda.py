@@ -49,7 +49,7 @@ class Emulator:
     def _compile(self, kernel: Kernel) -> Path:
         path = self.folder / f"{hash(kernel) & 0xFFFFFFFFFFFF:x}.so"
         named = [f"-DZT_SOURCE={(_build.SOURCES / 'cuda' / kernel.source)!s}".replace("=", '="', 1) + '"']
-        named += [f"-DZT_ENTRY={kernel.entry}", *(f"-D{name}={value}" for name, value in kernel.definitions)]
+        named += [f"-DZT_ENTRY={kernel.entry}", *(option for option in kernel.options if option.startswith("-D"))]
         command = [self.compiler, *FLAGS, *named, "-I", str(_build.SOURCES / "include"), str(HERE / "kernel.cpp")]
         run(*command, "-o", str(path))
         return path

@@ -24,7 +24,6 @@ from zero_trial.ops.cuda_tables import Piece, table_of, tiles_of, upload
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
-BLOCKS = 4  # per multiprocessor: what the kernels' launch bounds ask for
 _UPDATE, _COPY, _SUM = struct.Struct("4P2q"), struct.Struct("P2q"), struct.Struct("2Pq")
 _LAMB, _CONTROL = struct.Struct("7P2q"), struct.Struct("3P")
 _NO_PIECE = bytes(64)
@@ -102,18 +101,19 @@ def _launch_update(
         (piece,) = pieces
         tiles = tiles_of(piece.p.numel())
         arguments = _UPDATE.pack(0, 0, *flags, 1, tiles) + piece.pack(0, 0) + piece.scalars
-        cuda.launch(kernel, where, _blocks(cuda, where, tiles), _padded(arguments))
+        cuda.launch(kernel, where, _blocks(cuda, kernel, where, tiles), _padded(arguments))
         return
     table = table_of(pieces)
     held = upload(table.content, where)
     base = held.data_ptr()
     head = _UPDATE.pack(base, base + table.groups, *flags, table.count, table.tiles)
     arguments = head + _NO_PIECE + bytes(len(pieces[0].scalars))
-    cuda.launch(kernel, where, _blocks(cuda, where, table.tiles), _padded(arguments))
+    cuda.launch(kernel, where, _blocks(cuda, kernel, where, table.tiles), _padded(arguments))
 
 
-def _blocks(cuda: Cuda, where: torch.device, tiles: int) -> int:
-    return min(tiles, BLOCKS * cuda.device(where).multiprocessors)
+def _blocks(cuda: Cuda, kernel: Kernel, where: torch.device, tiles: int) -> int:
+    """All that the device holds at once, and no more than there is work for."""
+    return min(tiles, kernel.blocks * cuda.device(where).multiprocessors)
 
 
 def _padded(arguments: bytes) -> bytes:
@@ -276,8 +276,8 @@ def lamb_moments_(
     arguments = _LAMB.pack(
         base, base + table.groups, *flags, sums.data_ptr(), squares.data_ptr(), table.count, table.tiles
     )
-    cuda.launch(kernel, where, _blocks(cuda, where, table.tiles), arguments)
-    cuda.launch(add, where, _blocks(cuda, where, table.count), arguments)
+    cuda.launch(kernel, where, _blocks(cuda, kernel, where, table.tiles), arguments)
+    cuda.launch(add, where, _blocks(cuda, add, where, table.count), arguments)
     return squares
 
 
@@ -306,7 +306,7 @@ def lamb_apply_(
     base = held.data_ptr()
     flags = (_pointer(found_inf), 0, ratio.data_ptr())
     arguments = _LAMB.pack(base, base + table.groups, *flags, 0, 0, table.count, table.tiles)
-    cuda.launch(kernel, where, _blocks(cuda, where, table.tiles), arguments)
+    cuda.launch(kernel, where, _blocks(cuda, kernel, where, table.tiles), arguments)
 
 
 # --- sums, scalars, buffers -------------------------------------------------------------------------------------------
@@ -324,7 +324,10 @@ def square_sum(x: Tensor) -> Tensor:
     sums = torch.empty(count, dtype=torch.float64, device=where)
     together = 32 if x.dtype == torch.float32 else 64  # chunks per block
     cuda.launch(
-        kernel, where, _blocks(cuda, where, -(-count // together)), _SUM.pack(x.data_ptr(), sums.data_ptr(), x.numel())
+        kernel,
+        where,
+        _blocks(cuda, kernel, where, -(-count // together)),
+        _SUM.pack(x.data_ptr(), sums.data_ptr(), x.numel()),
     )
     while count > 1:
         below, count = count, -(-count // SUMS_PER_CHUNK)
@@ -371,7 +374,7 @@ def _copy(into: Sequence[Tensor], source: Sequence[Tensor], *, add: bool) -> Non
         table = table_of([Piece(into[index], source[index]) for index in mine])
         held = upload(table.content, where)
         arguments = _COPY.pack(held.data_ptr(), table.count, table.tiles)
-        cuda.launch(kernel, where, _blocks(cuda, where, table.tiles), arguments)
+        cuda.launch(kernel, where, _blocks(cuda, kernel, where, table.tiles), arguments)
         left -= set(mine)
     rest = _pick(sorted(left), into, source)
     (many.add_many_ if add else many.copy_many_)(*rest)

@@ -14,19 +14,29 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
 NONE, FP32, BF16, FP16 = -1, 0, 1, 2  # how floats are stored: ZT_GRADIENT, ZT_OUT ...
 STORED = (FP32, BF16, FP16)
+# As many as registers allow without spilling; two of them keep enough loads under way already.
+_BLOCKS = {"ZtAdam": 4, "ZtLion": 4, "ZtAdagrad": 3, "ZtSgd": 4, "copy": 5} | {
+    "zt_lamb_moments": 2,
+    "zt_lamb_squares": 4,
+    "zt_lamb_apply": 3,
+}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what it is compiled for."""
+    """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what it is compiled for.
+
+    ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and is what a grid asks for.
+    """
 
     source: str
     entry: str
     definitions: tuple[tuple[str, str | int], ...] = ()
+    blocks: int = 4
 
     @property
     def options(self) -> tuple[str, ...]:
-        return (*OPTIONS, *(f"-D{name}={value}" for name, value in self.definitions))
+        return (*OPTIONS, f"-DZT_BLOCKS={self.blocks}", *(f"-D{name}={value}" for name, value in self.definitions))
 
     @property
     def name(self) -> str:
@@ -36,12 +46,12 @@ class Kernel:
 
 def update(op: str, gradient: int, out: int) -> Kernel:
     """One optimizer step; ``op`` is a struct of zt_optimizers.h."""
-    return Kernel("update.cu", "zt_update", (("ZT_OP", op), ("ZT_GRADIENT", gradient), ("ZT_OUT", out)))
+    return Kernel("update.cu", "zt_update", (("ZT_OP", op), ("ZT_GRADIENT", gradient), ("ZT_OUT", out)), _BLOCKS[op])
 
 
 def copy(source: int, into: int, add: bool) -> Kernel:
     """Flat buffers copied into others, or added to them."""
-    return Kernel("copy.cu", "zt_copy", (("ZT_FROM", source), ("ZT_INTO", into), ("ZT_ADD", int(add))))
+    return Kernel("copy.cu", "zt_copy", (("ZT_FROM", source), ("ZT_INTO", into), ("ZT_ADD", int(add))), _BLOCKS["copy"])
 
 
 def square_sum(stored: int) -> Kernel:
@@ -60,10 +70,13 @@ def step_control() -> Kernel:
 
 
 def lamb(entry: str, gradient: int, out: int) -> Kernel:
-    """One pass of LAMB: ``zt_lamb_moments``, ``zt_lamb_squares`` or ``zt_lamb_apply``."""
-    return Kernel("lamb.cu", entry, (("ZT_GRADIENT", gradient), ("ZT_OUT", out)))
+    """One pass of LAMB: an entry of ``LAMB_PASSES``."""
+    number = 1 + LAMB_PASSES.index(entry)
+    definitions = (("ZT_PASS", number), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
+    return Kernel("lamb.cu", entry, definitions, _BLOCKS[entry])
 
 
+LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
 OPTIMIZERS = ("ZtAdam", "ZtLion", "ZtAdagrad", "ZtSgd")
 
 

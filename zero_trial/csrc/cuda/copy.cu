@@ -35,7 +35,7 @@ ZT_FN void copy_elements(const ZtPiece& s, zt_i64 begin, int thread) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 5) zt_copy(const ZtCopy launch) {
+extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_copy(const ZtCopy launch) {
   zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);
   const zt_i64 end = zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   for (zt_i64 index = zt_piece_of(launch.pieces, launch.count, tile); tile < end; ++index) {

@@ -1,8 +1,8 @@
-// LAMB over a table of flat tensors, in two passes with |p| and |direction| between them.
+// LAMB over a table of flat tensors, in two passes with |p| and |direction| between them; ZT_PASS says which one is compiled.
 //
-//   zt_lamb_moments   16 bytes read, 8 written: the moments, and per tile the sums of p^2 and direction^2
-//   zt_lamb_squares   one block per tensor adds the sums of its tiles
-//   zt_lamb_apply     12 bytes read, 4 written: the direction once more, and the step
+//   1  zt_lamb_moments   16 bytes read, 8 written: the moments, and per tile the sums of p^2 and direction^2
+//   2  zt_lamb_squares   one block per tensor adds the sums of its tiles
+//   3  zt_lamb_apply     12 bytes read, 4 written: the direction once more, and the step
 //
 // A thread adds its own elements in double, 256 threads are folded in halves, tiles are added in 256 lanes and folded likewise:
 // the order does not depend on the grid. ZT_GRADIENT and ZT_OUT as in update.cu.
@@ -24,6 +24,8 @@ typedef ZtStored<kStoredFloat32> Wide;
 typedef ZtStored<ZT_GRADIENT> Gradient;
 typedef ZtStored<ZT_OUT> Out;
 
+#if ZT_PASS != 3
+
 // Both sums of all threads end in [0] and [kThreads].
 __device__ void fold_threads(double* shared, double p, double d) {
   shared[threadIdx.x] = p;
@@ -37,6 +39,9 @@ __device__ void fold_threads(double* shared, double p, double d) {
     __syncthreads();
   }
 }
+
+#endif
+#if ZT_PASS == 1
 
 ZT_FN void moments_of_four(const ZtLamb& op, const float* p, const float* g, float* m, float* v, int have, double& pp,
                            double& dd) {
@@ -52,7 +57,7 @@ ZT_FN void moments_of_four(const ZtLamb& op, const float* p, const float* g, flo
 
 ZT_FN int elements_left(zt_i64 n, zt_i64 i) { return n - i >= kVector ? (int)kVector : n > i ? (int)(n - i) : 0; }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) zt_lamb_moments(const ZtLambLaunch launch) {
+extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_moments(const ZtLambLaunch launch) {
   __shared__ double shared[2 * kThreads];
   const bool skip = launch.found_inf && *launch.found_inf != 0.0f;
   if (skip) return;
@@ -113,6 +118,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) zt_lamb_moments(const 
   }
 }
 
+#elif ZT_PASS == 2
+
 extern "C" __global__ void __launch_bounds__(kThreads) zt_lamb_squares(const ZtLambLaunch launch) {
   __shared__ double shared[2 * kThreads];
   if (launch.found_inf && *launch.found_inf != 0.0f) return;
@@ -135,7 +142,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) zt_lamb_squares(const ZtL
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) zt_lamb_apply(const ZtLambLaunch launch) {
+#else
+
+extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_apply(const ZtLambLaunch launch) {
   if (launch.found_inf && *launch.found_inf != 0.0f) return;
   zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);
   const zt_i64 end = zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
@@ -179,3 +188,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) zt_lamb_apply(const Zt
     }
   }
 }
+
+#endif

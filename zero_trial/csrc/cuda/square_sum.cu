@@ -49,7 +49,7 @@ ZT_FN void part_of_chunk(const void* x, zt_i64 first, zt_i64 n, double* lane) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) zt_square_sum(const ZtSquareSum launch) {
+extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_square_sum(const ZtSquareSum launch) {
   __shared__ double lanes[kChunks * kStride];
   const zt_i64 chunks = (launch.n + kElementsPerChunk - 1) / kElementsPerChunk;
   const int own = threadIdx.x / kOwners, lane = threadIdx.x % kOwners * kOwned;

@@ -61,7 +61,7 @@ ZT_FN bool whole_tiles(const ZtPiece& s) {
   return aligned;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) zt_update(const ZtUpdate launch) {
+extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_update(const ZtUpdate launch) {
   if (launch.found_inf && *launch.found_inf != 0.0f) return;
   const float factor = launch.factor ? *launch.factor : 1.0f;
   zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);

@@ -1,0 +1,183 @@
+"""Every CUDA kernel compiles, keeps to its budget of registers, spills nothing and reads 16 bytes at a time. No GPU is needed.
+
+All kernels on sm_90; on sm_80 and sm_100 each arithmetic with the storage types that differ in code. ``benchmarks/ops/cubins.py`` does all
+on all. Registers and stack are read from every cubin; loads and stores are counted in the disassembly of some, which takes a third of a
+second each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ops import cubins
+from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _build, _nvrtc, cuda_kernels
+from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE, Kernel
+
+BUDGETS = json.loads(cubins.BUDGETS.read_text())
+HINT = "pip install 'zero_trial[cuda-check]'"
+
+CORE = [
+    *(
+        cuda_kernels.update(op, *kind)
+        for op in cuda_kernels.OPTIMIZERS
+        for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
+    ),
+    *(cuda_kernels.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),
+    *(cuda_kernels.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16)),
+    cuda_kernels.lamb("zt_lamb_squares", FP32, NONE),
+    *(cuda_kernels.square_sum(stored) for stored in cuda_kernels.STORED),
+    *(cuda_kernels.sums(), cuda_kernels.step_control()),
+    *(cuda_kernels.copy(*kind) for kind in ((FP32, BF16, False), (BF16, FP32, True), (FP16, FP16, True))),
+]
+DISASSEMBLED = [
+    (cuda_kernels.update("ZtAdam", BF16, BF16), 80),
+    (cuda_kernels.update("ZtAdam", BF16, BF16), 90),
+    (cuda_kernels.update("ZtAdam", FP32, NONE), 100),
+    (cuda_kernels.update("ZtLion", FP16, FP16), 80),
+    (cuda_kernels.update("ZtAdagrad", FP32, NONE), 90),
+    (cuda_kernels.update("ZtSgd", BF16, BF16), 100),
+    (cuda_kernels.lamb("zt_lamb_moments", FP32, NONE), 80),
+    (cuda_kernels.lamb("zt_lamb_apply", FP32, BF16), 100),
+    (cuda_kernels.square_sum(BF16), 90),
+    (cuda_kernels.copy(BF16, FP32, True), 90),
+]
+WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [(k, 90) for k in cuda_kernels.every_kernel()]
+
+
+@pytest.fixture(scope="module")
+def images() -> dict[tuple[Kernel, int], bytes]:
+    try:
+        nvrtc = _nvrtc.open_nvrtc()
+    except KernelUnavailable as trouble:
+        pytest.skip(f"{trouble.what}. {HINT}")
+
+    def compile_(job: tuple[Kernel, int]) -> bytes:
+        kernel, arch = job
+        source, headers = cuda_kernels.source_of(kernel), cuda_kernels.headers()
+        return nvrtc.compile(kernel.source, source, headers, kernel.options, nvrtc.target(arch))
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(WANTED, pool.map(compile_, WANTED), strict=True))
+
+
+@pytest.fixture(scope="module")
+def cuobjdump() -> str:
+    found = cubins.find_cuobjdump()
+    if found is None:
+        pytest.skip(f"no cuobjdump. {HINT}")
+    return found
+
+
+def test_all_compile_to_machine_code(images: dict[tuple[Kernel, int], bytes]) -> None:
+    assert {arch for _, arch in images} == set(cuda_kernels.ARCHS)
+    assert all(image.startswith(b"\x7fELF") and kernel.entry.encode() in image for (kernel, _), image in images.items())
+
+
+def test_no_stack_no_spills_and_registers_within_the_budget(
+    images: dict[tuple[Kernel, int], bytes], cuobjdump: str, tmp_path: Path
+) -> None:
+    wrong = []
+    for (kernel, arch), image in images.items():
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(image)
+        said = subprocess.run(
+            [cuobjdump, "-res-usage", str(file)], capture_output=True, text=True, timeout=60, check=True
+        )
+        found = re.search(rf"Function {kernel.entry}:\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said.stdout, re.DOTALL)
+        assert found is not None, said.stdout
+        registers, stack, local = map(int, found.groups())
+        most = cubins.budget_of(kernel, BUDGETS)["registers"]
+        if registers > most or stack or local:
+            wrong.append(f"{kernel.name} sm_{arch}: {registers} of {most} registers, stack {stack}, local {local}")
+    assert wrong == []
+
+
+def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjdump: str) -> None:
+    def check(job: tuple[Kernel, int]) -> str:
+        kernel, arch = job
+        usage = cubins.inspect(cuobjdump, images[job], kernel.entry)
+        over = cubins.over_budget(kernel, usage, cubins.budget_of(kernel, BUDGETS))
+        return f"{kernel.name} sm_{arch}: {'; '.join(over)}" if over else ""
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [said for said in pool.map(check, DISASSEMBLED) if said] == []
+
+
+def test_the_budget_is_kept_by_something_that_can_fail() -> None:
+    kernel = cuda_kernels.update("ZtAdam", BF16, BF16)
+    budget = cubins.budget_of(kernel, BUDGETS)
+    good = cubins.Usage(registers=62, stack=0, spills=0, loads16=6, loads8=2, stores16=6, stores8=2)
+    assert cubins.over_budget(kernel, good, budget) == []
+    bad = cubins.Usage(registers=65, stack=8, spills=2, loads16=0, loads8=0, stores16=6, stores8=0)
+    assert [said.split()[0] for said in cubins.over_budget(kernel, bad, budget)] == [
+        *("registers", "stack", "spills", "loads16", "loads8", "stores8")
+    ]
+
+
+LISTING = """
+Fatbin elf code:
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function zt_one:
+  REG:40 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:900 TEXTURE:0 SURFACE:0 SAMPLER:0
+\t\tFunction : zt_other
+        /*0000*/  STL [R1], R2 ;
+\t\tFunction : zt_one
+        /*0000*/  LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0010*/  LDG.E.64 R8, desc[UR4][R2.64] ;
+        /*0020*/  STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0030*/  LDL R9, [R1] ;
+"""
+
+
+def test_the_listing_is_read() -> None:
+    assert cubins.read(LISTING, "zt_one") == cubins.Usage(40, 8, 1, 1, 1, 1, 0)
+
+
+def test_a_spill_is_seen(cuobjdump: str) -> None:
+    """A kernel whose array is indexed by what it reads has a stack."""
+    try:
+        nvrtc = _nvrtc.open_nvrtc()
+    except KernelUnavailable as trouble:
+        pytest.skip(trouble.what)
+    source = """extern "C" __global__ void zt_bad(int* x) {
+      int room[64];
+      for (int i = 0; i < 64; ++i) room[i] = 0;
+      for (int i = 0; i < 64; ++i) room[x[i] & 63] += i;
+      x[threadIdx.x] = room[x[64 + threadIdx.x] & 63];
+    }"""
+    usage = cubins.inspect(cuobjdump, nvrtc.compile("bad.cu", source, {}, [], nvrtc.target(80)), "zt_bad")
+    assert usage.stack >= 256 and usage.spills
+
+
+def test_names_keys_and_rows() -> None:
+    kernels = cuda_kernels.every_kernel()
+    assert len({kernel.name for kernel in kernels}) == len(kernels)
+    assert all(cubins.budget_of(kernel, BUDGETS) for kernel in kernels)
+    assert set(CORE) <= set(kernels)
+    keys = {cuda_kernels.key(kernel, "NVRTC 13", option) for kernel in kernels for option in ("sm_80", "sm_90")}
+    assert len(keys) == 2 * (len(kernels) - 1)  # the two levels of sums are one cubin
+
+
+def test_every_source_and_header_is_used() -> None:
+    assert {kernel.source for kernel in cuda_kernels.every_kernel()} == {
+        path.name for path in (_build.SOURCES / "cuda").iterdir()
+    }
+    text = "".join(cuda_kernels.source_of(kernel) for kernel in CORE) + "".join(cuda_kernels.headers().values())
+    assert all(f'#include "{name}"' in text for name in cuda_kernels.headers())
+
+
+def test_other_headers_are_other_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = cuda_kernels.sums()
+    before = cuda_kernels.key(kernel, "NVRTC 13", "sm_80")
+    changed = cuda_kernels.headers() | {"zt_sums.h": "// other"}
+    monkeypatch.setattr(cuda_kernels, "headers", lambda: changed)
+    assert cuda_kernels.key(kernel, "NVRTC 13", "sm_80") != before

@@ -80,8 +80,11 @@ def test_either_fills_as_the_rule_that_fits():
 
 
 def test_defaults_are_not_shared():
-    POINT.fill({"x": 1})["tags"].append("a")
-    assert POINT.fill({"x": 1})["tags"] == []
+    section = Section({"tags": Key(Many(Text()), []), "ports": Key(Map(), {})})
+    filled = section.fill({})
+    filled["tags"].append("a")
+    filled["ports"]["a"] = 1
+    assert section.fill({}) == {"tags": [], "ports": {}}
 
 
 @pytest.mark.parametrize(

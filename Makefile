@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: run test lint format bench setup clean help
+.PHONY: run test lint format bench gpu-check setup clean help
 
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
@@ -26,6 +26,10 @@ bench: setup  ## Measure against peers; those that are not installed are named a
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/engine.py
 
+# With the machine's own torch, which knows its CUDA; nothing is installed. PYTHON=... names another interpreter.
+gpu-check:  ## Prove the CUDA half on a GPU in eight minutes: kernels, engine, bandwidth, a GPT of 1 B parameters
+	$(PYTHON) benchmarks/gpu_check.py
+
 setup: $(STAMP)  ## Make .venv and install zero_trial with its extras into it
 
 # torch first and under the constraints, so that nothing that comes later can choose another build of it.
@@ -39,4 +43,4 @@ clean:  ## Remove the environment and the caches, not the runs
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## Say what each target does
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'

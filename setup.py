@@ -9,13 +9,21 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+# The CUDA compiler and disassembler, without CUDA: the kernels are compiled and inspected on machines that have no GPU.
+CUDA_CHECK = [
+    f"{name} ; platform_system == 'Linux' and platform_machine == 'x86_64'"
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump")
+]
+
 EXTRAS = {
+    "cuda-check": CUDA_CHECK,
     # The cluster's own package; everything but the Determined platform works without it.
     "determined": ["determined==0.38.1"],
     "tensorboard": ["tensorboard"],
     # Letters as images: Pillow draws them, in the fonts that come with matplotlib.
     "images": ["matplotlib", "pillow"],
     "test": [
+        *CUDA_CHECK,
         "hypothesis",
         "matplotlib",
         "mypy",
@@ -50,7 +58,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["zero_trial", "zero_trial.*"]),
-    package_data={"zero_trial": ["py.typed", "csrc/*/*.h", "csrc/*/*.cpp"]},
+    package_data={"zero_trial": ["py.typed", "csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

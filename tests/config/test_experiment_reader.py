@@ -14,7 +14,7 @@ WHOLE = """name: my_trial
 entrypoint: python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial
 resources: {slots_per_trial: 2}
 searcher: {name: adaptive_asha, metric: val, smaller_is_better: false, max_trials: 8, max_time: 100, time_metric: batches}
-hyperparameters: {global_batch_size: 64, lr: {type: log, minval: -5, maxval: -3}}
+hyperparameters: {global_batch_size: 64, lr: {type: log, base: 10, minval: -5, maxval: -3}}
 data: {source: stdlib}
 min_validation_period: {epochs: 1}
 min_checkpoint_period: 50

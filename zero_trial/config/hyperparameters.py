@@ -14,7 +14,7 @@ TYPES = ("int", "double", "log", "categorical", "const")
 _NEEDS = {
     "int": ("minval", "maxval"),
     "double": ("minval", "maxval"),
-    "log": ("minval", "maxval"),
+    "log": ("minval", "maxval", "base"),
     "categorical": ("vals",),
     "const": ("val",),
 }

@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-import zero_trial
-from tests.support.models import LENGTH, VOCABULARY, WIDTH, Block
+from tests.support.models import LENGTH, WIDTH
 from tests.support.pipelines import (
     SAMPLES,
-    Embed,
     batches,
     cross_entropy,
     difference,
     layers,
-    logits,
     make_engine,
     micro_batch,
     train_dense,
@@ -30,8 +26,7 @@ from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.catalog import checkpoint_folder
-from zero_trial.errors import ConfigError, TrialError, ZeroTrialError
-from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_trial.pipeline import PipelineModule
 from zero_trial.pipeline.validate import validate
 
 TOLERANCE = 2e-6

@@ -1,0 +1,182 @@
+"""What goes wrong in a pipeline is said on every rank, in time: which rank, stage, micro-batch and action."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import multiprocessing as mp
+from torch import nn
+
+import zero_trial
+from tests.support.models import ADAMW
+from tests.support.pipelines import batches, cross_entropy, layers, make_engine
+from tests.support.pool import Pools
+from zero_trial.errors import ConfigError, TrialError, ZeroTrialError
+from zero_trial.pipeline import LayerSpec, PipelineModule
+
+
+class Faulty(nn.Module):
+    """Raises at its third forward, or in the backward of it."""
+
+    def __init__(self, backward: bool = False) -> None:
+        super().__init__()
+        self.backward = backward
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and not self.backward:
+            raise ValueError("no more\nof this")
+        if self.calls == 3:
+            x.register_hook(self.refuse)
+        return x * 1
+
+    def refuse(self, gradient: torch.Tensor) -> None:
+        raise ValueError("no way back")
+
+
+def faulty(place: int, backward: bool, schedule: str) -> tuple[str, float, str]:
+    """The error of a step with a layer that fails, how long it took, and whether another engine works afterwards."""
+    parts = layers(8)
+    parts[place] = LayerSpec(Faulty, backward)
+    engine = make_engine(parts, 4, {"stage": 1}, 8, pipeline={"schedule": schedule, "partition_method": "uniform"})
+    data = batches(0, 8, 3) if engine.is_first_stage() else None
+    begin, text = time.monotonic(), ""
+    try:
+        engine.train_batch(data)
+    except ZeroTrialError as error:
+        text = str(error)
+    seconds = time.monotonic() - begin
+    engine.destroy()
+    again = make_engine(layers(8), 4, {"stage": 1}, 8)
+    loss = again.train_batch(batches(0, 8, 1) if again.is_first_stage() else None).item()
+    again.destroy()
+    return text, seconds, "works" if 3 < loss < 5 else str(loss)
+
+
+@pytest.mark.parametrize(
+    ("place", "backward", "schedule", "rank", "action"),
+    [(4, False, "1f1b", 1, "1F2"), (7, True, "1f1b", 2, "2B2"), (4, True, "zb_h1", 1, "1I2")],
+)
+def test_a_layer_that_fails_is_named_on_every_rank(
+    ranks: Pools, place: int, backward: bool, schedule: str, rank: int, action: str
+) -> None:
+    for text, seconds, after in ranks(4).run(faulty, place, backward, schedule):
+        assert (
+            f"rank {rank}, pipeline stage {rank} of 4, micro-batch 2, action {action}: a pipeline stage failed" in text
+        )
+        assert "ValueError: no " in text
+        assert "test_pipeline_faults.py, line" in text
+        assert seconds < 15
+        assert after == "works"
+
+
+def _train_until_killed(rank: int, port: int, victim: int, answers: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    zero_trial.init_distributed(timeout=30)
+    engine = make_engine(layers(4), 3, {"stage": 1}, 4)
+    data = batches(0, 4, 50) if engine.is_first_stage() else None
+    try:
+        for step in range(50):
+            if step == 3 and rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.train_batch(data)
+    except ZeroTrialError as error:
+        answers.put((rank, str(error)))
+
+
+def test_a_killed_middle_stage_ends_the_others() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_train_until_killed, args=(rank, port, 1, answers), daemon=True) for rank in range(3)
+    ]
+    for process in processes:
+        process.start()
+    found = dict(answers.get(timeout=60) for _ in range(2))
+    for process in processes:
+        process.join(20)
+        process.kill()
+    assert found.keys() == {0, 2}
+    assert all("rank 1" in text for text in found.values())
+
+
+def refused() -> list[str]:
+    engine = make_engine(layers(2), 2, {"stage": 1}, 2)
+    found = []
+    for call in (lambda: engine(torch.zeros(1)), lambda: engine.backward(torch.zeros(1)), engine.step):
+        try:
+            call()
+        except TrialError as error:
+            found.append(str(error))
+    engine.destroy()
+    return found
+
+
+def test_verbs_of_other_engines_are_refused(ranks: Pools) -> None:
+    for found in ranks(2).run(refused):
+        assert len(found) == 3
+        assert all("only train_batch() and eval_batch() are accessible in pipeline mode" in text for text in found)
+
+
+def no_scalar() -> str:
+    module = PipelineModule(layers(2), num_stages=2, seed_layers=True)  # no loss_fn: logits as the loss
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "comm_timeout_seconds": 30.0}
+    engine = zero_trial.initialize(model=module, config=config)[0]
+    try:
+        engine.train_batch(batches(0, 1, 1) if engine.is_first_stage() else None)
+    except ZeroTrialError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_a_loss_that_is_no_scalar_is_refused_on_every_rank(ranks: Pools) -> None:
+    assert all("the loss is not a scalar" in text for text in ranks(2).run(no_scalar))
+
+
+def mismatched(case: str) -> str:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "comm_timeout_seconds": 30.0}
+    model: nn.Module = PipelineModule(layers(2), num_stages=2, loss_fn=cross_entropy)
+    options: dict[str, Any] = {}
+    if case == "stages":
+        config["mesh"] = {"pipe": 1}
+    elif case == "module":
+        config["mesh"] = {"pipe": 2}
+        model = nn.Linear(2, 2)
+    else:
+        config["pipeline"] = {"schedule": "zb_v"}
+        options["model_parameters"] = list(model.parameters())
+    try:
+        zero_trial.initialize(model=model, config=config, **options)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("stages", "mesh.pipe: ds_config and the model disagree about the pipeline stages: got 1, expected 2"),
+        ("module", "mesh.pipe: only a PipelineModule can be cut into pipeline stages"),
+        (
+            "parameters",
+            "pipeline.schedule: the layers that the optimizer was given are not those that this schedule needs",
+        ),
+    ],
+)
+def test_what_cannot_be_wired_is_refused(ranks: Pools, case: str, text: str) -> None:
+    assert all(found.startswith(text) for found in ranks(2).run(mismatched, case))

@@ -33,6 +33,17 @@ print("main", os.getpid(), flush=True)
 """
 
 
+POLITE = """
+import signal, sys, time
+def bye(*_):
+    print("bye", flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, bye)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
 class Flock:
     """Starts a shepherd in a folder and reads what came of it."""
 
@@ -119,8 +130,7 @@ def test_asked_to_end_it_gives_time_and_then_ends_everybody(flock: Flock) -> Non
 
 
 def test_who_hears_sigterm_may_clean_up(flock: Flock) -> None:
-    code = "import signal, sys, time\ndef bye(*_):\n    print('bye', flush=True)\n    sys.exit(5)\nsignal.signal(signal.SIGTERM, bye)\nprint('up', flush=True)\ntime.sleep(60)"
-    child = flock.start(*py(code))
+    child = flock.start(*py(POLITE))
     flock.wait_for("up")
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 0

@@ -1,0 +1,136 @@
+"""Logs: written by many, read back in order, followed while they grow."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_trial.master import logs
+from zero_trial.master.records import LogLine
+from zero_trial.master.verbs import LogQuery
+
+
+def write(folder: Path, run: int, *messages: str, at: float = 10.0, step: float = 1.0) -> None:
+    entries = [logs.entry(message, at + step * number) for number, message in enumerate(messages)]
+    logs.append(logs.path_of(folder, run), entries)
+
+
+def read(folder: Path, query: LogQuery | None = None) -> list[LogLine]:
+    return logs.lines(logs.Source(folder, 7, "1.t"), query or LogQuery())
+
+
+def texts(lines: list[LogLine]) -> list[str]:
+    return [line.message for line in lines]
+
+
+def test_lines_of_all_runs_and_of_the_master_by_time(tmp_path: Path) -> None:
+    write(tmp_path, 1, "a", "b")
+    write(tmp_path, logs.MASTER, "m", at=11.5)
+    write(tmp_path, 2, "c", at=12)
+    found = read(tmp_path)
+    assert texts(found) == ["a", "b", "m", "c"]
+    assert [line.allocation_id for line in found] == ["1.t.1", "1.t.1", "", "1.t.2"]
+    assert [line.source for line in found] == ["task", "task", "master", "task"] and found[0].trial_id == 7
+    ids = [line.id for line in found]
+    assert ids == sorted(ids) and len(set(ids)) == 4
+
+
+def test_levels_and_ranks_are_read_from_the_line(tmp_path: Path) -> None:
+    write(tmp_path, 1, "[rank=3] INFO: x", "[2026-01-01] ERROR: y", "plain")
+    logs.append(logs.path_of(tmp_path, 1), [logs.entry("sent", 20.0, l="DEBUG", r=5)])
+    assert [(line.level, line.rank) for line in read(tmp_path)] == [
+        ("INFO", 3),
+        ("ERROR", None),
+        ("INFO", None),
+        ("DEBUG", 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (LogQuery(limit=2), "ab"),
+        (LogQuery(limit=2, newest_first=True), "dc"),
+        (LogQuery(newest_first=True), "dcba"),
+        (LogQuery(since=11.0, until=12.0), "bc"),
+        (LogQuery(search="c"), "c"),
+        (LogQuery(levels=("ERROR",)), ""),
+        (LogQuery(rank_ids=(1,)), ""),
+        (LogQuery(allocation_ids=("1.t.1",)), "abcd"),
+        (LogQuery(allocation_ids=("1.t.9",)), ""),
+        (LogQuery(limit=0), ""),
+    ],
+)
+def test_queries(tmp_path: Path, query: LogQuery, expected: str) -> None:
+    write(tmp_path, 1, *"abcd")
+    assert "".join(texts(read(tmp_path, query))) == expected
+
+
+def test_a_line_that_is_not_whole_yet_is_left_for_later(tmp_path: Path) -> None:
+    whole = logs.entry("whole", 1.0) + logs.entry("later", 2.0)
+    logs.append(logs.path_of(tmp_path, 1), [whole[:-5]])
+    assert texts(read(tmp_path)) == ["whole"]
+
+
+def test_writers_do_not_cut_into_each_others_lines(tmp_path: Path) -> None:
+    threads = [
+        threading.Thread(target=lambda word=word: [write(tmp_path, 1, word * 500) for _ in range(50)])
+        for word in "abcd"
+    ]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = texts(read(tmp_path))
+    assert len(found) == 200 and {len(set(text)) for text in found} == {1}
+
+
+class TestFollow:
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(logs, "FOLLOW_SECONDS", 0.001)
+        monkeypatch.setattr(logs, "SILENCE_SECONDS", 0.003)
+
+    def follow(self, folder: Path, query: LogQuery, *happens: Callable[[], object]) -> list[str]:
+        """What is read while one thing happens at each look, until nothing happens any more."""
+        todo = iter(happens)
+
+        def ended() -> bool:
+            for work in todo:
+                work()
+                return False
+            return True
+
+        source = logs.Source(folder, 7, "1.t")
+        return [line.message for line in logs.follow(source, query, ended) if line is not None]
+
+    def test_to_the_last_line(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, "a")
+        happens = [lambda: write(tmp_path, 1, "b", at=20), lambda: write(tmp_path, 2, "c", at=30)]
+        assert self.follow(tmp_path, LogQuery(), *happens) == ["a", "b", "c"]
+
+    def test_of_what_has_ended(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, "a")
+        assert self.follow(tmp_path, LogQuery()) == ["a"]
+
+    def test_a_limit_ends_it(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, "a")
+        happens = [lambda: None] + [lambda n=n: write(tmp_path, 1, f"b{n}", at=20 + n) for n in range(5)]  # type: ignore[misc]
+        assert self.follow(tmp_path, LogQuery(limit=3), *happens) == ["a", "b0", "b1"]
+
+    def test_the_tail_and_then_what_comes(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, *"abc")
+        happens = [lambda: None, lambda: write(tmp_path, 1, "d", at=20)]
+        assert self.follow(tmp_path, LogQuery(limit=2, newest_first=True), *happens) == ["b", "c", "d"]
+
+    def test_silence_is_told(self, tmp_path: Path) -> None:
+        source = logs.Source(tmp_path, 7, "1.t")
+        assert list(itertools.islice(logs.follow(source, LogQuery(), lambda: False), 2)) == [None, None]
+
+
+def test_a_source_without_files(tmp_path: Path) -> None:
+    assert read(tmp_path / "nothing") == []

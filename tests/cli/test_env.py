@@ -7,7 +7,8 @@ from importlib import metadata
 
 import pytest
 
-from zero_trial.cli.env import Fact, as_text, collect, versions
+from zero_trial.cli import env
+from zero_trial.cli.env import Fact, as_text, collect, kernel_facts, versions
 from zero_trial.cli.main import main
 
 
@@ -18,7 +19,8 @@ def test_everything_is_there_or_says_why():
     assert known["torch"].value == metadata.version("torch")
     assert known["gloo"].value == "available"
     assert known["OMP_NUM_THREADS"].value == "3"
-    assert {"cpu", "cuda", "nccl", "g++", "cores", "memory"} <= set(known)
+    assert {"cpu", "cuda", "nccl", "g++", "cores", "memory", "shared memory"} <= set(known)
+    assert {"cpu", "cuda"} <= {fact.name for fact in facts if fact.section == "kernels"}
 
 
 def test_a_package_that_is_missing_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch):
@@ -35,7 +37,30 @@ def test_text():
     assert as_text(facts) == "a\n  one    1\n  three  no: not here\nb\n  two    2"
 
 
-def test_json(capsys: pytest.CaptureFixture[str]):
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(env, "kernels", lambda: [])  # a process of its own: asked once, above
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)["facts"]
     assert {"section", "name", "value", "why"} == set(facts[0])
+
+
+def test_kernels_are_told_by_device_and_backend():
+    ops = [
+        {"name": "adam_", "cpu": "native (avx2)", "cuda": "plain torch (no CUDA device)"},
+        {"name": "copy_", "cpu": "torch's own", "cuda": "plain torch (no CUDA device)"},
+    ]
+    assert kernel_facts(ops, {"zt_sum()": "bad"}) == [
+        Fact("kernels", "cpu", "native (avx2): adam_"),
+        Fact("kernels", "cpu", "torch's own: copy_"),
+        Fact("kernels", "cuda", "", "plain torch (no CUDA device): all ops"),
+        Fact("kernels", "zt_sum()", "", "plain torch: bad"),
+    ]
+
+
+def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: str) -> object:
+        raise OSError("no process")
+
+    monkeypatch.setattr(env, "_ask", broken)
+    assert [(fact.value, "python -m zero_trial.ops" in fact.why) for fact in env.kernels()] == [("", True)]
+    assert [fact.why for fact in env.transport()] == ["CPU ranks exchange tensors through gloo: no process"]

@@ -7,8 +7,9 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -47,7 +48,7 @@ def handle(options: argparse.Namespace) -> int:
 
 def collect(env: Mapping[str, str]) -> list[Fact]:
     """All facts about this machine; imports torch."""
-    return [*versions(), *machine(env), *backends(), *tools()]
+    return [*versions(), *machine(env), *backends(), *kernels(), *transport(), *tools()]
 
 
 def versions() -> list[Fact]:
@@ -97,6 +98,51 @@ def backends() -> list[Fact]:
             )
         )
     return facts
+
+
+def kernels() -> list[Fact]:
+    """What the optimizer's kernels run as, asked of a process of their own: the command line knows nothing of the engine's rooms."""
+    try:
+        done = _ask("-m", "zero_trial.ops", "--json")
+        said = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return [Fact("kernels", "ops", "", "the report could not be made: python -m zero_trial.ops")]
+    return kernel_facts(said["ops"], said["refused"])
+
+
+def kernel_facts(ops: Sequence[Mapping[str, str]], refused: Mapping[str, str]) -> list[Fact]:
+    """One line per device and backend, with the ops that use it; plain torch is a reason, not a thing that is there."""
+    facts = []
+    for device in ("cpu", "cuda"):
+        for backend in dict.fromkeys(op[device] for op in ops):
+            names = ", ".join(op["name"] for op in ops if op[device] == backend)
+            which = "all ops" if names.count(",") == len(ops) - 1 else names
+            plain = backend.startswith("plain torch")
+            facts.append(
+                Fact("kernels", device, "" if plain else f"{backend}: {which}", f"{backend}: {which}" if plain else "")
+            )
+    return facts + [Fact("kernels", name, "", f"plain torch: {why}") for name, why in refused.items()]
+
+
+def transport() -> list[Fact]:
+    """Whether processes of this host can map each other's memory, as CPU ranks do to exchange tensors: tried with one."""
+    name, without = "shared memory", "CPU ranks exchange tensors through gloo"
+    try:
+        descriptor = os.memfd_create("zero_trial")
+        try:
+            os.write(descriptor, b"shared")
+            done = _ask("-c", f"print(open('/proc/{os.getpid()}/fd/{descriptor}', 'rb').read().decode())")
+        finally:
+            os.close(descriptor)
+    except (AttributeError, OSError, subprocess.SubprocessError) as trouble:
+        return [Fact("transport", name, "", f"{without}: {trouble}")]
+    if done.stdout.strip() != "shared":
+        return [Fact("transport", name, "", f"{without}: a process may not read another's memory files")]
+    return [Fact("transport", name, "between CPU ranks of one host")]
+
+
+def _ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=180, check=False)
 
 
 def tools() -> list[Fact]:

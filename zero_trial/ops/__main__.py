@@ -1,0 +1,22 @@
+"""``python -m zero_trial.ops [--json]``: what each op runs as on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from zero_trial.ops.report import as_json, as_text, report
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the report."""
+    parser = argparse.ArgumentParser(prog="python -m zero_trial.ops", description="what each op runs as here, and why")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(arguments)
+    sys.stdout.write((as_json if given.json else as_text)(report()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

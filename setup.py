@@ -58,7 +58,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["zero_trial", "zero_trial.*"]),
-    package_data={"zero_trial": ["py.typed", "csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"]},
+    package_data={
+        "zero_trial": ["py.typed", "report/page.css", "report/page.js", "csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

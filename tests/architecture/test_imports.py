@@ -32,6 +32,8 @@ ARROWS: Mapping[str, set[str]] = {
     "trial": {"platform.protocols", "config", "errors"},
     "launch": {"config", "errors"},
     "master": {"config", "errors"},
+    # A report reads what runs and the master have written; it asks the search's own rules why a trial was stopped.
+    "report": {"config", "master", "errors"},
     # A check rehearses the user's trial with an engine of its own, so it meets the trial half and never the engine's.
     "checking": {"config", "launch", "trial", "platform", "errors"},
     # A plan needs both halves, the user's trial and an engine, and a platform in memory for the trial: they meet in cli/plan.
@@ -44,6 +46,7 @@ ARROWS: Mapping[str, set[str]] = {
         "pipeline",
         "planning",
         "platform",
+        "report",
         "config",
         "errors",
         "__init__",
@@ -51,7 +54,7 @@ ARROWS: Mapping[str, set[str]] = {
 }
 
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within a second.
-WITHOUT_TORCH = ("config", "launch", "master")
+WITHOUT_TORCH = ("config", "launch", "master", "report")
 
 ONLY_IMPORTERS = {"determined": ("zero_trial.platform.determined",), "deepspeed": (), "hjson": (), "pydantic": ()}
 

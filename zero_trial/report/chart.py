@@ -16,7 +16,7 @@ from zero_trial.report.scale import Scale, fit
 
 BOX = 1000  # the drawing's own coordinates
 MOST_POINTS = 600
-SMOOTHING = 0.6
+SMOOTHING = 0.4
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,16 @@ def line_chart(
     x_label: str = "step",
     size: str = "",
     slider: bool = False,
+    zero: bool = False,
     legend: bool = True,
 ) -> Html:
-    """A figure with its caption, axes, lines and, for a pointer, the data behind them. ``size``: "tall" or nothing."""
+    """A figure with its caption, axes, lines and, for a pointer, the data behind them.
+
+    ``size``: "tall" or nothing. ``zero``: the axis begins at 0.
+    """
     shown = [Line(thinned(line.series), line.role, line.label, line.smooth, line.dots) for line in lines]
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
-    y = fit([value for line in shown for value in line.series.values])
+    y = fit([value for line in shown for value in line.series.values] + ([0.0] if zero else []))
     drawing = el(
         "svg",
         _grid(x, y),
@@ -98,7 +102,7 @@ def _draw(line: Line, x: Scale, y: Scale, index: int) -> list[Html]:
     if line.smooth:
         parts.append(el("path", d=raw, class_=f"raw {line.role}"))
         raw = _path(line.series.steps, smoothed(line.series.values), x, y)
-    parts.append(el("path", d=raw, class_=f"line {line.role}", data_line=index))
+    parts.append(el("path", d=raw, class_=f"line {line.role}{' guide' if line.dots else ''}", data_line=index))
     if line.dots or len(line.series) == 1:
         places = _places(line.series.steps, line.series.values, x, y)
         parts.append(el("path", d="".join(f"M{a} {b}h0" for a, b in places), class_=f"dots {line.role}"))

@@ -56,3 +56,11 @@ def differing_axes(points: Sequence[Mapping[str, Any]]) -> tuple[Axis, ...]:
 
 def _rank(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else float("inf")
+
+
+def reach(values: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name; None if there is none."""
+    found: Any = values
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-VOID = frozenset({"meta", "input", "br", "line", "path", "link"})
+VOID = frozenset({"meta", "input", "br", "link"})
 
 
 class Html(str):

@@ -29,7 +29,7 @@ def count(value: float) -> str:
     """A count in three digits with its thousands: 667.6k, 1.2M."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
-            return f"{value / limit:.1f}{letter}"
+            return f"{number(value / limit, 3 if abs(value) < 100 * limit else 4)}{letter}"
     return number(value, 3)
 
 

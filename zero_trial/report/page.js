@@ -136,7 +136,7 @@ for (const element of all("tr[data-trial], .mark[data-trial]")) {
 function parallel(figure) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const ranges = data.axes.map(() => [0, 1]);
-  const heard = figure.querySelector(".heard");
+  const section = figure.closest("section"), heard = section.querySelector(".heard");
   function apply() {
     let kept = 0;
     for (const [trial, places] of Object.entries(data.trials)) {
@@ -178,7 +178,7 @@ function parallel(figure) {
     });
     handle.addEventListener("dblclick", () => move(end));
   });
-  figure.querySelector(".clear").addEventListener("click", () => {
+  section.querySelector(".clear").addEventListener("click", () => {
     ranges.forEach((range) => { range[0] = 0; range[1] = 1; });
     for (const handle of all(".handle", figure)) handle.style.top = handle.dataset.end === "high" ? "0%" : "100%";
     apply();

@@ -12,8 +12,8 @@ from zero_trial.report.scale import Scale, Tick, fit, fit_axis
 MIDDLE = 0.5  # where a trial without a value passes an axis
 
 
-def parallel_view(report: SweepReport, caption: Html) -> Html | None:
-    """The picture with ``caption`` under it; None without two measured trials or without a swept value."""
+def parallel_view(report: SweepReport) -> Html | None:
+    """The picture; None without two measured trials or without a swept value."""
     ranked = report.ranked()
     if len(ranked) < 2 or not report.axes:
         return None
@@ -48,7 +48,7 @@ def parallel_view(report: SweepReport, caption: Html) -> Html | None:
         aria_label="Parallel coordinates: arrow keys go from trial to trial",
     )
     data = json_data({"axes": [axis.name for axis in columns], "trials": places})
-    return el("figure", plot, caption, data, class_="chart parallel trials", style=f"--axes:{len(columns)}")
+    return el("figure", plot, data, class_="chart parallel trials", style=f"--axes:{len(columns)}")
 
 
 def _places(trial: TrialReport, report: SweepReport, scales: Sequence[Scale], goal: Scale) -> list[float | None]:
@@ -84,7 +84,7 @@ def _axis(axis: Axis, scale: Scale, index: int, count: int, report: SweepReport)
         el("span", tick.label, class_="tick", style=f"top:{100 * (1 - tick.at):.4g}%", title=tick.label)
         for tick in ticks
     ]
-    stem, _, leaf = axis.name.rpartition(".")
+    stem, _, leaf = axis.name.removeprefix("ds_config.").rpartition(".")
     return el(
         "div",
         el("b", el("small", stem) if stem else None, leaf),

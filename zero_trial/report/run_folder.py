@@ -60,9 +60,9 @@ def from_run_folder(folder: Path) -> RunReport:
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[Record]:
     """JSON lines; a torn one (the writer was killed) is left out."""
-    found = []
+    found: list[Record] = []
     for line in _text(path).splitlines():
         try:
             record = json.loads(line)

@@ -62,7 +62,9 @@ def _curves(report: RunReport) -> Child:
         if len(series)
     ]
     small += [
-        line_chart(series.name, [Line(series, "other", series.name)], legend=False)
+        line_chart(
+            series.name, [Line(series, "other", series.name)], legend=False, zero=series.name.endswith("per second")
+        )
         for series in report.progress
         if len(series)
     ]
@@ -91,17 +93,21 @@ def _configuration(report: RunReport) -> Child:
 
 
 def _settings(settings: Sequence[Setting], label: str) -> Html:
+    remarks = any(setting.remark for setting in settings)
     rows = [
         el(
             "tr",
             el("th", el("code", setting.key), scope="row"),
             el("td", el("code", plain(setting.value)), class_="key-value"),
             el("td", setting.source, data_label="from"),
-            el("td", setting.remark, class_="soft"),
+            el("td", setting.remark, class_="soft") if remarks else None,
         )
         for setting in settings
     ]
-    head = el("tr", [el("th", name, scope="col") for name in ("key", "value", "comes from", "remark")])
+    head = el(
+        "tr",
+        [el("th", name, scope="col") for name in ("key", "value", "comes from", *(("remark",) if remarks else ()))],
+    )
     return el("table", el("thead", head), el("tbody", rows), class_="cards", aria_label=label)
 
 
@@ -124,7 +130,7 @@ def _checkpoints(report: RunReport) -> Child:
     ]
     names = (("checkpoint", None), ("step", "num"), ("size", "num"), ("now", None))
     head = el("tr", [el("th", name, scope="col", class_=kind) for name, kind in names])
-    return el("table", el("thead", head), el("tbody", rows), class_="cards")
+    return el("table", el("thead", head), el("tbody", rows), class_="cards narrow")
 
 
 def _repeat(report: RunReport) -> Child:

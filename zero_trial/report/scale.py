@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_trial.report.data import Axis
-from zero_trial.report.numbers import number, plain
+from zero_trial.report.numbers import count, number, plain
 
 LOG_RATIO = 50.0  # values that lie further apart than this are told apart on a logarithmic scale only
 
@@ -46,7 +46,7 @@ class Scale:
         if self.choices:
             return tuple(Tick(self._of_choice(choice) or 0.0, choice) for choice in self.choices)
         values = _log_values(self.low, self.high, most) if self.log else _linear_values(self.low, self.high, most)
-        return tuple(Tick(self.place(value) or 0.0, number(value, 6)) for value in values)
+        return tuple(Tick(self.place(value) or 0.0, tick_label(value)) for value in values)
 
     def _of_choice(self, name: str) -> float | None:
         if name not in self.choices:
@@ -79,6 +79,11 @@ def fit_axis(axis: Axis, values: Sequence[Any]) -> Scale:
         extra = sorted({plain(value) for value in values} - set(axis.choices))
         return Scale(choices=(*axis.choices, *extra))
     return fit(numbers, log=axis.log or None)
+
+
+def tick_label(value: float) -> str:
+    """A round value, short: 20k, 0.5, 1e−5."""
+    return count(value) if 10_000 <= abs(value) < 1e12 else number(value, 6)
 
 
 def _linear_values(low: float, high: float, most: int) -> list[float]:

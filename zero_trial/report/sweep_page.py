@@ -72,7 +72,7 @@ def _best(report: SweepReport) -> Child:
     if best is None:
         return None
     trial = next((trial for trial in report.trials if trial.id == best.trial), None)
-    point = page.facts([(name, plain(value)) for name, value in trial.point.items()], "point") if trial else None
+    point = page.facts([(name, _short(value)) for name, value in trial.point.items()], "point") if trial else None
     return [
         el("p", "Trial ", el("b", best.trial), f" reached {report.metric} ", el("b", number(best.metric)), "."),
         point,
@@ -87,7 +87,7 @@ def _curves(report: SweepReport) -> Child:
     if not drawn:
         return None
     ranked = {trial.id: at for at, trial in enumerate(report.ranked())}
-    x = fit([step for trial in drawn for step in trial.curve.steps], log=False, margin=0.0)
+    x = fit([0.0, *(step for trial in drawn for step in trial.curve.steps)], log=False, margin=0.0)
     y, cut = _close_up(drawn, report)
     lines = [
         _curve(trial, ranked.get(trial.id), len(ranked), x, y)
@@ -153,18 +153,20 @@ def _scale_key() -> Html:
 
 
 def _space(report: SweepReport) -> Child:
+    drawn = parallel_view(report)
+    if drawn is None:
+        return None
     hint = el(
         "p",
         "Drag the ends of an axis, or use the arrow keys on them, to keep only the trials within. The better ",
         el("code", report.metric),
         " is up. ",
-        el("button", "Clear", type="button", class_="clear button needs-script"),
+        el("button", "Clear", type="button", class_="clear needs-script"),
         " ",
         el("span", class_="heard", role="status"),
         class_="note needs-script",
     )
-    drawn = parallel_view(report, el("figcaption", hint))
-    return None if drawn is None else page.scrolling(drawn, "Parallel coordinates")
+    return [page.scrolling(drawn, "Parallel coordinates"), hint]
 
 
 def _decisions(report: SweepReport) -> Child:
@@ -183,7 +185,7 @@ def _decisions(report: SweepReport) -> Child:
         head = el(
             "tr", el("th", "points", class_="num", scope="col"), el("th", "pruned before launch, because", scope="col")
         )
-        parts.append(el("table", el("thead", head), el("tbody", rows), style="margin-top:1.25rem"))
+        parts.append(el("table", el("thead", head), el("tbody", rows), class_="narrow", style="margin-top:1.25rem"))
     return parts if any(part is not None for part in parts) else None
 
 
@@ -279,7 +281,12 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[s
 
 
 def _value_cell(name: str) -> Cell:
-    return lambda trial: _cell(plain(trial.point[name]) if name in trial.point else "–", trial.point.get(name), "num")
+    return lambda trial: _cell(_short(trial.point[name]) if name in trial.point else "–", trial.point.get(name), "num")
+
+
+def _short(value: object) -> str:
+    """Four digits are enough to compare; the file holds them all."""
+    return number(value) if isinstance(value, float) else plain(value)
 
 
 def _cell(content: Child, key: object, kind: str | None = None) -> Html:

@@ -1,0 +1,260 @@
+"""Reads an experiment and its trials from the store of an embedded master, which may be at work."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sqlite3
+import tarfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from zero_trial.config.json_text import read_json
+from zero_trial.config.yaml_text import read_yaml
+from zero_trial.errors import ConfigError
+from zero_trial.master.pruning import ds_config_file
+from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
+from zero_trial.master.store import experiments, metrics, trials
+from zero_trial.master.store.reading import reading
+from zero_trial.report.best import as_yaml, best_experiment
+from zero_trial.report.data import (
+    BestConfig,
+    Decision,
+    Ladder,
+    Memory,
+    Series,
+    Status,
+    SweepReport,
+    Tone,
+    TrialReport,
+    Verdict,
+)
+from zero_trial.report.decisions import Measured, ladders
+from zero_trial.report.leaves import reach, swept_axes
+from zero_trial.report.numbers import duration
+from zero_trial.report.run_folder import finite, series
+
+LARGEST_DS_CONFIG = 2**20  # bytes
+_WORDS = {
+    TrialState.COMPLETED: ("completed", Tone.GOOD),
+    TrialState.CANCELED: ("canceled", Tone.QUIET),
+    TrialState.ERROR: ("failed", Tone.BAD),
+    TrialState.PAUSED: ("paused", Tone.QUIET),
+}
+
+
+def from_master_store(path: Path, experiment_id: int) -> SweepReport:
+    """The sweep as it stands. Raises ConfigError if the store or the experiment is not there. Reads only."""
+    with reading(path) as connection:
+        experiment = experiments.get(connection, experiment_id)
+        if experiment is None:
+            known = [str(other.id) for other in experiments.all_(connection)]
+            raise ConfigError(
+                "there is no such experiment",
+                where=str(path),
+                got=experiment_id,
+                expected=", ".join(known) or "none is there",
+            )
+        return _Reader(connection, experiment).read()
+
+
+class _Reader:
+    """One experiment within one view of the store."""
+
+    def __init__(self, connection: sqlite3.Connection, experiment: Experiment) -> None:
+        self.connection = connection
+        self.experiment = experiment
+        self.config: Mapping[str, Any] = experiment.config
+        self.searcher: Mapping[str, Any] = self.config.get("searcher") or {}
+        self.metric = str(self.searcher.get("metric", ""))
+        self.smaller = bool(self.searcher.get("smaller_is_better", True))
+        self.axes = swept_axes(self.config.get("hyperparameters") or {})
+        self.trials = trials.of_experiment(connection, experiment.id, derived=True)
+        self.reports = {trial.id: metrics.of_trial(connection, trial.id) for trial in self.trials}
+
+    def read(self) -> SweepReport:
+        experiment = self.experiment
+        found = self._ladders()
+        reports = tuple(self._trial(trial, found) for trial in self.trials)
+        reasons = Counter(trial.reason or "unknown" for trial in self.trials if trial.pruned)
+        seconds = (experiment.ended or datetime.now(timezone.utc).timestamp()) - experiment.created
+        started = datetime.fromtimestamp(experiment.created, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return SweepReport(
+            title=experiment.name or f"experiment {experiment.id}",
+            status=_experiment_status(experiment),
+            searcher=str(self.searcher.get("name", "")),
+            metric=self.metric,
+            smaller_is_better=self.smaller,
+            trials=reports,
+            unit=self._unit(),
+            throughput_unit="samples/s" if any(self._batch(trial) for trial in self.trials) else "steps/s",
+            axes=self.axes,
+            ladders=found,
+            pruned=tuple(reasons.most_common()),
+            best=self._best(),
+            subtitle=" · ".join(
+                part for part in (f"experiment {experiment.id}", f"started {started}", experiment.description) if part
+            ),
+            facts=self._facts(seconds),
+            created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        )
+
+    def _unit(self) -> str:
+        """What trials are measured by: the searcher's time metric where that is what steps count."""
+        unit = str(self.searcher.get("time_metric") or "batches")
+        return unit if self.searcher.get("name") == "adaptive_asha" else "batches"
+
+    def _ladders(self) -> tuple[Ladder, ...]:
+        """In the order in which validations came, whichever trial's they are."""
+        unit = self._unit()
+        asked = {trial.id: trial.request_id for trial in self.trials}
+        validations = sorted(
+            (r for every in self.reports.values() for r in every if r.group == "validation"), key=lambda r: r.id
+        )
+        measured = [
+            Measured(asked[report.trial_id], float(report.metrics[unit]), _number(report.metrics.get(self.metric)))
+            for report in validations
+            if finite(report.metrics.get(unit)) and self.metric in report.metrics
+        ]
+        names = {trial.request_id: str(trial.id) for trial in self.trials}
+        return ladders(self.config, experiments.snapshot(self.connection, self.experiment.id), measured, names)
+
+    def _trial(self, trial: Trial, found: Sequence[Ladder]) -> TrialReport:
+        reports = self.reports[trial.id]
+        curve = series(
+            self.metric, ((r.steps_completed, r.metrics.get(self.metric)) for r in reports if r.group == "validation")
+        )
+        told = trials.metadata(self.connection, trial.id) or {}
+        facts = told.get("zero_trial") if isinstance(told.get("zero_trial"), Mapping) else {}
+        stop = next(
+            (
+                d
+                for ladder in found
+                for d in ladder.decisions
+                if d.trial == str(trial.id) and d.verdict is Verdict.STOPPED
+            ),
+            None,
+        )
+        speed = steps_per_second(reports)
+        batch = self._batch(trial)
+        return TrialReport(
+            id=str(trial.id),
+            status=_trial_status(trial, stop),
+            point={axis.name: value for axis in self.axes if (value := reach(trial.hparams, axis.name)) is not None},
+            curve=curve,
+            best=trial.searcher_metric if trial.searcher_metric is not None else _best_of(curve, self.smaller),
+            steps=trial.steps_completed,
+            why=trial.reason if trial.state is not TrialState.COMPLETED else "",
+            pruned=trial.pruned,
+            memory=_memory(facts or {}),
+            throughput=speed * batch if speed is not None and batch else speed,
+            restarts=trial.restarts,
+            seconds=trial.wall_clock or None,
+        )
+
+    def _batch(self, trial: Trial) -> int | None:
+        size = trial.hparams.get("global_batch_size")
+        return size if isinstance(size, int) and size > 0 else None
+
+    def _facts(self, seconds: float) -> tuple[tuple[str, str], ...]:
+        searcher = self.searcher
+        shown = (
+            ("searcher", searcher.get("name")),
+            ("mode", searcher.get("mode")),
+            ("at most", f"{searcher['max_trials']} trials" if searcher.get("max_trials") else None),
+            ("at a time", searcher.get("max_concurrent_trials")),
+            ("slots per trial", (self.config.get("resources") or {}).get("slots_per_trial")),
+            ("seed", (self.config.get("reproducibility") or {}).get("experiment_seed")),
+            ("took", duration(seconds)),
+        )
+        return tuple((name, str(value)) for name, value in shown if value is not None)
+
+    def _best(self) -> BestConfig | None:
+        measured = [(trial.searcher_metric, trial) for trial in self.trials if trial.searcher_metric is not None]
+        if not measured:
+            return None
+        value, trial = (min if self.smaller else max)(measured, key=lambda pair: pair[0])
+        ds_config = self._ds_config(trial)
+        experiment = best_experiment(self.config, trial.hparams, trial.seed, ds_config)
+        name = "best.yaml"
+        command = f"zero-trial run {name} MODEL_DIR"
+        text = as_yaml(experiment, f"trial {trial.id} of experiment {self.experiment.id}: {command}")
+        return BestConfig(str(trial.id), value, name, text, command)
+
+    def _ds_config(self, trial: Trial) -> Any:
+        """The content of the ds_config that the experiment names as a file of its context directory; None where it names none."""
+        name = ds_config_file(self.config, trial.hparams)
+        archive = experiments.context(self.connection, self.experiment.id)
+        if name is None or archive is None or "ds_config" not in (self.config.get("data") or {}):
+            return None
+        text = member(archive, name)
+        if text is None:
+            return None
+        try:
+            return (read_yaml if name.endswith((".yaml", ".yml")) else read_json)(text, name).value
+        except ConfigError:
+            return None
+
+
+def member(archive: bytes, name: str) -> str | None:
+    """The text of one small file within a .tar.gz, of which nothing is unpacked."""
+    wanted = name.removeprefix("./")
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
+            for entry in files:
+                if entry.isfile() and entry.name.removeprefix("./") == wanted and entry.size <= LARGEST_DS_CONFIG:
+                    content = files.extractfile(entry)
+                    return content.read().decode("utf-8", "replace") if content is not None else None
+    except (tarfile.TarError, OSError, EOFError):
+        return None
+    return None
+
+
+def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
+    """Steps over time between training reports of one run and the next, validations and saves between them included; None with fewer than two."""
+    steps, seconds = 0, 0.0
+    training = [report for report in reports if report.group == "training" and report.steps_completed is not None]
+    for before, after in itertools.pairwise(training):
+        if before.run_id == after.run_id and after.reported > before.reported:
+            steps += (after.steps_completed or 0) - (before.steps_completed or 0)
+            seconds += after.reported - before.reported
+    return steps / seconds if steps > 0 and seconds > 0 else None
+
+
+def _number(value: Any) -> float:
+    return float(value) if finite(value) else float("nan")
+
+
+def _best_of(curve: Series, smaller: bool) -> float | None:
+    return (min if smaller else max)(curve.values) if len(curve) else None
+
+
+def _memory(facts: Mapping[str, Any]) -> Memory:
+    planned, measured = _number(facts.get("memory_planned_bytes")), _number(facts.get("memory_measured_peak_bytes"))
+    return Memory(
+        planned=int(planned) if finite(planned) else None, measured=int(measured) if finite(measured) else None
+    )
+
+
+def _trial_status(trial: Trial, stop: Decision | None) -> Status:
+    if trial.pruned:
+        return Status("pruned", Tone.QUIET)
+    if stop is not None and trial.state is TrialState.COMPLETED:
+        return Status("stopped early", Tone.QUIET)
+    if trial.state in _WORDS:
+        return Status(*_WORDS[trial.state])
+    return Status((trial.shown_state or trial.state.value).lower().replace("_", " "), Tone.BUSY)
+
+
+def _experiment_status(experiment: Experiment) -> Status:
+    words = {
+        ExperimentState.COMPLETED: Tone.GOOD,
+        ExperimentState.ERROR: Tone.BAD,
+        ExperimentState.CANCELED: Tone.QUIET,
+        ExperimentState.PAUSED: Tone.QUIET,
+    }
+    tone = words.get(experiment.state, Tone.BUSY)
+    return Status((experiment.shown_state or experiment.state.value).lower().replace("_", " "), tone)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import zero_trial
 from zero_trial.config import DsConfig, read_ds_config
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_trial.planning.live_bytes import LiveBytes
 
 WIDTH, VOCABULARY, LENGTH, ROWS = 32, 50, 16, 4
 
@@ -65,3 +68,23 @@ def ds_config(
 
 def settings(*args: Any, **kwargs: Any) -> DsConfig:
     return read_ds_config(ds_config(*args, **kwargs))
+
+
+def watched_step(config: dict[str, Any], steps: int = 2) -> dict[str, int]:
+    """Bytes of one rank of a pipeline: what really lived in the last step."""
+    live = LiveBytes()
+    given = batch()
+    with live:
+        torch.manual_seed(1)
+        engine = zero_trial.initialize(model=pipeline(), config=config)[0]
+        live.hold([*engine.module.parameters(), *engine.module.buffers(), *given])
+        live.follow(
+            [unit.full for unit in engine.sharded.units] + [landing.full for landing in engine.sharded.landings]
+        )
+        for _ in range(steps):
+            live.restart()
+            with live.saving():
+                engine.train_batch(itertools.repeat(given))
+    found = {"peak": live.peak, "activations": live.saved_peak, "states": sum(engine.persistent_bytes().values())}
+    engine.destroy()
+    return found

@@ -11,6 +11,9 @@ import torch
 
 import zero_trial
 from tests.planning.measured import batch, build, ds_config
+from tests.planning.pipelines import batch as pipeline_batch
+from tests.planning.pipelines import ds_config as pipeline_config
+from tests.planning.pipelines import pipeline
 from tests.support.pool import Pools
 from zero_trial.planning.watch import MemoryWatch
 
@@ -106,3 +109,12 @@ def test_other_engines_are_left_alone() -> None:
     made = watch.around(lambda **_: ("engine", None, None, None))(model=torch.nn.Linear(1, 1), config={})
     assert made[0] == "engine" and events == [] and watch.summary() == {}
     watch.close()
+
+
+def test_a_pipeline_is_planned_elsewhere() -> None:
+    events: list[dict[str, Any]] = []
+    made = MemoryWatch(events.append).around(zero_trial.initialize)(model=pipeline(), config=pipeline_config(pipe=1))
+    assert made[0].train_batch(iter([pipeline_batch()] * 4)).item() > 0
+    made[0].destroy()
+    (event,) = events
+    assert event["message"] == "no memory plan: zero-trial plan has a pipeline's, stage by stage"

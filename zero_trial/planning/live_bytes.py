@@ -127,6 +127,9 @@ class LiveBytes(TorchDispatchMode):
                 known.saved = True
                 self.saved += known.size
                 self.saved_peak = max(self.saved_peak, self.saved)
+            if tensor.grad_fn is not None:
+                # A node that holds its own output by way of a hook would hold itself: a graph that is run in part only would stay for ever.
+                return tensor.detach()
         return tensor
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zero_trial.engine import Engine
+from zero_trial.pipeline.module import PipelineModule
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.changes import does_not_fit
 from zero_trial.planning.limit import rank_limit
@@ -49,6 +50,10 @@ class MemoryWatch:
 
         def initialize_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             first = self._blueprint is None and self._engine is None
+            if isinstance(kwargs.get("model"), PipelineModule):
+                made = initialize(*args, **kwargs)
+                self._give_up("zero-trial plan has a pipeline's, stage by stage")
+                return made
             if first and isinstance(kwargs.get("model"), nn.Module):
                 self._copy(kwargs)
             made = initialize(*args, **kwargs)

@@ -9,7 +9,14 @@ from tests.architecture.sources import Module, modules
 
 # Where the environment may be read: the one reader of rank variables, those who start processes, and the choice of kernels, which is
 # one of the machine (compiler, cache folder, ZERO_TRIAL_OPS) and holds for scripts that use nothing but the optimizers.
-ENVIRONMENT_READERS = ("zero_trial.mesh.env", "zero_trial.launch.", "zero_trial.cli.", "zero_trial.ops._native", "zero_trial.master.relocation.")
+ENVIRONMENT_READERS = (
+    "zero_trial.mesh.env",
+    "zero_trial.launch.",
+    "zero_trial.cli.",
+    "zero_trial.ops._native",
+    "zero_trial.ops.cuda_backend",
+    "zero_trial.master.relocation.",
+)
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}

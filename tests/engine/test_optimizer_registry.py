@@ -10,7 +10,7 @@ import torch
 from zero_trial.engine import optimizer_registry
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
-from zero_trial.ops import Backend, backend
+from zero_trial.ops import backend
 from zero_trial.ops.optimizers import FusedAdam, FusedLion, Lamb, Lion
 
 
@@ -21,7 +21,7 @@ def params(*sizes: int) -> list[torch.nn.Parameter]:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """No native kernels."""
-    monkeypatch.setattr(optimizer_registry, "backend", lambda: Backend(None, "asked for"))
+    monkeypatch.setattr(optimizer_registry, "native_on", lambda device: False)
 
 
 @pytest.mark.usefixtures("plain")
@@ -98,6 +98,13 @@ def test_native_kernels_leave_other_tensors_to_torch() -> None:
     assert type(resolve_optimizer("AdamW").build([{"params": [p], "amsgrad": True}])) is torch.optim.AdamW
     for other in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, device="meta")):
         assert type(resolve_optimizer("AdamW").build([p, torch.nn.Parameter(other)])) is torch.optim.AdamW
+
+
+def test_native_kernels_run_wherever_the_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_registry, "native_on", lambda device: device.type == "meta")
+    there, here = (torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("meta", "cpu"))
+    assert type(resolve_optimizer("AdamW").build([there])) is FusedAdam
+    assert type(resolve_optimizer("AdamW").build([here, there])) is torch.optim.AdamW
 
 
 def test_mapped_one_bit_says_what_is_lost() -> None:

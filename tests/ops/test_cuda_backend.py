@@ -10,6 +10,7 @@ import torch
 
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
+from zero_trial.ops._native import backend
 from zero_trial.ops._nvrtc import Nvrtc, Target
 from zero_trial.ops._nvrtc_cache import KernelCache
 
@@ -62,6 +63,15 @@ def test_kernels_are_compiled_once_per_target(tmp_path: Path, monkeypatch: pytes
 def test_a_device_needs_its_number() -> None:
     with pytest.raises(KernelUnavailable, match="expected cuda:0"):
         cuda_backend.device_of(torch.device("cuda"))
+
+
+def test_what_runs_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: object = object()
+    for cuda in (None, opened):
+        monkeypatch.setattr(cuda_backend, "cuda_backend", lambda cuda=cuda: cuda_backend.CudaBackend(cuda, "no"))
+        assert cuda_backend.native_on(torch.device("cuda", 0)) == (cuda is opened)
+    assert cuda_backend.native_on(torch.device("cpu")) == (backend().native is not None)
+    assert not cuda_backend.native_on(torch.device("meta"))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.ops import Backend
 from zero_trial.zero import norm
 from zero_trial.zero.layout import ALIGN
 from zero_trial.zero.norm import clip_factor, square_sum, square_sum_of_rows
@@ -17,7 +16,7 @@ from zero_trial.zero.norm import clip_factor, square_sum, square_sum_of_rows
 @pytest.fixture(autouse=True, params=["native where it can be had", "rows"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "rows":
-        monkeypatch.setattr(norm, "backend", lambda: Backend(None, "asked for"))
+        monkeypatch.setattr(norm, "native_on", lambda device: False)
 
 
 def test_the_sum_of_squares_of_a_shard() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import backend
+from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import FusedAdam, FusedLion, Lamb, Lion
 
 WHERE = "optimizer.params"
@@ -31,7 +31,7 @@ FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Adagrad: frozenset({"cpu"}),
 }
 
-# Our own single pass on CPU, where the kernels can be had: the same update and state, nearer to float64 and without a cast of the gradient.
+# Our own single pass, where the kernels can be had: the same update and state, nearer to float64 and without a cast of the gradient.
 NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
     torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
@@ -68,7 +68,7 @@ class OptimizerSpec:
 
     def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
         """The optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings): in our native kernels
-        on CPU (``ZERO_TRIAL_OPS=reference`` turns them off), else fused where torch can.
+        where the device has them (``ZERO_TRIAL_OPS=reference`` turns them off), else fused where torch can.
 
         Raises ConfigError where it refuses a value.
         """
@@ -98,8 +98,8 @@ class OptimizerSpec:
         if any(each.get(key) for each in settings for key in _VARIANTS):
             return False
         tensors = [tensor for group in groups for tensor in _tensors(group)]
-        simple = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
-        return bool(tensors) and simple and backend().native is not None
+        simple = all(tensor.dtype == torch.float32 for tensor in tensors)
+        return bool(tensors) and simple and all(native_on(device) for device in {tensor.device for tensor in tensors})
 
     def _fused(self, groups: list[Any]) -> dict[str, Any]:
         if any(key in self.params for key in ("fused", "foreach", "differentiable")):

@@ -16,7 +16,7 @@ import torch
 
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import _build, _nvrtc, cuda_kernels
-from zero_trial.ops._native import VARIABLE
+from zero_trial.ops._native import VARIABLE, backend
 from zero_trial.ops._nvrtc_cache import KernelCache
 from zero_trial.ops.cuda_driver import Driver, open_driver
 from zero_trial.ops.cuda_kernels import Kernel
@@ -88,6 +88,13 @@ class CudaBackend:
 def cuda_backend() -> CudaBackend:
     """What this process runs on CUDA: chosen at the first call; kernels are compiled when they are first needed."""
     return choose(os.environ, torch.cuda.is_available())
+
+
+def native_on(device: torch.device) -> bool:
+    """Whether kernels of ours run on this kind of device in this process."""
+    if device.type == "cpu":
+        return backend().native is not None
+    return device.type == "cuda" and cuda_backend().cuda is not None
 
 
 def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:

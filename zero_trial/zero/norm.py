@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_trial.ops import backend
+from zero_trial.ops import native_on
 from zero_trial.ops.library import OPS
 from zero_trial.zero.layout import ALIGN
 
@@ -20,7 +20,7 @@ def square_sum(shard: torch.Tensor) -> torch.Tensor:
 
     Reads the shard once.
     """
-    if shard.device.type == "cpu" and backend().native is not None:
+    if native_on(shard.device):
         exact: torch.Tensor = OPS.square_sum(shard)
         return exact
     return square_sum_of_rows(shard)

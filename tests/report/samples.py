@@ -55,7 +55,13 @@ def run_report() -> RunReport:
             Series("tokens per second", steps, tuple(13000 + 500 * math.sin(s) for s in steps)),
         ),
         memory=Memory(
-            {"parameters": 2_670_592, "gradients": 1_335_296, "optimizer": 2_670_592, "activations": 13_685_252},
+            {
+                "parameters": 2_670_592,
+                "gradients": 1_335_296,
+                "optimizer": 2_670_592,
+                "activations": 13_685_252,
+                "temporary": 3_200_520,
+            },
             23_562_252,
             23_000_000,
             processes=(397_824_000, 387_846_144),

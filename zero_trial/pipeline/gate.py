@@ -31,7 +31,7 @@ class Gate:
         inside = parcel.wanted()
         if not inside:
             return parcel.value
-        joined: Sequence[torch.Tensor] = _Join.apply(self.anchor, self, inside)
+        joined: Sequence[torch.Tensor] = _Join.apply(self.anchor, self, inside)  # type: ignore[no-untyped-call]
         self.node = joined[0].grad_fn
         by_id = {id(tensor): new for tensor, new in zip(inside, joined, strict=True)}
         return map_tensors(parcel.value, lambda tensor: by_id.get(id(tensor), tensor))

@@ -91,7 +91,7 @@ def anatomy(outputs: Iterable[torch.Tensor], gate: Node) -> Anatomy:
                     stack.append(following)
     path = _all_before(gate, before) if gate in seen else set()
     holders: dict[Node, list[Node]] = defaultdict(list)  # leaf -> the nodes of the path that it hangs off
-    for node in seen & path if path else ():
+    for node in path - {gate}:
         for leaf in _leaves_off(node, path):
             holders[leaf].append(node)
     found = Anatomy()

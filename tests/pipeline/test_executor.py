@@ -1,0 +1,181 @@
+"""Rows of schedules on ranks that are threads: the same gradients as the whole model, whatever the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.memory_axis import axes, on_threads
+from zero_trial.errors import TrialError
+from zero_trial.pipeline.channel import PeerFailed
+from zero_trial.pipeline.executor import Batch, Executor, Outcome, Wishes
+from zero_trial.pipeline.passes import lower
+from zero_trial.pipeline.schedule import Parameters, Reduction, Schedule
+from zero_trial.pipeline.schedules import RECIPES, build
+from zero_trial.pipeline.stage import Stage
+from zero_trial.pipeline.validate import validate
+
+CPU = torch.device("cpu")
+
+
+class Log:
+    """Shards that only write down what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda number: self.told.append(f"{name}{number}")
+
+
+class Silence:
+    def begin(self, phase: str) -> None: ...
+
+    def end(self, phase: str) -> None: ...
+
+
+class Model:
+    """``chunks`` layers; ``fails`` is the (chunk, micro-batch) whose forward raises."""
+
+    def __init__(self, chunks: int, fails: tuple[int, int] | None = None) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(chunks)])
+        self.fails = fails
+
+    def run(self, chunk: int, micro_batch: int, value: Any) -> Any:
+        if (chunk, micro_batch) == self.fails:
+            raise RuntimeError("cannot")
+        return torch.tanh(self.layers[chunk](value))
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [param.grad for param in self.layers.parameters()]
+
+
+def data(micro_batches: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(2, micro_batches, 3, 5, generator=generator)
+    return [row.clone() for row in rows[0]], [row.clone() for row in rows[1]]
+
+
+def whole(chunks: int, micro_batches: int) -> tuple[Model, list[float]]:
+    model, losses = Model(chunks), []
+    for x, label in zip(*data(micro_batches), strict=True):
+        for chunk in range(chunks):
+            x = model.run(chunk, 0, x)
+        loss = F.mse_loss(x, label)
+        (loss * 0.5).backward()
+        losses.append(loss.item())
+    return model, losses
+
+
+def perform(
+    schedule: Schedule, model: Model, *, wishes: Wishes, labels_travel: bool = True
+) -> tuple[list[Any], list[Log], list[Executor]]:
+    inputs, labels = data(schedule.micro_batches)
+    place, logs = schedule.placement, [Log() for _ in range(schedule.stages)]
+    executors = [
+        Executor(axis, Stage(model.run, lambda chunk: True), logs[axis.index], CPU, Silence(), channel=1)  # type: ignore[arg-type]
+        for axis in axes(schedule.stages)
+    ]
+    first, last = place.ranks[0], place.ranks[-1]
+    travel = labels_travel and first != last
+
+    def run(rank: int) -> Outcome:
+        here = Batch(
+            inputs if rank == first else (),
+            labels if rank == (first if travel else last) else (),
+            [3] * len(inputs),
+            travel,
+            lambda samples: 0.5,
+        )
+        outcome = executors[rank].run(schedule, here, wishes)
+        executors[rank].finish()
+        return outcome
+
+    return on_threads(schedule.stages, run), logs, executors
+
+
+SCHEDULES = [
+    (name, stages, count) for name in RECIPES if name != "inference" for stages in (1, 2, 3) for count in (1, 3, 7)
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "micro_batches"), SCHEDULES)
+def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int, micro_batches: int):
+    schedule = lower(build(name, stages, micro_batches), parameters=Parameters.FREE, reduction=Reduction.MICRO)
+    report = validate(schedule)
+    model = Model(schedule.placement.chunks)
+    outcomes, logs, executors = perform(schedule, model, wishes=Wishes(loss=F.mse_loss))
+    reference, losses = whole(schedule.placement.chunks, micro_batches)
+    judge = outcomes[schedule.placement.ranks[-1]]
+    assert [judge.losses[number].item() for number in range(micro_batches)] == losses
+    assert judge.samples == dict.fromkeys(range(micro_batches), 3)
+    for mine, theirs in zip(model.gradients(), reference.gradients(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    for rank, log, executor in zip(report.ranks, logs, executors, strict=True):
+        assert executor.stage.peak == rank.peak_activations
+        assert executor.comm.counters.get("header", "pipe").calls == rank.messages
+        assert sum(told.startswith("unshard") for told in log.told) == rank.gathers
+        assert sum(told.startswith("reduce") for told in log.told) == rank.reductions
+
+
+def test_labels_need_not_travel():
+    schedule = lower(build("1f1b", 2, 4))
+    outcomes, _, _ = perform(schedule, Model(2), wishes=Wishes(loss=F.mse_loss), labels_travel=False)
+    assert [loss.item() for loss in outcomes[1].losses.values()] == whole(2, 4)[1]
+
+
+def test_evaluation_keeps_all_outputs():
+    schedule = lower(build("inference", 3, 4))
+    outcomes, _, executors = perform(schedule, Model(3), wishes=Wishes(training=False, keep_outputs=True))
+    assert [len(outcome.outputs) for outcome in outcomes] == [0, 0, 4]
+    assert outcomes[2].losses == {}
+    assert all(executor.stage.peak == 0 for executor in executors)
+
+
+def test_sharding_is_told_what_the_row_says():
+    schedule = lower(build("gpipe", 2, 2), parameters=Parameters.HOLD, ties=[(0, 1)])
+    _, logs, _ = perform(schedule, Model(2), wishes=Wishes(loss=F.mse_loss))
+    assert logs[0].told == [
+        "unshard0",
+        "need0",
+        "need0",
+        "need0",
+        "landed0",
+        "need0",
+        "landed0",
+        "reshard0",
+        "reduce0",
+        "tied_reduce0",
+    ]
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb_v", 3), ("interleaved", 3)])
+@pytest.mark.parametrize("place", [(0, 0), (1, 2)])
+def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int]):
+    schedule = lower(build(name, stages, 4))
+    rank = schedule.placement.ranks[place[0]]
+    model = Model(schedule.placement.chunks, fails=place)
+    found, _, _ = perform(schedule, model, wishes=Wishes(loss=F.mse_loss))
+    where = f"rank {rank}, pipeline stage {rank} of {stages}, micro-batch {place[1]}, action {place[0]}F{place[1]}"
+    for index, error in enumerate(found):
+        assert isinstance(error, TrialError if index == rank else PeerFailed), error
+        assert str(error).startswith(f"{where}: a pipeline stage failed: got RuntimeError: cannot.")
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda output, label: output, "the loss is not a scalar: got a tensor of shape"),
+        (lambda output, label: output.mean().item(), "the loss is not a scalar: got float"),
+        (lambda output, label: output.detach().mean(), "the loss has no history"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(loss: Any, text: str):
+    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), wishes=Wishes(loss=loss))
+    assert text in str(error)

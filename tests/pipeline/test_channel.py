@@ -54,7 +54,7 @@ def test_descriptions_that_always_change_are_not_collected():
 def test_another_message_than_expected_is_an_error():
     outbox, inbox = pair()
     outbox.send(Action.parse("0SEND_F1"), torch.ones(1), samples=1)
-    with pytest.raises(MeshError, match="1RECV_F0 from rank 0: another message .* got F of chunk 0, micro-batch 1"):
+    with pytest.raises(MeshError, match=r"1RECV_F0 from rank 0: another message .* got F of chunk 0, micro-batch 1"):
         inbox.take(Action.parse("1RECV_F0"))
 
 

@@ -33,6 +33,7 @@ class MyTrial(ZeroTrial):
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == self.hparams.get("wait_at", -1) and self.rank == 0:
+            print("waits", flush=True)
             while not self.context.platform.core.preempt._watcher._should_preempt:
                 threading.Event().wait(0.02)
         if batch_idx == self.hparams.get("at", -1) and self.rank == 1:

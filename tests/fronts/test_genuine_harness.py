@@ -78,9 +78,7 @@ def test_paused_and_resumed_the_losses_are_those_of_one_go(
     assert master.unknown == []
 
 
-@pytest.mark.parametrize(
-    ("front", "fault"), [("module", "invalid"), ("class", "invalid at once"), ("script", "invalid")]
-)
+@pytest.mark.parametrize(("front", "fault"), [("module", "invalid"), ("class", "invalid at once")])
 def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_and_are_told_once(
     master: StubMaster, front: str, fault: str
 ) -> None:
@@ -89,13 +87,3 @@ def test_hyperparameters_that_one_rank_cannot_train_end_all_ranks_and_are_told_o
     assert task.asked.early_exits == ["EXITED_REASON_INVALID_HP"]
     assert task.log.count("hyperparameters that cannot be trained: too small") == 1
     assert "Traceback" not in task.log and "the script goes on" not in task.log
-
-
-def test_a_rank_that_crashes_fails_the_task_which_goes_on_from_its_last_checkpoint(master: StubMaster) -> None:
-    task = run(master, "module", 2, fault="crash", at=6)
-    assert task.code == 1
-    assert "KeyError: 'no such thing'" in task.log
-    assert task.asked.early_exits == [] and task.asked.acks == 0
-    again = go_on(master, "module", 2, task)
-    complete(again)
-    assert [step for step, _ in again.asked.losses()] == [5, 6, 7, 8]

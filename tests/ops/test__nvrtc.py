@@ -65,21 +65,37 @@ def test_where_it_is_looked_for(tmp_path: Path) -> None:
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    found = list(places([str(tmp_path)]))
-    assert [Path(place).relative_to(tmp_path).as_posix() for place in found[:3]] == [
-        "nvidia/cu13/lib/libnvrtc.so.13",
-        "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
-        "torch/lib/libnvrtc-6c5693e9.so.12",
-    ]
-    assert found[3:5] == ["libnvrtc.so.13", "libnvrtc.so.12"]
+    found = {major: list(places([str(tmp_path)], major)) for major in (13, 12)}
+    below = {
+        major: [Path(place).relative_to(tmp_path).as_posix() for place in found[major] if str(tmp_path) in place]
+        for major in found
+    }
+    assert below == {
+        13: ["nvidia/cu13/lib/libnvrtc.so.13"],
+        12: ["nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "torch/lib/libnvrtc-6c5693e9.so.12"],
+    }
+    assert found[12][2] == "libnvrtc.so.12"
+
+
+def test_torchs_own_major_version_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def nowhere(folders: object, major: int) -> list[str]:
+        asked.append(major)
+        return []
+
+    monkeypatch.setattr(_nvrtc, "places", nowhere)
+    with pytest.raises(KernelUnavailable, match="no NVRTC"):
+        _nvrtc.open_nvrtc(majors=(12, 13))
+    assert asked == [12, 13]
 
 
 def test_without_it_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "torch" / "lib"
     broken.mkdir(parents=True)
     (broken / "libnvrtc.so.12").write_bytes(b"not a library")
-    monkeypatch.setattr(_nvrtc, "MAJORS", (12,))
-    monkeypatch.setattr(_nvrtc, "SYSTEM_FOLDERS", ())
-    monkeypatch.setattr(_nvrtc, "places", lambda folders: [str(broken / "libnvrtc.so.12"), "libnvrtc-none.so.12"])
+    monkeypatch.setattr(
+        _nvrtc, "places", lambda folders, major: [str(broken / "libnvrtc.so.12"), "libnvrtc-none.so.12"]
+    )
     with pytest.raises(KernelUnavailable, match=r"no NVRTC.*pip install nvidia-cuda-nvrtc"):
         _nvrtc.open_nvrtc([str(tmp_path)])

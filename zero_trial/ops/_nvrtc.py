@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zero_trial.errors import KernelUnavailable
 
-MAJORS = (13, 12)
+MAJORS = (13, 12, 11)
 # Where pip packages put it: CUDA 13's, CUDA 12's, and torch's own wheels with everything in one folder.
 PACKAGE_FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "torch/lib")
 SYSTEM_FOLDERS = ("/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
@@ -96,22 +96,24 @@ def first_lines(log: str) -> str:
     return "; ".join((errors or lines)[:LOG_LINES]) or "no reason given"
 
 
-def places(folders: Sequence[str]) -> Iterator[str]:
-    """Where the library may lie, best first: with the packages on ``folders``, on the loader's own paths, in CUDA's folders."""
+def places(folders: Sequence[str], major: int) -> Iterator[str]:
+    """Where that major version may lie, best first: with the packages on ``folders``, on the loader's own paths, in CUDA's folders."""
     for folder in folders:
         for below in PACKAGE_FOLDERS:
-            for major in MAJORS:
-                found = sorted(glob.glob(str(Path(folder) / below / f"libnvrtc*.so.{major}*")))
-                yield from (path for path in found if "builtins" not in path and ".alt." not in path)
-    yield from (f"libnvrtc.so.{major}" for major in MAJORS)
+            found = sorted(glob.glob(str(Path(folder) / below / f"libnvrtc*.so.{major}*")))
+            yield from (path for path in found if "builtins" not in path and ".alt." not in path)
+    yield f"libnvrtc.so.{major}"
     for system in SYSTEM_FOLDERS:
-        for major in MAJORS:
-            yield from sorted(glob.glob(f"{system}/libnvrtc.so.{major}"), reverse=True)
+        yield from sorted(glob.glob(f"{system}/libnvrtc.so.{major}"), reverse=True)
 
 
-def open_nvrtc(folders: Sequence[str] | None = None) -> Nvrtc:
-    """The first NVRTC that opens. Raises KernelUnavailable where there is none."""
-    for place in places(sys.path if folders is None else folders):
+def open_nvrtc(folders: Sequence[str] | None = None, majors: Sequence[int] = MAJORS) -> Nvrtc:
+    """The first NVRTC that opens, of the first of ``majors`` that has one. Raises KernelUnavailable where there is none.
+
+    A compiler that is newer than the driver makes code that the driver refuses: torch's own major version, which runs here, comes first.
+    """
+    chosen = sys.path if folders is None else folders
+    for place in (place for major in majors for place in places(chosen, major)):
         try:
             for companion in glob.glob(str(Path(place).parent / "libnvrtc-builtins.so*")):
                 ctypes.CDLL(companion)  # NVRTC asks for it by name alone, and packages lie on no path of the loader

@@ -87,7 +87,7 @@ class CudaBackend:
 @cache
 def cuda_backend() -> CudaBackend:
     """What this process runs on CUDA: chosen at the first call; kernels are compiled when they are first needed."""
-    return choose(os.environ, torch.cuda.is_available())
+    return choose(os.environ, torch.version.cuda is not None and torch.cuda.is_available())
 
 
 def native_on(device: torch.device) -> bool:
@@ -120,7 +120,9 @@ def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
 
 def open_cuda(environ: Mapping[str, str], *, strict: bool) -> Cuda:
     """The driver and NVRTC of this machine. Raises KernelUnavailable."""
-    driver, nvrtc = open_driver(), _nvrtc.open_nvrtc()
+    own = int((torch.version.cuda or "0").split(".")[0])
+    majors = sorted(_nvrtc.MAJORS, key=lambda major: major != own)
+    driver, nvrtc = open_driver(), _nvrtc.open_nvrtc(majors=majors)
     try:
         kept = KernelCache(_build.cache_folder(environ))
     except RuntimeError:  # no home

@@ -28,6 +28,7 @@ def test_a_module_on_two_ranks():
     guard = [sys.executable, "-m", "zero_trial.launch.guard"]
     assert command.argv(7) == [
         *(*guard, "--parent", "7", "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--log-dir", "/r/logs/agent"),
         *("--standalone", "--local-addr", "127.0.0.1"),
         *(
             "-m",

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from zero_trial.launch.rendezvous import Rendezvous
 
@@ -68,6 +69,8 @@ class AgentCommand:
         return [
             *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent)),
             *("-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)),
+            # where it makes its empty folders; by default they stay behind in /tmp
+            *("--log-dir", str(Path(self.run_dir) / "logs" / "agent")),
             *self.rendezvous.agent_arguments(),
             *rank,
             *self.target.guarded(),

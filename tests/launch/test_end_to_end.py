@@ -58,6 +58,10 @@ class MyTrial(ZeroTrial):
             open(os.path.join(os.environ["READY"], f"ready-{self.context.distributed.rank}"), "w").close()
             while not os.path.exists(os.path.join(os.environ["READY"], "go")):
                 threading.Event().wait(0.02)
+        mark = os.path.join(os.environ.get("READY", ""), "killed")
+        if batch_idx == 5 and self.fault == "kill once" and self.context.distributed.rank == 1 and not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = torch.nn.functional.mse_loss(self.engine(x), y)
         if self.fault == "nan" and batch_idx == 3:
             loss = loss * float("nan")
@@ -222,6 +226,18 @@ def test_stopped_and_resumed_is_bit_equal_to_unbroken(project: Path):
     whole, part = (json.loads((project / name / "summary.json").read_text()) for name in ("whole", "part"))
     assert part["final_validation"] == whole["final_validation"]
     assert (part["step"], whole["step"]) == (10, 10)
+
+
+def test_a_run_that_crashed_after_it_had_saved_goes_on_by_itself(project: Path):
+    """``max_restarts``: once, from the newest checkpoint; a run that keeps crashing at one place is given up (other tests here)."""
+    write_experiment(project, "kill once", min_checkpoint_period={"batches": 4}, max_restarts=1)
+    done = zero_trial("run", "const.yaml", "model", cwd=project, env={"READY": str(project)})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "restart 1 of 1, from step 4: rank 1: killed by SIGKILL" in done.stdout
+    lines = [json.loads(line) for line in (project / "runs/0001/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["group"] == "training"]
+    assert steps[-6:] == [5, 6, 7, 8, 9, 10] and steps[:4] == [1, 2, 3, 4]
+    assert not list((project / "runs/0001/errors").glob("*.json"))
 
 
 @pytest.mark.parametrize(

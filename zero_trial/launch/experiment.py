@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -21,9 +22,11 @@ from zero_trial.errors import ConfigError
 from zero_trial.launch.agent import AgentCommand, Target
 from zero_trial.launch.devices import Devices, count_devices, threads_per_rank
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
+from zero_trial.launch.held import held
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.lock import NAME, Locked, locked_model_dir, write_lock
 from zero_trial.launch.placement import PlacementRequest, place
+from zero_trial.launch.restarts import may_help, newest_step, restart_line
 from zero_trial.launch.run_folder import given_run_folder, new_run_folder, resumed_run_folder
 from zero_trial.launch.screen import EventWatcher, Screen, Silence
 from zero_trial.launch.script import host_environment, host_names
@@ -120,26 +123,50 @@ def _check_ds_config(checked: Checked) -> Checked:
 
 
 def run_experiment(checked: Checked, request: RunRequest, screen: Screen) -> tuple[Outcome, Path]:
-    """Run a checked experiment to its end; returns the outcome and the run's folder."""
-    folder, events_before = _folder(checked, request)
+    """Run a checked experiment to its end; returns the outcome and the run's folder, which nobody else may use meanwhile."""
     leads = checked.own.rendezvous.leads
+    with contextlib.ExitStack() as stack:
+        if leads and request.resume is not None:
+            stack.enter_context(held(request.resume))
+        folder, events_before = _folder(checked, request)
+        if leads and request.resume is None:
+            stack.enter_context(held(folder))
+        return _run_in(folder, checked, screen, events_before), folder
+
+
+def _run_in(folder: Path, checked: Checked, screen: Screen, events_before: bool) -> Outcome:
+    """The run in its folder; on one host it is started again after a crash, where that may help."""
     lock = folder / NAME
-    if leads:
+    if checked.own.rendezvous.leads:
         locked = Locked(checked.model_dir, checked.ranks, checked.seed)
         config = checked.ds_config
         lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
         write_report(folder, checked)
+    most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
+    restarts = 0
+    while True:
+        before = newest_step(folder)
+        outcome = _supervisor(folder, lock, checked, screen, events_before).run()
+        step = newest_step(folder)
+        if restarts >= most or not may_help(outcome, before, step):
+            return outcome
+        restarts += 1
+        screen.say(restart_line(outcome, restarts, most, step))
+        resumed_run_folder(folder)
+        events_before = True
+
+
+def _supervisor(folder: Path, lock: Path, checked: Checked, screen: Screen, events_before: bool) -> Supervisor:
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
     target = Target("zero_trial.run", (str(checked.entrypoint), *arguments), "module")
-    command = AgentCommand(
-        target, checked.own.ranks, str(folder), checked.own.rendezvous, cwd=str(checked.model_dir.resolve())
-    )
+    rendezvous = checked.own.rendezvous
+    command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
+    leads = rendezvous.leads
     watcher = EventWatcher(folder / "events.jsonl", screen, skip_existing=events_before) if leads else Silence()
     env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
-    supervisor = Supervisor(command, env, watcher, stop=(folder / "preempt").touch)
-    return supervisor.run(), folder
+    return Supervisor(command, env, watcher, stop=(folder / "preempt").touch)
 
 
 def write_report(folder: Path, checked: Checked) -> None:

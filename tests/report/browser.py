@@ -64,11 +64,15 @@ def ask(folder: Path, html: str, script: str, *, width: int = 1280, height: int 
     return found
 
 
-def screenshot(folder: Path, html: str, width: int, height: int = 3000) -> Path:
-    """A picture of the page in a frame of that width (a window of its own cannot be that narrow)."""
-    path, picture = folder / f"shown-{width}.html", folder / f"shown-{width}.png"
-    path.write_text(FRAME.format(width=width, height=height, page=escape(html), script="return 1;"), encoding="utf-8")
-    run(folder, f"--window-size={max(width, 500)},{height}", f"--screenshot={picture}", path.as_uri())
+def screenshot(folder: Path, html: str, height: int = 3000) -> Path:
+    """A picture of the page as a phone (390 pixels) and a desk (1280 pixels) show it, beside each other."""
+    path, picture = folder / "shown.html", folder / "shown.png"
+    frames = "".join(
+        f'<iframe width="{width}" height="{height}" style="border:0" srcdoc="{escape(html)}"></iframe>'
+        for width in (390, 1280)
+    )
+    path.write_text(f'<!DOCTYPE html><body style="margin:0;white-space:nowrap">{frames}</body>', encoding="utf-8")
+    run(folder, f"--window-size=1670,{height}", f"--screenshot={picture}", path.as_uri())
     return picture
 
 

@@ -22,7 +22,8 @@ function smoothed(values, weight) {
 
 function chart(figure) {
   const plot = figure.querySelector(".plot");
-  const data = JSON.parse(figure.querySelector("script").textContent);
+  const source = figure.querySelector("script");
+  const data = source === null ? {} : JSON.parse(source.textContent);
   if (!data.lines) return;
   const log = data.log ? Math.log : (value) => value;
   const across = (step) => (step - data.x[0]) / (data.x[1] - data.x[0] || 1);
@@ -92,7 +93,7 @@ function chart(figure) {
 function light(trial) {
   for (const element of all("[data-trial]")) element.classList.toggle("lit", trial !== null && element.dataset.trial === trial);
   for (const holder of all(".trials")) holder.classList.toggle("has-lit", trial !== null);
-  for (const spoken of all(".lit-name")) spoken.textContent = trial === null ? "" : all("tr[data-trial]").find((row) => row.dataset.trial === trial)?.dataset.said || "";
+  for (const spoken of all(".lit-name")) spoken.textContent = trial === null ? "" : all("tr[data-said]").find((row) => row.dataset.trial === trial)?.dataset.said || "";
 }
 function nearestTrial(plot, event) {
   const ctm = plot.querySelector("svg").getScreenCTM();

@@ -113,7 +113,7 @@ def _curves(report: SweepReport) -> Child:
     )
     caption = el("figcaption", el("h3", report.metric), _scale_key(), el("span", class_="lit-name soft", role="status"))
     note = el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None
-    return [el("figure", caption, plot, el("script", "{}", type="application/json"), class_="chart trials"), note]
+    return [el("figure", caption, plot, class_="chart trials"), note]
 
 
 def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:

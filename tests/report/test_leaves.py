@@ -1,0 +1,39 @@
+"""Leaves by dotted name, and which of them are swept."""
+
+from __future__ import annotations
+
+from zero_trial.report.data import Axis
+from zero_trial.report.leaves import differing_axes, leaves, reach, swept_axes
+
+
+def test_leaves_by_dotted_name() -> None:
+    assert leaves({"a": {"b": 1, "c": [1, 2]}, "d": None}) == {"a.b": 1, "a.c": [1, 2], "d": None}
+
+
+def test_reaching_a_leaf() -> None:
+    assert reach({"a": {"b": 1}}, "a.b") == 1
+    assert reach({"a": {"b": 1}}, "a.b.c") is None
+    assert reach({}, "a") is None
+
+
+def test_the_ranges_of_an_experiment() -> None:
+    space = {
+        "ds_config": {"optimizer": {"params": {"lr": {"type": "log", "minval": -4, "maxval": -1}}}},
+        "stage": {"type": "categorical", "vals": [0, True, "x"]},
+        "width": {"type": "int", "minval": 1, "maxval": 4},
+        "batch": 16,
+    }
+    assert swept_axes(space) == (
+        Axis("ds_config.optimizer.params.lr", log=True),
+        Axis("stage", choices=("0", "true", "x")),
+        Axis("width"),
+    )
+
+
+def test_what_differs_between_runs() -> None:
+    points = [{"lr": 0.1 * n, "stage": n % 2, "same": 1, "name": "b" if n else "a"} for n in range(5)]
+    assert differing_axes(points) == (Axis("lr"), Axis("stage", choices=("0", "1")), Axis("name", choices=("a", "b")))
+
+
+def test_few_numbers_are_choices_in_their_own_order() -> None:
+    assert differing_axes([{"n": 10}, {"n": 9}, {}]) == (Axis("n", choices=("9", "10", "null")),)

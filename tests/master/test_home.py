@@ -52,7 +52,7 @@ def test_the_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     home.write_state({"port": 5})
     assert home.state() == {"port": 5}
     (tmp_path / "master.json").write_text("half a fi")
-    with pytest.raises(ConfigError, match="master.json"):
+    with pytest.raises(ConfigError, match=r"master\.json"):
         home.state()
 
 

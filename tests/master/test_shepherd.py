@@ -44,6 +44,16 @@ time.sleep(60)
 """
 
 
+QUICK = """
+import sys, time
+from zero_trial.master.shepherd import Order, Shepherd
+made = Shepherd(Order(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
+made._start()
+time.sleep(0.3)  # it has ended by now, and nobody has looked
+print(made._see_off().code)
+"""
+
+
 class Flock:
     """Starts a shepherd in a folder and reads what came of it."""
 
@@ -105,6 +115,11 @@ def test_every_line_of_both_streams_is_kept_with_its_time(flock: Flock) -> None:
     assert found["one"].time <= found["no end"].time and found["one"].stdtype == "stdout"
     odd = found["[rank=1] WARNING: oops"]
     assert (odd.stdtype, odd.rank, odd.level) == ("stderr", 1, "WARNING")
+
+
+def test_a_command_that_ends_before_the_first_look_is_not_missed(flock: Flock) -> None:
+    command = [sys.executable, "-c", QUICK, str(flock.folder), str(logs.path_of(flock.logs, 1))]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "6\n"
 
 
 def test_a_command_that_is_not_there(flock: Flock) -> None:

@@ -23,6 +23,7 @@ from zero_trial.master import logs
 from zero_trial.master.agent import claim, processes
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
+_UNKNOWN = 255
 _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 
@@ -76,6 +77,7 @@ class Shepherd:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._selector = selectors.DefaultSelector()
+        self._process: subprocess.Popen[bytes] | None = None  # kept: its end would take the exit status with it
         self._child: int | None = None
         self._status: int | None = None  # of the main child, as an exit code
         self._kill_at: float | None = None
@@ -102,6 +104,9 @@ class Shepherd:
         """Run the order to its end; returns how it ended, with nothing left of it."""
         if not self._asked:
             self._start()
+        return self._see_off()
+
+    def _see_off(self) -> claim.Exit:
         while self._child is not None and self._status is None:
             self._turn(self._patience())
             self._end_if_asked()
@@ -133,7 +138,7 @@ class Shepherd:
             )
             self._status = 127
             return
-        self._child = child.pid
+        self._process, self._child = child, child.pid
         for name, stream in (("stdout", child.stdout), ("stderr", child.stderr)):
             if stream is not None:
                 self._selector.register(stream, selectors.EVENT_READ, Lines(name, log))
@@ -167,6 +172,8 @@ class Shepherd:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
+                if self._child is not None and self._status is None:
+                    self._status = _UNKNOWN  # there is no child any more, and nobody told us how ours ended
                 return
             if pid == 0:
                 return

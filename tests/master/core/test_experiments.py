@@ -36,7 +36,7 @@ class TestCreate:
         assert master.cluster.experiments.all() == []
 
     def test_more_slots_than_there_are(self, master: Master) -> None:
-        with pytest.raises(Invalid, match="slots_per_trial.*3.*at most 2"):
+        with pytest.raises(Invalid, match=r"slots_per_trial.*3.*at most 2"):
             master.create(resources={"slots_per_trial": 3})
         with pytest.raises(Invalid, match="max_slots"):
             master.create(resources={"slots_per_trial": 2, "max_slots": 1})

@@ -1,0 +1,196 @@
+"""The agent with real shepherds that run small shell commands."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.master import logs
+from zero_trial.master.agent import agent as subject
+from zero_trial.master.agent import claim
+from zero_trial.master.agent.agent import Agent, Found, end_all, steps
+from zero_trial.master.agent.environment import MARK
+from zero_trial.master.agent.order import StartOrder
+from zero_trial.master.agent.processes import identify, marked
+from zero_trial.master.home import Home
+from zero_trial.master.records import Allocation, AllocationState
+from zero_trial.master.verbs import LogQuery
+
+
+class Field:
+    """A home, agents on it one after the other, and what they say."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.home = Home(root)
+        self.home.prepare()
+        self.said: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.patch = monkeypatch
+        self.number = 0
+        monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
+        self.agent = self.open()
+
+    def open(self) -> Agent:
+        self.agent = Agent(
+            self.home,
+            on_started=lambda name: self.said.put(("started", name)),
+            on_exited=lambda name, code, why: self.said.put(("exited", name, code, why)),
+            on_error=lambda message: self.said.put(("error", message)),
+            grace=0.3,
+            host_env=os.environ,
+        )
+        return self.agent
+
+    def start(self, command: str, **config: Any) -> str:
+        """Start an allocation that runs a shell command; returns its name, unique on this machine."""
+        self.patch.setattr(subject, "steps", lambda has_hook: ["sh", "-c", command])
+        self.number += 1
+        name = f"{self.home.root.parent.name}-{os.getpid()}-{self.number}.1"
+        self.agent.start(self.order(name, **config))
+        return name
+
+    def order(self, name: str, **config: Any) -> StartOrder:
+        run = Allocation(name, self.number, 1, name[:-2], 1, AllocationState.STARTING, (0,), 0.0, "r", "c")
+        return StartOrder(run, config, {}, 0, 0, None, "ada", "token", "http://127.0.0.1:1", "cl", "ag")
+
+    def expect(self, *words: object) -> tuple[Any, ...]:
+        said = self.said.get(timeout=60)
+        assert said[: len(words)] == words
+        return said
+
+    def wait_for(self, word: str, trial: int = 1) -> str:
+        source = logs.Source(self.home.trial_logs(trial), trial, "t")
+        for line in logs.follow(source, LogQuery(), lambda: False):
+            if line is not None and line.message.startswith(word):
+                return line.message
+        raise AssertionError
+
+
+@pytest.fixture
+def field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Field]:
+    made = Field(tmp_path / "root", monkeypatch)
+    yield made
+    made.agent.close()
+    end_all(made.home, seconds=10)
+
+
+def test_from_start_to_exit(field: Field) -> None:
+    name = field.start(
+        'echo "$DET_ALLOCATION_ID $DET_SESSION_TOKEN $(basename "$PWD")"; test -d "$DET_RUN_ROOT/run/determined/info"; exit $?'
+    )
+    field.expect("started", name)
+    field.expect("exited", name, 0, "")
+    assert field.wait_for(name) == f"{name} token work"
+
+
+def test_nothing_is_left_on_disk_but_how_it_ended(field: Field, tmp_path: Path) -> None:
+    leftover = Path(f"/tmp/tensorboard-{tmp_path.name}-{os.getpid()}-1.1-0")
+    leftover.mkdir()
+    name = field.start("touch file")
+    field.expect("started", name)
+    field.expect("exited", name, 0)
+    field.agent.close()
+    assert sorted(path.name for path in field.home.allocation(name).iterdir()) == [
+        "claim.json",
+        "exit.json",
+        "shepherd.log",
+    ]
+    assert not leftover.exists()
+
+
+def test_kill_ends_everything(field: Field) -> None:
+    name = field.start("sleep 60 & echo up; wait")
+    field.expect("started", name)
+    field.wait_for("up")
+    field.agent.kill(name)
+    said = field.expect("exited", name)
+    assert said[2] in (137, 143) and marked(MARK, name) == []
+
+
+def test_killed_before_it_began_it_never_runs(field: Field) -> None:
+    field.agent.kill("1.early.1")
+    field.number = 1
+    field.agent.start(field.order("1.early.1"))
+    said = field.expect("exited", "1.early.1", 137)
+    assert "before it began" in said[3] and not (field.home.allocation("1.early.1") / "work").exists()
+
+
+def test_a_shepherd_that_is_killed_takes_its_flock_with_it(field: Field) -> None:
+    name = field.start("setsid sleep 60 & echo up; wait")
+    field.expect("started", name)
+    field.wait_for("up")
+    left = marked(MARK, name)
+    owner = claim.owner(field.home.allocation(name))
+    assert owner is not None and len(left) >= 2
+    owner.send(signal.SIGKILL)
+    field.expect("exited", name, 137, "its shepherd is gone")
+    assert not any(identify(pid).alive for pid in left)
+
+
+def test_the_next_agent_takes_over_what_runs(field: Field) -> None:
+    name = field.start("echo up; while ! test -e stop; do sleep 0.02; done; exit 4")
+    field.expect("started", name)
+    field.wait_for("up")
+    field.agent.close()
+    field.open()
+    assert field.agent.adopt(name) is Found.THERE and field.agent.adopt("1.other.1") is Found.NOTHING
+    field.expect("started", name)
+    (field.home.allocation(name) / "work" / "stop").touch()
+    field.expect("exited", name, 4, "")
+
+
+def test_what_ended_while_nobody_watched_is_told(field: Field) -> None:
+    name = field.start("echo up; exit 5")
+    field.expect("started", name)
+    field.expect("exited", name, 5)
+    field.agent.close()
+    field.open()
+    assert field.agent.adopt(name) is Found.THERE
+    field.expect("started", name)
+    field.expect("exited", name, 5, "")
+
+
+def test_started_twice_it_runs_once(field: Field) -> None:
+    name = field.start("echo once")
+    field.expect("started", name)
+    field.agent.start(field.order(name))
+    field.expect("exited", name, 0)
+    field.agent.close()
+    source = logs.Source(field.home.trial_logs(1), 1, "t")
+    assert [line.message for line in logs.lines(source, LogQuery())] == ["once"]
+
+
+def test_what_cannot_be_started_says_why(field: Field, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    name = field.start("true", checkpoint_storage={"type": "shared_fs", "host_path": str(tmp_path / "file" / "x")})
+    said = field.expect("exited", name, 127)
+    assert "host_path" in said[3] and "host_path" in field.wait_for("cannot start")
+
+
+def test_without_a_master_everything_can_be_ended(field: Field) -> None:
+    name = field.start("setsid sleep 60 & echo up; wait")
+    field.expect("started", name)
+    field.wait_for("up")
+    field.agent.close()
+    assert end_all(field.home, seconds=30) == [name]
+    assert marked(MARK, name) == [] and end_all(field.home) == []
+
+
+def test_ports_of_allocations_that_run_are_not_given_out_again(field: Field) -> None:
+    names = [field.start("echo $C10D_PORT; sleep 60") for _ in range(2)]
+    for _ in names:
+        field.expect("started")
+    ports = {field.agent._watched[name].ports for name in names}
+    assert len(ports) == 2 and None not in ports
+
+
+@pytest.mark.parametrize(("has_hook", "calls"), [(False, 1), (True, 2)])
+def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
+    shell, flag, script = steps(has_hook)
+    assert flag == "-c" and shell.endswith("sh") and script.count("determined.exec.prep_container") == calls
+    assert ("startup-hook.sh" in script) == has_hook and script.endswith("exec python3 -m determined.exec.launch")

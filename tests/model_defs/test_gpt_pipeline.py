@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import zero_trial
 from tests.model_defs.folder import MODEL_DEFS, import_from
+from tests.support.pool import Pools
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.placement import Placement
 
@@ -67,3 +69,48 @@ def test_the_matrix_of_both_ends_is_one_on_one_rank() -> None:
     assert [name for name, _ in whole.named_parameters() if "tied" in name] == ["tied_modules.embedding.weight"]
     whole.loss_fn(whole(tokens(1)), tokens(2)).backward()
     assert whole.tied_modules["embedding"].weight.grad is not None
+
+
+def train_gpt(sizes: dict[str, object], pipe: int, stage: int) -> list[float]:
+    """Losses of five steps of one rank: of the GPT (pipe 1) or of its pipeline, on the same batches."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+        "mesh": {"pipe": pipe},
+        "comm_timeout_seconds": 30.0,
+    }
+    module = import_from("gpt", "model")
+    made = import_from("gpt_pipeline", "layers")
+    settings = module.GPTConfig(**sizes)
+    if pipe == 1:
+        model: torch.nn.Module = module.GPT(settings, seed=5)
+    else:
+        model = PipelineModule(made.gpt_layers(settings, seed=5), loss_fn=made.next_byte_loss)
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(5):
+        batches = [(tokens(8 * step + part)[:2], tokens(8 * step + part + 4)[:2]) for part in range(4)]
+        if pipe > 1:
+            losses.append(engine.train_batch(iter(batches)).item())
+            continue
+        parts = []
+        for inputs, targets in batches:
+            loss = engine(inputs, targets)
+            engine.backward(loss)
+            engine.step()
+            parts.append(loss.item())
+        losses.append(sum(parts) / len(parts))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_learns_what_the_other_learns(ranks: Pools, tied: bool) -> None:
+    sizes = {"vocabulary": 32, "sequence": 16, "layers": 3, "heads": 2, "width": 16, "tied": tied}
+    (alone,) = ranks(1).run(train_gpt, sizes, 1, 0)
+    for stage in (0, 3):
+        for losses in ranks(2).run(train_gpt, sizes, 2, stage):
+            assert losses == pytest.approx(alone, rel=1e-5)
+    assert len(set(alone)) == 5

@@ -1,0 +1,350 @@
+"""The genuine ``det`` against a master of its own: create, look, steer, change, download, delete."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.master.det import BIN, SECONDS, TRAIN, Det, running, until
+
+
+@pytest.fixture(scope="module")
+def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
+    with running(tmp_path_factory.mktemp("master")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ended(det: Det) -> int:
+    """An experiment of one trial that has run to its end, submitted and followed with the program itself."""
+    (det.context() / "sub").mkdir(exist_ok=True)
+    (det.context() / "sub" / "data.txt").write_text("data")
+    extra = det.folder / "extra"
+    extra.mkdir()
+    (extra / "more.txt").write_text("more")
+    file = det.write(name="first", description="of many", labels=["a"], hyperparameters={"steps": 4, "deep": {"lr": 0.1}})
+    result = det.program("experiment", "create", "-f", str(file), str(det.context()), "--include", str(extra), "--config", "max_restarts=1")
+    assert result.code == 0, result.text
+    number = int(result.out.rpartition("Created experiment ")[2].split()[0])
+    assert "Following first trial" in result.out
+    assert "starts after step 0" in result.out
+    assert "step 4" in result.out, "the last lines of a trial are followed too"
+    assert det.wait(number) == "COMPLETED"
+    return number
+
+
+def test_nobody_is_asked_for_a_password(det: Det) -> None:
+    assert det.program("user", "whoami").out == "You are logged in as user 'determined'\n"
+    assert "DET_USER_TOKEN" in det.exports
+    private = [path for path in det.root.iterdir() if path.name in ("user.json", "master.db", "master.json")]
+    assert len(private) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    assert stat.S_IMODE(det.root.stat().st_mode) == 0o700
+
+
+def test_a_login_by_hand_with_the_password_of_the_file(det: Det) -> None:
+    account = json.loads((det.root / "user.json").read_text())
+    env = {name: value for name, value in det.env().items() if name != "DET_USER_TOKEN"}
+    env["DET_PASS"] = account["password"]
+    whoami = [str(BIN / "det"), "user", "whoami"]
+    good = subprocess.run(whoami, env=env, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False)
+    assert good.stdout == "You are logged in as user 'determined'\n"
+    (det.folder / "home" / "auth.json").unlink()
+    env["DET_PASS"] = "Wrong1word"
+    bad = subprocess.run(whoami, env=env, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False)
+    assert (bad.returncode, "Forbidden(invalid credentials)" in bad.stderr, "Traceback" in bad.stderr) == (1, True, False)
+
+
+def test_a_wrong_token_is_told_to_log_in(det: Det) -> None:
+    env = {**det.env(), "DET_USER_TOKEN": "wrong"}
+    done = subprocess.run([str(BIN / "det"), "e", "list"], env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, "Unauthenticated" in done.stderr) == (1, True)
+
+
+def test_the_experiment_is_described_as_it_was_submitted(det: Det, ended: int) -> None:
+    found = det.experiment(ended)
+    assert (found["name"], found["description"], found["labels"], found["state"], found["progress"]) == (
+        "first",
+        "of many",
+        ["a"],
+        "STATE_COMPLETED",
+        1.0,
+    )
+    assert found["config"]["hyperparameters"] == {"steps": 4, "deep": {"lr": 0.1}}
+    config = det.ok("experiment", "config", str(ended))
+    assert "max_restarts: 1" in config
+    assert "python3 train.py" in config
+    for text in (det.ok("experiment", "list"), det.ok("experiment", "describe", str(ended)), det.ok("experiment", "list", "--csv")):
+        assert "first" in text
+        assert "COMPLETED" in text
+
+
+def test_trials_and_what_they_reported(det: Det, ended: int) -> None:
+    (trial,) = det.trials(ended)
+    assert (trial["state"], trial["totalBatchesProcessed"], trial["hparams"]) == ("STATE_COMPLETED", 4, {"steps": 4, "deep": {"lr": 0.1}})
+    assert "COMPLETED" in det.ok("experiment", "list-trials", str(ended))
+    found = det.json("trial", "describe", str(trial["id"]), "--metrics")
+    assert [each["training"]["metrics"]["avgMetrics"]["loss"] for each in found["workloads"] if each.get("training")] == [1.0, 0.5, 1 / 3, 0.25]
+    assert [each["validation"]["totalBatches"] for each in found["workloads"] if each.get("validation")] == [1, 2, 3, 4]
+    assert sum(1 for each in found["workloads"] if each.get("checkpoint")) == 1
+    table = det.ok("experiment", "describe", str(ended), "--metrics")
+    assert "Validation Metric: validation_loss" in table
+    bundle = det.ok("trial", "support-bundle", str(trial["id"]), "-o", str(det.folder))
+    with tarfile.open(bundle.split()[-1]) as archive:
+        assert len(archive.getnames()) == 4
+
+
+def test_logs_whole_and_in_part(det: Det, ended: int) -> None:
+    trial = det.trials(ended)[0]["id"]
+    whole = det.logs(trial)
+    assert "step 1\n" in whole
+    lines = [line for line in whole.splitlines() if line.startswith("[20")]
+    assert "\n".join(lines[-2:]) in det.ok("trial", "logs", str(trial), "--tail", "2")
+    assert "\n".join(lines[:2]) in det.ok("trial", "logs", str(trial), "--head", "2")
+    assert "starts after step 0" in det.ok("experiment", "logs", str(ended))
+    assert "step 1" not in det.ok("trial", "logs", str(trial), "--timestamp-after", "2100-01-01T00:00:00Z")
+    assert "step 1" not in det.ok("trial", "logs", str(trial), "--source", "nowhere")
+    assert '"log": "step 1"' in det.ok("trial", "logs", str(trial), "--json")
+    task = det.json("trial", "describe", str(trial))["trial"]["taskId"]
+    assert "step 4" in det.ok("task", "logs", task)
+
+
+def test_checkpoints_are_listed_described_and_downloaded(det: Det, ended: int) -> None:
+    table = det.ok("experiment", "list-checkpoints", str(ended), "--csv")
+    uuid = table.splitlines()[1].split(",")[4]
+    assert uuid in det.ok("experiment", "list-checkpoints", str(ended), "--best", "1")
+    assert '"steps_completed": 4' in det.ok("checkpoint", "describe", uuid)
+    direct, proxied = det.folder / "direct", det.folder / "proxied"
+    det.ok("checkpoint", "download", uuid, "-o", str(direct))
+    det.ok("checkpoint", "download", uuid, "-o", str(proxied), "--mode", "master")
+    assert json.loads((direct / "state.json").read_text()) == json.loads((proxied / "state.json").read_text()) == {"step": 4}
+    det.ok("experiment", "download", str(ended), "-o", str(det.folder / "best"))
+    assert (det.folder / "best" / uuid / "state.json").exists()
+
+
+def test_the_model_definition_comes_back(det: Det, ended: int) -> None:
+    det.ok("experiment", "download-model-def", str(ended), "--output-dir", str(det.folder))
+    with tarfile.open(det.folder / f"experiment_{ended}_model_def.tgz") as archive:
+        names = archive.getnames()
+        assert archive.extractfile("train.py").read().decode() == TRAIN  # type: ignore[union-attr]
+    assert {"train.py", "sub", "sub/data.txt", "extra", "extra/more.txt"} <= set(names)
+
+
+def test_the_machine(det: Det, ended: int) -> None:
+    (agent,) = det.json("agent", "list")
+    assert (agent["num_slots"], agent["enabled"], agent["version"]) == (4, True, "0.38.1")
+    slots = det.json("slot", "list")
+    assert [(slot["slot_id"], slot["type"], slot["allocation_id"]) for slot in slots] == [(str(n), "cpu", "FREE") for n in range(4)]
+    assert det.json("task", "list") == {}
+    assert det.json("job", "list") == {"jobs": []}
+    assert det.json("master", "info")["version"] == "0.38.1"
+    assert "resource_manager" in det.ok("master", "config", "show")
+    assert "serves" in det.ok("master", "logs", "--tail", "1000")
+    assert "determined" in det.ok("user", "list")
+    assert "Uncategorized" in det.ok("workspace", "list")
+    assert "Uncategorized" in det.ok("project", "list", "Uncategorized")
+    det.ok("slot", "disable", agent["id"], "3")
+    assert [slot["enabled"] for slot in det.json("slot", "list")] == [True, True, True, False]
+    det.ok("slot", "enable", agent["id"], "3")
+
+
+def test_names_labels_and_the_archive(det: Det, ended: int) -> None:
+    number = str(ended)
+    det.ok("experiment", "set", "name", number, "renamed")
+    det.ok("experiment", "set", "description", number, "other words")
+    det.ok("experiment", "label", "add", number, "b c")
+    det.ok("experiment", "label", "remove", number, "a")
+    found = det.experiment(ended)
+    assert (found["name"], found["description"], found["labels"]) == ("renamed", "other words", ["b c"])
+    det.ok("experiment", "archive", number)
+    assert "renamed" not in det.ok("experiment", "list")
+    assert "renamed" in det.ok("experiment", "list", "--all")
+    det.ok("experiment", "unarchive", number)
+    assert "renamed" in det.ok("experiment", "list")
+
+
+def test_an_experiment_is_paused_and_goes_on_where_it_stopped(det: Det) -> None:
+    storage = {"type": "shared_fs", "host_path": str(det.folder), "save_trial_latest": 2}
+    number = det.create("--paused", hyperparameters={"steps": 40, "pause": 0.05}, name="patient", checkpoint_storage=storage)
+    assert det.state(number) == "PAUSED"
+    for words in (("max-slots", "2"), ("weight", "2.5"), ("priority", "7")):
+        det.ok("experiment", "set", words[0], str(number), words[1])
+    resources = det.experiment(number)["config"]["resources"]
+    assert (resources["max_slots"], resources["weight"], resources["priority"]) == (2, 2.5, 7)
+    det.ok("experiment", "activate", str(number))
+    until(lambda: bool(det.trials(number)), "the trial is never made")
+    trial = det.trials(number)[0]["id"]
+    det.wait_for_line(trial, "step 3")
+    (job,) = det.json("job", "list")["jobs"]
+    assert (job["name"], job["priority"], job["allocatedSlots"]) == ("patient", 7, 1)
+    det.ok("job", "update", job["jobId"], "--priority", "5")
+    assert det.json("job", "list")["jobs"][0]["priority"] == 5
+    (summary,) = det.json("task", "list").values()
+    assert summary["slotsNeeded"] == 1
+    assert sum(slot["task_name"] != "FREE" for slot in det.json("slot", "list")) == 1
+    det.ok("experiment", "pause", str(number))
+    until(lambda: not det.json("task", "list"), "the trial does not stop")
+    assert det.state(number) == "PAUSED"
+    stopped = det.trials(number)[0]["totalBatchesProcessed"]
+    assert 3 <= stopped < 40
+    det.ok("experiment", "activate", str(number))
+    assert det.run("experiment", "wait", str(number), "--polling-interval", "1").code == 0
+    assert f"starts after step {stopped}" in det.logs(trial)
+    steps = [each["training"]["totalBatches"] for each in det.json("trial", "describe", str(trial))["workloads"] if each.get("training")]
+    assert steps == list(range(1, 41)), "every step once, none lost and none twice"
+    det.ok("trial", "download", str(trial), "--latest", "-o", str(det.folder / "latest"))
+    assert (det.folder / "latest" / "state.json").exists()
+
+
+def test_kill_cancel_and_their_exit_codes(det: Det) -> None:
+    slow = {"hyperparameters": {"steps": 1000, "pause": 0.1}}
+    killed, canceled, of_trial = (det.create(**slow) for _ in range(3))
+    until(lambda: all(det.trials(number) for number in (killed, canceled, of_trial)), "the trials are never made")
+    det.wait_for_line(det.trials(canceled)[0]["id"], "step 1")
+    det.ok("experiment", "kill", str(killed))
+    det.ok("experiment", "cancel", str(canceled))
+    det.ok("trial", "kill", str(det.trials(of_trial)[0]["id"]))
+    assert det.wait(killed) == "CANCELED"
+    assert det.wait(canceled) == "CANCELED"
+    det.wait(of_trial)
+    assert [trial["state"] for trial in det.trials(of_trial)] == ["STATE_CANCELED"]
+    assert det.run("experiment", "wait", str(killed), "--polling-interval", "1").code == 1
+    assert '"steps_completed"' in det.ok("trial", "describe", str(det.trials(canceled)[0]["id"])), "a canceled trial saves before it ends"
+    paused = det.create("--paused")
+    det.ok("experiment", "cancel", str(paused))
+    assert det.wait(paused) == "CANCELED"
+
+
+def test_an_ended_experiment_is_continued(det: Det) -> None:
+    number = det.create(hyperparameters={"steps": 3})
+    det.wait(number)
+    det.ok("experiment", "continue", str(number), "--config", "hyperparameters.steps=6")
+    det.wait(number, "RUNNING", "QUEUED", "STARTING", "COMPLETED")
+    until(lambda: det.state(number) == "COMPLETED" and det.trials(number)[0]["totalBatchesProcessed"] == 6, "it does not go on to step 6")
+    assert "starts after step 3" in det.logs(det.trials(number)[0]["id"])
+
+
+def test_checkpoints_and_experiments_are_deleted_from_the_disk(det: Det) -> None:
+    number = det.create(hyperparameters={"steps": 2}, checkpoint_storage={"type": "shared_fs", "host_path": str(det.folder), "storage_path": "kept"})
+    assert det.wait(number) == "COMPLETED"
+    storage = det.folder / "kept"
+    uuid = det.ok("experiment", "list-checkpoints", str(number), "--csv").splitlines()[1].split(",")[4]
+    assert (storage / uuid / "state.json").exists()
+    det.ok("checkpoint", "rm", uuid, "--glob", "state.json", "--yes")
+    until(lambda: not (storage / uuid / "state.json").exists(), "the file is not removed")
+    det.ok("experiment", "delete", str(number), "--yes")
+    until(lambda: det.run("experiment", "describe", str(number)).code == 1, "the experiment is not deleted")
+    assert not (storage / uuid).exists()
+    gone = det.run("experiment", "describe", str(number))
+    assert "not found" in gone.err
+    assert "Traceback" not in gone.err
+
+
+WRONG: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
+    ({"searcher": {"name": "psychic", "metric": "x"}}, (), "searcher"),
+    ({"hyperparameters": {"ds_config": {"optimizer": {"type": "Adam"}}}}, (), 'must be one of "int", "double", "log"'),
+    ({"resources": {"slots_per_trial": 400}}, (), "400"),
+    ({"unheard_of": 1}, (), "unheard_of"),
+    ({}, ("--template", "t"), "templates are not kept here"),
+    ({}, ("--project_id", "9"), "one project"),
+]
+
+
+@pytest.mark.parametrize(("changes", "options", "words"), WRONG)
+def test_what_cannot_be_submitted_says_why_and_leaves_nothing(det: Det, changes: dict[str, Any], options: tuple[str, ...], words: str) -> None:
+    before = det.ok("experiment", "list", "--all")
+    result = det.run("experiment", "create", str(det.write(**changes)), str(det.context()), *options)
+    assert result.code == 1
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert det.ok("experiment", "list", "--all") == before
+
+
+def test_a_context_that_leads_outside_is_refused_by_the_master_itself(det: Det) -> None:
+    """The genuine client never sends one; somebody else may."""
+    bindings = pytest.importorskip("determined.common.api.bindings")
+    before = sorted(path for path in det.folder.rglob("*") if "home" not in path.parts and path.suffix != ".log")
+    for path, kind in (("../evil", 48), ("/tmp/evil", 48), ("link", 50), ("hard", 49), ("device", 51)):
+        file = bindings.v1File(path=path, type=kind, content="", mtime="0", mode=0o644, uid=0, gid=0)
+        body = bindings.v1CreateExperimentRequest(config=det.write().read_text(), modelDefinition=[file], activate=True)
+        with pytest.raises(Exception, match=r"not a relative path|leads out|neither a file"):
+            bindings.post_CreateExperiment(det.session(), body=body)
+    after = sorted(path for path in det.folder.rglob("*") if "home" not in path.parts and path.suffix != ".log")
+    assert after == before
+    assert not Path("/tmp/evil").exists()
+
+
+# Asks for its own trial, for another one, for all experiments, for an end to another trial, and once with the token in the user's header.
+SPY = """
+import json, os, urllib.error, urllib.request
+
+def ask(method, path, header="Grpc-Metadata-x-allocation-token"):
+    request = urllib.request.Request(os.environ["DET_MASTER"] + path, method=method)
+    request.add_header(header, "Bearer " + os.environ["DET_SESSION_TOKEN"])
+    try:
+        return urllib.request.urlopen(request, timeout=30).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+own = "/api/v1/trials/" + os.environ["DET_TRIAL_ID"]
+asked = [ask("GET", own), ask("GET", "/api/v1/trials/1"), ask("GET", "/api/v1/experiments"), ask("POST", "/api/v1/trials/1/kill")]
+print("FOU" + "ND " + json.dumps({"env": dict(os.environ), "asked": [*asked, ask("GET", own, "Authorization")]}))
+"""
+
+
+def test_a_trial_knows_its_own_token_and_not_the_users(det: Det) -> None:
+    """What a trial finds in its environment opens its own doors only, and none after it has ended."""
+    number = det.create(entrypoint=["python3", "-c", SPY])
+    assert det.wait(number) == "COMPLETED"
+    text = det.logs(det.trials(number)[0]["id"])
+    assert det.exports["DET_USER_TOKEN"] not in text
+    found = json.loads(text.rpartition("FOUND ")[2].splitlines()[0])
+    assert found["asked"] == [200, 403, 403, 403, 401]
+    api = pytest.importorskip("determined.common.api")
+    session = api.TaskSession(det.url, "determined", found["env"]["DET_SESSION_TOKEN"], None)
+    with pytest.raises(api.errors.UnauthenticatedException):
+        session.get(f"api/v1/trials/{found['env']['DET_TRIAL_ID']}")
+
+
+def test_det_follows_a_line_within_a_second(det: Det) -> None:
+    """Between the moment at which a trial writes a line and the one at which the genuine program prints it."""
+    script = "import time\nfor n in range(5):\n    print('written', time.time(), flush=True)\n    time.sleep(0.3)"
+    number = det.create(entrypoint=["python3", "-c", script])
+    until(lambda: bool(det.trials(number)), "the trial is never made")
+    follow = subprocess.Popen(
+        [sys.executable, "-u", str(BIN / "det"), "trial", "logs", "-f", str(det.trials(number)[0]["id"])],
+        env=det.env(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    import time
+
+    assert follow.stdout is not None
+    delays = [time.time() - float(line.split()[-1]) for line in follow.stdout if "] written " in line]
+    assert follow.wait(timeout=SECONDS) == 0
+    assert len(delays) == 5
+    assert sorted(delays)[2] < 1.0, delays
+
+
+def test_ctrl_c_ends_a_follower_and_not_the_trial(det: Det) -> None:
+    number = det.create(hyperparameters={"steps": 1000, "pause": 0.1})
+    until(lambda: bool(det.trials(number)), "the trial is never made")
+    trial = det.trials(number)[0]["id"]
+    follow = subprocess.Popen([str(BIN / "det"), "trial", "logs", "-f", str(trial)], env=det.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert follow.stdout is not None
+    follow.stdout.readline()
+    os.kill(follow.pid, signal.SIGINT)
+    follow.communicate(timeout=SECONDS)
+    det.wait_for_line(trial, "step 2")
+    det.ok("experiment", "kill", str(number))
+    det.wait(number)

@@ -1,0 +1,120 @@
+"""Every command that the genuine ``det`` has, once: each does its work, or says in one line why not, and fails."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.master.det import Det, running
+
+declarative = pytest.importorskip("determined.cli._declarative_argparse")
+
+# What is not tried: it asks at a terminal, opens programs, waits for the end, or never asks the master.
+SKIPPED = ("deploy", "user login", "user create", "user change-password", "dev curl", "dev bindings", "token login", "experiment wait")
+# What would end the experiment that the others look at comes last.
+LAST = ("experiment kill", "experiment delete", "trial kill", "user logout")
+# What this master does; everything else must say that it does not, or that an argument made no sense.
+WORKS = """
+experiment list/config/describe/logs/download-model-def/list-trials/list-checkpoints/create/activate/pause/cancel/kill/download
+experiment label add/label remove/set description/set name/set gc-policy/set max-slots/set weight/set priority
+master config show/info/logs
+agent list
+slot list/enable/disable
+job list
+task list
+trial describe/logs/kill/support-bundle
+user list/logout/whoami
+workspace list
+version
+auth login/list-providers
+dev auth-token
+"""
+VALUES = {
+    "experiment_id": "1",
+    "experiment_ids": "1",
+    "trial_id": "1",
+    "agent_id": "this-machine",
+    "slot_id": "3",
+    "max_slots": "2",
+    "workspace_name": "Uncategorized",
+    "project_name": "Uncategorized",
+}
+NO_SUCH_ID = "6f1c8d2e-0000-4000-8000-0123456789ab"
+
+
+def works() -> set[str]:
+    return {f"{line.split()[0]} {each}".removesuffix(" version") for line in WORKS.split("\n") if line for each in line.partition(" ")[2].split("/")} | {
+        "version"
+    }
+
+
+def commands(nodes: Sequence[Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, with the words that lead to it."""
+    for node in nodes:
+        if not isinstance(node, declarative.Cmd):
+            continue
+        words = (*before, node.name.split()[0].replace("|", ""))
+        if any(isinstance(each, declarative.Cmd) for each in node.subs or ()):
+            yield from commands(node.subs, words)
+        else:
+            yield words, node
+
+
+def arguments(nodes: Sequence[Any], config: Path) -> list[str]:
+    """A value for every argument that must be there."""
+    found: list[str] = []
+    for node in nodes:
+        if isinstance(node, declarative.Arg):
+            name = node.args[0]
+            needed = node.kwargs.get("required") if name.startswith("-") else node.kwargs.get("nargs") not in ("?", "*", argparse.REMAINDER)
+            if needed:
+                found += [max(node.args, key=len)] if name.startswith("-") else []
+                found.append(value(name, node.kwargs, config))
+            elif "--yes" in node.args:
+                found.append("--yes")
+    return found
+
+
+def value(name: str, kwargs: dict[str, Any], config: Path) -> str:
+    if name in VALUES:
+        return VALUES[name]
+    if kwargs.get("choices"):
+        return str(next(iter(kwargs["choices"])))
+    if isinstance(kwargs.get("type"), argparse.FileType):
+        return str(config)
+    return "1" if kwargs.get("type") in (int, float) else NO_SUCH_ID
+
+
+@pytest.fixture(scope="module")
+def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
+    with running(tmp_path_factory.mktemp("every")) as made:
+        yield made
+
+
+def test_every_command_works_or_says_why_not(det: Det) -> None:
+    from determined.cli import cli
+
+    config = det.write(entrypoint="true")
+    det.create(entrypoint="sleep 1000")
+    found = [(" ".join(words), words, node) for words, node in commands(cli.all_args_description)]
+    found = [each for each in found if not each[0].startswith(SKIPPED)]
+    found.sort(key=lambda each: each[0].startswith(LAST))
+    worked, faults = set(), []
+    for name, words, node in found:
+        result = det.run(*words, *arguments(node.subs or (), config))
+        last = result.err.strip().splitlines()[-1:] or [""]
+        if result.code == 0:
+            worked.add(name)
+        elif "Traceback" in result.err or not last[0] or "not known to the embedded master" in result.text:
+            faults.append((name, result.code, result.err))
+    assert faults == EXPECTED_FAULTS
+    assert len(found) > 130
+    assert worked == works()
+
+
+# `det job update-batch` and `det master cluster-message set` fail in the client itself, before anything is asked, for want of sensible arguments.
+EXPECTED_FAULTS: list[tuple[str, int, str]] = []

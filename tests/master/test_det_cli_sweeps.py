@@ -1,0 +1,108 @@
+"""Sweeps driven by the genuine ``det``: searchers, crashes, crowds, and a master that is killed in the middle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.master.det import Det, running, until
+
+
+@pytest.fixture(scope="module")
+def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
+    with running(tmp_path_factory.mktemp("sweeps")) as made:
+        yield made
+
+
+def states(det: Det, number: int) -> Counter[str]:
+    return Counter(trial["state"].removeprefix("STATE_") for trial in det.trials(number))
+
+
+def searcher(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "metric": "validation_loss", "smaller_is_better": True, **more}
+
+
+def test_a_grid_of_two_by_two_has_every_point_once(det: Det) -> None:
+    number = det.create(
+        searcher=searcher("grid"),
+        data={"ds_config": {"train_micro_batch_size_per_gpu": 1}},
+        hyperparameters={
+            "steps": 2,
+            "x": {"type": "categorical", "vals": [1.0, 2.0]},
+            "ds_config": {"zero_optimization": {"stage": {"type": "int", "minval": 1, "maxval": 2, "count": 2}}},
+        },
+    )
+    assert det.wait(number) == "COMPLETED"
+    points = {(trial["hparams"]["x"], trial["hparams"]["ds_config"]["zero_optimization"]["stage"]) for trial in det.trials(number)}
+    assert points == {(1.0, 1), (1.0, 2), (2.0, 1), (2.0, 2)}
+    assert states(det, number) == {"COMPLETED": 4}
+    best = det.experiment(number)
+    assert best["bestTrialSearcherMetric"] == 0.5
+
+
+ASHA = {
+    "searcher": searcher("adaptive_asha", max_trials=8, max_time=4, time_metric="batches", divisor=2, max_concurrent_trials=4, mode="aggressive"),
+    "hyperparameters": {"steps": 4, "pause": 0.2, "x": {"type": "double", "minval": 1.0, "maxval": 9.0}},
+    "reproducibility": {"experiment_seed": 7},
+}
+
+
+def test_a_master_that_is_killed_in_the_middle_of_a_search_goes_on_as_if_nothing_had_been(det: Det) -> None:
+    """Eight trials of adaptive_asha. The trials that run while the master is away go on, and none is lost or run twice."""
+    number = det.create(**ASHA)
+    until(lambda: any(trial["totalBatchesProcessed"] >= 1 for trial in det.trials(number)), "no trial ever reports")
+    before = {trial["id"]: trial["hparams"]["x"] for trial in det.trials(number)}
+    det.kill_9()
+    unreachable = det.run("experiment", "list")
+    assert unreachable.code == 1
+    assert "Traceback" not in unreachable.err
+    address = det.url
+    det.up()
+    assert det.url == address, "the running trials know the master by its address"
+    assert det.wait(number) == "COMPLETED"
+    trials = det.trials(number)
+    assert len(trials) == 8
+    assert before.items() <= {trial["id"]: trial["hparams"]["x"] for trial in trials}.items()
+    assert len({trial["hparams"]["x"] for trial in trials}) == 8
+    assert {trial["state"] for trial in trials} == {"STATE_COMPLETED"}
+    reached = sorted(trial["totalBatchesProcessed"] for trial in trials)
+    assert reached[-1] == 4
+    for trial in trials:
+        reports = [each["training"]["totalBatches"] for each in det.json("trial", "describe", str(trial["id"]))["workloads"] if each.get("training")]
+        assert reports == list(range(1, trial["totalBatchesProcessed"] + 1)), "no step lost, none counted twice"
+
+
+def test_a_third_of_the_trials_crashes_and_the_search_goes_on(det: Det) -> None:
+    number = det.create(
+        searcher=searcher("grid"),
+        hyperparameters={"steps": 2, "crash": {"type": "categorical", "vals": [False, True, False]}, "x": {"type": "categorical", "vals": [1.0, 2.0]}},
+        max_restarts=0,
+    )
+    assert det.wait(number) in ("COMPLETED", "ERROR")
+    assert states(det, number) == {"COMPLETED": 4, "ERROR": 2}
+    assert det.state(number) == "COMPLETED"
+    crashed = next(trial for trial in det.trials(number) if trial["hparams"]["crash"])
+    assert "crashes on purpose" in det.logs(crashed["id"])
+
+
+def test_a_trial_that_crashes_is_tried_again_as_often_as_it_may(det: Det) -> None:
+    number = det.create(hyperparameters={"steps": 2, "crash": True}, max_restarts=1)
+    assert det.wait(number) == "ERROR"
+    (trial,) = det.trials(number)
+    assert (trial["restarts"], trial["state"]) == (1, "STATE_ERROR")
+    assert det.logs(trial["id"]).count("crashes on purpose") == 2
+
+
+def test_twenty_experiments_at_once_all_end(det: Det) -> None:
+    """More than there are slots; what they run is a shell's one line, as the crowd is the point."""
+    numbers = [det.create(entrypoint="echo hello from $DET_TRIAL_ID", name=f"crowd {n}") for n in range(20)]
+    for number in numbers:
+        assert det.wait(number) == "COMPLETED"
+    listed = det.ok("experiment", "list", "--csv").splitlines()
+    assert sum("crowd" in line and "COMPLETED" in line for line in listed) == 20
+    for number in (numbers[0], numbers[-1]):
+        trial = det.trials(number)[0]["id"]
+        assert f"hello from {trial}" in det.logs(trial)

@@ -59,7 +59,11 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["zero_trial", "zero_trial.*"]),
     package_data={
-        "zero_trial": ["py.typed", "report/page.css", "report/page.js", "csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"]
+        "zero_trial": [
+            *("py.typed", "report/page.css", "report/page.js"),
+            *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
+            "master/relocation/sitecustomize.py",  # not a module of the package: the trials' Pythons find it by itself
+        ]
     },
     python_requires=">=3.10",
     install_requires=[

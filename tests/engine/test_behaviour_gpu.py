@@ -1,0 +1,127 @@
+"""The engine on a GPU: every stage and precision in one rank over NCCL, and two ranks on one GPU over gloo, against the same engine on CPU.
+
+Tolerance: fp32 losses differ by summation order of the products, 2e-5; 16-bit ones by a rounding of an activation, 3e-2.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import TinyLM, make_engine, tokens
+from tests.support.pool import free_port
+
+STEPS, BATCH = 4, 8
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def alone(rank: int, size: int, port: int, body: Callable[..., Any], args: tuple[Any, ...], answers: Any) -> None:
+    """What a process does: one rank of a world of its own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        answers.put((rank, body(*args), ""))
+    except BaseException as trouble:
+        answers.put((rank, None, f"{type(trouble).__name__}: {trouble}"))
+
+
+def on_ranks(size: int, body: Callable[..., Any], *args: Any, seconds: float = 120.0) -> list[Any]:
+    """``body(*args)`` in ``size`` fresh processes; results in rank order."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    answers = context.Queue()
+    started = [context.Process(target=alone, args=(rank, size, port, body, args, answers)) for rank in range(size)]
+    try:
+        for process in started:
+            process.start()
+        found = sorted(answers.get(timeout=seconds) for _ in started)
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    assert not any(trouble for *_, trouble in found), [trouble for *_, trouble in found]
+    return [value for _, value, _ in found]
+
+
+def train(stage: int, precision: str, backend: str | None, cpu: bool) -> tuple[list[float], str, str]:
+    """Losses of a few steps, the optimizer's class, and the device."""
+    from zero_trial.mesh import init_distributed
+
+    if cpu:
+        torch.cuda.is_available = lambda: False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    init_distributed(dist_backend=backend, timeout=60.0)
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.5, **PRECISIONS[precision]}
+    engine = make_engine(TinyLM, config)
+    losses = []
+    for step in range(STEPS):
+        share = BATCH // engine.dp_world_size
+        start = engine.mpu.get_data_parallel_rank() * share
+        loss = engine(tokens(step, BATCH)[start : start + share].to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert engine.optimizer is not None
+    return losses, type(engine.optimizer.base).__name__, engine.device.type
+
+
+def gloo_moves_cuda_tensors() -> bool:
+    """Whether this torch's gloo can do what ZeRO needs between CUDA tensors."""
+    import torch.distributed as dist
+
+    from zero_trial.mesh import init_distributed
+
+    init_distributed(dist_backend="gloo", timeout=30.0)
+    part, whole = torch.ones(8, device="cuda"), torch.zeros(16, device="cuda")
+    try:
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole)
+    except (RuntimeError, ValueError):
+        return False
+    return bool(part[0] == 2.0)
+
+
+def close(got: list[float], want: list[float], precision: str) -> bool:
+    limit = 2e-5 if precision == "fp32" else 3e-2
+    return max(abs(x - y) for x, y in zip(got, want, strict=True)) <= limit
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_over_nccl(stage: int, precision: str) -> None:
+    ((losses, optimizer, device),) = on_ranks(1, train, stage, precision, None, False)
+    ((want, *_),) = on_ranks(1, train, stage, precision, "gloo", True)
+    assert device == "cuda" and optimizer == "FusedAdam"
+    assert close(losses, want, precision)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_ranks_on_one_gpu_over_gloo(stage: int) -> None:
+    if not all(on_ranks(2, gloo_moves_cuda_tensors)):
+        pytest.skip("this torch's gloo does not move CUDA tensors")
+    results = on_ranks(2, train, stage, "fp32", "gloo", False)
+    wanted = on_ranks(2, train, stage, "fp32", "gloo", True)
+    for (losses, _, device), (want, *_) in zip(results, wanted, strict=True):
+        assert device == "cuda" and close(losses, want, "fp32")
+
+
+def reference_and_kernels(reference: bool) -> list[float]:
+    if reference:
+        os.environ["ZERO_TRIAL_OPS"] = "reference"
+    return train(2, "bf16", None, False)[0]
+
+
+def test_the_kernels_train_as_the_reference_does() -> None:
+    """The same shards, gradients and clipping; only the arithmetic's last bits differ."""
+    (ours,), (reference,) = on_ranks(1, reference_and_kernels, False), on_ranks(1, reference_and_kernels, True)
+    assert close(ours, reference, "bf16")

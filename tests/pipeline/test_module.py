@@ -64,9 +64,9 @@ def test_a_rank_builds_only_its_own_layers():
     specs = [LayerSpec(NeverBuilt), LayerSpec(nn.Linear, 2, 2)]
     module = PipelineModule(specs, partition_method="uniform", num_stages=2)
     assert not module.built  # there are no two ranks here
-    with pytest.raises(ConfigError, match="PipelineModule.parameters: the layers are not built yet"):
+    with pytest.raises(ConfigError, match=r"PipelineModule\.parameters: the layers are not built yet"):
         list(module.parameters())
-    with pytest.raises(ConfigError, match="PipelineModule.forward: the layers are not built yet"):
+    with pytest.raises(ConfigError, match=r"PipelineModule\.forward: the layers are not built yet"):
         module(torch.ones(2))
     module._layers = [nn.Identity(), specs[1]]  # counting builds on the meta device, which this one does not survive
     module.build(Placement.loop(2), 1)
@@ -113,7 +113,7 @@ def test_shared_parameters_on_two_parts_are_refused():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     module = PipelineModule([first, nn.ReLU(), second], partition_method="uniform")
-    with pytest.raises(ConfigError, match="share a parameter: got layers 0 and 2. Describe both by TiedLayerSpec"):
+    with pytest.raises(ConfigError, match=r"share a parameter: got layers 0 and 2\. Describe both by TiedLayerSpec"):
         module.build(Placement.loop(2), 0)
     module.build(Placement.loop(1), 0)
 

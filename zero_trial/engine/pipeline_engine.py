@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -53,7 +54,7 @@ class PipelineEngine(Engine):
         )
         self.stage = Stage(self._run_chunk, lambda chunk: not self._chunks[chunk].recomputes)
         self.executor = Executor(
-            self.mesh.pipe, self.stage, self._shards, self.device, self.phases, channel=wired.channel
+            self.mesh.pipe, self.stage, self._shards, self.device, _Watch(self), channel=wired.channel
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -92,7 +93,7 @@ class PipelineEngine(Engine):
         self.phases.end(REDUCE_WAIT)
         loss = self._mean(meal, outcome)
         self.reporter.saw_loss(loss)
-        self.micro_steps += meal.micro_batches
+        self.micro_steps += self.gradient_accumulation_steps()
         self._update(meal.micro_batches, {})
         self.executor.finish()
         return loss
@@ -222,6 +223,10 @@ class PipelineEngine(Engine):
         """This rank holds the last layer: losses and logits are made here (with ``zb_v`` that is pipeline rank 0)."""
         return len(self.pipeline.parts) - 2 in self._chunks
 
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Always: a batch ends with its step."""
+        return True
+
     def pending_micro_batches(self) -> int:
         """None: a batch is trained as a whole."""
         return 0
@@ -259,6 +264,19 @@ class PipelineEngine(Engine):
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("step")
+
+
+class _Watch:
+    """The engine's phases, whoever watches them by now."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+
+    def begin(self, phase: str) -> None:
+        self._engine.phases.begin(phase)
+
+    def end(self, phase: str) -> None:
+        self._engine.phases.end(phase)
 
 
 def _batch(meal: Meal) -> Batch:

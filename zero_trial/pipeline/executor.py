@@ -19,6 +19,8 @@ from zero_trial.pipeline.parcel import Parcel, tensors_in
 from zero_trial.pipeline.schedule import Schedule
 from zero_trial.pipeline.stage import Item, Loss, Stage
 
+FORWARD, BACKWARD = "forward", "backward"
+
 
 class Shards(Protocol):
     """What a schedule's sharding actions do to the chunks of this rank."""
@@ -159,14 +161,14 @@ class Executor:
         if chunk > 0 and run.labels_beside:
             parcel, label = _without_label(parcel)
         self._shards.need(chunk)
-        self._watch.begin("forward")
+        self._watch.begin(FORWARD)
         compute = self.stage.forward if run.wishes.training else self.stage.evaluate
         output = compute(chunk, number, parcel)
         if chunk == run.last:
             self._finish_forward(chunk, number, output, label)
         else:
             self._hand_on(chunk, number, output, label)
-        self._watch.end("forward")
+        self._watch.end(FORWARD)
 
     def _first_parcel(self, number: int) -> Parcel:
         batch, run = self._run.batch, self._run
@@ -213,18 +215,18 @@ class Executor:
 
     def _backward_weights(self, action: Action) -> None:
         self._shards.need(action.chunk)
-        self._watch.begin("backward")
+        self._watch.begin(BACKWARD)
         self.stage.backward_weights(action.chunk, action.micro_batch)
-        self._watch.end("backward")
+        self._watch.end(BACKWARD)
         self._shards.landed(action.chunk)
 
     def _pass_back(self, action: Action, compute: Callable[..., list[torch.Tensor | None]]) -> None:
         run, chunk, number = self._run, action.chunk, action.micro_batch
         gradients = run.gradients.pop((chunk, number))
         self._shards.need(chunk)
-        self._watch.begin("backward")
+        self._watch.begin(BACKWARD)
         found = compute(chunk, number, gradients)
-        self._watch.end("backward")
+        self._watch.end(BACKWARD)
         if chunk == 0:
             return
         if run.place.sends_backward(chunk):

@@ -114,7 +114,7 @@ def run_rank(options: argparse.Namespace, state: RankState, engine_factory: Engi
     ranks = world(state.env)
     platform = build_platform(options, experiment, model_dir, ranks, stop)
     if ranks.rank == 0:
-        platform.checkpoints.sweep()
+        platform.tidy()
         say_config(options.run_dir)
     trained = train(kind, platform, state, engine_factory)
     write_summary(trained, options.run_dir, options.repeat)

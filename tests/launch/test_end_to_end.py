@@ -236,7 +236,7 @@ def test_a_run_that_crashed_after_it_had_saved_goes_on_by_itself(project: Path):
     assert "restart 1 of 1, from step 4: rank 1: killed by SIGKILL" in done.stdout
     lines = [json.loads(line) for line in (project / "runs/0001/metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if line["group"] == "training"]
-    assert steps[-6:] == [5, 6, 7, 8, 9, 10] and steps[:4] == [1, 2, 3, 4]
+    assert steps == list(range(1, 11))  # what was reported after the checkpoint is reported once
     assert not list((project / "runs/0001/errors").glob("*.json"))
 
 

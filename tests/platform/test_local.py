@@ -137,3 +137,16 @@ def test_exactly_one_early_exit_is_posted(tmp_path: Path) -> None:
 
     run_ranks(4, work)
     assert json.loads((tmp_path / "new" / "early_exit.json").read_text())["reason"] == "INVALID_HP"
+
+
+def test_what_lies_beyond_the_step_to_go_on_from_is_taken_away(tmp_path: Path) -> None:
+    """A run that was killed after it had reported steps which no checkpoint holds reports them again."""
+    killed = LocalPlatform(tmp_path, {"searcher": {"metric": "validation_loss"}})
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        killed.metrics.report_validation_metrics(step, {"validation_loss": loss})
+    (tmp_path / "checkpoints" / "step-000003.tmp-1").mkdir(parents=True)
+    again = LocalPlatform(tmp_path, killed.experiment, steps_completed=2)
+    again.tidy()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert again.best_validation() == 2.0
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import Diverged
-from zero_trial.platform.run_folder import RunFolder, append_line, error_record, read_lines, write_json
+from zero_trial.platform.run_folder import RunFolder, append_line, error_record, keep_lines, read_lines, write_json
 
 
 def test_lines_are_appended_and_read_back(tmp_path: Path) -> None:
@@ -55,3 +55,19 @@ def test_an_error_keeps_its_exit_code() -> None:
 def test_an_unexpected_error_is_named_with_its_type() -> None:
     record = error_record(KeyError("x"), rank=0, step=None, now=0.0)
     assert (record["message"], record["exit_code"], record["expected"]) == ("KeyError: 'x'", 1, False)
+
+
+def test_lines_that_do_not_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    keep_lines(path, lambda line: False)
+    assert not path.exists()
+    for step in (1, 2, 3):
+        append_line(path, {"step": step})
+    before = path.stat().st_ino
+    keep_lines(path, lambda line: line["step"] <= 3)
+    assert path.stat().st_ino == before  # untouched
+    with path.open("a") as file:
+        file.write('{"step": ')
+    keep_lines(path, lambda line: line["step"] <= 2)
+    append_line(path, {"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'

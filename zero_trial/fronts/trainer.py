@@ -143,7 +143,7 @@ def _on_disk(
                 show=log,
             )
             if ranks.rank == 0:
-                platform.checkpoints.sweep()
+                platform.tidy()
             yield platform, folder
     except (Exception, KeyboardInterrupt) as error:
         if folder is not None:

@@ -16,7 +16,7 @@ from typing import Any
 from zero_trial.errors import CheckpointError
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.protocols import Distributed
-from zero_trial.platform.run_folder import RunFolder, append_line, read_lines, write_json
+from zero_trial.platform.run_folder import RunFolder, append_line, keep_lines, read_lines, write_json
 
 METADATA = "metadata.json"
 
@@ -200,6 +200,13 @@ class LocalPlatform:
     @cached_property
     def progress(self) -> LocalProgress:
         return LocalProgress(self.folder, show=self.show)
+
+    def tidy(self) -> None:
+        """Rank 0, before training: takes away what a run that was killed here has left beyond the step that this one goes
+        on from, so that no step is reported twice.
+        """
+        self.checkpoints.sweep()
+        keep_lines(self.folder.metrics, lambda line: line.get("step", 0) <= self.steps_completed)
 
     def best_validation(self) -> float | None:
         searcher = self.experiment.get("searcher") or {}

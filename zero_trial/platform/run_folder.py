@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrites ``path`` without the records that do not stay, and without torn lines. Nothing if all do, or there is no file."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [json.dumps(record) + "\n" for record in read_lines(path) if stays(record)]
+    if kept != lines:
+        replace_file(path, "".join(kept))
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """``value`` as the whole content of ``path``: written beside it, flushed to disk and renamed."""
+    """``value`` as the whole content of ``path``."""
+    replace_file(path, json.dumps(value, indent=1) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """``text`` as the whole content of ``path``: written beside it, flushed to disk and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

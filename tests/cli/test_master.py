@@ -1,0 +1,167 @@
+"""``zero-trial master``: up, down, status and logs, with real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.master.fakes import experiment, tgz
+from zero_trial.cli import main as cli
+from zero_trial.cli.master import default_root
+from zero_trial.master.agent.processes import Identity, marked
+from zero_trial.master.home import Home
+
+
+class Shell:
+    """The command on one root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.home = Home(root)
+
+    def run(self, word: str, *options: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "zero_trial.cli.main", "master", word, "--root", str(self.root), *options]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+    def up(self, *options: str) -> dict[str, Any]:
+        done = self.run("up", "--cpu", "--slots", "1", "--json", *options)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def master(self) -> Identity:
+        state = self.home.state()
+        return Identity(state["pid"], state["start"])
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path / "root")
+    yield made
+    made.run("down")
+
+
+def submit(env: dict[str, str], entrypoint: str) -> None:
+    """One experiment over HTTP, as the det command would."""
+    import base64
+    import io
+    import tarfile
+
+    from determined.common import api
+    from determined.common.api import bindings
+
+    files = []
+    with tarfile.open(fileobj=io.BytesIO(tgz({"a.txt": b"x"}))) as archive:
+        for member in archive:
+            content = archive.extractfile(member)
+            assert content is not None
+            files.append(
+                bindings.v1File(
+                    path=member.name,
+                    type=ord("0"),
+                    content=base64.b64encode(content.read()).decode(),
+                    mtime="0",
+                    mode=0o644,
+                    uid=0,
+                    gid=0,
+                )
+            )
+    session = api.Session(env["DET_MASTER"], env["DET_USER"], env["DET_USER_TOKEN"], None)
+    body = bindings.v1CreateExperimentRequest(
+        config=yaml.safe_dump(experiment(entrypoint=entrypoint)), modelDefinition=files, activate=True
+    )
+    bindings.post_CreateExperiment(session, body=body)
+
+
+def until(condition: Any) -> None:
+    tick = threading.Event()
+    for _ in range(1200):
+        if condition():
+            return
+        tick.wait(0.05)
+    raise AssertionError("it did not happen")
+
+
+def test_up_is_idempotent_and_down_leaves_nothing(shell: Shell) -> None:
+    first = shell.up()
+    assert first["started"] and set(first["env"]) == {"DET_MASTER", "DET_USER", "DET_USER_TOKEN"}
+    again = shell.up()
+    assert not again["started"] and again["pid"] == first["pid"] and again["env"] == first["env"]
+    text = shell.run("up").stdout
+    assert first["url"] in text and "was running already" in text and 'eval "$(zero-trial master up --env)"' in text
+    exports = dict(line.removeprefix("export ").split("=", 1) for line in shell.run("up", "--env").stdout.splitlines())
+    assert {name: shlex.split(value)[0] for name, value in exports.items()} == first["env"]
+    assert shell.run("down").stdout == "master ended\n"
+    assert not shell.home.locked() and "no master was running" in shell.run("down").stdout
+    assert shell.up()["url"] == first["url"]
+
+
+def test_a_second_master_in_the_foreground_is_refused(shell: Shell) -> None:
+    shell.up()
+    done = shell.run("up", "--foreground")
+    assert done.returncode == 2 and "a master is already running here" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_wrong_is_told_by_up_itself(shell: Shell) -> None:
+    done = shell.run("up", "--slots", "0")
+    assert done.returncode == 2 and "--slots" in done.stderr
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = shell.run("up", "--cpu", "--slots", "1", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 5 and "did not start" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(shell: Shell) -> None:
+    env = shell.up()["env"]
+    submit(env, "touch here; exec sleep 300")
+    work = shell.home.allocations
+    until(lambda: list(work.glob("*/work/here")))
+    name = next(work.glob("*/work/here")).parents[1].name
+    assert marked("DET_ALLOCATION_ID", name)
+    status = json.loads(shell.run("status", "--json").stdout)
+    assert status["running"] and status["slots_used"] == 1 and status["experiments"][0]["trials"] == {"RUNNING": 1}
+    shell.master().send(signal.SIGKILL)
+    until(lambda: not shell.home.locked())
+    assert re.search("the master is down", shell.run("status").stdout) and marked("DET_ALLOCATION_ID", name)
+    assert f"ended allocation {name}" in shell.run("down").stdout
+    assert marked("DET_ALLOCATION_ID", name) == []
+    shell.up()
+    until(lambda: list(work.glob("*.2/work/here")))
+    second = next(work.glob("*.2/work/here")).parents[1].name
+    shell.run("down")
+    assert marked("DET_ALLOCATION_ID", second) == [] and not shell.home.locked()
+    assert "1  ACTIVE" in shell.run("status").stdout or "QUEUED" in shell.run("status").stdout
+
+
+def test_logs(shell: Shell) -> None:
+    shell.up()
+    lines = json.loads(shell.run("logs", "--json").stdout)["lines"]
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO zero_trial \S+ serves http://127\.0\.0\.1:\d+ with 1 cpu slots",
+        lines[0],
+    )
+    assert shell.run("logs", "--tail", "1").stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("word", ["status", "logs"])
+def test_where_there_never_was_a_master(tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["master", word, "--root", str(tmp_path / "nowhere")]) == 2
+    assert "zero-trial master up" in capsys.readouterr().err and not (tmp_path / "nowhere").exists()
+
+
+def test_the_default_root_follows_xdg(tmp_path: Path) -> None:
+    assert default_root({"XDG_STATE_HOME": "/s"}) == Path("/s/zero_trial/master")
+    assert default_root({}) == Path.home() / ".local/state/zero_trial/master"

@@ -1,0 +1,137 @@
+"""The whole cluster in this process with the genuine harness in its trials: what no fake can show."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.master.fakes import experiment, tgz
+from zero_trial.master.agent.devices import Devices
+from zero_trial.master.agent.processes import marked
+from zero_trial.master.api import Server
+from zero_trial.master.core import EmbeddedCluster
+from zero_trial.master.home import Home
+from zero_trial.master.records import Experiment
+from zero_trial.master.verbs import LogQuery, NewExperiment
+
+TRAIN = """
+import os, subprocess, sys, time
+import determined as det
+from determined import core
+
+info = det.get_cluster_info()
+mode = info.trial.hparams["mode"]
+print("hook", os.environ.get("FROM_HOOK"), "user", os.environ.get("FROM_CONFIG"), "leak", os.environ.get("SECRET_OF_THE_MASTER"))
+print("paths", det._info.DEFAULT_CLUSTER_INFO_PATH, os.path.exists("/run/determined/info"), flush=True)
+if mode == "daemon":
+    subprocess.Popen(["setsid", "sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+with core.init(distributed=None, tensorboard_mode=core.TensorboardMode.MANUAL) as context:
+    if mode == "invalid":
+        raise det.InvalidHP("not these")
+    if mode == "deaf":
+        print("running", flush=True)
+        time.sleep(300)
+    with context.checkpoint.store_path({"steps_completed": 1}) as (path, uuid):
+        (path / "state").write_text("1")
+    context.train.report_validation_metrics(1, {"val": 0.5, "batches": 1})
+"""
+
+
+class Live:
+    """A cluster on four slots with its server."""
+
+    def __init__(self, root: Path) -> None:
+        self.home = Home(root)
+        self.home.prepare()
+        import os
+
+        env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
+        self.cluster = EmbeddedCluster.on(self.home, Devices(4, cores=4), host_env=env, grace=1.0)
+        self.server = Server(self.cluster)
+        self.cluster.begin(self.server.url)
+
+    def create(self, mode: str, files: dict[str, bytes] | None = None, **config: Any) -> Experiment:
+        text = yaml.safe_dump(experiment(hyperparameters={"mode": mode}, **config))
+        context = tgz({"train.py": TRAIN.encode(), **(files or {})})
+        return self.cluster.experiments.create(NewExperiment(text, context, "ada")).experiment
+
+    def wait(
+        self, made: Experiment, wanted: Callable[[Experiment], bool] = lambda found: found.state.final
+    ) -> Experiment:
+        """The experiment once it is as wanted; fails after two minutes with the log."""
+        tick = threading.Event()
+        for _ in range(2400):
+            found = self.cluster.experiments.get(made.id)
+            if wanted(found):
+                return found
+            tick.wait(0.05)
+        raise AssertionError("\n".join(self.log(made)))
+
+    def log(self, made: Experiment) -> list[str]:
+        (trial,) = self.cluster.experiments.trials(made.id)
+        return [line.message for line in self.cluster.trials.logs(trial.id, LogQuery()) if line is not None]
+
+    def said(self, made: Experiment, word: str) -> bool:
+        return any(line.startswith(word) for line in self.log(made))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    made = Live(tmp_path_factory.mktemp("cluster") / "root")
+    yield made
+    made.cluster.stop_runs()
+    made.server.close()
+    made.cluster.close()
+
+
+def test_a_trial_under_the_genuine_harness(live: Live) -> None:
+    files = {"startup-hook.sh": b"export FROM_HOOK=hooked\n"}
+    made = live.create("plain", files, environment={"environment_variables": ["FROM_CONFIG=configured"]})
+    found = live.wait(made)
+    log = live.log(made)
+    assert found.state.value == "COMPLETED", "\n".join(log)
+    assert found.best_metric == 0.5 and found.checkpoint_count == 1
+    assert "hook hooked user configured leak None" in log
+    (paths,) = [line.split() for line in log if line.startswith("paths")]
+    assert paths[1].startswith(str(live.home.allocations)) and paths[2] == "False"
+    (saved,) = live.cluster.experiments.checkpoints(made.id)
+    assert (live.cluster.checkpoints.directory(saved.uuid) / "state").read_text() == "1"
+
+
+def test_checkpoints_in_a_directory(live: Live, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "saved"
+    made = live.create("plain", checkpoint_storage={"type": "directory", "container_path": str(folder)})
+    assert live.wait(made).state.value == "COMPLETED", "\n".join(live.log(made))
+    assert len(list(folder.glob("*/state"))) == 1
+
+
+def test_invalid_hyperparameters(live: Live) -> None:
+    made = live.create("invalid", max_restarts=5)
+    assert live.wait(made).state.value in ("ERROR", "COMPLETED")
+    (trial,) = live.cluster.experiments.trials(made.id)
+    assert trial.state.value == "ERROR" and trial.restarts == 0 and "INVALID_HP" in trial.reason
+
+
+def test_a_trial_that_does_not_hear_is_ended_after_its_time(live: Live) -> None:
+    made = live.create("deaf", preemption_timeout=1)
+    live.wait(made, lambda _: live.said(made, "running"))
+    live.cluster.experiments.pause(made.id)
+    (trial,) = live.cluster.experiments.trials(made.id)
+    name = f"{trial.task_id}.1"
+    live.wait(made, lambda _: live.cluster.tasks.allocation(name).state.value == "TERMINATED")
+    assert live.cluster.experiments.get(made.id).state.value == "PAUSED"
+    assert marked("DET_ALLOCATION_ID", name) == []
+    live.cluster.experiments.kill(made.id)
+    assert live.wait(made).state.value == "CANCELED"
+
+
+def test_a_daemon_of_a_trial_does_not_outlive_it(live: Live) -> None:
+    made = live.create("daemon")
+    assert live.wait(made).state.value == "COMPLETED"
+    (trial,) = live.cluster.experiments.trials(made.id)
+    assert marked("DET_ALLOCATION_ID", f"{trial.task_id}.1") == []

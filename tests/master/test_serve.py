@@ -1,0 +1,70 @@
+"""A run of the master in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.master.agent.devices import Devices
+from zero_trial.master.home import Home
+from zero_trial.master.serve import Wish, serve
+
+
+def wish(root: Path, port: int | None = None) -> Wish:
+    return Wish(Home(root), Devices(1, 1), port, dict(os.environ))
+
+
+def once(root: Path, port: int | None = None) -> int:
+    """Serve, ask who is there, and end it as its user would; returns the port."""
+    asked = wish(root, port)
+    answers: list[int] = []
+
+    def ready() -> None:
+        with urllib.request.urlopen(f"{asked.home.state()['url']}/info", timeout=30) as answer:
+            answers.append(answer.status)
+        threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        serve(asked, ready)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert answers == [200]
+    return int(asked.home.state()["port"])
+
+
+def test_it_serves_until_it_is_asked_to_end_and_keeps_its_address(tmp_path: Path) -> None:
+    port = once(tmp_path)
+    assert once(tmp_path) == port
+    home = Home(tmp_path)
+    assert home.state()["pid"] == 0 and not home.locked()
+    assert home.log.read_text().count("stopped") == 2
+
+
+def test_another_address_where_the_old_one_is_taken(tmp_path: Path) -> None:
+    import socket
+
+    port = once(tmp_path)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert once(tmp_path) != port
+    assert "is not free any more" in Home(tmp_path).log.read_text()
+
+
+def test_one_master_for_one_folder(tmp_path: Path) -> None:
+    holder = Home(tmp_path)
+    holder.prepare()
+    holder.lock()
+    holder.write_state({"pid": 12, "url": "http://127.0.0.1:5"})
+    with pytest.raises(ConfigError, match=r"already running here.*http://127.0.0.1:5, pid 12"):
+        serve(wish(tmp_path), lambda: None)
+    holder.unlock()

@@ -69,3 +69,14 @@ def test_the_timer_leaves_out_what_lies_between() -> None:
     timer.start()
     now[0] = 12.0
     assert timer.seconds == 5.0
+
+
+@pytest.mark.parametrize(("norm", "told"), [(1.5, 1.5), (None, None), (float("inf"), None)])
+def test_the_gradient_norm_where_an_engine_says_one(norm: float | None, told: float | None) -> None:
+    class WithNorm(LineTrial):
+        def build_training_data_loader(self) -> Any:
+            self.context.engines[0].get_global_grad_norm = lambda: norm
+            return super().build_training_data_loader()
+
+    events = [event for event in run_rank(WithNorm, steps(1)).record.events if event["kind"] == "train"]
+    assert [event.get("grad_norm") for event in events] == [told]

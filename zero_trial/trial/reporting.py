@@ -145,6 +145,9 @@ class Reporter:
         rates = self._context.engines[0].get_lr()
         if rates:
             event["lr"] = rates[0]
+        norm = _gradient_norm(self._context.engines[0])
+        if norm is not None:
+            event["grad_norm"] = norm
         if seconds > 0:
             event["samples_per_second"] = steps * samples / seconds
             if self.tokens_per_sample:
@@ -169,6 +172,13 @@ class Reporter:
             write_tensorboard(self._context, "training", step, metrics)
         for callback in self._callbacks:
             callback.on_training_workload_end(dict(metrics), [dict(batch) for batch in batches])
+
+
+def _gradient_norm(engine: Any) -> float | None:
+    """Of the last step, before clipping; None where the engine does not say, or it is not finite (a step that a loss scale skipped)."""
+    ask = getattr(engine, "get_global_grad_norm", None)
+    norm = ask() if callable(ask) else None
+    return float(norm) if norm is not None and math.isfinite(norm) else None
 
 
 def write_tensorboard(context: ZeroTrialContext, group: str, step: int, metrics: Mapping[str, Any]) -> None:

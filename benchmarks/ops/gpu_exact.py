@@ -1,0 +1,243 @@
+"""Every CUDA op against the CPU's kernels, bit for bit, and against float64: dtypes, odd sizes, views that start anywhere, NaN and infinity.
+
+python benchmarks/ops/gpu_exact.py                # needs a CUDA device; exits with 1 where a bit differs
+python benchmarks/ops/gpu_exact.py --dry-run      # CPU against CPU: that the script works
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from zero_trial.ops import reference
+from zero_trial.ops.cuda_backend import cuda_backend
+from zero_trial.ops.library import OPS
+
+SIZES = (1, 15, 1023, 2047, 2048, 2049, 40_003, 1_000_003)
+SHIFTS = (0, 1, 4)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LIMITS = (1e-7, 1e-7, 2e-7)  # of p, m, v after 10 steps, relative norm of the error against float64
+Row = dict[str, Any]
+
+# Name -> (op, number of states, numbers of step t).
+STEPS: dict[str, tuple[str, int, Callable[[int], tuple[Any, ...]]]] = {
+    "AdamW": ("adam_", 2, lambda t: (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), 0.5, True)),
+    "Adam": ("adam_", 2, lambda t: (1e-3, 0.9, 0.99, 1e-6, 0.1, float(t), 0.5, False)),
+    "Lion": ("lion_", 1, lambda t: (1e-3, 0.9, 0.99, 0.1, 0.5)),
+    "Adagrad": ("adagrad_", 1, lambda t: (1e-2, 1e-10, 0.1, 0.5)),
+    "SGD": ("sgd_", 1, lambda t: (1e-2, 0.9, 0.1, 0.1, t == 1, False, 0.5)),
+    "SGD Nesterov": ("sgd_", 1, lambda t: (1e-2, 0.9, 0.0, 0.1, t == 1, True, 0.5)),
+}
+
+
+def randn(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Seeded, made on the CPU."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def spoiled(x: Tensor, seed: int) -> Tensor:
+    """With NaN, infinities, subnormal and huge values here and there."""
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 1e-42, 3e38, -0.0]).to(x.dtype)
+    places = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: len(bad)]
+    x[places] = bad[: len(places)]
+    return x
+
+
+def at(device: torch.device, shift: int, x: Tensor) -> Tensor:
+    """On the device, so many elements after an aligned address."""
+    return torch.cat([x.new_zeros(shift), x]).to(device)[shift:]
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal bits; any NaN is NaN."""
+    one, other = one.cpu(), other.cpu()
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    one, other = (torch.where(x.isnan(), torch.full_like(x, math.nan), x).view(kind) for x in (one, other))
+    return torch.equal(one, other)
+
+
+def row(name: str, what: str, equal: bool, **more: Any) -> Row:
+    """One comparison."""
+    return {"op": name, "case": what, "equal": equal, **more}
+
+
+def steps(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Three steps of each optimizer from the same start on both devices."""
+    cpu = torch.device("cpu")
+    for name, (op, count, numbers) in STEPS.items():
+        for dtype in FLOATS:
+            for n in sizes:
+                for shift in SHIFTS:
+                    low = torch.bfloat16 if dtype == torch.float32 else dtype
+                    ends = []
+                    for where in (device, cpu):
+                        p = at(where, shift, spoiled(randn(n, 0), 1))
+                        state = [torch.zeros(n, device=where) for _ in range(count)]
+                        out = at(where, shift, torch.zeros(n, dtype=low))
+                        for t in (1, 2, 3):
+                            g = at(where, shift, spoiled(randn(n, t, dtype), t))
+                            getattr(OPS, op)(p, g, *state, out, torch.zeros(1, device=where), *numbers(t))
+                        ends.append((p, *state, out))
+                    equal = all(same(x, y) for x, y in zip(*ends, strict=True))
+                    yield row(name, f"{dtype} n={n} shift={shift}", equal)
+
+
+def exact_adamw(device: torch.device, n: int) -> Iterator[Row]:
+    """Ten steps against float64."""
+    for dtype in FLOATS[:2]:
+        p, m, v = randn(n, 0).to(device), torch.zeros(n, device=device), torch.zeros(n, device=device)
+        right: Any = tuple(x.cpu().double() for x in (p, m, v))
+        for t in range(1, 11):
+            g = randn(n, t, dtype)
+            OPS.adam_(p, g.to(device), m, v, None, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, float(t), 1.0, True)
+            right = reference.adamw(right[0], g.double(), right[1], right[2], t, weight_decay=0.1)
+        errors = [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip((p, m, v), right, strict=True)]
+        within = all(error <= limit for error, limit in zip(errors, LIMITS, strict=True))
+        yield row("AdamW and float64", f"{dtype} n={n}", within, errors=errors)
+
+
+def sums(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Sums of squares, to the last bit, and what one infinity does to them."""
+    for dtype in FLOATS:
+        for n in sizes:
+            for shift in SHIFTS:
+                x = randn(n, n, dtype)
+                got, want = OPS.square_sum(at(device, shift, x)), OPS.square_sum(x)
+                close = math.isclose(got.item(), x.double().square().sum().item(), rel_tol=1e-13)
+                yield row("square_sum", f"{dtype} n={n} shift={shift}", same(got, want) and close)
+        x = torch.ones(5000, dtype=dtype)
+        x[4321] = math.inf
+        yield row("square_sum", f"{dtype} infinity", not math.isfinite(OPS.square_sum(x.to(device)).item()))
+
+
+def many(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Tables of tensors with flags in device memory, LAMB, casts, and the scalars of a step."""
+    cpu, count = torch.device("cpu"), len(sizes)
+    columns = [[x] * count for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)]
+    for dtype in FLOATS:
+        low = torch.bfloat16 if dtype == torch.float32 else dtype
+        ends: list[list[Tensor]] = []
+        for where in (device, cpu):
+            p, m, v = ([at(where, i % 2, randn(n, i + k).abs()) for i, n in enumerate(sizes)] for k in (0, 20, 40))
+            g = [at(where, i % 3, randn(n, i + 60, dtype)) for i, n in enumerate(sizes)]
+            out = [torch.zeros(n, dtype=low, device=where) for n in sizes]
+            flags = (torch.zeros(1, device=where), torch.full((1,), 0.31, device=where))
+            OPS.adam_many_(p, g, m, v, out, *flags, *columns, 0.7, True)
+            OPS.add_many_(m, g)
+            OPS.copy_many_(out, m)
+            ends.append([*p, *m, *v, *out])
+        yield row("adam_many_, add_many_, copy_many_", str(dtype), all(same(x, y) for x, y in zip(*ends, strict=True)))
+        yield lamb(device, sizes, dtype)
+    for total in (0.0, 2.0, 1e60, math.inf, math.nan):
+        controls = []
+        for where in (device, cpu):
+            control = torch.zeros(3, device=where)
+            squares = torch.tensor(total, dtype=torch.float64, device=where)
+            OPS.step_control_(squares, torch.full((1,), 1024.0, device=where), control, 0.25, 1.0)
+            controls.append(control)
+        yield row("step_control_", f"sum {total}", same(*controls))
+
+
+def lamb(device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> Row:
+    """Against float64: its sums are added in another order than the CPU's."""
+    p = [randn(n, i).to(device) for i, n in enumerate(sizes)]
+    m, v = ([torch.zeros(n, device=device) for n in sizes] for _ in range(2))
+    g = [randn(n, i + 9, dtype) for i, n in enumerate(sizes)]
+    right = [
+        reference.lamb(x.cpu().double(), y.double(), z.cpu().double(), w.cpu().double(), 1, weight_decay=0.1)
+        for x, y, z, w in zip(p, g, m, v, strict=True)
+    ]
+    columns = [[x] * len(sizes) for x in (0.9, 0.999, 1e-8, 0.1, 1.0)]
+    squares = OPS.lamb_moments_(p, [x.to(device) for x in g], m, v, None, None, *columns, 1.0, True)
+    ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
+    OPS.lamb_apply_(p, m, v, [], None, ratio, [1e-3] * len(sizes), *columns, True)
+    error = max(float((x.cpu().double() - y.p).norm() / y.p.norm()) for x, y in zip(p, right, strict=True))
+    return row("LAMB and float64", str(dtype), error <= 4e-7, errors=[error])
+
+
+def graph(device: torch.device) -> Iterator[Row]:
+    """A step captured once and replayed is the same step."""
+    if device.type != "cuda":
+        return
+    n, ends = 100_003, []
+    for replayed in (False, True):
+        p, g, m, v = (randn(n, seed).to(device).abs() for seed in range(4))
+        total = torch.zeros((), dtype=torch.float64, device=device)
+
+        def step(p: Tensor = p, g: Tensor = g, m: Tensor = m, v: Tensor = v, total: Tensor = total) -> None:
+            total.copy_(OPS.square_sum(g))
+            OPS.adam_(p, g, m, v, None, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
+
+        if replayed:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                step()
+            for _ in range(3):
+                captured.replay()
+        else:
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize(device)
+        ends.append((p, m, v, total))
+    yield row("CUDA graph", "square_sum and adam_", all(same(x, y) for x, y in zip(*ends, strict=True)))
+
+
+def run(device: torch.device, *, tiny: bool = False) -> list[Row]:
+    """All comparisons."""
+    sizes = SIZES[:6] if tiny else SIZES
+    rows = [
+        *(*steps(device, sizes), *exact_adamw(device, 3000 if tiny else 1_000_003)),
+        *(*sums(device, sizes), *many(device, sizes), *graph(device)),
+    ]
+    # Kernels that could not be had ran as plain torch: equal or not, that is no proof.
+    backend = cuda_backend().cuda
+    refused = [] if backend is None else [row(kernel.name, why, False) for kernel, why in backend.refused.items()]
+    if device.type == "cuda" and backend is None:
+        refused.append(row("CUDA kernels", cuda_backend().why, False))
+    return rows + refused
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """Per op: how many cases, how many differ, and the first that does."""
+    found: dict[str, Row] = {}
+    for each in rows:
+        line = found.setdefault(each["op"], {"op": each["op"], "cases": 0, "different": 0, "first": ""})
+        line["cases"] += 1
+        if not each["equal"]:
+            line["different"] += 1
+            line["first"] = line["first"] or each["case"]
+        if "errors" in each:
+            line["errors"] = [
+                max(pair) for pair in zip(each["errors"], line.get("errors", each["errors"]), strict=True)
+            ]
+    return list(found.values())
+
+
+def main() -> None:
+    """Prints a line per op."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--dry-run", action="store_true", help="CPU against CPU")
+    options.add_argument("--tiny", action="store_true", help="small sizes, as for a memory checker")
+    given = options.parse_args()
+    if not given.dry_run and not torch.cuda.is_available():
+        raise SystemExit("gpu_exact.py: no CUDA device; --dry-run tries the script on the CPU")
+    device = torch.device("cpu") if given.dry_run else torch.device("cuda", torch.cuda.current_device())
+    lines = summary(run(device, tiny=given.tiny or given.dry_run))
+    for line in lines:
+        said = f"{line['different']} differ, first {line['first']}" if line["different"] else "equal"
+        print(f"{line['op']}: {line['cases']} cases, {said}", *(f"{error:.1e}" for error in line.get("errors", [])))
+    if any(line["different"] for line in lines):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

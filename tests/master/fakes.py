@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from zero_trial.master.agent.agent import Found
+from zero_trial.master.agent.claim import Exit
 from zero_trial.master.agent.devices import Devices
 from zero_trial.master.agent.order import StartOrder
 from zero_trial.master.core import EmbeddedCluster
@@ -88,7 +89,7 @@ class Master:
     def exit(self, trial_id: int, code: int = 0, why: str = "") -> None:
         """The processes of a trial end."""
         name = self.run_of(trial_id).allocation.id
-        self.hub.on_exited(name, code, why)
+        self.hub.on_exited(name, Exit(code, self.clock.now, why=why))
         del self.workers.running[name]
 
     def validate(self, trial_id: int, metric: float, batches: int = 1) -> None:

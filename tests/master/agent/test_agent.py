@@ -39,7 +39,7 @@ class Field:
         self.agent = Agent(
             self.home,
             on_started=lambda name: self.said.put(("started", name)),
-            on_exited=lambda name, code, why: self.said.put(("exited", name, code, why)),
+            on_exited=lambda name, ended: self.said.put(("exited", name, ended.code, ended.why)),
             on_error=lambda message: self.said.put(("error", message)),
             grace=0.3,
             host_env=os.environ,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from tests.master.fakes import Master
+from zero_trial.master.agent.claim import Exit
 from zero_trial.master.tokens import digest
 from zero_trial.master.verbs import LogQuery
 
@@ -55,9 +56,9 @@ def test_an_exit_that_is_told_twice_counts_once(master: Master) -> None:
     master.create(max_restarts=1)
     name = master.run_of(1).allocation.id
     for _ in range(3):
-        master.hub.on_exited(name, 1, "")
+        master.hub.on_exited(name, Exit(1, 0.0))
     assert master.cluster.trials.get(1).restarts == 1
-    master.hub.on_exited("nobody", 1, "")
+    master.hub.on_exited("nobody", Exit(1, 0.0))
     master.hub.on_started("nobody")
 
 

@@ -65,6 +65,7 @@ STORIES: list[tuple[str, tuple[Event, ...], str, Run, str]] = [
     ("an ack that nobody asked for", (*UP, Acked(), OK), "COMPLETED", Run.NONE, "request end"),
     # the master goes down
     ("ended with the master", (*UP, Overdue(), Exited(143)), "ACTIVE", Run.QUEUED, "request kill request"),
+    ("ended by somebody else", (*UP, Exited(143, killed=True)), "ACTIVE", Run.QUEUED, "request request"),
     # cancel
     ("canceled before it began", (Cancel(),), "CANCELED", Run.NONE, "end"),
     ("canceled in the queue", (Start(), Cancel()), "CANCELED", Run.NONE, "request withdraw end"),

@@ -76,7 +76,7 @@ class Agent:
         home: Home,
         *,
         on_started: Callable[[str], None],
-        on_exited: Callable[[str, int, str], None],
+        on_exited: Callable[[str, claim.Exit], None],
         on_error: Callable[[str], None] = lambda message: None,
         python: str = sys.executable,
         grace: float = GRACE_SECONDS,
@@ -209,7 +209,7 @@ class Agent:
         with self._lock:
             self._watched.pop(name, None)
         started.discard(name)
-        self._on_exited(name, ended.code, ended.why)
+        self._on_exited(name, ended)
         self._tidy(name, folder)
 
     def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> claim.Exit | None:

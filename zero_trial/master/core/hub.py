@@ -17,6 +17,7 @@ from typing import Any
 import zero_trial
 from zero_trial.master import logs
 from zero_trial.master.agent.agent import Found, Workers
+from zero_trial.master.agent.claim import Exit
 from zero_trial.master.agent.devices import Devices
 from zero_trial.master.core.change import Change
 from zero_trial.master.core.search import Context, LiveSearch, new_searcher, old_searcher, read_context
@@ -121,17 +122,18 @@ class Hub:
             if run is not None and run.state is AllocationState.STARTING:
                 trials.change_allocation(change.connection, allocation_id, state=AllocationState.RUNNING)
 
-    def on_exited(self, allocation_id: str, code: int, why: str) -> None:
+    def on_exited(self, allocation_id: str, ended: Exit) -> None:
         """Its processes are gone."""
         with self.change() as change:
             run = trials.allocation(change.connection, allocation_id)
             if run is None or run.state is AllocationState.TERMINATED:
                 return
+            code, why = ended.code, ended.why
             level = "INFO" if code == 0 else "ERROR"
             change.notes.append(
                 (run.trial_id, level, f"run {run.run_id} ended with exit code {code}" + (f": {why}" if why else ""))
             )
-            change.trial(run.trial_id, trial_life.Exited(code, why))
+            change.trial(run.trial_id, trial_life.Exited(code, why, killed=ended.killed))
 
     def tick(self) -> None:
         """End what should have ended by now."""

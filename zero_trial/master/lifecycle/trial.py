@@ -8,7 +8,8 @@ What an exit means depends on what was asked before it::
 
     stopping                    the end that was asked for
     the trial said why          that end (invalid hyperparameters ...)
-    killed because overdue      as if it had saved: it goes on from its last checkpoint, no restart is counted
+    killed, by us or from outside (overdue, the master or the machine goes down)
+                                as if it had saved: it goes on from its last checkpoint, no restart is counted
     exit 0, not acknowledged    COMPLETED
     exit 0, acknowledged        paused: stays paused; active: queued again
     exit != 0                   a restart while restarts <= max_restarts, else ERROR
@@ -103,10 +104,11 @@ class Overdue:
 
 @dataclass(frozen=True)
 class Exited:
-    """Its run is over; ``why`` describes an exit that is no exit code."""
+    """Its run is over. ``why`` describes an exit that is no exit code; ``killed``: its shepherd was asked to end it, by whomever."""
 
     code: int
     why: str = ""
+    killed: bool = False
 
 
 Event: TypeAlias = Start | Pause | Cancel | Kill | StopBySearch | Fail | Placed | Acked | EarlyExit | Overdue | Exited
@@ -230,7 +232,7 @@ def _exited(life: TrialLife, event: Exited) -> Outcome:
         return _end(over, _ENDS[life.state], life.reason)
     if life.early_exit:
         return _end(over, TrialState.ERROR, f"the trial ended itself: {life.early_exit}")
-    if life.killing or (event.code == 0 and life.acked):
+    if life.killing or event.killed or (event.code == 0 and life.acked):
         return _again(over)
     if event.code == 0:
         return _end(over, TrialState.COMPLETED, "")

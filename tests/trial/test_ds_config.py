@@ -140,5 +140,13 @@ def test_a_model_without_stages_changes_nothing(model: Any) -> None:
 @pytest.mark.parametrize("said", [{"mesh": {"pipe": 4}}, {"pipeline": {"stages": 4}}])
 def test_the_stages_of_a_model_must_agree(said: dict[str, Any]) -> None:
     assert with_stages(open_source(said), Staged(4)).value == said
-    with pytest.raises(ConfigError, match=r"another number of pipeline stages: got 4, expected 2, as in PipelineModule"):
+    with pytest.raises(
+        ConfigError, match=r"another number of pipeline stages: got 4, expected 2, as in PipelineModule"
+    ):
         with_stages(open_source(said), Staged(2))
+
+
+def test_a_file_that_is_not_there_says_how_to_send_it(tmp_path: Path) -> None:
+    around = platform(tmp_path, experiment={"data": {"ds_config": "ds_config.json"}})
+    with pytest.raises(ConfigError, match=r"data\.ds_config: there is no ds_config\.json in .*--include"):
+        trial_ds_config(None, around)

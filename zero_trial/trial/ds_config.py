@@ -18,6 +18,8 @@ from zero_trial.platform.protocols import Platform
 from zero_trial.trial.periods import Batch
 from zero_trial.trial.settings import run_length
 
+FILE_KINDS = (".json", ".hjson", ".yaml", ".yml")
+
 Given = Mapping[str, Any] | str | Path
 
 
@@ -65,8 +67,8 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
             expected="config=..., data.ds_config or hyperparameters.ds_config",
             fix="Write data: {ds_config: ds_config.json} into the experiment's YAML.",
         )
-    if isinstance(base, (str, Path)) and (platform.model_dir / base).is_file():
-        base = platform.model_dir / base  # an absolute path stays as it is
+    if isinstance(base, (str, Path)):
+        base = _located(base, platform.model_dir)
     over = Document.of(leaves, Place(prefix="hyperparameters.ds_config"))
     return overlay(open_source(base if base is not None else {}), over)
 
@@ -93,6 +95,21 @@ def with_stages(config: Document, model: Any) -> Document:
             fix="Leave num_stages out: then ds_config decides.",
         )
     return config
+
+
+def _located(name: str | Path, model_dir: Path) -> str | Path:
+    """The file in the model's folder that ``name`` means (an absolute path stays as it is); anything that names no file as
+    it is. Raises ConfigError for a file that is not there.
+    """
+    if (model_dir / name).is_file():
+        return model_dir / name
+    if Path(name).suffix in FILE_KINDS and not Path(name).is_file():
+        raise ConfigError(
+            f"there is no {name} in {model_dir}",
+            where="data.ds_config",
+            fix=f"Put it beside the model, or send it along: det experiment create ... --include path/to/{Path(name).name}.",
+        )
+    return name
 
 
 def reconcile_config(config: Document, platform: Platform) -> tuple[dict[str, Any], Reconciled]:

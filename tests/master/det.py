@@ -22,7 +22,7 @@ BIN = Path(sys.executable).parent
 SECONDS = 120.0  # until a thing that is waited for must have come, on a busy machine
 
 # A trial without torch. It saves when it is asked to stop and at its end, and goes on from where it stopped.
-TRAIN = '''
+TRAIN = """
 import json, os, sys, time
 import determined
 from determined import core
@@ -50,7 +50,7 @@ with core.init(tensorboard_mode=core.TensorboardMode.MANUAL) as context:
             with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
                 (path / "state.json").write_text(json.dumps({"step": step}))
             break
-'''
+"""
 
 CONFIG: Mapping[str, Any] = {
     "name": "tiny",
@@ -93,7 +93,12 @@ class Det:
     def env(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
         home = str(self.folder / "home")
-        changed = {"HOME": home, "PATH": f"{BIN}:{os.environ['PATH']}", "DET_DEBUG_CONFIG_PATH": home, "OMP_NUM_THREADS": "1"}
+        changed = {
+            "HOME": home,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "DET_DEBUG_CONFIG_PATH": home,
+            "OMP_NUM_THREADS": "1",
+        }
         return {**kept, **changed, **self.exports}
 
     def zero_trial(self, *words: str) -> Result:

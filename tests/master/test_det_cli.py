@@ -32,8 +32,20 @@ def ended(det: Det) -> int:
     extra = det.folder / "extra"
     extra.mkdir()
     (extra / "more.txt").write_text("more")
-    file = det.write(name="first", description="of many", labels=["a"], hyperparameters={"steps": 4, "deep": {"lr": 0.1}})
-    result = det.program("experiment", "create", "-f", str(file), str(det.context()), "--include", str(extra), "--config", "max_restarts=1")
+    file = det.write(
+        name="first", description="of many", labels=["a"], hyperparameters={"steps": 4, "deep": {"lr": 0.1}}
+    )
+    result = det.program(
+        "experiment",
+        "create",
+        "-f",
+        str(file),
+        str(det.context()),
+        "--include",
+        str(extra),
+        "--config",
+        "max_restarts=1",
+    )
     assert result.code == 0, result.text
     number = int(result.out.rpartition("Created experiment ")[2].split()[0])
     assert "Following first trial" in result.out
@@ -57,17 +69,27 @@ def test_a_login_by_hand_with_the_password_of_the_file(det: Det) -> None:
     env = {name: value for name, value in det.env().items() if name != "DET_USER_TOKEN"}
     env["DET_PASS"] = account["password"]
     whoami = [str(BIN / "det"), "user", "whoami"]
-    good = subprocess.run(whoami, env=env, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False)
+    good = subprocess.run(
+        whoami, env=env, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
     assert good.stdout == "You are logged in as user 'determined'\n"
     (det.folder / "home" / "auth.json").unlink()
     env["DET_PASS"] = "Wrong1word"
-    bad = subprocess.run(whoami, env=env, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False)
-    assert (bad.returncode, "Forbidden(invalid credentials)" in bad.stderr, "Traceback" in bad.stderr) == (1, True, False)
+    bad = subprocess.run(
+        whoami, env=env, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
+    assert (bad.returncode, "Forbidden(invalid credentials)" in bad.stderr, "Traceback" in bad.stderr) == (
+        1,
+        True,
+        False,
+    )
 
 
 def test_a_wrong_token_is_told_to_log_in(det: Det) -> None:
     env = {**det.env(), "DET_USER_TOKEN": "wrong"}
-    done = subprocess.run([str(BIN / "det"), "e", "list"], env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        [str(BIN / "det"), "e", "list"], env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert (done.returncode, "Unauthenticated" in done.stderr) == (1, True)
 
 
@@ -84,17 +106,27 @@ def test_the_experiment_is_described_as_it_was_submitted(det: Det, ended: int) -
     config = det.ok("experiment", "config", str(ended))
     assert "max_restarts: 1" in config
     assert "python3 train.py" in config
-    for text in (det.ok("experiment", "list"), det.ok("experiment", "describe", str(ended)), det.ok("experiment", "list", "--csv")):
+    for text in (
+        det.ok("experiment", "list"),
+        det.ok("experiment", "describe", str(ended)),
+        det.ok("experiment", "list", "--csv"),
+    ):
         assert "first" in text
         assert "COMPLETED" in text
 
 
 def test_trials_and_what_they_reported(det: Det, ended: int) -> None:
     (trial,) = det.trials(ended)
-    assert (trial["state"], trial["totalBatchesProcessed"], trial["hparams"]) == ("STATE_COMPLETED", 4, {"steps": 4, "deep": {"lr": 0.1}})
+    assert (trial["state"], trial["totalBatchesProcessed"], trial["hparams"]) == (
+        "STATE_COMPLETED",
+        4,
+        {"steps": 4, "deep": {"lr": 0.1}},
+    )
     assert "COMPLETED" in det.ok("experiment", "list-trials", str(ended))
     found = det.json("trial", "describe", str(trial["id"]), "--metrics")
-    assert [each["training"]["metrics"]["avgMetrics"]["loss"] for each in found["workloads"] if each.get("training")] == [1.0, 0.5, 1 / 3, 0.25]
+    assert [
+        each["training"]["metrics"]["avgMetrics"]["loss"] for each in found["workloads"] if each.get("training")
+    ] == [1.0, 0.5, 1 / 3, 0.25]
     assert [each["validation"]["totalBatches"] for each in found["workloads"] if each.get("validation")] == [1, 2, 3, 4]
     assert sum(1 for each in found["workloads"] if each.get("checkpoint")) == 1
     table = det.ok("experiment", "describe", str(ended), "--metrics")
@@ -127,7 +159,11 @@ def test_checkpoints_are_listed_described_and_downloaded(det: Det, ended: int) -
     direct, proxied = det.folder / "direct", det.folder / "proxied"
     det.ok("checkpoint", "download", uuid, "-o", str(direct))
     det.ok("checkpoint", "download", uuid, "-o", str(proxied), "--mode", "master")
-    assert json.loads((direct / "state.json").read_text()) == json.loads((proxied / "state.json").read_text()) == {"step": 4}
+    assert (
+        json.loads((direct / "state.json").read_text())
+        == json.loads((proxied / "state.json").read_text())
+        == {"step": 4}
+    )
     det.ok("experiment", "download", str(ended), "-o", str(det.folder / "best"))
     assert (det.folder / "best" / uuid / "state.json").exists()
 
@@ -144,7 +180,9 @@ def test_the_machine(det: Det, ended: int) -> None:
     (agent,) = det.json("agent", "list")
     assert (agent["num_slots"], agent["enabled"], agent["version"]) == (4, True, "0.38.1")
     slots = det.json("slot", "list")
-    assert [(slot["slot_id"], slot["type"], slot["allocation_id"]) for slot in slots] == [(str(n), "cpu", "FREE") for n in range(4)]
+    assert [(slot["slot_id"], slot["type"], slot["allocation_id"]) for slot in slots] == [
+        (str(n), "cpu", "FREE") for n in range(4)
+    ]
     assert det.json("task", "list") == {}
     assert det.json("job", "list") == {"jobs": []}
     assert det.json("master", "info")["version"] == "0.38.1"
@@ -175,7 +213,9 @@ def test_names_labels_and_the_archive(det: Det, ended: int) -> None:
 
 def test_an_experiment_is_paused_and_goes_on_where_it_stopped(det: Det) -> None:
     storage = {"type": "shared_fs", "host_path": str(det.folder), "save_trial_latest": 2}
-    number = det.create("--paused", hyperparameters={"steps": 40, "pause": 0.05}, name="patient", checkpoint_storage=storage)
+    number = det.create(
+        "--paused", hyperparameters={"steps": 40, "pause": 0.05}, name="patient", checkpoint_storage=storage
+    )
     assert det.state(number) == "PAUSED"
     for words in (("max-slots", "2"), ("weight", "2.5"), ("priority", "7")):
         det.ok("experiment", "set", words[0], str(number), words[1])
@@ -200,7 +240,11 @@ def test_an_experiment_is_paused_and_goes_on_where_it_stopped(det: Det) -> None:
     det.ok("experiment", "activate", str(number))
     assert det.run("experiment", "wait", str(number), "--polling-interval", "1").code == 0
     assert f"starts after step {stopped}" in det.logs(trial)
-    steps = [each["training"]["totalBatches"] for each in det.json("trial", "describe", str(trial))["workloads"] if each.get("training")]
+    steps = [
+        each["training"]["totalBatches"]
+        for each in det.json("trial", "describe", str(trial))["workloads"]
+        if each.get("training")
+    ]
     assert steps == list(range(1, 41)), "every step once, none lost and none twice"
     det.ok("trial", "download", str(trial), "--latest", "-o", str(det.folder / "latest"))
     assert (det.folder / "latest" / "state.json").exists()
@@ -219,7 +263,9 @@ def test_kill_cancel_and_their_exit_codes(det: Det) -> None:
     det.wait(of_trial)
     assert [trial["state"] for trial in det.trials(of_trial)] == ["STATE_CANCELED"]
     assert det.run("experiment", "wait", str(killed), "--polling-interval", "1").code == 1
-    assert '"steps_completed"' in det.ok("trial", "describe", str(det.trials(canceled)[0]["id"])), "a canceled trial saves before it ends"
+    assert '"steps_completed"' in det.ok("trial", "describe", str(det.trials(canceled)[0]["id"])), (
+        "a canceled trial saves before it ends"
+    )
     paused = det.create("--paused")
     det.ok("experiment", "cancel", str(paused))
     assert det.wait(paused) == "CANCELED"
@@ -230,12 +276,18 @@ def test_an_ended_experiment_is_continued(det: Det) -> None:
     det.wait(number)
     det.ok("experiment", "continue", str(number), "--config", "hyperparameters.steps=6")
     det.wait(number, "RUNNING", "QUEUED", "STARTING", "COMPLETED")
-    until(lambda: det.state(number) == "COMPLETED" and det.trials(number)[0]["totalBatchesProcessed"] == 6, "it does not go on to step 6")
+    until(
+        lambda: det.state(number) == "COMPLETED" and det.trials(number)[0]["totalBatchesProcessed"] == 6,
+        "it does not go on to step 6",
+    )
     assert "starts after step 3" in det.logs(det.trials(number)[0]["id"])
 
 
 def test_checkpoints_and_experiments_are_deleted_from_the_disk(det: Det) -> None:
-    number = det.create(hyperparameters={"steps": 2}, checkpoint_storage={"type": "shared_fs", "host_path": str(det.folder), "storage_path": "kept"})
+    number = det.create(
+        hyperparameters={"steps": 2},
+        checkpoint_storage={"type": "shared_fs", "host_path": str(det.folder), "storage_path": "kept"},
+    )
     assert det.wait(number) == "COMPLETED"
     storage = det.folder / "kept"
     uuid = det.ok("experiment", "list-checkpoints", str(number), "--csv").splitlines()[1].split(",")[4]
@@ -261,7 +313,9 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "options", "words"), WRONG)
-def test_what_cannot_be_submitted_says_why_and_leaves_nothing(det: Det, changes: dict[str, Any], options: tuple[str, ...], words: str) -> None:
+def test_what_cannot_be_submitted_says_why_and_leaves_nothing(
+    det: Det, changes: dict[str, Any], options: tuple[str, ...], words: str
+) -> None:
     before = det.ok("experiment", "list", "--all")
     result = det.run("experiment", "create", str(det.write(**changes)), str(det.context()), *options)
     assert result.code == 1
@@ -340,7 +394,12 @@ def test_ctrl_c_ends_a_follower_and_not_the_trial(det: Det) -> None:
     number = det.create(hyperparameters={"steps": 1000, "pause": 0.1})
     until(lambda: bool(det.trials(number)), "the trial is never made")
     trial = det.trials(number)[0]["id"]
-    follow = subprocess.Popen([str(BIN / "det"), "trial", "logs", "-f", str(trial)], env=det.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    follow = subprocess.Popen(
+        [str(BIN / "det"), "trial", "logs", "-f", str(trial)],
+        env=det.env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert follow.stdout is not None
     follow.stdout.readline()
     os.kill(follow.pid, signal.SIGINT)

@@ -14,9 +14,18 @@ from tests.master.det import Det, running
 declarative = pytest.importorskip("determined.cli._declarative_argparse")
 
 # What is not tried: it asks at a terminal, opens programs, waits for the end, or never asks the master.
-SKIPPED = ("deploy", "user login", "user create", "user change-password", "dev curl", "dev bindings", "token login", "experiment wait")
+SKIPPED = (
+    "deploy",
+    "user login",
+    "user create",
+    "user change-password",
+    "dev curl",
+    "dev bindings",
+    "token login",
+    "experiment wait",
+)
 # What would end the experiment that the others look at comes last.
-LAST = ("experiment kill", "experiment delete", "trial kill", "user logout")
+LAST = ("experiment cancel", "experiment kill", "experiment delete", "trial kill", "user logout")
 # What this master does; everything else must say that it does not, or that an argument made no sense.
 WORKS = """
 experiment list/config/describe/logs/download-model-def/list-trials/list-checkpoints/create/activate/pause/cancel/kill/download
@@ -28,8 +37,8 @@ job list
 task list
 trial describe/logs/kill/support-bundle
 user list/logout/whoami
-workspace list
-version
+workspace list/list-projects/describe
+project list/list-experiments/describe
 auth login/list-providers
 dev auth-token
 """
@@ -43,12 +52,20 @@ VALUES = {
     "workspace_name": "Uncategorized",
     "project_name": "Uncategorized",
 }
+# These end in a trace of the client's own, before anything is asked, for want of sensible arguments.
+OF_THE_CLIENT = {"job update-batch", "master cluster-message set"}
 NO_SUCH_ID = "6f1c8d2e-0000-4000-8000-0123456789ab"
 
 
 def works() -> set[str]:
-    return {f"{line.split()[0]} {each}".removesuffix(" version") for line in WORKS.split("\n") if line for each in line.partition(" ")[2].split("/")} | {
-        "version"
+    return {
+        "version",
+        *(
+            f"{line.split()[0]} {each}"
+            for line in WORKS.split("\n")
+            if line
+            for each in line.partition(" ")[2].split("/")
+        ),
     }
 
 
@@ -70,7 +87,11 @@ def arguments(nodes: Sequence[Any], config: Path) -> list[str]:
     for node in nodes:
         if isinstance(node, declarative.Arg):
             name = node.args[0]
-            needed = node.kwargs.get("required") if name.startswith("-") else node.kwargs.get("nargs") not in ("?", "*", argparse.REMAINDER)
+            needed = (
+                node.kwargs.get("required")
+                if name.startswith("-")
+                else node.kwargs.get("nargs") not in ("?", "*", argparse.REMAINDER)
+            )
             if needed:
                 found += [max(node.args, key=len)] if name.startswith("-") else []
                 found.append(value(name, node.kwargs, config))
@@ -108,13 +129,11 @@ def test_every_command_works_or_says_why_not(det: Det) -> None:
         result = det.run(*words, *arguments(node.subs or (), config))
         last = result.err.strip().splitlines()[-1:] or [""]
         if result.code == 0:
-            worked.add(name)
+            worked |= (
+                {name} if "Skipping: " not in result.out else set()
+            )  # what the client says, and ends well, when the master refuses
         elif "Traceback" in result.err or not last[0] or "not known to the embedded master" in result.text:
             faults.append((name, result.code, result.err))
-    assert faults == EXPECTED_FAULTS
+    assert {name for name, _, _ in faults} == OF_THE_CLIENT, faults
     assert len(found) > 130
-    assert worked == works()
-
-
-# `det job update-batch` and `det master cluster-message set` fail in the client itself, before anything is asked, for want of sensible arguments.
-EXPECTED_FAULTS: list[tuple[str, int, str]] = []
+    assert (worked - works(), works() - worked) == (set(), set())

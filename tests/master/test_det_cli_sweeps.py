@@ -36,7 +36,10 @@ def test_a_grid_of_two_by_two_has_every_point_once(det: Det) -> None:
         },
     )
     assert det.wait(number) == "COMPLETED"
-    points = {(trial["hparams"]["x"], trial["hparams"]["ds_config"]["zero_optimization"]["stage"]) for trial in det.trials(number)}
+    points = {
+        (trial["hparams"]["x"], trial["hparams"]["ds_config"]["zero_optimization"]["stage"])
+        for trial in det.trials(number)
+    }
     assert points == {(1.0, 1), (1.0, 2), (2.0, 1), (2.0, 2)}
     assert states(det, number) == {"COMPLETED": 4}
     best = det.experiment(number)
@@ -44,7 +47,15 @@ def test_a_grid_of_two_by_two_has_every_point_once(det: Det) -> None:
 
 
 ASHA = {
-    "searcher": searcher("adaptive_asha", max_trials=8, max_time=4, time_metric="batches", divisor=2, max_concurrent_trials=4, mode="aggressive"),
+    "searcher": searcher(
+        "adaptive_asha",
+        max_trials=8,
+        max_time=4,
+        time_metric="batches",
+        divisor=2,
+        max_concurrent_trials=4,
+        mode="aggressive",
+    ),
     "hyperparameters": {"steps": 4, "pause": 0.2, "x": {"type": "double", "minval": 1.0, "maxval": 9.0}},
     "reproducibility": {"experiment_seed": 7},
 }
@@ -71,14 +82,22 @@ def test_a_master_that_is_killed_in_the_middle_of_a_search_goes_on_as_if_nothing
     reached = sorted(trial["totalBatchesProcessed"] for trial in trials)
     assert reached[-1] == 4
     for trial in trials:
-        reports = [each["training"]["totalBatches"] for each in det.json("trial", "describe", str(trial["id"]))["workloads"] if each.get("training")]
+        reports = [
+            each["training"]["totalBatches"]
+            for each in det.json("trial", "describe", str(trial["id"]))["workloads"]
+            if each.get("training")
+        ]
         assert reports == list(range(1, trial["totalBatchesProcessed"] + 1)), "no step lost, none counted twice"
 
 
 def test_a_third_of_the_trials_crashes_and_the_search_goes_on(det: Det) -> None:
     number = det.create(
         searcher=searcher("grid"),
-        hyperparameters={"steps": 2, "crash": {"type": "categorical", "vals": [False, True, False]}, "x": {"type": "categorical", "vals": [1.0, 2.0]}},
+        hyperparameters={
+            "steps": 2,
+            "crash": {"type": "categorical", "vals": [False, True, False]},
+            "x": {"type": "categorical", "vals": [1.0, 2.0]},
+        },
         max_restarts=0,
     )
     assert det.wait(number) in ("COMPLETED", "ERROR")

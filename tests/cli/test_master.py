@@ -127,9 +127,12 @@ def test_what_is_wrong_is_told_by_up_itself(shell: Shell) -> None:
 def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(shell: Shell) -> None:
     env = shell.up()["env"]
     submit(env, "touch here; exec sleep 300")
-    work = shell.home.allocations
-    until(lambda: list(work.glob("*/work/here")))
-    name = next(work.glob("*/work/here")).parents[1].name
+
+    def here(name: str) -> list[Path]:
+        return list(shell.home.allocations.glob(str(Path(name, "work", "here"))))
+
+    until(lambda: here("*"))
+    name = here("*")[0].parents[1].name
     assert marked("DET_ALLOCATION_ID", name)
     status = json.loads(shell.run("status", "--json").stdout)
     assert status["running"] and status["slots_used"] == 1 and status["experiments"][0]["trials"] == {"RUNNING": 1}
@@ -139,8 +142,8 @@ def test_trials_end_with_down_even_if_the_master_was_killed_and_go_on_after_up(s
     assert f"ended allocation {name}" in shell.run("down").stdout
     assert marked("DET_ALLOCATION_ID", name) == []
     shell.up()
-    until(lambda: list(work.glob("*.2/work/here")))
-    second = next(work.glob("*.2/work/here")).parents[1].name
+    until(lambda: here("*.2"))
+    second = here("*.2")[0].parents[1].name
     shell.run("down")
     assert marked("DET_ALLOCATION_ID", second) == [] and not shell.home.locked()
     assert "1  ACTIVE" in shell.run("status").stdout or "QUEUED" in shell.run("status").stdout

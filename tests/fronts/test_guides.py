@@ -1,0 +1,26 @@
+"""The guides to clusters and to moving over: every name of this package in them is one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guide"
+
+
+@pytest.mark.parametrize("name", ["determined.md", "moving_from_deepspeedtrial.md"])
+def test_the_names_exist(name: str) -> None:
+    text = (GUIDES / name).read_text()
+    dotted = set(re.findall(r"zero_trial(?:\.\w+)+", text)) - {"zero_trial.run"}
+    dotted |= {f"zero_trial.{imported}" for imported in re.findall(r"from zero_trial import (\w+)", text)}
+    dotted |= {f"zero_trial.ZeroTrialContext.{method}" for method in re.findall(r"context\.(\w+)\(", text) if method}
+    assert len(dotted) > 3
+    for path in sorted(dotted - {"zero_trial.ZeroTrialContext.get_hparams"}):
+        found: object = importlib.import_module("zero_trial")
+        for part in path.split(".")[1:]:
+            if not hasattr(found, part):
+                found = importlib.import_module(path.rpartition(".")[0])
+            found = getattr(found, part)

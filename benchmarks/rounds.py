@@ -66,11 +66,14 @@ def run_rounds(jobs: Sequence[Job], rounds: int) -> list[dict[str, Any]]:
     return [_medians(job, rows) for job, rows in results.items() if rows]
 
 
-def run_once(job: Job) -> dict[str, Any]:
-    """Starts the ranks of a job, waits for all of them and joins what they measured (means over ranks)."""
+def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:
+    """Starts the ranks of a job as ``worker`` says, waits for all of them and joins what they measured (means over ranks).
+
+    ``job``: a Job, or another dataclass with ranks, threads and timeout_seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result")
-        command = [sys.executable, str(WORKER), json.dumps(asdict(job)), str(output)]
+        command = [sys.executable, str(worker), json.dumps(asdict(job)), str(output)]
         ranks = [_start(command, job, rank, port, folder) for port in [_free_port()] for rank in range(job.ranks)]
         deadline = time.monotonic() + job.timeout_seconds
         try:
@@ -90,7 +93,7 @@ def run_once(job: Job) -> dict[str, Any]:
     return joined
 
 
-def _start(command: list[str], job: Job, rank: int, port: int, folder: str) -> subprocess.Popen[bytes]:
+def _start(command: list[str], job: Any, rank: int, port: int, folder: str) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "RANK": str(rank),

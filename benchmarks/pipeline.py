@@ -1,0 +1,157 @@
+"""Step time of pipelines over the ideal with bubble: each schedule of ours, DeepSpeed's PipelineModule and torch.distributed.pipelining.
+
+python benchmarks/pipeline.py --rounds 5
+python benchmarks/pipeline.py --ranks 2 --contenders ours-1f1b ours-zb_h1 --rounds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.pipeline_contenders import CHUNKS, missing
+from benchmarks.pipeline_work import Times
+from benchmarks.record import Column, number, save
+from benchmarks.rounds import Failed, run_once
+from zero_trial.pipeline.costs import Costs
+from zero_trial.pipeline.passes import lower
+from zero_trial.pipeline.schedules import build
+from zero_trial.pipeline.validate import validate
+
+WORKER = Path(__file__).with_name("pipeline_worker.py")
+OURS = [f"ours-{name}" for name in ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")]
+CONTENDERS = [*OURS, "torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb_v", "deepspeed"]
+NOTE = """Layers wait (time.sleep) instead of computing: a stage takes 10 ms forward, 10 ms for its input's gradient and
+10 ms for its weights', so that ranks which share cores do not stand in each other's way and the schedule is what is
+measured. "Ideal" is the time of the schedule with its bubble if messages, the optimizer and Python cost nothing (of
+1F1B for DeepSpeed). "Over ideal" is the measured step by that. "Over 1F1B's ideal" compares schedules: below 1 is
+faster than any 1F1B can be. The bubble measured is the part of the step in which a rank does not wait in a layer.
+Medians over interleaved rounds, each in fresh processes; of a step, the rank that took longest. Sleeping is never
+shorter than asked; how much longer it is on this machine stands under "sleep"."""
+COLUMNS: list[Column] = [
+    ("pipeline", lambda row: row["name"]),
+    ("stages", lambda row: str(row["ranks"])),
+    ("micro-batches", lambda row: str(row["micro_batches"])),
+    ("ms/step", number("wall_ms")),
+    ("min to max", lambda row: f"{row['wall_ms_min']:.1f} to {row['wall_ms_max']:.1f}"),
+    ("ideal ms", number("ideal_ms")),
+    ("over ideal", number("over_ideal", 3)),
+    ("over 1F1B's ideal", number("over_1f1b", 3)),
+    ("bubble, theory %", number("bubble_theory")),
+    ("bubble, measured %", number("bubble_measured")),
+]
+
+
+@dataclass(frozen=True)
+class PipelineJob:
+    """One contender on as many stages as ranks."""
+
+    name: str
+    ranks: int
+    micro_batches: int
+    times: Times
+    warmup: int
+    steps: int
+    threads: int = 1
+    timeout_seconds: float = 300.0
+
+
+def main() -> None:
+    """Measures, prints and saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help=f"default: {' '.join(CONTENDERS)}")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument(
+        "--milliseconds", type=float, nargs=3, default=[10, 10, 10], metavar=("F", "I", "W"), help="of a stage"
+    )
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="pipeline", help="of the files in benchmarks/results")
+    args = parser.parse_args()
+    times = Times(*(value / 1e3 for value in args.milliseconds))
+    jobs = [
+        PipelineJob(name, ranks, args.micro_batches, times, args.warmup, args.steps)
+        for ranks in args.ranks
+        for name in args.contenders
+    ]
+    rows = run_rounds(jobs, args.rounds)
+    settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "name")}
+    settings["sleep"] = f"{1e3 * oversleep(times.forward / 2):.3f} ms longer than asked"
+    save(args.name, settings, rows, COLUMNS, NOTE)
+
+
+def run_rounds(jobs: list[PipelineJob], rounds: int) -> list[dict[str, Any]]:
+    """Rows of medians over interleaved rounds; what cannot run is said and left out."""
+    results: dict[PipelineJob, list[dict[str, Any]]] = {}
+    for job in jobs:
+        reason = missing(job.name)
+        if reason is None:
+            results[job] = []
+        else:
+            print(f"skipped  {job.name}: {reason}", flush=True)
+    for turn in range(rounds):
+        for job in list(results):
+            try:
+                result = run_once(job, WORKER)
+            except Failed as error:
+                print(f"failed   {job.name} on {job.ranks}: {error}", flush=True)
+                del results[job]
+                continue
+            results[job].append(result)
+            print(
+                f"round {turn + 1}/{rounds}  {job.name:18} {job.ranks} stages {result['wall_ms']:9.2f} ms/step",
+                flush=True,
+            )
+    return [row_of(job, found) for job, found in results.items() if found]
+
+
+def row_of(job: PipelineJob, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of a job beside what theory says of its schedule."""
+    walls = [result["wall_ms"] for result in results]
+    schedule = "1f1b" if job.name == "deepspeed" else job.name.partition("-")[2]
+    ideal, bubble = theory(schedule, job)
+    wall, busy = median(walls), 1e3 * job.micro_batches * job.times.total
+    return {
+        **asdict(job),
+        "rounds": len(results),
+        "wall_ms": wall,
+        "wall_ms_min": min(walls),
+        "wall_ms_max": max(walls),
+        "ideal_ms": ideal,
+        "over_ideal": wall / ideal,
+        "over_1f1b": wall / theory("1f1b", job)[0],
+        "bubble_theory": 100 * bubble,
+        "bubble_measured": 100 * (1 - busy / wall),
+        "losses": results[0]["losses"],
+    }
+
+
+def theory(schedule: str, job: PipelineJob) -> tuple[float, float]:
+    """Milliseconds of a step and its bubble, by simulation with costless messages."""
+    chunks, times = CHUNKS.get(schedule, 1), job.times
+    costs = Costs(*(1e3 * value / chunks for value in (times.forward, times.input_gradient, times.weight_gradient)))
+    report = validate(lower(build(schedule, job.ranks, job.micro_batches)), costs)
+    return report.makespan, report.bubble
+
+
+def oversleep(seconds: float, times: int = 50) -> float:
+    """How much longer a sleep takes than asked, at the median."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        time.sleep(seconds)
+        found.append(time.perf_counter() - start - seconds)
+    return median(found)
+
+
+if __name__ == "__main__":
+    main()

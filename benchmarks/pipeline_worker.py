@@ -1,0 +1,54 @@
+"""One rank of one pipeline measurement: builds a contender, warms it up, times its steps, writes what it saw as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.pipeline_contenders import join, prepare
+from benchmarks.pipeline_work import ROWS, Times, batches
+
+
+def main() -> None:
+    """Reads the job from the command line; ranks and addresses come from the environment."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job")
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    job = json.loads(args.job)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(job["threads"])
+    join(job["name"])
+    result = measure(job)
+    args.output.with_name(f"{args.output.name}.{dist.get_rank()}").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Wall times of this rank's steps in milliseconds, each from a barrier on, and the losses where they are known."""
+    step = prepare(job["name"], Times(**job["times"]), job["micro_batches"], ROWS)
+    walls, losses = [], []
+    for index in range(job["warmup"] + job["steps"]):
+        given = batches(job["micro_batches"], index)
+        dist.barrier()
+        start = time.perf_counter()
+        loss = step(given)
+        walls.append(1e3 * (time.perf_counter() - start))
+        losses.append(float(loss))
+    return {"wall_ms": median(walls[job["warmup"] :]), "losses": losses[job["warmup"] :]}
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ from tests.support.dense import (
 )
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import Lamb, Lion
+from zero_trial.ops.optimizers import FusedLamb, Lion
 
 
 class Net(nn.Module):
@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "Adadelta": ("Adadelta", {"lr": 0.5}, torch.optim.Adadelta),
     "ASGD": ("ASGD", {"lr": 0.02, "t0": 2}, torch.optim.ASGD),
     "Lion": ("Lion", {"lr": 3e-4, "weight_decay": 0.1}, Lion),
-    "Lamb": ("Lamb", {"lr": 3e-3, "weight_decay": 0.01}, Lamb),
+    "Lamb": ("Lamb", {"lr": 3e-3, "weight_decay": 0.01}, FusedLamb),
 }
 
 
@@ -117,7 +117,7 @@ CLIENTS: dict[str, Any] = {
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, fused=True),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.02, initial_accumulator_value=0.2),
-    "Lamb": lambda groups: Lamb(groups, lr=3e-3),
+    "Lamb": lambda groups: FusedLamb(groups, lr=3e-3),
     "own class": lambda groups: Mine(groups, lr=0.01),
 }
 

@@ -11,7 +11,7 @@ from zero_trial.engine import optimizer_registry
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
-from zero_trial.ops.optimizers import FusedAdam, FusedLion, Lamb, Lion
+from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
 
 
 def params(*sizes: int) -> list[torch.nn.Parameter]:
@@ -49,10 +49,10 @@ def test_adam_means_adamw() -> None:
         ("SGD", {"lr": 0.1}, torch.optim.SGD, 0.0),
         ("adagrad", {}, torch.optim.Adagrad, 0.0),
         ("lion", {}, Lion, 0.0),
-        ("Lamb", {"max_coeff": 0.3}, Lamb, 0.0),
+        ("Lamb", {"max_coeff": 0.3}, FusedLamb, 0.0),
         ("OneBitAdam", {"freeze_step": 100, "lr": 0.1}, torch.optim.AdamW, 0.0),
         ("ZeroOneAdam", {"var_freeze_step": 3}, torch.optim.AdamW, 0.0),
-        ("OneBitLamb", {"coeff_beta": 0.9}, Lamb, 0.0),
+        ("OneBitLamb", {"coeff_beta": 0.9}, FusedLamb, 0.0),
         ("RMSprop", {}, torch.optim.RMSprop, 0.0),
         ("NAdam", {}, torch.optim.NAdam, 0.0),
     ],
@@ -147,7 +147,7 @@ def test_fused_is_not_forced_on_those_who_chose_or_cannot() -> None:
         (torch.optim.Adafactor, False),
         (torch.optim.LBFGS, False),
         (Lion, True),
-        (Lamb, False),
+        (FusedLamb, False),
         (type("Shampoo", (torch.optim.Optimizer,), {}), False),
         (type("Mine", (torch.optim.Adafactor,), {}), False),
         (type("Mine", (torch.optim.Adafactor,), {"elementwise": True}), True),

@@ -204,6 +204,84 @@ def test_rounding_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch
         assert ((b == wide) | (b.isnan() & wide.isnan())).all()
 
 
+# --- LAMB -------------------------------------------------------------------------------------------------------------
+
+COLUMNS = (0.9, 0.999, 1e-6, 0.1)
+
+
+def lamb_step(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], out: list[Tensor], t: int) -> Tensor:
+    """A whole step, with a multiplier of 0.5 and a rate of its own for each tensor; returns the squares."""
+    columns = [[x] * len(p) for x in (*COLUMNS, float(t))]
+    squares: Tensor = ops.lamb_moments_(p, g, m, v, None, torch.tensor([0.25]), *columns, 2.0, True)
+    ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
+    ops.lamb_apply_(p, m, v, out, None, ratio, [1e-2 / (1 + i) for i in range(len(p))], *columns, True)
+    return squares
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_lamb_is_that_of_float64(backend: str, dtype: torch.dtype) -> None:
+    """On views that start at odd elements, beside which nothing is touched. Limit: 3e-7 after ten steps."""
+    sizes = (1, 63, 2047, 2049, 100_003)
+    store = [[torch.full((n + 2,), math.nan) for n in sizes] for _ in range(3)]
+    p, m, v = ([x[1:-1] for x in column] for column in store)
+    for i, n in enumerate(sizes):
+        p[i].copy_(randn(n, seed=i)), m[i].zero_(), v[i].zero_()
+    out = [torch.zeros(n, dtype=torch.bfloat16 if dtype == torch.float32 else dtype) for n in sizes]
+    exact = [(x.double(), y.double(), z.double()) for x, y, z in zip(p, m, v, strict=True)]
+    for t in range(1, 11):
+        g = [randn(n, seed=100 * t + n, dtype=dtype) for n in sizes]
+        lamb_step(p, g, m, v, out, t)
+        exact = [
+            reference.lamb(x, h.double() * 0.5, y, z, t, lr=1e-2 / (1 + i), eps=1e-6, weight_decay=0.1)
+            for i, ((x, y, z), h) in enumerate(zip(exact, g, strict=True))
+        ]
+    for i, want in enumerate(exact):
+        assert max(error(got[i], x) for got, x in zip((p, m, v), want, strict=True)) <= 3e-7
+        assert torch.equal(out[i], p[i].to(out[i].dtype))
+    assert all(torch.isnan(x[0]) and torch.isnan(x[-1]) for column in store for x in column)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lamb_has_the_same_bits_everywhere(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], dtype: torch.dtype
+) -> None:
+    """Tensors that end within a tile, and threads whose share ends within a tensor."""
+    best, sizes, results = native(), (40_000, 5, 2048, 100_001), []
+    for isa in range(best.isa + 1):
+        for count in (1, 2, 3):
+            threads(count)
+            use(monkeypatch, dataclasses.replace(best, isa=isa))
+            p, g = [randn(n, n) for n in sizes], [randn(n, n + 1, dtype) for n in sizes]
+            m, v = ([torch.zeros(n) for n in sizes] for _ in range(2))
+            out = [torch.zeros(n, dtype=torch.float16) for n in sizes]
+            squares = [lamb_step(p, g, m, v, out, t) for t in (1, 2)]
+            results.append([*p, *m, *v, *out, *squares])
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(other, results[0], strict=True))
+
+
+def test_a_skipped_lamb_changes_nothing_and_sums_nothing(backend: str) -> None:
+    tensors = [[randn(3000, seed).abs()] for seed in range(4)]
+    before = [x.clone() for (x,) in tensors]
+    p, g, m, v = tensors
+    columns = [[x] for x in (*COLUMNS, 1.0)]
+    assert not ops.lamb_moments_(p, g, m, v, torch.ones(()), None, *columns, 1.0, True).any()
+    ops.lamb_apply_(p, m, v, [], torch.ones(()), torch.ones(1), [0.1], *columns, True)
+    assert all(torch.equal(x, y) for (x,), y in zip(tensors, before, strict=True))
+
+
+def test_lamb_without_bias_correction_and_of_an_empty_tensor(backend: str) -> None:
+    p, g = [randn(7), torch.zeros(0)], [randn(7, 1), torch.zeros(0)]
+    m, v = ([torch.zeros(7), torch.zeros(0)] for _ in range(2))
+    columns = [[x] * 2 for x in (*COLUMNS, 3.0)]
+    want = reference.lamb(p[0].clone(), g[0], m[0], v[0], 3, lr=0.1, eps=1e-6, weight_decay=0.1, bias_correction=False)
+    squares = ops.lamb_moments_(p, g, m, v, None, None, *columns, 1.0, False)
+    assert squares[:, 1].tolist() == [0.0, 0.0]
+    ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).nan_to_num(1.0).float()
+    ops.lamb_apply_(p, m, v, [], None, ratio, [0.1] * 2, *columns, False)
+    torch.testing.assert_close(p[0], want.p)
+
+
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +292,13 @@ def test_the_sum_of_squares(backend: str, n: int, dtype: torch.dtype) -> None:
     got = ops.square_sum(x)
     assert got.dtype == torch.float64 and got.shape == ()
     assert got.item() == pytest.approx(x.double().square().sum().item(), rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_leaves_its_elements_alone(backend: str, dtype: torch.dtype) -> None:
+    x = randn(5, dtype=dtype)
+    ops.square_sum(x)
+    assert torch.equal(x, randn(5, dtype=dtype))
 
 
 def test_sums_have_the_same_bits_everywhere(monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]) -> None:

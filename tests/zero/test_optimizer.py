@@ -11,6 +11,7 @@ from torch import nn
 from tests.support.pool import Pools
 from tests.zero.parts import add_optimizer, address, make_model, mesh_for
 from zero_trial.errors import ConfigError
+from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.zero.model import ShardedModel, ShardingSettings
 from zero_trial.zero.optimizer import ShardedOptimizer, cut_pieces, rebind
 from zero_trial.zero.partition import Limits
@@ -266,3 +267,21 @@ def test_adam_keeps_eight_bytes_per_element_of_the_shard(ranks: Pools) -> None:
     for stage in (0, 3):
         for found, numel in ranks(2).run(sizes, stage):
             assert found == 8 * numel
+
+
+def test_tensors_are_numbered_over_all_units_also_where_a_rank_has_no_piece() -> None:
+    """Otherwise a rank whose part of a unit is padding would add its squares to other tensors than its peers."""
+    model = build(0)
+    landings = model.landings
+    pieces = cut_pieces(landings[-1:], whole_tensors=False)
+    groups = [{"params": [piece.weight for piece in pieces if piece.group == index]} for index in (0, 1)]
+    optimizer = ShardedOptimizer(FusedLamb(groups), pieces, scale=lambda: 1.0)
+    names = {slot.name for landing in landings for slot in landing.unit.layout.slots}
+    asked: list[tuple[int, ...]] = []
+    optimizer.bind_tensors([landing.unit for landing in landings], lambda sums: asked.append(tuple(sums.shape)))
+    optimizer.step()
+    assert asked == [(2, len(names))] and len(names) > len(pieces[0].unit.layout.slots)
+    nothing = ShardedOptimizer(FusedLamb([{"params": []}]), [], scale=lambda: 1.0)
+    nothing.bind_tensors([landing.unit for landing in landings], lambda sums: asked.append(tuple(sums.shape)))
+    nothing.step()
+    assert asked == [(2, len(names))] * 2  # also a rank without any piece takes part

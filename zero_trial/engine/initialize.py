@@ -25,7 +25,7 @@ from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, world_size
 from zero_trial.mesh.mesh import mesh_around
-from zero_trial.ops.optimizers import Lamb
+from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.optimizer import cut_pieces, rebind
@@ -215,7 +215,7 @@ def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: D
     landings = engine.sharded.landings
     if isinstance(optimizer, torch.optim.Optimizer):
         base = optimizer
-        pieces = cut_pieces(landings, whole_tensors=not is_elementwise(type(base)) and not isinstance(base, Lamb))
+        pieces = cut_pieces(landings, whole_tensors=not is_elementwise(type(base)) and not isinstance(base, FusedLamb))
         rebind(base, pieces)
     else:
         spec = None if optimizer is not None else resolve_optimizer(settings.optimizer.type, settings.optimizer.params)  # type: ignore[union-attr]
@@ -225,13 +225,15 @@ def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: D
         build = spec.build if spec is not None else optimizer
         base = build(_groups_over(pieces, groups))
         if (
-            spec is None and not is_elementwise(type(base)) and not isinstance(base, Lamb)
+            spec is None and not is_elementwise(type(base)) and not isinstance(base, FusedLamb)
         ):  # a callable does not say before what it gives
             pieces = cut_pieces(landings, whole_tensors=True)
             base = build(_groups_over(pieces, groups))
     wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale)
     comm = engine.mesh.shard
-    wrapped.bind_tensors(lambda sums: comm.all_reduce_small(sums, "tensor norms"))
+    wrapped.bind_tensors(
+        [landing.unit for landing in landings], lambda sums: comm.all_reduce_small(sums, "tensor norms")
+    )
     return wrapped
 
 

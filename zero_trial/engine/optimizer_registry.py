@@ -16,7 +16,7 @@ import torch
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
-from zero_trial.ops.optimizers import FusedAdam, FusedLion, Lamb, Lion
+from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
 
 WHERE = "optimizer.params"
 
@@ -163,7 +163,7 @@ def _lion(name: str, given: dict[str, Any]) -> OptimizerSpec:
 def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:
     _answer(given, "eps_inside_sqrt", False, "eps is added outside the square root")
     _answer(given, "amsgrad", False, "LAMB has no amsgrad form")
-    return _spec(name, Lamb, given, _LAMB_NOTE)
+    return _spec(name, FusedLamb, given, _LAMB_NOTE)
 
 
 def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:

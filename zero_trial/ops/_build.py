@@ -35,6 +35,7 @@ def objects(machine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Object name -> (source below cpu/, its own flags) on this architecture."""
     found: dict[str, tuple[str, tuple[str, ...]]] = {
         "dispatch": ("dispatch.cpp", ("-fopenmp",)),
+        "lamb": ("lamb.cpp", ("-fopenmp",)),
         "baseline": ("kernels.cpp", ("-DZT_ISA=baseline",)),
     }
     if machine in ("x86_64", "AMD64"):

@@ -31,7 +31,7 @@ log = logging.getLogger("zero_trial")
 _INT, _LONG, _POINTER, _DOUBLE = ctypes.c_int, ctypes.c_long, ctypes.c_void_p, ctypes.c_double
 _STEPS = ("zt_adam", "zt_lion", "zt_adagrad", "zt_sgd")
 
-# ``struct ZtCall`` of csrc/cpu/dispatch.cpp: isa, threads, n, p, g, type of g, two states, out, its type, found_inf;
+# ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type, found_inf;
 # lr, beta1, beta2, eps, weight_decay, multiplier and two numbers that only one kernel has; two flags. Packing one block and
 # passing one pointer takes a third of the time of passing twenty arguments through ctypes.
 CALL = struct.Struct("=11q8d2q")
@@ -93,5 +93,7 @@ def open_native(environ: Mapping[str, str]) -> Native:
         function.argtypes, function.restype = [ctypes.c_char_p], None
     library.zt_square_sum.argtypes = [_INT, _INT, _LONG, _POINTER, _INT, ctypes.POINTER(_DOUBLE)]
     library.zt_square_sum.restype = _INT
+    library.zt_lamb_moments.argtypes, library.zt_lamb_moments.restype = [ctypes.c_char_p, _LONG, _POINTER], _INT
+    library.zt_lamb_apply.argtypes, library.zt_lamb_apply.restype = [ctypes.c_char_p, _LONG], None
     library.zt_best_isa.argtypes, library.zt_best_isa.restype = [], _INT
     return Native(library, library.zt_best_isa())

@@ -14,6 +14,7 @@ All tensors of a call have the same number of elements; a ConfigError says which
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -165,6 +166,60 @@ def square_sum(x: Tensor) -> Tensor:
     return torch.tensor(total.value, dtype=torch.float64)
 
 
+def lamb_moments_(
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], found_inf: Tensor | None, factor: Tensor | None,
+    beta1: list[float], beta2: list[float], eps: list[float], weight_decay: list[float], step: list[float],
+    multiplier: float, bias_correction: bool,
+) -> Tensor:  # fmt: skip
+    """Moments of each tensor in place; returns the sums of p^2 and of direction^2, (2, tensors) in float64, 0 where skipped."""
+    native = backend().native
+    numbers = (beta1, beta2, eps, weight_decay, step)
+    many.same_sizes(p, g, m, v)
+    if native is None or not all(takes(x, h, (y, z), None, found_inf) for x, h, y, z in zip(p, g, m, v, strict=True)):
+        return many.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
+    multiplier = many.times(multiplier, factor)
+    calls = [
+        _pack(native, *tensors, None, found_inf, *_lamb_scalars((0.0, *own), multiplier, bias_correction))
+        for tensors, own in zip(zip(p, g, m, v, strict=True), zip(*numbers, strict=True), strict=True)
+    ]
+    squares = torch.empty(2, len(p), dtype=torch.float64)
+    if native.library.zt_lamb_moments(b"".join(calls), len(calls), squares.data_ptr()):
+        raise KernelUnavailable("no memory for the partial sums", where="lamb_moments_", got=f"{len(p)} tensors")
+    return squares
+
+
+def lamb_apply_(
+    p: list[Tensor], m: list[Tensor], v: list[Tensor], out: list[Tensor], found_inf: Tensor | None, ratio: Tensor,
+    lr: list[float], beta1: list[float], beta2: list[float], eps: list[float], weight_decay: list[float],
+    step: list[float], bias_correction: bool,
+) -> None:  # fmt: skip
+    """p -= lr ratio direction; ``ratio`` (tensors,) in fp32."""
+    native = backend().native
+    numbers = (lr, beta1, beta2, eps, weight_decay, step)
+    many.same_sizes(p, m, v, *([out] if out else []))
+    low: Sequence[Tensor | None] = out or [None] * len(p)
+    if (
+        native is None
+        or ratio.dtype != torch.float32
+        or not all(takes(x, x, (y, z), o, found_inf) for x, y, z, o in zip(p, m, v, low, strict=True))
+    ):
+        many.lamb_apply_(p, m, v, out, found_inf, ratio, *numbers, bias_correction)
+        return
+    rows = zip(zip(p, m, v, low, ratio.tolist(), strict=True), zip(*numbers, strict=True), strict=True)
+    calls = [
+        _pack(native, x, x, y, z, o, found_inf, *_lamb_scalars(own, each, bias_correction))
+        for (x, y, z, o, each), own in rows
+    ]
+    native.library.zt_lamb_apply(b"".join(calls), len(calls))
+
+
+def _lamb_scalars(own: Sequence[float], multiplier: float, corrected: bool) -> tuple[float, ...]:
+    """The numbers of a call from a tensor's ``own``: lr, beta1, beta2, eps, weight_decay, step; ``multiplier`` of the gradients, or the ratio."""
+    *scalars, t = own
+    inverses = (1 - scalars[1] ** t, 1 - scalars[2] ** t) if corrected else (1.0, 1.0)
+    return (*scalars, multiplier, *inverses, 0, 0)
+
+
 def _pack(
     native: Native,
     p: Tensor,
@@ -201,6 +256,7 @@ def _register() -> torch.library.Library:
         for name, step in cpu.items()
         if name != "square_sum"
     }
+    cpu_lamb = {"lamb_moments_": lamb_moments_, "lamb_apply_": lamb_apply_}
     fakes = {
         "square_sum": lambda x: x.new_empty((), dtype=torch.float64),
         "lamb_moments_": lambda p, *_: p[0].new_empty((2, len(p)), dtype=torch.float64),
@@ -208,7 +264,7 @@ def _register() -> torch.library.Library:
     for name, schema in (SCHEMAS | many.SCHEMAS).items():
         library.define(name + schema)
         library.impl(name, getattr(cuda, name), "CUDA")
-        library.impl(name, (cpu | in_turn).get(name) or getattr(many, name), "CPU")
+        library.impl(name, (cpu | in_turn | cpu_lamb).get(name) or getattr(many, name), "CPU")
         torch.library.register_fake(f"zero_trial::{name}", fakes.get(name, lambda *_: None), lib=library)
     return library
 

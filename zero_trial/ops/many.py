@@ -53,10 +53,16 @@ def in_turn(
     *rest: Any,
 ) -> None:
     """``step`` on each tensor with its numbers. Reads ``factor`` on the host."""
-    if factor is not None:
-        multiplier = float(torch.tensor(multiplier, dtype=torch.float32) * factor.detach().cpu().float().reshape(()))
+    multiplier = times(multiplier, factor)
     for index, (each, own) in enumerate(zip(zip(*tensors, strict=True), zip(*numbers, strict=True), strict=True)):
         step(*each, out[index] if out else None, found_inf, *own, *(v(multiplier) if callable(v) else v for v in rest))
+
+
+def times(multiplier: float, factor: Tensor | None) -> float:
+    """What kernels multiply gradients by: the product in fp32, as they make it. Reads ``factor`` on the host."""
+    if factor is None:
+        return multiplier
+    return float(torch.tensor(multiplier, dtype=torch.float32) * factor.detach().cpu().float().reshape(()))
 
 
 def adam_many_(

@@ -131,7 +131,7 @@ def square_sum(x: Tensor) -> Tensor:
     """Sum of squares in float64, a scalar tensor; not finite if and only if an element is not."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for chunk in _flat(x):
-        total += chunk.double().square_().sum()
+        total += chunk.double().square().sum()
     return total
 
 

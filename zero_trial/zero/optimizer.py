@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import Lamb, PieceOptimizer, PieceWork, Segment, fused_step, scaled_step
+from zero_trial.ops.optimizers import FusedLamb, PieceOptimizer, PieceWork, Segment, fused_step, scaled_step
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import Slot
 from zero_trial.zero.store import DeviceStore, ShardPiece, StateStore
@@ -77,7 +77,9 @@ def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
     """How ``base`` wants its pieces: by unit, all at once (norms over tensors that lie in several pieces), or bounded by the casts' memory."""
     if not isinstance(base, PieceOptimizer):
         return {}
-    return {"by_unit": True} if base.fuses else {} if base.elementwise else {"cast_numel": math.inf}
+    if not base.elementwise:
+        return {"cast_numel": math.inf}
+    return {"by_unit": True} if base.fuses else {}
 
 
 class ShardedOptimizer:
@@ -213,11 +215,14 @@ class ShardedOptimizer:
         """Class and hyperparameters' names, for a checkpoint: state is another optimizer's if the latter differ."""
         return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
 
-    def bind_tensors(self, sum_over_shards: Callable[[torch.Tensor], None]) -> None:
-        """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor."""
-        if not isinstance(self.base, Lamb):
+    def bind_tensors(self, units: Sequence[Unit], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
+        """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor.
+
+        Tensors are numbered over all ``units``, which are the same on every rank: a rank may have no piece of some of them.
+        """
+        if not isinstance(self.base, FusedLamb):
             return
-        names = sorted({slot.name for piece in self.pieces for slot in piece.unit.layout.slots})
+        names = sorted({slot.name for unit in units for slot in unit.layout.slots})
         number = {name: index for index, name in enumerate(names)}
         segments: dict[int, list[Segment]] = {}
         for piece in self.pieces:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
-from zero_trial.ops.optimizers.lamb import Lamb, Segment
+from zero_trial.ops.optimizers import PieceWork, fused_step
+from zero_trial.ops.optimizers.lamb import FusedLamb, Segment
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,)]
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
@@ -40,7 +41,7 @@ def reference_run(steps: int, multiplier: float = 1.0) -> list[Tensor]:
 @pytest.mark.parametrize("multiplier", [1.0, 0.25])
 def test_unbound_each_parameter_is_one_tensor(multiplier: float) -> None:
     params = [torch.nn.Parameter(p) for p in tensors()]
-    lamb = Lamb([{"params": params[:2]}, {"params": params[2:]}], **SETTINGS)  # type: ignore[arg-type]
+    lamb = FusedLamb([{"params": params[:2]}, {"params": params[2:]}], **SETTINGS)  # type: ignore[arg-type]
     lamb.grad_multiplier = multiplier
     for step in gradients(5):
         for p, g in zip(params, step, strict=True):
@@ -99,7 +100,7 @@ def test_pieces_that_cut_tensors_give_the_same_as_whole_tensors(ranks: int) -> N
         cuts = [start, start + size // 2, start + size]  # two pieces per rank
         whole = flat(tensors(), padding)
         pieces = [torch.nn.Parameter(whole[a:b].clone()) for a, b in itertools.pairwise(cuts)]
-        lamb = Lamb([{"params": [piece]} for piece in pieces], **SETTINGS)  # type: ignore[arg-type]
+        lamb = FusedLamb([{"params": [piece]} for piece in pieces], **SETTINGS)  # type: ignore[arg-type]
         bound = {id(p): segments_of(a, b) for p, a, b in zip(pieces, cuts, cuts[1:], strict=False)}
         lamb.bind(bound, len(SHAPES), shards.all_reduce)
         for step in gradients(5):
@@ -121,7 +122,7 @@ def test_pieces_that_cut_tensors_give_the_same_as_whole_tensors(ranks: int) -> N
 def test_a_rank_without_own_gradients_takes_part_in_the_collective() -> None:
     calls: list[tuple[int, ...]] = []
     piece = torch.nn.Parameter(torch.ones(3))
-    lamb = Lamb([piece])
+    lamb = FusedLamb([piece])
     lamb.bind({id(piece): [Segment(0, 0, 3)]}, 1, lambda t: calls.append(tuple(t.shape)))
     lamb.step()
     assert calls == [(2, 1)]
@@ -132,18 +133,69 @@ def test_a_rank_without_own_gradients_takes_part_in_the_collective() -> None:
 def test_segments_that_do_not_fit_are_refused(segments: list[Segment]) -> None:
     piece = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigError, match="segment"):
-        Lamb([piece]).bind({id(piece): segments}, 1, lambda _: None)
+        FusedLamb([piece]).bind({id(piece): segments}, 1, lambda _: None)
 
 
 def test_every_piece_needs_segments() -> None:
     with pytest.raises(ConfigError, match="every piece"):
-        Lamb([torch.nn.Parameter(torch.ones(3))]).bind({}, 1, lambda _: None)
+        FusedLamb([torch.nn.Parameter(torch.ones(3))]).bind({}, 1, lambda _: None)
 
 
 def test_scalars_and_empty_pieces() -> None:
     params = [torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))]
-    lamb = Lamb(params, lr=0.1)
+    lamb = FusedLamb(params, lr=0.1)
     for p in params:
         p.grad = torch.ones_like(p)
     lamb.step()
     torch.testing.assert_close(params[0].detach(), torch.tensor(1.8))
+
+
+def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:
+    """Two tensors in one piece, with padding before, between and behind them, which stays as it is."""
+    piece = torch.nn.Parameter(torch.linspace(-1, 1, 12))
+    lamb = FusedLamb([piece], **SETTINGS)  # type: ignore[arg-type]
+    lamb.bind({id(piece): [Segment(0, 1, 5), Segment(1, 6, 11)]}, 2, lambda _: None)
+    before = piece.detach().clone()
+    wanted = [
+        (before[a:b].double(), torch.zeros(b - a).double(), torch.zeros(b - a).double()) for a, b in ((1, 5), (6, 11))
+    ]
+    out = torch.full((12,), 7.0, dtype=torch.bfloat16)
+    for t in (1, 2):
+        g = torch.linspace(2, -1, 12).mul(t).bfloat16()
+        fused_step(lamb, [PieceWork(piece, g, out, 0)], 0.5)
+        wanted = [
+            reference.lamb(p, g[a:b].double() * 0.5, m, v, t, **SETTINGS)  # type: ignore[arg-type]
+            for (p, m, v), (a, b) in zip(wanted, ((1, 5), (6, 11)), strict=True)
+        ]
+    for (p, m, v), (a, b) in zip(wanted, ((1, 5), (6, 11)), strict=True):
+        for got, want in ((piece, p), (lamb.state[piece]["exp_avg"], m), (lamb.state[piece]["exp_avg_sq"], v)):
+            torch.testing.assert_close(got.detach()[a:b].double(), want, rtol=1e-6, atol=1e-7)
+        assert torch.equal(out[a:b], piece.detach()[a:b].bfloat16())
+    gaps = [0, 5, 11]
+    assert torch.equal(piece.detach()[gaps], before[gaps]) and (out[gaps] == 7.0).all()
+    assert lamb.work is None and float(lamb.state[piece]["step"]) == 2.0
+
+
+def test_groups_differ_in_everything() -> None:
+    """Rate, betas, eps, decay, clamp and bias correction are each group's own, in one step."""
+    own = [
+        {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": False},
+        {"lr": 0.2, "betas": (0.8, 0.999), "eps": 1e-3, "weight_decay": 0.0, "max_coeff": 0.3},
+    ]
+    params = [torch.nn.Parameter(p) for p in tensors()[:2]]
+    lamb = FusedLamb([{"params": [p]} | settings for p, settings in zip(params, own, strict=True)])
+    for p, g in zip(params, gradients(1)[0], strict=False):
+        p.grad = g
+    lamb.step()
+    for p, before, g, settings in zip(params, tensors(), gradients(1)[0], own, strict=False):
+        zeros = torch.zeros_like(before)
+        want = reference.lamb(before, g, zeros, zeros, 1, **settings).p  # type: ignore[arg-type]
+        torch.testing.assert_close(p.detach(), want, rtol=1e-6, atol=1e-6)  # the ratio is rounded to fp32
+
+
+def test_a_tensor_of_zeros_steps_with_ratio_one() -> None:
+    """Not with 1 clamped: as in the paper's implementations, and in DeepSpeed."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    p.grad = torch.ones(4)
+    FusedLamb([p], lr=0.1, max_coeff=0.5).step()
+    torch.testing.assert_close(p.detach(), torch.full((4,), -0.1))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.ops.optimizers import Lamb, Lion, scaled_step
+from zero_trial.ops.optimizers import FusedLamb, Lion, scaled_step
 
 Build = Callable[[list[Any]], torch.optim.Optimizer]
 
@@ -20,7 +20,7 @@ CASES: dict[str, Build] = {
     "foreach AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
     "Lion": lambda p: Lion(p, lr=0.1),
-    "Lamb": lambda p: Lamb(p, lr=0.1),
+    "Lamb": lambda p: FusedLamb(p, lr=0.1),
 }
 
 

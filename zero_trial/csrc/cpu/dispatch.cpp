@@ -2,34 +2,12 @@
 //
 // `isa` is 0 for baseline, 1 for AVX2, 2 for AVX-512; types are 0 fp32, 1 bf16, 2 fp16, -1 none. `found_inf` may be null;
 // if it points to anything but 0 the step is skipped. Nothing here checks its arguments: the caller has.
-#include "kernels.h"
+#include "call.h"
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 
-#define ZT_EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace {
-
-const long kElementsPerThread = 32768;   // less is not worth waking a thread for
-const long kStreamElements = 1L << 20;   // a 16-bit copy of 2 MiB and more does not stay in a core's cache anyway
-
-const ZtKernels* kernels(int isa) {
-#if defined(__x86_64__)
-  if (isa == 2) return zt_kernels_avx512();
-  if (isa == 1) return zt_kernels_avx2();
-#endif
-  (void)isa;
-  return zt_kernels_baseline();
-}
-
-long least(long a, long b) { return a < b ? a : b; }
-
-int useful_threads(int threads, long n) {
-  const long most = n / kElementsPerThread;
-  return (int)(threads < 1 || most < 1 ? 1 : least(threads, most));
-}
 
 template <class Op>
 void over_threads(void (*run)(const ZtShard&, const Op&, long, long), const ZtShard& shard, const Op& op, int threads,
@@ -58,29 +36,11 @@ ZT_EXPORT int zt_best_isa() {
   return 0;
 }
 
-// One optimizer step over one shard, as the caller packs it: every field has eight bytes. What a kernel does not have is 0.
-struct ZtCall {
-  int64_t isa, threads, n;
-  float* p;
-  const void* g;
-  int64_t g_type;
-  float *a, *b;
-  void* out;
-  int64_t out_type;
-  const float* found_inf;
-  double lr, beta1, beta2, eps, decay, multiplier, x, y;  // x, y: what only one kernel has
-  int64_t flag, flag2;
-};
-
 namespace {
-
-bool skipped(const ZtCall& c) { return c.found_inf && *c.found_inf != 0.0f; }
 
 template <class Op>
 void step(void (*const ZtKernels::*run)(const ZtShard&, const Op&, long, long), const ZtCall& c, const Op& op) {
-  const bool low = c.out_type != kNone;
-  const ZtShard shard = {c.p, c.g, (int)c.g_type, c.a, c.b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
-  over_threads(kernels((int)c.isa)->*run, shard, op, (int)c.threads, (long)c.n);
+  over_threads(kernels((int)c.isa)->*run, shard_of(c), op, (int)c.threads, (long)c.n);
 }
 
 }  // namespace

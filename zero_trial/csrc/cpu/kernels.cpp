@@ -54,6 +54,19 @@ inline void write_past_caches(const zt_u16* tile, zt_u16* out) {
 #endif
 }
 
+inline bool streams(const ZtShard& s, long begin) {
+  return s.stream && s.out && ((unsigned long)((zt_u16*)s.out + begin) & 15) == 0;
+}
+
+// The rounded copy of a whole tile.
+inline void copy_tile(const ZtShard& s, long i, bool stream) {
+  zt_u16* const out = (zt_u16*)s.out + i;
+  if (!stream) return round_to(s.out_type, s.p + i, out, kElementsPerTile);
+  alignas(64) zt_u16 narrow[kElementsPerTile];
+  round_to(s.out_type, s.p + i, narrow, kElementsPerTile);
+  write_past_caches(narrow, out);
+}
+
 template <class Op>
 inline void update(const Op op, float* __restrict p, const float* __restrict g, float* __restrict a, float* __restrict b,
                    long count) {
@@ -70,21 +83,14 @@ inline void update(const Op op, float* __restrict p, const float* __restrict g, 
 template <class Op>
 void run(const ZtShard& s, const Op& op, long begin, long end) {
   alignas(64) float wide[kElementsPerTile];
-  alignas(64) zt_u16 narrow[kElementsPerTile];
   zt_u16* const out = (zt_u16*)s.out;
-  const bool stream = s.stream && out && ((unsigned long)(out + begin) & 15) == 0;
+  const bool stream = streams(s, begin);
   long i = begin;
   for (; i + kElementsPerTile <= end; i += kElementsPerTile) {
     prefetch_tile(s, i);
     const float* g = widen(s, i, kElementsPerTile, wide);
     update(op, s.p + i, g, s.a + i, s.b ? s.b + i : nullptr, kElementsPerTile);
-    if (!out) continue;
-    if (stream) {
-      round_to(s.out_type, s.p + i, narrow, kElementsPerTile);
-      write_past_caches(narrow, out + i);
-    } else {
-      round_to(s.out_type, s.p + i, out + i, kElementsPerTile);
-    }
+    if (out) copy_tile(s, i, stream);
   }
   if (i < end) {
     const float* g = widen(s, i, end - i, wide);
@@ -124,7 +130,91 @@ double square_sum(const void* x, int type, long begin, long end) {
   return chunk_square_sum(begin, end, [h](long i) { return zt_from_fp16(h[i]); });
 }
 
-const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum};
+// --- LAMB ---
+
+inline void lamb_moments_of(const ZtLamb op, const float* __restrict p, const float* __restrict g, float* __restrict m,
+                            float* __restrict v, float* __restrict direction, long count) {
+  for (long j = 0; j < count; ++j) {
+    float first = m[j], second = v[j];
+    op.moments(g[j], first, second);
+    m[j] = first;
+    v[j] = second;
+    direction[j] = op.direction(p[j], first, second);
+  }
+}
+
+// A lane adds the squares of a run of four neighbours, in turn. Runs are turned into rows first: a row fits vectors.
+inline void add_squares(const float* __restrict x, double* __restrict lane) {
+  enum { kRuns = kElementsPerTile / kLambRun };
+  alignas(64) float row[kLambRun][kRuns];
+  for (int j = 0; j < kRuns; ++j)
+    for (int k = 0; k < kLambRun; ++k) row[k][j] = x[kLambRun * j + k];
+  for (int j = 0; j < kRuns; ++j) {
+    double sum = lane[j];
+    for (int k = 0; k < kLambRun; ++k) sum += (double)row[k][j] * (double)row[k][j];
+    lane[j] = sum;
+  }
+}
+
+inline double fold_lamb(double* __restrict lane) {
+  for (int half = kLambLanes / 2; half; half /= 2)
+    for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
+  return lane[0];
+}
+
+void lamb_moments(const ZtShard& s, const ZtLamb& op, long begin, long end, double* squares) {
+  alignas(64) float wide[kElementsPerTile], direction[kElementsPerTile];
+  alignas(64) double pp[kLambLanes] = {0.0}, dd[kLambLanes] = {0.0};
+  long i = begin;
+  for (; i + kElementsPerTile <= end; i += kElementsPerTile) {
+    prefetch_tile(s, i);
+    const float* g = widen(s, i, kElementsPerTile, wide);
+    lamb_moments_of(op, s.p + i, g, s.a + i, s.b + i, direction, kElementsPerTile);
+    const long first = (i - begin) / kLambRun % kLambLanes;
+    add_squares(s.p + i, pp + first);
+    add_squares(direction, dd + first);
+  }
+  if (i < end) {
+    const float* g = widen(s, i, end - i, wide);
+    lamb_moments_of(op, s.p + i, g, s.a + i, s.b + i, direction, end - i);
+    for (long j = i; j < end; ++j) {
+      const long at = (j - begin) / kLambRun % kLambLanes;
+      pp[at] += (double)s.p[j] * (double)s.p[j];
+      dd[at] += (double)direction[j - i] * (double)direction[j - i];
+    }
+  }
+  squares[0] = fold_lamb(pp);
+  squares[1] = fold_lamb(dd);
+}
+
+inline void lamb_step(const ZtLamb op, float ratio, float* __restrict p, const float* __restrict m,
+                      const float* __restrict v, long count) {
+  for (long j = 0; j < count; ++j) p[j] = op.step(p[j], op.direction(p[j], m[j], v[j]), ratio);
+}
+
+void lamb_apply(const ZtShard& s, const ZtLamb& op, float ratio, long begin, long end) {
+  const bool stream = streams(s, begin);
+  long i = begin;
+  for (; i + kElementsPerTile <= end; i += kElementsPerTile) {
+    const long ahead = i + kPrefetchElements;
+    for (long j = ahead; j < ahead + kElementsPerTile; j += kElementsPerLine) {
+      __builtin_prefetch(s.p + j, 1);
+      __builtin_prefetch(s.a + j, 0);
+      __builtin_prefetch(s.b + j, 0);
+    }
+    lamb_step(op, ratio, s.p + i, s.a + i, s.b + i, kElementsPerTile);
+    if (s.out) copy_tile(s, i, stream);
+  }
+  if (i < end) {
+    lamb_step(op, ratio, s.p + i, s.a + i, s.b + i, end - i);
+    if (s.out) round_to(s.out_type, s.p + i, (zt_u16*)s.out + i, end - i);
+  }
+#if defined(__SSE2__)
+  if (stream) _mm_sfence();
+#endif
+}
+
+const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum, lamb_moments, lamb_apply};
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #ifndef ZT_KERNELS_H
 #define ZT_KERNELS_H
 
+#include "../include/zt_lamb.h"
 #include "../include/zt_optimizers.h"
 #include "../include/zt_sums.h"
 
@@ -21,12 +22,18 @@ struct ZtShard {
 
 enum { kElementsPerTile = 64 };
 
+// LAMB's sums are those of csrc/cuda/lamb.cu, bit by bit: a lane is what a thread is there.
+enum { kLambLanes = 256, kLambRun = 4, kLambTile = 2048 };
+
 struct ZtKernels {
   void (*adam)(const ZtShard&, const ZtAdam&, long begin, long end);
   void (*lion)(const ZtShard&, const ZtLion&, long begin, long end);
   void (*adagrad)(const ZtShard&, const ZtAdagrad&, long begin, long end);
   void (*sgd)(const ZtShard&, const ZtSgd&, long begin, long end);
   double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk
+  // Of one tile of LAMB: [0] the sum of p^2, [1] that of direction^2.
+  void (*lamb_moments)(const ZtShard&, const ZtLamb&, long begin, long end, double* squares);
+  void (*lamb_apply)(const ZtShard&, const ZtLamb&, float ratio, long begin, long end);
 };
 
 const ZtKernels* zt_kernels_baseline();

@@ -10,7 +10,7 @@ device or dtype, no compiler) it is updated by plain torch with the same formula
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class _OnePass(PieceOptimizer):
     moments: tuple[str, ...] = ()
 
     def update(self) -> None:
-        for item in self._all_with_gradients() if self.work is None else self.work:
+        for item in self.waiting():
             state = self.state[item.weight]
             for name in self.moments:
                 if name not in state:
@@ -38,12 +38,6 @@ class _OnePass(PieceOptimizer):
 
     def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
         raise NotImplementedError
-
-    def _all_with_gradients(self) -> Iterator[PieceWork]:
-        for index, group in enumerate(self.param_groups):
-            for piece in group["params"]:
-                if piece.grad is not None:
-                    yield PieceWork(piece, piece.grad, None, index)
 
 
 class FusedAdam(_OnePass):

@@ -5,19 +5,25 @@ the squares of its parts into a (2, tensors) buffer and ``sum_over_shards`` adds
 collective per step for all tensors together. As in DeepSpeed 0.19.8 the ratio is clamped to [min_coeff, max_coeff], and
 is 1 where one of the norms is 0; unlike there (one factor on the whole step), the moments' bias is corrected before the
 ratio is taken, as the paper says.
+
+    bytes per fp32 parameter and step    24 for moments and norms, 16 for the update (2 more for a 16-bit copy): no temporaries
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers.pieces import PieceOptimizer, gradients
+from zero_trial.ops import library
+from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
+
+_ops = library.OPS
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Segment(NamedTuple):
@@ -30,41 +36,37 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cut:
-    """A piece as consecutive parts: how long each is, and whose (gaps, that is padding, belong to tensor number
-    ``num``)."""
+    """A piece as consecutive parts: how long each is, and whose; None is padding, which LAMB leaves alone."""
 
     lengths: list[int]
-    owners: list[int]
-    cache: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``owners`` and ``lengths`` as int64 tensors; made once per device."""
-        if device not in self.cache:
-            self.cache[device] = (torch.tensor(self.owners, device=device), torch.tensor(self.lengths, device=device))
-        return self.cache[device]
+    owners: list[int | None]
 
 
-class _Pending(NamedTuple):
-    """What a piece waits with until the norms of all ranks are known."""
+class _Part(NamedTuple):
+    """What one tensor has of one piece: views to work on, its number, and its group's settings."""
 
-    piece: Tensor
-    update: Tensor
-    cut: _Cut
-    lr: float
-    clamp: tuple[float, float]
+    p: Tensor
+    g: Tensor
+    m: Tensor
+    v: Tensor
+    out: Tensor | None
+    owner: int
+    group: Mapping[str, Any]
+    step: float
 
 
 def _no_shards(_: Tensor) -> None:
     """Every tensor lies whole in one piece of this rank: nothing to add."""
 
 
-class Lamb(PieceOptimizer):
+class FusedLamb(PieceOptimizer):
     """``bind`` first when pieces hold parts of tensors; unbound, each parameter is one tensor.
 
-    Collective over the shard axis once bound: every rank must step, with or without own pieces.
+    State per element: two moments (8 bytes in fp32). Collective when bound: every rank must step, also without own pieces.
     """
 
     elementwise = False
+    fuses = True
 
     def __init__(
         self,
@@ -119,80 +121,86 @@ class Lamb(PieceOptimizer):
         self._sum_over_shards = sum_over_shards
 
     def update(self) -> None:
-        waiting = [pending for group in self.param_groups for pending in self._directions(group)]
+        """One step of all pieces that have gradients, or of those of ``work``; see the class for who must call."""
+        parts = [
+            part for number, item in enumerate(self.waiting()) for part in self._parts(item, self._count(item), number)
+        ]
+        count = self._num_tensors if self._cuts is not None else len(parts)
         pieces = (piece for group in self.param_groups for piece in group["params"])
         device = next((piece.device for piece in pieces), torch.device("cpu"))
-        num_tensors = len(waiting) if self._cuts is None else self._num_tensors
-        squares = torch.zeros(2, num_tensors + 1, dtype=torch.float64, device=device)
-        for row, tensors in enumerate(([w.piece for w in waiting], [w.update for w in waiting])):
-            self._add_squares(squares[row], tensors, waiting)
-        sums = squares[:, :num_tensors].contiguous()
-        self._sum_over_shards(sums)
-        squares[:, :num_tensors] = sums
+        squares = torch.zeros(2, count, dtype=torch.float64, device=device)
+        alike = _alike(parts)
+        for those in alike:
+            owners = torch.tensor([part.owner for part in those], device=device)
+            squares.index_add_(1, owners, self._moments(those))
+        self._sum_over_shards(squares)
         norms = squares.sqrt()
-        ratio = torch.where((norms[0] > 0) & (norms[1] > 0), norms[0] / norms[1], 1.0)
-        for index, pending in enumerate(waiting):
-            self._apply(pending, ratio, index)
+        for those in alike:
+            _apply(those, norms)
 
-    def _directions(self, group: dict[str, Any]) -> list[_Pending]:
-        """Adam's moments and direction r + weight_decay * w of a group's pieces (Algorithm 2, lines 6 to 11)."""
-        w = self.pieces(group, ("exp_avg", "exp_avg_sq"))
-        if not w:
-            return []
-        k, (beta1, beta2) = self.grad_multiplier, group["betas"]
-        g, m, v = gradients(w), self.moment(w, "exp_avg"), self.moment(w, "exp_avg_sq")
-        torch._foreach_mul_(m, beta1)
-        torch._foreach_add_(m, g, alpha=(1 - beta1) * k)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, g, g, (1 - beta2) * k * k)
-        corrections = [self._count(piece, group) for piece in w]
-        r = torch._foreach_div(v, [c2 for _, c2 in corrections])
-        torch._foreach_sqrt_(r)
-        torch._foreach_add_(r, group["eps"])
-        torch._foreach_mul_(r, [c1 for c1, _ in corrections])
-        r = torch._foreach_div(m, r)  # (m / c1) / (sqrt(v / c2) + eps)
-        if group["weight_decay"]:
-            torch._foreach_add_(r, w, alpha=group["weight_decay"])
-        clamp = (group["min_coeff"], group["max_coeff"])
-        return [_Pending(p, u, self._cut_of(p), group["lr"], clamp) for p, u in zip(w, r, strict=True)]
-
-    def _count(self, piece: Tensor, group: dict[str, Any]) -> tuple[float, float]:
-        """Count this step of the piece; returns the divisors 1 - beta**t of its moments."""
-        state = self.state[piece]
+    def _count(self, item: PieceWork) -> float:
+        """Makes the moments of a piece where they are missing, and counts its step."""
+        state = self.state[item.weight]
+        for name in _MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
         state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        if not group["bias_correction"]:
-            return 1.0, 1.0
-        t, (beta1, beta2) = float(state["step"]), group["betas"]
-        return 1 - beta1**t, 1 - beta2**t
+        return float(state["step"])
 
-    def _cut_of(self, piece: Tensor) -> _Cut:
+    def _parts(self, item: PieceWork, step: float, number: int) -> Iterator[_Part]:
+        state, group = self.state[item.weight], self.param_groups[item.group]
+        tensors: list[Any] = [item.weight.detach(), item.gradient, *(state[name] for name in _MOMENTS), item.out]
         if self._cuts is None:
-            return _Cut([piece.numel()], [-1])
-        return self._cuts[id(piece)]
-
-    def _add_squares(self, row: Tensor, tensors: list[Tensor], waiting: list[_Pending]) -> None:
-        if not tensors:
+            p, g, m, v, out = tensors
+            yield _Part(p, g, m, v, out, number, group, step)
             return
-        parts = [part for t, w in zip(tensors, waiting, strict=True) for part in torch.split(t.view(-1), w.cut.lengths)]
-        squares = torch.stack(torch._foreach_norm(parts, 2)).to(row.dtype).square_()
-        if self._cuts is None:
-            row[: len(squares)] = squares
-        else:
-            row.index_add_(0, torch.cat([w.cut.on(row.device)[0] for w in waiting]), squares)
+        cut = self._cuts[id(item.weight)]
+        columns: list[Any] = [[None] * len(cut.owners) if x is None else x.view(-1).split(cut.lengths) for x in tensors]
+        for owner, p, g, m, v, out in zip(cut.owners, *columns, strict=True):
+            if owner is not None:
+                yield _Part(p, g, m, v, out, owner, group, step)
 
-    def _apply(self, pending: _Pending, ratio: Tensor, index: int) -> None:
-        w = pending.piece
-        if self._cuts is None:
-            mine = ratio[index].clamp(*pending.clamp).to(w.dtype)
-        else:
-            owners, lengths = pending.cut.on(w.device)
-            mine = ratio[owners].clamp(*pending.clamp).to(w.dtype)
-            mine = torch.repeat_interleave(mine, lengths, output_size=w.numel()).view_as(w)
-        w.addcmul_(pending.update, mine, value=-pending.lr)
+    def _moments(self, parts: Sequence[_Part]) -> Tensor:
+        """Moments of all parts in place (Algorithm 2, lines 6 to 8); the squares of p and of the direction, (2, parts)."""
+        p, g, m, v = ([part[at] for part in parts] for at in range(4))
+        corrected = parts[0].group["bias_correction"]
+        squares: Tensor = _ops.lamb_moments_(p, g, m, v, None, None, *_numbers(parts), self.grad_multiplier, corrected)
+        return squares
+
+
+def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Parts that one call can take: with or without bias correction, with or without a copy."""
+    found: dict[tuple[bool, bool], list[_Part]] = {}
+    for part in parts:
+        found.setdefault((part.group["bias_correction"], part.out is None), []).append(part)
+    return list(found.values())
+
+
+def _numbers(parts: Sequence[_Part]) -> list[list[float]]:
+    """beta1, beta2, eps, weight decay and step of each part."""
+    rows = [(*part.group["betas"], part.group["eps"], part.group["weight_decay"], part.step) for part in parts]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _apply(parts: Sequence[_Part], norms: Tensor) -> None:
+    """Lines 9 to 12: the step of each part along its direction, as long as its tensor's ratio says; ``norms`` (2, tensors)."""
+    mine = norms[:, torch.tensor([part.owner for part in parts], device=norms.device)]
+    low, high = (
+        torch.tensor([part.group[key] for part in parts], dtype=torch.float64, device=norms.device)
+        for key in ("min_coeff", "max_coeff")
+    )
+    known = (mine[0] > 0) & (mine[1] > 0)
+    ratio = torch.where(known, (mine[0] / mine[1]).clamp(low, high), 1.0).float()
+    p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
+    out = [part.out for part in parts if part.out is not None]
+    lr = [float(part.group["lr"]) for part in parts]
+    _ops.lamb_apply_(p, m, v, out, None, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
 
 def _cut(segments: Sequence[Segment], numel: int, num_tensors: int) -> _Cut:
-    lengths, owners, end = [], [], 0
+    lengths: list[int] = []
+    owners: list[int | None] = []
+    end = 0
     for tensor_index, start, stop in segments:
         if not (end <= start <= stop <= numel and 0 <= tensor_index < num_tensors):
             raise ConfigError(
@@ -201,9 +209,9 @@ def _cut(segments: Sequence[Segment], numel: int, num_tensors: int) -> _Cut:
                 expected=f"tensors 0 to {num_tensors - 1}, elements {end} to {numel}, in order",
             )
         lengths += [start - end, stop - start]
-        owners += [num_tensors, tensor_index]
+        owners += [None, tensor_index]
         end = stop
     lengths.append(numel - end)
-    owners.append(num_tensors)
+    owners.append(None)
     kept = [(length, owner) for length, owner in zip(lengths, owners, strict=True) if length]
     return _Cut([length for length, _ in kept], [owner for _, owner in kept])

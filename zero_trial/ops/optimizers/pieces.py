@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,16 @@ class PieceOptimizer(torch.optim.Optimizer):
 
     def update(self) -> None:
         raise NotImplementedError
+
+    def waiting(self) -> Iterable[PieceWork]:
+        """What this step is to update: :attr:`work`, else every piece that has a gradient."""
+        return self._with_gradients() if self.work is None else self.work
+
+    def _with_gradients(self) -> Iterator[PieceWork]:
+        for index, group in enumerate(self.param_groups):
+            for piece in group["params"]:
+                if piece.grad is not None:
+                    yield PieceWork(piece, piece.grad, None, index)
 
     def pieces(self, group: Mapping[str, Any], moments: tuple[str, ...]) -> list[Tensor]:
         """The group's pieces with gradients; the named moments of each are created as zeros where missing."""

@@ -2,7 +2,7 @@
 
 Unscaling and clipping are one factor: (1 / loss scale) * min(1, limit / norm). Three ways, by what the optimizer is:
 
-    ours (FusedAdam, Lion, Lamb)    the factor goes into the update                          no extra bytes
+    ours (FusedAdam, FusedLamb ...) the factor goes into the update                          no extra bytes
     torch's fused Adam, AdamW,      the kernel divides by its ``grad_scale`` as it reads     no extra bytes (the scaled
     SGD, Adagrad                                                                             gradient is written back)
     anything else                   the gradients are multiplied in place first              8 bytes per fp32 gradient

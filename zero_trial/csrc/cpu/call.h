@@ -1,0 +1,53 @@
+// What a caller hands over: one block of eight-byte fields per tensor and step; and which kernels and how many threads work on it.
+#ifndef ZT_CALL_H
+#define ZT_CALL_H
+
+#include "kernels.h"
+
+#include <stdint.h>
+
+#define ZT_EXPORT extern "C" __attribute__((visibility("default")))
+
+// One optimizer step over one shard, as the caller packs it: every field has eight bytes. What a kernel does not have is 0.
+struct ZtCall {
+  int64_t isa, threads, n;
+  float* p;
+  const void* g;
+  int64_t g_type;
+  float *a, *b;
+  void* out;
+  int64_t out_type;
+  const float* found_inf;
+  double lr, beta1, beta2, eps, decay, multiplier, x, y;  // x, y: what only one kernel has
+  int64_t flag, flag2;
+};
+
+enum : long {
+  kElementsPerThread = 32768,  // less is not worth waking a thread for
+  kStreamElements = 1L << 20,  // a 16-bit copy of 2 MiB and more does not stay in a core's cache anyway
+};
+
+static inline bool skipped(const ZtCall& c) { return c.found_inf && *c.found_inf != 0.0f; }
+
+static inline ZtShard shard_of(const ZtCall& c) {
+  const bool low = c.out_type != kNone;
+  return {c.p, c.g, (int)c.g_type, c.a, c.b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
+}
+
+static inline const ZtKernels* kernels(int isa) {
+#if defined(__x86_64__)
+  if (isa == 2) return zt_kernels_avx512();
+  if (isa == 1) return zt_kernels_avx2();
+#endif
+  (void)isa;
+  return zt_kernels_baseline();
+}
+
+static inline long least(long a, long b) { return a < b ? a : b; }
+
+static inline int useful_threads(long threads, long n) {
+  const long most = n / kElementsPerThread;
+  return (int)(threads < 1 || most < 1 ? 1 : least(threads, most));
+}
+
+#endif

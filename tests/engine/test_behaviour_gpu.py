@@ -1,6 +1,6 @@
 """The engine on a GPU: every stage and precision in one rank over NCCL, and two ranks on one GPU over gloo, against the same engine on CPU.
 
-Tolerance: fp32 losses differ by summation order of the products, 2e-5; 16-bit ones by a rounding of an activation, 3e-2.
+Tolerance: fp32 losses differ by summation order of the products, 2e-5; 16-bit ones by two steps of bf16 at 4, 7e-2.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
+Case = tuple[int, str]  # stage and precision
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -53,14 +54,11 @@ def on_ranks(size: int, body: Callable[..., Any], *args: Any, seconds: float = 1
     return [value for _, value, _ in found]
 
 
-def train(stage: int, precision: str, backend: str | None, cpu: bool) -> tuple[list[float], str, str]:
-    """Losses of a few steps, the optimizer's class, and the device."""
-    from zero_trial.mesh import init_distributed
+Losses = list[float]
 
-    if cpu:
-        torch.cuda.is_available = lambda: False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    init_distributed(dist_backend=backend, timeout=60.0)
+
+def train(stage: int, precision: str) -> tuple[Losses, str, str]:
+    """Losses of a few steps, the optimizer's class, and the device."""
     config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.5, **PRECISIONS[precision]}
     engine = make_engine(TinyLM, config)
     losses = []
@@ -73,6 +71,24 @@ def train(stage: int, precision: str, backend: str | None, cpu: bool) -> tuple[l
         losses.append(loss.item())
     assert engine.optimizer is not None
     return losses, type(engine.optimizer.base).__name__, engine.device.type
+
+
+def all_cases(cases: list[Case], backend: str | None, cpu: bool, ops: str) -> dict[Case, Any]:
+    """What :func:`train` returns for each, or the error's text. All in one process: starting one costs more than training."""
+    from zero_trial.mesh import init_distributed
+
+    os.environ["ZERO_TRIAL_OPS"] = ops
+    if cpu:
+        torch.cuda.is_available = lambda: False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    init_distributed(dist_backend=backend, timeout=60.0)
+    found: dict[Case, Any] = {}
+    for case in cases:
+        try:
+            found[case] = train(*case)
+        except Exception as trouble:
+            found[case] = f"{type(trouble).__name__}: {trouble}"
+    return found
 
 
 def gloo_moves_cuda_tensors() -> bool:
@@ -91,37 +107,56 @@ def gloo_moves_cuda_tensors() -> bool:
     return bool(part[0] == 2.0)
 
 
-def close(got: list[float], want: list[float], precision: str) -> bool:
-    limit = 2e-5 if precision == "fp32" else 3e-2
+def close(got: Losses, want: Losses, precision: str) -> bool:
+    limit = 2e-5 if precision == "fp32" else 7e-2
     return max(abs(x - y) for x, y in zip(got, want, strict=True)) <= limit
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_over_nccl(stage: int, precision: str) -> None:
-    ((losses, optimizer, device),) = on_ranks(1, train, stage, precision, None, False)
-    ((want, *_),) = on_ranks(1, train, stage, precision, "gloo", True)
-    assert device == "cuda" and optimizer == "FusedAdam"
-    assert close(losses, want, precision)
+SINGLE: list[Case] = [(stage, precision) for stage in (0, 1, 2, 3) for precision in PRECISIONS]
+PAIRED: list[Case] = [(stage, "fp32") for stage in (0, 2, 3)]
+Found = dict[Case, Any]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_ranks_on_one_gpu_over_gloo(stage: int) -> None:
+@pytest.fixture(scope="module")
+def on_gpu() -> Found:
+    return dict(on_ranks(1, all_cases, SINGLE, None, False, "native")[0])
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Found:
+    return dict(on_ranks(1, all_cases, SINGLE, "gloo", True, "auto")[0])
+
+
+@pytest.fixture(scope="module")
+def two_on_gpu() -> list[Found]:
     if not all(on_ranks(2, gloo_moves_cuda_tensors)):
         pytest.skip("this torch's gloo does not move CUDA tensors")
-    results = on_ranks(2, train, stage, "fp32", "gloo", False)
-    wanted = on_ranks(2, train, stage, "fp32", "gloo", True)
-    for (losses, _, device), (want, *_) in zip(results, wanted, strict=True):
-        assert device == "cuda" and close(losses, want, "fp32")
+    return on_ranks(2, all_cases, PAIRED, "gloo", False, "native")
 
 
-def reference_and_kernels(reference: bool) -> list[float]:
-    if reference:
-        os.environ["ZERO_TRIAL_OPS"] = "reference"
-    return train(2, "bf16", None, False)[0]
+@pytest.fixture(scope="module")
+def two_on_cpu() -> list[Found]:
+    return on_ranks(2, all_cases, PAIRED, "gloo", True, "auto")
 
 
-def test_the_kernels_train_as_the_reference_does() -> None:
+@pytest.mark.parametrize("case", SINGLE)
+def test_one_rank_over_nccl(on_gpu: Found, on_cpu: Found, case: Case) -> None:
+    assert not isinstance(on_gpu[case], str), on_gpu[case]
+    losses, optimizer, device = on_gpu[case]
+    assert device == "cuda" and optimizer == "FusedAdam"
+    assert close(losses, on_cpu[case][0], case[1])
+
+
+@pytest.mark.parametrize("case", PAIRED)
+def test_two_ranks_on_one_gpu_over_gloo(two_on_gpu: list[Found], two_on_cpu: list[Found], case: Case) -> None:
+    for found, wanted in zip(two_on_gpu, two_on_cpu, strict=True):
+        assert not isinstance(found[case], str), found[case]
+        losses, _, device = found[case]
+        assert device == "cuda" and close(losses, wanted[case][0], "fp32")
+
+
+def test_the_kernels_train_as_the_reference_does(on_gpu: Found) -> None:
     """The same shards, gradients and clipping; only the arithmetic's last bits differ."""
-    (ours,), (reference,) = on_ranks(1, reference_and_kernels, False), on_ranks(1, reference_and_kernels, True)
-    assert close(ours, reference, "bf16")
+    case = (2, "bf16")
+    (found,) = on_ranks(1, all_cases, [case], None, False, "reference")
+    assert close(on_gpu[case][0], found[case][0], "bf16")

@@ -1,0 +1,48 @@
+"""The benchmark of the ops on a GPU, rehearsed on the CPU with a few elements."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from benchmarks import record
+from benchmarks.ops import gpu
+
+CPU = torch.device("cpu")
+
+
+def test_every_contender_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "elements", lambda device: 1000)
+    rows = gpu.run(CPU, 1, deepspeed=False)
+    assert [row["name"] for row in rows] == [contender.name for contender in gpu.CONTENDERS]
+    assert [row for row in rows if "why" in row] == []
+    assert rows[0]["percent"] == pytest.approx(100.0)
+    assert all(row["gb_per_s"] == pytest.approx(row["bytes"] * 1000 / row["ms"] / 1e6) for row in rows)
+    assert len(record.markdown(rows, gpu.COLUMNS).splitlines()) == len(rows) + 2
+
+
+def test_a_contender_that_cannot_run_is_named() -> None:
+    def missing(n: int, device: torch.device) -> gpu.Job:
+        raise ImportError("no such peer")
+
+    row = gpu.measure(gpu.Contender("peer", 28, missing), 10, CPU, 1)
+    assert row["why"] == "ImportError: no such peer" and "ms" not in row
+
+
+def test_it_stops_in_time() -> None:
+    rows = gpu.run(CPU, 1, deepspeed=True, deadline=time.monotonic() - 1)
+    assert {row["why"] for row in rows} == {"no time left"}
+
+
+def test_contenders_do_the_same_job() -> None:
+    """Ours and torch's AdamW in bf16 leave the same parameter copy."""
+    torch.manual_seed(0)
+    first = {"p": torch.randn(500), "g": torch.randn(500).bfloat16()}
+    weight = torch.nn.Parameter(first["p"].clone())
+    weight.grad = first["g"].float()
+    torch.optim.AdamW([weight], lr=gpu.LR, weight_decay=gpu.DECAY, fused=True).step()
+    p, m, v = first["p"].clone(), torch.zeros(500), torch.zeros(500)
+    gpu.OPS.adam_(p, first["g"], m, v, None, None, *gpu.ADAM[:5], 1.0, *gpu.ADAM[6:])
+    torch.testing.assert_close(p, weight.detach())

@@ -61,6 +61,7 @@ def prepare(name: str, times: Times, micro_batches: int, rows: int) -> Step:
 
 
 def ours(built: list[nn.Module], schedule: str, micro_batches: int, rows: int) -> Step:
+    """zero_trial's engine."""
     import zero_trial
 
     config = _config(micro_batches, rows) | {
@@ -74,6 +75,7 @@ def ours(built: list[nn.Module], schedule: str, micro_batches: int, rows: int) -
 
 
 def deepspeed(built: list[nn.Module], micro_batches: int, rows: int) -> Step:
+    """DeepSpeed's engine."""
     import deepspeed as library
     from deepspeed.pipe import PipelineModule
 
@@ -84,6 +86,7 @@ def deepspeed(built: list[nn.Module], micro_batches: int, rows: int) -> Step:
 
 
 def torch_schedule(built: list[nn.Module], schedule: str, micro_batches: int) -> Step:
+    """torch.distributed.pipelining; it takes a whole batch and cuts it itself."""
     from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()

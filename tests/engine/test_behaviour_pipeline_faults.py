@@ -72,7 +72,7 @@ def test_a_layer_that_fails_is_named_on_every_rank(
             f"rank {rank}, pipeline stage {rank} of 4, micro-batch 2, action {action}: a pipeline stage failed" in text
         )
         assert "ValueError: no " in text
-        assert "test_pipeline_faults.py, line" in text
+        assert "test_behaviour_pipeline_faults.py, line" in text
         assert seconds < 15
         assert after == "works"
 

@@ -15,7 +15,7 @@ from zero_trial.engine.chunk_shards import domains_of
 from zero_trial.engine.pipeline_settings import PipelineSettings, choose_policy, pipeline_settings, price_line, weigh
 from zero_trial.engine.wiring import Wiring
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import Mesh
+from zero_trial.mesh import Mesh, lanes_if_possible
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.policy import Policy
 from zero_trial.pipeline.schedules import RECIPES
@@ -93,6 +93,7 @@ def wire_pipeline(
     if mesh.rank == 0:
         log.info("%s", price_line(settings, choice, wiring.batch.accumulation, mesh.data.size))
     plan = wiring.plan.told(reduce_at=ReduceAt(choice.policy.reduction.value))
+    lanes_if_possible(mesh.pipe)
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
     domains = tuple(domains_of(model, mesh))
     return replace(wiring, plan=plan), PipelineWiring(settings, choice.policy, domains, channel)

@@ -6,6 +6,7 @@ from zero_trial.mesh.comm import AxisComm, Message, Pending
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import Mesh, build_mesh, part_of_pipe
+from zero_trial.mesh.sharing import lanes_if_possible
 from zero_trial.mesh.topology import AXES, MeshShape
 from zero_trial.mesh.world import (
     agree_on,
@@ -30,6 +31,7 @@ __all__ = [
     "destroy_distributed",
     "init_distributed",
     "is_distributed",
+    "lanes_if_possible",
     "part_of_pipe",
     "rank_and_size",
     "read_rank_env",

@@ -10,7 +10,7 @@ import datetime
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,14 @@ from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory
 from zero_trial.mesh.shared_transport import MessageMail, SharedTransport
 from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Received, Transport, Works
+
+
+class Lanes(Protocol):
+    """Another way for messages between two ranks than the backend's; see :mod:`zero_trial.mesh.lanes`."""
+
+    def send(self, values: torch.Tensor, to: int, tag: int) -> Any: ...
+
+    def receive(self, values: torch.Tensor, source: int, tag: int) -> Any: ...
 
 
 class Pending:
@@ -119,6 +127,7 @@ class AxisComm:
         self._control = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         self._small: SharedControl | None = None  # how small CPU values travel where all ranks are on one host
         self.on_cpu = on_cpu
+        self._lanes: Lanes | None = None  # how messages between two ranks travel, if not through the backend
 
     def share_memory(self, memory: SharedMemory, control: SharedControl | None, mail: SharedMail | None) -> None:
         """From now on CPU tensors go through ``memory``, announced by ``mail`` (or messages), and small values through ``control`` (or gloo):
@@ -126,6 +135,10 @@ class AxisComm:
         tickets = mail if mail is not None else MessageMail(self.group, self.ranks)
         self._on_host = SharedTransport(self.index, self.size, memory, tickets, self._direct)
         self._small = control
+
+    def use_lanes(self, lanes: Lanes) -> None:
+        """From now on CPU messages between two ranks go through ``lanes``. All ranks must do so alike."""
+        self._lanes = lanes
 
     @property
     def transport(self) -> str:
@@ -229,12 +242,17 @@ class AxisComm:
 
     def _message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:
         name = f"{kind}({label}) {'to' if kind == 'send' else 'from'} rank {self.ranks[peer]}"
-        verb = dist.isend if kind == "send" else dist.irecv
         try:
-            work = verb(values, self.ranks[peer], group=self.group, tag=tag)
+            work = self._between(kind, values, peer, tag)
         except RuntimeError as error:
             self._fail(name, error, (self.ranks[self.index], self.ranks[peer]))
         return Message(self, work, name, values, peer)
+
+    def _between(self, kind: str, values: torch.Tensor, peer: int, tag: int) -> Any:
+        if self._lanes is not None and values.device.type == "cpu":
+            return self._lanes.send(values, peer, tag) if kind == "send" else self._lanes.receive(values, peer, tag)
+        verb = dist.isend if kind == "send" else dist.irecv
+        return verb(values, self.ranks[peer], group=self.group, tag=tag)
 
     def _start(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int) -> Pending:
         if self.size == 1:

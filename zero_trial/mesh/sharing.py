@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zero_trial.mesh import peers, shared_control, shared_mail
 from zero_trial.mesh.comm import AxisComm
+from zero_trial.mesh.lanes import open_lanes
 from zero_trial.mesh.peers import Peers
 from zero_trial.mesh.shared_control import SharedControl
 from zero_trial.mesh.shared_mail import SharedMail
@@ -49,6 +50,16 @@ def share_if_possible(comm: AxisComm) -> bool:
     if shared is not None:
         comm.share_memory(shared.memory, shared.control, shared.mail)
     return shared is not None
+
+
+def lanes_if_possible(comm: AxisComm) -> bool:
+    """Lets messages between two ranks of ``comm`` go through shared memory, if all of them share it. Collective over the axis, each time."""
+    if comm.transport != "shared memory":
+        return False
+    lanes = open_lanes(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
+    if lanes is not None:
+        comm.use_lanes(lanes)
+    return lanes is not None
 
 
 def _try(comm: AxisComm, memory: SharedMemory) -> Shared | None:

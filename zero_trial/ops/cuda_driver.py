@@ -20,6 +20,7 @@ class Driver:
         self._contexts: dict[int, int] = {}
         pointer, number, text = ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(text)]
+        library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
         library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(pointer), ctypes.c_int]
         library.cuCtxPushCurrent_v2.argtypes = [pointer]
         library.cuCtxPopCurrent_v2.argtypes = [ctypes.POINTER(pointer)]
@@ -53,9 +54,10 @@ class Driver:
     def _context(self, device: int) -> Iterator[None]:
         """Whatever thread this is, and whatever device is current in it."""
         if device not in self._contexts:
-            context = ctypes.c_void_p()
+            handle, context = ctypes.c_int(), ctypes.c_void_p()
+            self._check(self._library.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
             self._check(
-                self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain"
+                self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain"
             )
             self._contexts[device] = int(context.value or 0)
         self._check(self._library.cuCtxPushCurrent_v2(self._contexts[device]), "cuCtxPushCurrent")

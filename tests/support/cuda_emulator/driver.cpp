@@ -26,8 +26,9 @@ static int depth, launches;
 static unsigned last_blocks;
 static bool initialised;
 static int context;
+enum { kHandle = 7 };  // of device 0
 
-enum { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500 };
+enum { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500 };
 
 extern "C" {
 
@@ -50,9 +51,14 @@ int cuGetErrorString(int status, const char** text) {
   *text = status == kInvalidImage ? "device kernel image is invalid" : status == kNotFound ? "named symbol not found" : nullptr;
   return *text ? kSuccess : kInvalidValue;
 }
-int cuDevicePrimaryCtxRetain(void** out, int device) {
+int cuDeviceGet(int* device, int ordinal) {
   if (!initialised) return kNotInitialized;
-  if (device != 0) return 101;  // no such device
+  if (ordinal != 0) return kInvalidDevice;
+  *device = kHandle;
+  return kSuccess;
+}
+int cuDevicePrimaryCtxRetain(void** out, int device) {
+  if (device != kHandle) return kInvalidDevice;
   *out = &context;
   return kSuccess;
 }

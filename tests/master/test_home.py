@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from zero_trial.master.home import Home
 
 HOLD = """
 import sys
+import threading
 from pathlib import Path
 from zero_trial.master.home import Home
 print(Home(Path(sys.argv[1])).lock(), flush=True)
@@ -60,3 +62,14 @@ def test_everything_lies_below_the_root(tmp_path: Path) -> None:
     home = Home(tmp_path)
     paths = [home.database, home.log, home.account, home.storage, home.allocation("1.t.1"), home.trial_logs(3)]
     assert all(path.is_relative_to(tmp_path) for path in paths) and len(set(paths)) == len(paths)
+
+
+def test_a_start_waits_for_somebody_who_only_asked(tmp_path: Path) -> None:
+    holder, home = Home(tmp_path), Home(tmp_path)
+    holder.prepare()
+    assert holder.lock()
+    letting_go = threading.Timer(0.1, holder.unlock)
+    letting_go.start()
+    assert home.lock(seconds=30)
+    letting_go.join()
+    home.unlock()

@@ -134,3 +134,10 @@ class TestFollow:
 
 def test_a_source_without_files(tmp_path: Path) -> None:
     assert read(tmp_path / "nothing") == []
+
+
+def test_half_a_line_of_a_writer_that_was_killed_is_shown_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path, 1, "a")
+    logs.append(logs.path_of(tmp_path, 1), [b'{"t":11.0,"m":"hal\n'])
+    write(tmp_path, 1, "b", at=12)
+    assert texts(read(tmp_path)) == ["a", '{"t":11.0,"m":"hal', "b"]

@@ -97,6 +97,8 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
     """A process of its own that goes on when this one ends; returns when it serves."""
     home.prepare()
     reader, writer = os.pipe()
+    from zero_trial.master.agent.agent import with_package
+
     words = [sys.executable, "-m", "zero_trial.cli.main", "master", "up", "--foreground", "--root", str(home.root)]
     words += ["--ready-fd", str(writer)]
     words += ["--cpu"] if options.cpu else []
@@ -112,12 +114,16 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
             start_new_session=True,
             pass_fds=[writer],
             cwd=home.root,
+            env=with_package(os.environ),
         )
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read()
     if said != b"ready\n":
         child.wait()
+        if home.locked():  # another `up` was faster
+            _wait_until_known(home)
+            return
         text = (home.root / "master.out").read_text(encoding="utf-8", errors="replace").strip()
         raise MasterError(
             "the master did not start",
@@ -127,9 +133,13 @@ def _spawn(options: argparse.Namespace, home: Any) -> None:
 
 
 def _wait_until_known(home: Any, seconds: float = 10.0) -> None:
-    """Another ``up`` may have begun a moment ago."""
+    """Another ``up`` may have begun a moment ago. MasterError if it does not get ready."""
     until = time.monotonic() + seconds
-    while not home.state().get("pid") and time.monotonic() < until:
+    while not home.state().get("url"):
+        if time.monotonic() > until:
+            raise MasterError(
+                "a master has begun here and does not answer", where=str(home.root), fix="zero-trial master down"
+            )
         time.sleep(0.05)
 
 
@@ -172,9 +182,8 @@ def down_(options: argparse.Namespace) -> int:
     home = _home(options)
     running = home.locked()
     if running:
-        _wait_until_known(home)
         state = home.state()
-        identity = Identity(state["pid"], state["start"])
+        identity = Identity(state.get("pid", 0), state.get("start", ""))
         identity.send(signal.SIGTERM)
         until = time.monotonic() + DOWN_SECONDS
         while identity.alive and time.monotonic() < until:

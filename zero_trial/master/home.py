@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,24 @@ class Home:
         """The folder of a trial's output."""
         return self.logs / f"trial-{trial_id}"
 
-    def lock(self) -> bool:
-        """Become the one master of this root until this process ends; False if there is one."""
+    def lock(self, seconds: float = 0.0) -> bool:
+        """Become the one master of this root until this process ends; False if there is one.
+
+        Waits up to ``seconds``: whoever asks whether there is one holds the lock for a moment.
+        """
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            return False
-        self._lock = handle
-        return True
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    os.close(handle)
+                    return False
+                time.sleep(0.02)
+            else:
+                self._lock = handle
+                return True
 
     def locked(self) -> bool:
         """Whether a master works here now."""

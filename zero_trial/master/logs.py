@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -97,11 +98,13 @@ class _Tail:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._read: dict[Path, int] = {}  # bytes
+        self._time = 0.0  # of the line before
 
     def new(self) -> list[LogLine]:
         found: list[LogLine] = []
         for path in sorted(self._source.folder.glob("*.jsonl")):
-            found.extend(self._of(path))
+            with contextlib.suppress(FileNotFoundError):  # its experiment was deleted at this moment
+                found.extend(self._of(path))
         found.sort(key=lambda line: line.time)  # stable: a file's own order stays
         return found
 
@@ -119,8 +122,12 @@ class _Tail:
             place += len(raw)
 
     def _line(self, raw: bytes, run_id: int, place: int) -> LogLine:
-        data = json.loads(raw)
+        try:
+            data = json.loads(raw)
+        except ValueError:  # its writer was killed in the middle of it
+            data = {"m": raw.decode("utf-8", errors="replace").rstrip(), "t": self._time}
         message, at = data["m"], data["t"]
+        self._time = at
         rank = _RANK.match(message)
         level = data.get("l") or (found[1] if (found := _LEVEL.search(message, 0, 80)) else "INFO")
         return LogLine(

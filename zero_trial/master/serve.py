@@ -42,8 +42,12 @@ def serve(wish: Wish, ready: Callable[[], None]) -> None:
     """
     home = wish.home
     home.prepare()
-    if not home.lock():
+    if not home.lock(seconds=0.5):
         raise taken(home)
+    me = identify(os.getpid())
+    home.write_state(
+        {"pid": me.pid, "start": me.start, "port": home.state().get("port"), "url": ""}
+    )  # there, not ready
     _log_to(home)
     with _asked_to_end() as asked:
         cluster = EmbeddedCluster.on(home, wish.devices, host_env=wish.host_env)
@@ -51,7 +55,7 @@ def serve(wish: Wish, ready: Callable[[], None]) -> None:
             _serve(wish, cluster, ready, asked)
         finally:
             cluster.close()
-    home.write_state({**home.state(), "pid": 0, "stopped": time.time()})
+    home.write_state({**home.state(), "pid": 0, "url": "", "stopped": time.time()})
     home.unlock()
     log.info("stopped")
 
@@ -62,7 +66,7 @@ def taken(home: Home) -> ConfigError:
     return ConfigError(
         "a master is already running here",
         where=str(home.root),
-        got=f"{state.get('url', 'no address yet')}, pid {state.get('pid', '?')}",
+        got=f"{state.get('url') or 'no address yet'}, pid {state.get('pid', '?')}",
         fix="Use it, end it with `zero-trial master down`, or choose another --root.",
     )
 
@@ -71,17 +75,9 @@ def _serve(wish: Wish, cluster: EmbeddedCluster, ready: Callable[[], None], aske
     home = wish.home
     ensure_local_user(cluster.accounts, home.account)
     with _listen(cluster, wish.port, home.state().get("port")) as server:
-        me = identify(os.getpid())
-        home.write_state(
-            {
-                "pid": me.pid,
-                "start": me.start,
-                "port": server.port,
-                "url": server.url,
-                "version": zero_trial.__version__,
-            }
-        )
         cluster.begin(server.url)
+        more = {"port": server.port, "url": server.url, "version": zero_trial.__version__}
+        home.write_state({**home.state(), **more})
         log.info(
             "zero_trial %s serves %s with %d %s slots",
             zero_trial.__version__,

@@ -194,3 +194,22 @@ def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
     shell, flag, script = steps(has_hook)
     assert flag == "-c" and shell.endswith("sh") and script.count("determined.exec.prep_container") == calls
     assert ("startup-hook.sh" in script) == has_hook and script.endswith("exec python3 -m determined.exec.launch")
+
+
+def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
+    field.agent.close()
+    refused = []
+
+    def refuse_once(name: str, ended: claim.Exit) -> None:
+        if not refused:
+            refused.append(name)
+            raise OSError("the disk is full")
+        field.said.put(("exited", name, ended.code, ended.why))
+
+    field.open()
+    field.agent._on_exited = refuse_once
+    name = field.start("exit 3")
+    field.expect("started", name)
+    said = field.expect("error")
+    assert "the disk is full" in said[1]
+    field.expect("exited", name, 3)

@@ -70,3 +70,18 @@ def test_a_mark_in_the_environment_finds_them_and_a_sweep_ends_them(child: subpr
     sweep("ZT_TEST_MARK", mark, seconds=0.1)
     assert child.wait(timeout=10) == -signal.SIGKILL
     assert marked("ZT_TEST_MARK", mark) == []
+
+
+def test_nobody_is_no_process() -> None:
+    """Pid 0 is a group to kill(2), ours."""
+    for pid in (0, -1):
+        assert not Identity(pid, "").alive
+        Identity(pid, "").send(signal.SIGKILL)
+
+
+def test_what_ran_before_the_machine_was_started_anew(child: subprocess.Popen[str]) -> None:
+    identity = identify(child.pid)
+    boot, _, tick = identity.start.partition(":")
+    assert not identity.before_boot
+    before = Identity(child.pid, f"{boot[::-1]}:{tick}")
+    assert before.before_boot and not before.alive

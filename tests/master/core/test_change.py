@@ -159,3 +159,33 @@ def test_a_change_that_fails_changes_nothing(master: Master) -> None:
         raise RuntimeError("in the middle")
     assert master.cluster.trials.get(1).reason == ""
     assert master.states(made.id) == ("ACTIVE", ["ACTIVE"])
+
+
+def test_a_search_that_fails_ends_its_experiment_and_nothing_else(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zero_trial.master.searchers.grid_search import GridSearch
+
+    other = master.create()
+    made = master.create(searcher=GRID, hyperparameters=FOUR)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(GridSearch, "on_validation", fail)
+    master.validate(2, 1.0)
+    assert master.workers.killed == [master.run_of(2).allocation.id]
+    master.exit(2, code=137)
+    master.exit(1)
+    assert master.states(other.id)[0] == "COMPLETED"
+    found = master.cluster.experiments.get(made.id)
+    assert found.state.value == "ERROR" and "a fault of ours" in found.error
+
+
+def test_a_point_that_cannot_be_looked_at_is_launched(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(subject.pruning, "reason", fail)
+    master.create()
+    assert len(master.runs()) == 1

@@ -7,6 +7,7 @@ looks for ends.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import signal
@@ -20,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import logs
 from zero_trial.master.agent import claim, processes, storage
@@ -160,6 +162,7 @@ class Agent:
                 stdout=errors,
                 stderr=errors,
                 cwd=str(folder),
+                env=with_package(self._host_env),
                 start_new_session=True,
             )
         with self._lock:
@@ -183,6 +186,7 @@ class Agent:
 
     def _watch(self) -> None:
         started: set[str] = set()
+        told: set[str] = set()  # troubles, each once: they come again with every look
         while not self._closed.wait(WATCH_SECONDS):
             with self._lock:
                 watched = dict(self._watched)
@@ -190,7 +194,10 @@ class Agent:
                 try:
                     self._look(name, entry, started)
                 except Exception as error:  # one allocation's trouble must not end the watch over the others
-                    self._on_error(f"allocation {name}: {type(error).__name__}: {error}")
+                    trouble = f"allocation {name}: {type(error).__name__}: {error}"
+                    if trouble not in told:
+                        told.add(trouble)
+                        self._on_error(trouble)
 
     def _look(self, name: str, entry: _Watched, started: set[str]) -> None:
         folder = self._home.allocation(name)
@@ -206,10 +213,10 @@ class Agent:
         if ended is None:
             return
         processes.sweep(MARK, name)
+        self._on_exited(name, ended)  # if this fails we come again: nobody else would tell
         with self._lock:
             self._watched.pop(name, None)
         started.discard(name)
-        self._on_exited(name, ended)
         self._tidy(name, folder)
 
     def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> claim.Exit | None:
@@ -221,6 +228,8 @@ class Agent:
             return None if alive else ended
         if alive:
             return None
+        if identity is not None and identity.before_boot:
+            return claim.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
             return claim.Exit(KILLED, time.time(), why="its shepherd is gone")
         if claim.claimed(folder):  # made void by a master that was killed before it could say so
@@ -248,6 +257,12 @@ def steps(has_hook: bool) -> list[str]:
     else:
         script = f"set -e; {first} --rendezvous; exec python3 -m determined.exec.launch"
     return [shutil.which("bash") or "sh", "-c", script]
+
+
+def with_package(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which this very package is imported, from whatever working directory."""
+    root = str(Path(zero_trial.__file__).parents[1])
+    return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def end_all(home: Home, *, seconds: float = 60.0) -> list[str]:

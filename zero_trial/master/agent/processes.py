@@ -19,7 +19,10 @@ _STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/PID/stat after the name, s
 
 @dataclass(frozen=True)
 class Identity:
-    """One process for all times: pids are used again, a pid with its start time is not. ``start`` is empty where there is no /proc."""
+    """One process for all times: pids are used again, a pid with its start is not.
+
+    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where there is no /proc.
+    """
 
     pid: int
     start: str
@@ -27,6 +30,8 @@ class Identity:
     @property
     def alive(self) -> bool:
         """Whether this very process still runs (a zombie does not)."""
+        if self.pid <= 0:  # to kill(2) that is a group of processes, ours among them
+            return False
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -36,7 +41,12 @@ class Identity:
         fields = _stat(self.pid)
         if fields is None:
             return not _PROC.joinpath("self", "stat").exists()
-        return fields[_STATE] not in ("Z", "X") and (not self.start or fields[_START] == self.start)
+        return fields[_STATE] not in ("Z", "X") and (not self.start or _start_of(fields) == self.start)
+
+    @property
+    def before_boot(self) -> bool:
+        """Whether it started before the machine did: it ended with the machine."""
+        return bool(self.start) and self.start.partition(":")[0] != _boot()
 
     def send(self, number: signal.Signals) -> None:
         """Signal this process, and nobody who was given its pid after it."""
@@ -48,7 +58,7 @@ class Identity:
 def identify(pid: int) -> Identity:
     """Who a running process is."""
     fields = _stat(pid)
-    return Identity(pid, fields[_START] if fields else "")
+    return Identity(pid, _start_of(fields) if fields else "")
 
 
 def adopt_orphans() -> bool:
@@ -101,6 +111,18 @@ def sweep(name: str, value: str, seconds: float = 5.0) -> None:
     while (pids := marked(name, value)) and time.monotonic() < until:
         send(pids, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _start_of(fields: list[str]) -> str:
+    return f"{_boot()}:{fields[_START]}"
+
+
+def _boot() -> str:
+    """What this boot is called; empty where there is no /proc."""
+    try:
+        return _PROC.joinpath("sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -6,6 +6,7 @@ leaves a state from which the same orders are given again.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import uuid
 from collections import deque
@@ -26,6 +27,8 @@ from zero_trial.master.verbs import NotFound
 
 if TYPE_CHECKING:
     from zero_trial.master.core.hub import Hub
+
+log = logging.getLogger(__name__)
 
 EARLY_EXIT_SECONDS = 60.0
 """How long a trial that said that it ends may take for it."""
@@ -260,7 +263,7 @@ class Change:
             return
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
         experiments.change(self.connection, experiment_id, ended=self.now, collect=1, **progress)
-        self._hub.searches.pop(experiment_id, None)
+        self._hub.forget(experiment_id)
         self.chores = True
 
     def _settle_experiment(self, experiment_id: int) -> None:
@@ -282,6 +285,10 @@ class Change:
         except MetricMissing as error:
             if isinstance(event, Validated):
                 self.trial(event.trial.id, trial_life.Fail(str(error)))
+            return
+        except Exception as error:  # a fault of ours ends this experiment, not the master
+            log.exception("the search of experiment %d failed", experiment_id)
+            self._give_up(experiment_id, f"the search failed: {type(error).__name__}: {error}")
             return
         for action in actions:
             self._act(experiment_id, live, action)
@@ -310,13 +317,27 @@ class Change:
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
             return
         trial_id = self._add_trial(experiment, action)
-        why = pruning.reason(experiment.config, action.hparams, live.context.files)
+        why = self._why_not(experiment, live, action)
         if why is not None:
             self._prune(experiment_id, live, trial_id, why)
             return
         live.pruned = 0
         if experiment.state is ExperimentState.ACTIVE:
             self.trial(trial_id, trial_life.Start())
+
+    def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
+        try:
+            return pruning.reason(experiment.config, action.hparams, live.context.files)
+        except Exception:  # we cannot tell, so the trial will
+            log.exception("a point of experiment %d cannot be looked at before launch", experiment.id)
+            return None
+
+    def _give_up(self, experiment_id: int, error: str) -> None:
+        """Nothing more can be decided: the experiment ends as failed, with its trials."""
+        experiments.change(self.connection, experiment_id, error=error)
+        self.experiment(experiment_id, experiment_life.SearchOver(failed=True))
+        for trial in trials.live(self.connection, experiment_id):
+            self.trial(trial.id, trial_life.Fail(error))
 
     def _add_trial(self, experiment: Experiment, action: Create) -> int:
         return trials.add(
@@ -347,9 +368,9 @@ class Change:
         self.notes.append((trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}"))
         live.pruned += 1
         if live.pruned >= MAX_PRUNED:
-            error = f"{live.pruned} points in a row cannot be trained, the last one because: {why}"
-            experiments.change(self.connection, experiment_id, error=error)
-            self.experiment(experiment_id, experiment_life.SearchOver(failed=True))
+            self._give_up(
+                experiment_id, f"{live.pruned} points in a row cannot be trained, the last one because: {why}"
+            )
             return
         self.search(Ended(self._trial(trial_id), ExitReason.INVALID_HP))
 

@@ -60,9 +60,9 @@ class Experiments:
         draft = self._draft(new, done.config)
         if new.validate_only:
             return Created(draft, warnings)
-        del context  # it can be read: that was the question
         with self._hub.change() as change:
             number = experiments.add(change.connection, draft, new.context)
+            self._hub.keep_context(number, context)
             change.search(Begun(number))
         return Created(self.get(number), warnings)
 

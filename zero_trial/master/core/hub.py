@@ -111,7 +111,10 @@ class Hub:
     def note(self, trial_id: int, line: str, level: str = "INFO") -> None:
         """A line of the master's own in a trial's log."""
         path = logs.path_of(self.home.trial_logs(trial_id), logs.MASTER)
-        logs.append(path, [logs.entry(line, self.clock(), "stderr", l=level)])
+        try:
+            logs.append(path, [logs.entry(line, self.clock(), "stderr", l=level)])
+        except OSError as error:  # a line less must not undo what it is about
+            log.warning("trial %d: %s (not in its log: %s)", trial_id, line, error)
 
     # -- what the agent and the clock say
 
@@ -203,6 +206,10 @@ class Hub:
         if experiment_id not in self._contexts:
             self._contexts[experiment_id] = read_context(experiments.context(connection, experiment_id) or b"")
         return self._contexts[experiment_id]
+
+    def keep_context(self, experiment_id: int, context: Context) -> None:
+        """What was read already need not be read again."""
+        self._contexts[experiment_id] = context
 
     def forget(self, experiment_id: int) -> None:
         """Drop what is kept of an experiment."""

@@ -9,10 +9,10 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-# The CUDA compiler and disassembler, without CUDA: the kernels are compiled and inspected on machines that have no GPU.
+# The CUDA compiler and disassembler (in two packages), without CUDA: the kernels are compiled and inspected on machines that have no GPU.
 CUDA_CHECK = [
     f"{name} ; platform_system == 'Linux' and platform_machine == 'x86_64'"
-    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump")
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
 ]
 
 EXTRAS = {

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,9 +48,10 @@ class Usage:
 
 
 def find_cuobjdump(folders: Sequence[str] | None = None) -> str | None:
-    """The disassembler, from a pip package or from CUDA."""
+    """The disassembler, from a pip package or from CUDA; it asks nvdisasm, which must lie beside it or on the path."""
     for place in [*(f"{folder}/{below}" for folder in folders or sys.path for below in PLACES), *SYSTEM]:
-        if os.access(f"{place}/cuobjdump", os.X_OK):
+        asked = os.access(f"{place}/nvdisasm", os.X_OK) or shutil.which("nvdisasm")
+        if asked and os.access(f"{place}/cuobjdump", os.X_OK):
             return f"{place}/cuobjdump"
     return None
 

@@ -282,6 +282,39 @@ def test_lamb_without_bias_correction_and_of_an_empty_tensor(backend: str) -> No
     torch.testing.assert_close(p[0], want.p)
 
 
+# --- accumulation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [torch.float32, *LOW])
+@pytest.mark.parametrize("into", [torch.float32, *LOW])
+def test_sums_of_any_two_dtypes(
+    backend: str, threads: Callable[[int], None], into: torch.dtype, source: torch.dtype
+) -> None:
+    """Exact sums, rounded once; many tensors in a call; nothing beside them is touched."""
+    threads(2)
+    sizes = (0, 1, 63, 65, 70_001)
+    stores = [torch.full((n + 2,), math.nan, dtype=into) for n in sizes]
+    targets = [x[1:-1] for x in stores]
+    for target in targets:
+        target.copy_(randn(target.numel(), 1))
+    values = [randn(n + 1, n, source)[1:] for n in sizes]
+    want = [(x.float() + y.float()).to(into) for x, y in zip(targets, values, strict=True)]
+    ops.add_many_(targets, values)
+    assert all(torch.equal(x, y) for x, y in zip(targets, want, strict=True))
+    assert all(torch.isnan(x[0]) and torch.isnan(x[-1]) for x in stores)
+
+
+def test_every_copy_adds_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, results = native(), []
+    for isa in range(best.isa + 1):
+        use(monkeypatch, dataclasses.replace(best, isa=isa))
+        wide, low = randn(1000), randn(1000, 1, torch.float16)
+        ops.add_many_([wide, low], [low.clone(), wide.clone()])
+        results.append((wide, low))
+    for wide, low in results[1:]:
+        assert torch.equal(wide, results[0][0]) and torch.equal(low, results[0][1])
+
+
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 

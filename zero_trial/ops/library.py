@@ -166,6 +166,26 @@ def square_sum(x: Tensor) -> Tensor:
     return torch.tensor(total.value, dtype=torch.float64)
 
 
+def add_many_(into: list[Tensor], source: list[Tensor]) -> None:
+    """Each source added to its target; the sum is rounded once.
+
+    Native for pairs of different dtypes, which torch's ``add_`` brings to one dtype in a temporary first: measured on 8 Mi elements, 0.3
+    instead of 9 ns per element. Equal dtypes, and copies of any, are as fast in torch.
+    """
+    many.same_sizes(into, source)
+    native = backend().native
+    rest: list[int] = []
+    for index, (target, x) in enumerate(zip(into, source, strict=True)):
+        known = target.dtype is not x.dtype and target.dtype in TYPES and x.dtype in TYPES and x.is_cpu
+        if native is None or not known or not target.is_contiguous() or not x.is_contiguous():
+            rest.append(index)
+            continue
+        types = (target.data_ptr(), TYPES[target.dtype], x.data_ptr(), TYPES[x.dtype])
+        native.library.zt_add(native.isa, torch.get_num_threads(), x.numel(), *types)
+    if rest:
+        many.add_many_([into[index] for index in rest], [source[index] for index in rest])
+
+
 def lamb_moments_(
     p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], found_inf: Tensor | None, factor: Tensor | None,
     beta1: list[float], beta2: list[float], eps: list[float], weight_decay: list[float], step: list[float],
@@ -256,7 +276,7 @@ def _register() -> torch.library.Library:
         for name, step in cpu.items()
         if name != "square_sum"
     }
-    cpu_lamb = {"lamb_moments_": lamb_moments_, "lamb_apply_": lamb_apply_}
+    own = {"lamb_moments_": lamb_moments_, "lamb_apply_": lamb_apply_, "add_many_": add_many_}
     fakes = {
         "square_sum": lambda x: x.new_empty((), dtype=torch.float64),
         "lamb_moments_": lambda p, *_: p[0].new_empty((2, len(p)), dtype=torch.float64),
@@ -264,7 +284,7 @@ def _register() -> torch.library.Library:
     for name, schema in (SCHEMAS | many.SCHEMAS).items():
         library.define(name + schema)
         library.impl(name, getattr(cuda, name), "CUDA")
-        library.impl(name, (cpu | in_turn | cpu_lamb).get(name) or getattr(many, name), "CPU")
+        library.impl(name, (cpu | in_turn | own).get(name) or getattr(many, name), "CPU")
         torch.library.register_fake(f"zero_trial::{name}", fakes.get(name, lambda *_: None), lib=library)
     return library
 

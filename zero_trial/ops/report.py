@@ -22,7 +22,7 @@ class OpReport:
 
 
 # Over many tensors, CPU runs the single op on each; these have no kernel of their own there.
-_PLAIN_ON_CPU = ("step_control_", "copy_many_", "add_many_")
+_PLAIN_ON_CPU = ("step_control_", "copy_many_")
 
 
 def report() -> list[OpReport]:

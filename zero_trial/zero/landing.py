@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.ops.accumulate import accumulate
 from zero_trial.zero.plan import Lifetime, ReduceAt
 from zero_trial.zero.unit import Unit
 
@@ -95,7 +96,7 @@ class Landing:
             return
         grad = _dense(grad)
         if self.landed[index]:
-            self.views[index].add_(grad)
+            accumulate(self.views[index], grad)
         else:
             self.views[index].copy_(grad)
             self.landed[index] = True

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_trial.mesh import AxisComm, Pending
+from zero_trial.ops.accumulate import accumulate
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.norm import square_sum
 from zero_trial.zero.plan import Lifetime, ReduceAt
@@ -220,7 +221,7 @@ class Reducer:
             if flight.stash is not None:
                 landing.own.add_(flight.stash)
         elif landing.shard_filled:
-            landing.shard.add_(out)
+            accumulate(landing.shard, out)
         elif out.data_ptr() != landing.shard.data_ptr():
             landing.shard.copy_(out)
         landing.shard_filled = True

@@ -83,6 +83,17 @@ ZT_EXPORT void zt_sgd(const ZtCall* c) {  // x: momentum; y: the gradient's shar
   step(&ZtKernels::sgd, *c, op);
 }
 
+// into += x, of any two types.
+ZT_EXPORT void zt_add(int isa, int threads, long n, void* into, int into_type, const void* x, int type) {
+  const ZtKernels* table = kernels(isa);
+  const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
+  threads = useful_threads(threads, n);
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+  for (int t = 0; t < threads; ++t)
+    table->add(into, into_type, x, type, tiles * t / threads * kElementsPerTile,
+               least(n, tiles * (t + 1) / threads * kElementsPerTile));
+}
+
 // One level of sums of zt_sums.h, in place; returns how many are left.
 static long sum_level(double* x, long n) {
   const long chunks = (n + kSumsPerChunk - 1) / kSumsPerChunk;

@@ -29,14 +29,18 @@ inline void prefetch_tile(const ZtShard& s, long i) {
   for (long j = 0; j < kElementsPerTile * bytes; j += 64) __builtin_prefetch(g + j, 0);
 }
 
-inline const float* widen(const ZtShard& s, long i, long count, float* buffer) {
-  if (s.g_type == kFloat32) return (const float*)s.g + i;
-  const zt_u16* g = (const zt_u16*)s.g + i;
-  if (s.g_type == kBFloat16)
-    for (long j = 0; j < count; ++j) buffer[j] = zt_from_bf16(g[j]);
+inline const float* widen(const void* x, int type, long i, long count, float* buffer) {
+  if (type == kFloat32) return (const float*)x + i;
+  const zt_u16* h = (const zt_u16*)x + i;
+  if (type == kBFloat16)
+    for (long j = 0; j < count; ++j) buffer[j] = zt_from_bf16(h[j]);
   else
-    for (long j = 0; j < count; ++j) buffer[j] = zt_from_fp16(g[j]);
+    for (long j = 0; j < count; ++j) buffer[j] = zt_from_fp16(h[j]);
   return buffer;
+}
+
+inline const float* widen(const ZtShard& s, long i, long count, float* buffer) {
+  return widen(s.g, s.g_type, i, count, buffer);
 }
 
 inline void round_to(int type, const float* p, zt_u16* out, long count) {
@@ -130,6 +134,25 @@ double square_sum(const void* x, int type, long begin, long end) {
   return chunk_square_sum(begin, end, [h](long i) { return zt_from_fp16(h[i]); });
 }
 
+inline void add_tile(float* __restrict into, const float* __restrict x, long count) {
+  for (long j = 0; j < count; ++j) into[j] = zt_add(into[j], x[j]);
+}
+
+void add(void* into, int into_type, const void* x, int type, long begin, long end) {
+  alignas(64) float wide[kElementsPerTile], sum[kElementsPerTile];
+  for (long i = begin; i < end; i += kElementsPerTile) {
+    const long count = end - i < kElementsPerTile ? end - i : (long)kElementsPerTile;
+    const float* own = widen(x, type, i, count, wide);
+    if (into_type == kFloat32) {
+      add_tile((float*)into + i, own, count);
+      continue;
+    }
+    widen(into, into_type, i, count, sum);
+    add_tile(sum, own, count);
+    round_to(into_type, sum, (zt_u16*)into + i, count);
+  }
+}
+
 // --- LAMB ---
 
 inline void lamb_moments_of(const ZtLamb op, const float* __restrict p, const float* __restrict g, float* __restrict m,
@@ -214,7 +237,7 @@ void lamb_apply(const ZtShard& s, const ZtLamb& op, float ratio, long begin, lon
 #endif
 }
 
-const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum, lamb_moments, lamb_apply};
+const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum, add, lamb_moments, lamb_apply};
 
 }  // namespace
 

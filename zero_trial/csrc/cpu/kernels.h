@@ -31,6 +31,7 @@ struct ZtKernels {
   void (*adagrad)(const ZtShard&, const ZtAdagrad&, long begin, long end);
   void (*sgd)(const ZtShard&, const ZtSgd&, long begin, long end);
   double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk
+  void (*add)(void* into, int into_type, const void* x, int type, long begin, long end);  // the sum is rounded once
   // Of one tile of LAMB: [0] the sum of p^2, [1] that of direction^2.
   void (*lamb_moments)(const ZtShard&, const ZtLamb&, long begin, long end, double* squares);
   void (*lamb_apply)(const ZtShard&, const ZtLamb&, float ratio, long begin, long end);

@@ -16,6 +16,7 @@ from tests.support.emulated_cuda import Emulator
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import _native, cuda, cuda_backend, cuda_kernels, library, many, plain, reference
 from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE
+from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, fused, lamb
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TILE = 2048
@@ -378,6 +379,39 @@ def test_casts_and_sums_between_buffers(emulator: Emulator, source: int, into: i
     assert emulator.library.launch_count() == 1
     (ops.add_many_ if add else ops.copy_many_)(plainly, sources)
     assert all(same(x, y) and same(z, y) for x, y, z in zip(targets, want, plainly, strict=True))
+
+
+# --- the optimizers ---------------------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda groups: FusedAdam(groups, lr=1e-2),
+    "FusedLion": lambda groups: FusedLion(groups, lr=1e-3),
+    "FusedLamb": lambda groups: FusedLamb(groups, lr=1e-2, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Two groups and shapes that are not flat; LAMB adds its sums in another order than the CPU."""
+    ends = []
+    for on_cuda in (False, True):
+        if on_cuda:
+            for module in (fused, lamb):
+                monkeypatch.setattr(module, "_ops", cuda)
+        weights = [torch.nn.Parameter(randn(n, n).view(shape)) for n, shape in ((6, (2, 3)), (2100, (2100,)), (1, ()))]
+        groups = [{"params": weights[:2], "weight_decay": 0.01}, {"params": weights[2:], "lr": 0.1}]
+        optimizer = OPTIMIZERS[name](groups)
+        emulator.library.forget()
+        emulator.library.allow(0, 2**63 - 1, 1)  # the optimizer makes its own state
+        for t in range(3):
+            for weight in weights:
+                weight.grad = randn(weight.numel(), t + 5).view(weight.shape)
+            optimizer.step()
+        assert emulator.library.fault() == b"" and (emulator.library.launch_count() > 0) == on_cuda
+        ends.append([*(w.detach() for w in weights), *(optimizer.state[w]["exp_avg"] for w in weights)])
+    for want, got in zip(*ends, strict=True):
+        assert same(got, want) or (name == "FusedLamb" and torch.allclose(got, want, rtol=1e-6, atol=1e-8))
 
 
 # --- what no kernel takes, and what nobody could ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +104,18 @@ def samples() -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("name", many.SCHEMAS)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(library.OPS, name).default, samples()[name])
+
+
+def test_the_example_of_the_guide() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "kernels.md").read_text(encoding="utf-8")
+    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    p, g, m, v = randn(50), randn(50, 1), torch.zeros(50), torch.zeros(50)
+    want = reference.adamw(p.clone(), g / (g.norm() + 1e-6), m.clone(), v.clone(), 1)
+    exec(code, {"torch": torch, "p": p, "g": g, "m": m, "v": v})
+    torch.testing.assert_close(v, want.v)
+    torch.testing.assert_close(m, want.m)
+
+
+def test_the_guide_names_every_op() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "kernels.md").read_text(encoding="utf-8")
+    assert [name for name in (*library.SCHEMAS, *many.SCHEMAS) if f"`{name}`" not in text] == []

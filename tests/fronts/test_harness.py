@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trial.fake_engine import fake_factory
-from tests.trial.harness import LineTrial
 from zero_trial.fronts import harness
 from zero_trial.platform.in_memory import InMemoryPlatform
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
@@ -33,20 +32,28 @@ class Told:
 
 
 @pytest.fixture()
-def told() -> Iterator[Told]:
-    """ZeroTrial as the harness wants it, and as before afterwards."""
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """A base class of this test's own, made what the harness wants: a class that was adopted once stays so."""
+
+    class Base(ZeroTrial):
+        """In the place of ZeroTrial."""
+
     run = Told()
+    monkeypatch.setattr(harness, "ZeroTrial", Base)
     harness.adopt(run)
-    yield run
-    for name in ("trial_controller_class", "trial_context_class", "__new__"):
-        delattr(ZeroTrial, name)
-    ZeroTrial.__new__ = object.__new__  # type: ignore[method-assign]
-    del ZeroTrial.__new__
+    return run
 
 
 @pytest.fixture()
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "model_of_a_test.py").write_text("from tests.trial.harness import LineTrial as MyTrial\n")
+    text = """
+        from tests.trial.harness import LineTrial
+        from zero_trial.fronts import harness
+
+        class MyTrial(LineTrial, harness.ZeroTrial):
+            pass
+    """
+    (tmp_path / "model_of_a_test.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
     return "model_of_a_test:MyTrial"
 
@@ -81,8 +88,9 @@ def test_a_failure_is_the_harness_exit_code(told: Told, module: str) -> None:
         kind.trial_controller_class.from_trial(kind(context), context, "env").run()
 
 
-def test_any_other_construction_is_what_it_was(told: Told) -> None:
-    assert type(LineTrial.__new__(LineTrial)) is LineTrial
+def test_any_other_construction_is_what_it_was(told: Told, module: str) -> None:
+    kind = load.trial_class_from_entrypoint(module)
+    assert type(kind.__new__(kind)) is kind
     assert told.load is None
 
 

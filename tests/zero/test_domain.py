@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -71,6 +74,10 @@ def test_no_unit_spans_two_domains_and_all_are_told(ranks: Pools) -> None:
         assert abs(sum(one[-1] for one in both) - expected) < 1e-5 * expected
 
 
-def test_of_copies_the_first_counts() -> None:
+def test_of_copies_the_owner_counts() -> None:
     assert Domain("x", frozenset()).owned
     assert Domain("x", frozenset()).holders == 1
+    copies: Any = SimpleNamespace(index=1, size=3)
+    assert not Domain("x", frozenset(), copies).owned
+    assert Domain("x", frozenset(), copies, owner=1).owned
+    assert Domain("x", frozenset(), copies).holders == 3

@@ -26,14 +26,16 @@ def domains_of(module: PipelineModule, mesh: Mesh) -> list[Domain]:
     found = []
     tied: set[int] = set()
     for key, chunks in module.ties.items():
-        stages = sorted({placement.ranks[chunk] for chunk in chunks}) if placement is not None else [0]
+        holders = [placement.ranks[chunk] for chunk in chunks] if placement is not None else [0]
+        stages = sorted(set(holders))
         copies: AxisComm | None = None
         if len(stages) > 1:
             copies = part_of_pipe(mesh, tuple(stages), f"tied.{key}")
         if module.stage_id in stages:
             own = frozenset(id(param) for param in module.tied_modules[key].parameters())
             tied |= own
-            found.append(Domain(tied_domain(key), own, copies, f"tied_modules.{key}"))
+            owner = stages.index(holders[0])  # with the first of its layers: the one that is built in an uncut model
+            found.append(Domain(tied_domain(key), own, copies, owner, f"tied_modules.{key}"))
     for number, chunk in module.chunks.items():
         params = frozenset(id(param) for param in chunk.parameters()) - tied
         found.append(Domain(chunk_domain(number), params))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from zero_trial.mesh import AxisComm
 
 
@@ -17,12 +19,18 @@ class Domain:
     name: str
     params: frozenset[int]
     copies: AxisComm | None = None
+    owner: int = 0  # the index among the copies of the one whose first values count
     module: str = ""  # with copies: the dotted name of the module that holds all of it
 
     @property
     def owned(self) -> bool:
-        """Of several copies the first one's rank counts the norm and writes the checkpoint."""
-        return self.copies is None or self.copies.index == 0
+        """Of several copies the owner's rank counts the norm and writes the checkpoint."""
+        return self.copies is None or self.copies.index == self.owner
+
+    def agree(self, values: torch.Tensor, label: str) -> None:
+        """Overwrites ``values`` with the owner's. Collective over the copies."""
+        if self.copies is not None:
+            self.copies.broadcast(values, label, self.owner)
 
     @property
     def holders(self) -> int:

@@ -138,16 +138,15 @@ class ShardedModel:
         first = params[grouping.members[0].name]
         dtype = grouping.members[0].key[0]
         domain = self.domains.get(str(grouping.members[0].key[-1]))
-        copies = domain.copies if domain is not None else None
         layout = lay_out(
             [(m.name, tuple(params[m.name].shape)) for m in grouping.members],
             self.mesh.shard.size,
-            self.mesh.replica.size * (copies.size if copies is not None else 1),
+            self.mesh.replica.size * (domain.holders if domain is not None else 1),
         )
 
         def agree(values: torch.Tensor) -> None:
-            if copies is not None:
-                copies.broadcast(values, f"first values of {grouping.name}")
+            if domain is not None:
+                domain.agree(values, f"first values of {grouping.name}")
             self.mesh.data.broadcast(values, f"first values of {grouping.name}")
 
         offsets = [(slot.offset, member.group) for slot, member in zip(layout.slots, grouping.members, strict=True)]
@@ -180,8 +179,8 @@ class ShardedModel:
                     param.data = values.to(self.policy.param) if values.is_floating_point() else values
                     directory.forget([param])
                     for domain in self.domains.values():
-                        if domain.copies is not None and id(param) in domain.params:
-                            domain.copies.broadcast(param.data, name)
+                        if id(param) in domain.params:
+                            domain.agree(param.data, name)
                     self.mesh.data.broadcast(param.data, name)
             for name, buffer in self.module.named_buffers():
                 if buffer.is_floating_point():

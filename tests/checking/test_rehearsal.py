@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import zero_trial
-from tests.checking.project import EXPERIMENT, MODEL, project
-from zero_trial.checking.finding import Severity
+from tests.checking.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
+from zero_trial.checking.finding import Area, Severity
 from zero_trial.checking.rehearsal import Rehearsal, Scene, own_fault, rehearse
 from zero_trial.config.experiment_reader import read_experiment
 from zero_trial.launch.entrypoint import Entrypoint
@@ -133,3 +133,51 @@ def test_what_is_printed_goes_to_the_standard_error(tmp_path: Path, capsys: pyte
 def test_a_fault_outside_of_the_model_s_folder(tmp_path: Path):
     fault = own_fault(KeyError("x"), tmp_path, "import")
     assert str(fault) == "import raised KeyError: 'x'." and fault.exit_code == 1
+
+
+PIPELINE = '''"""Fits a line, in layers."""
+import torch
+from zero_trial import PipelineModule, ZeroTrial
+from zero_trial.trial import DataLoader
+
+
+class LineTrial(ZeroTrial):
+    def __init__(self, context):
+        self.context = context
+        layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+        self.engine = context.initialize(model=PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss))
+
+    def build_training_data_loader(self):
+        pairs = [(torch.ones(4), torch.ones(1))] * 40
+        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
+
+    def build_validation_data_loader(self):
+        pairs = [(torch.ones(4), torch.ones(1))] * 16
+        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        return self.engine.train_batch(dataloader_iter)
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": self.engine.eval_batch(dataloader_iter)}
+'''
+STAGES = {**DS_CONFIG, "gradient_accumulation_steps": 4, "mesh": {"pipe": 2}}
+
+
+def test_a_pipeline(tmp_path: Path):
+    """Two ranks are two stages: one data-parallel rank, whose evaluation takes four micro-batches of two."""
+    report = project(tmp_path, ds_config=STAGES, model=PIPELINE).check(dry_run=True)
+    assert messages(report) == []
+    assert report.looked[Area.TRIAL] == "25 parameters" and "reports validation_loss" in report.looked[Area.METRIC]
+    assert report.looked[Area.LOADERS] == "5 steps per epoch, 2 validation batches"
+
+
+def test_a_pipeline_that_is_used_like_a_model(tmp_path: Path):
+    wrong = PIPELINE.replace("self.engine.eval_batch(dataloader_iter)", "self.engine(next(dataloader_iter))")
+    (message,) = messages(project(tmp_path, ds_config=STAGES, model=wrong).check(dry_run=True))
+    assert "only whole batches go through a pipeline" in message
+
+
+def test_stages_for_a_model_that_has_no_layers_to_share(tmp_path: Path):
+    (message,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "mesh": {"pipe": 2}}).check())
+    assert "mesh.pipe: the model is no pipeline: got 2 stages for a Linear" in message

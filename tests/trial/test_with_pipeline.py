@@ -139,6 +139,7 @@ def test_a_pipeline_trains_and_reports_what_one_rank_does(
     for name in ("validation_loss", "first_output"):
         assert close([part[name] for _, part in first["validation"]], [part[name] for _, part in alone["validation"]])
     assert all(rank["final"] == first["final"] for rank in every)
+    assert any(note.startswith(f"pipeline: {config['pipeline'].get('schedule', '1f1b')}, ") for note in first["notes"])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ class PipelineWiring:
 
     settings: PipelineSettings
     policy: Policy
+    price: str  # of schedule and policy, in a line
     domains: tuple[Domain, ...]
     channel: int
 
@@ -90,13 +91,14 @@ def wire_pipeline(
     weights = [weigh(size, wiring.policy, mesh.shape.shard) for size in sizes]
     limit = _memory(device)
     choice = choose_policy(settings, wiring.plan, weights, wiring.batch.accumulation, limit)
+    price = price_line(settings, choice, wiring.batch.accumulation, mesh.data.size)
     if mesh.rank == 0:
-        log.info("%s", price_line(settings, choice, wiring.batch.accumulation, mesh.data.size))
+        log.info("%s", price)
     plan = wiring.plan.told(reduce_at=ReduceAt(choice.policy.reduction.value))
     lanes_if_possible(mesh.pipe)
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
     domains = tuple(domains_of(model, mesh))
-    return replace(wiring, plan=plan), PipelineWiring(settings, choice.policy, domains, channel)
+    return replace(wiring, plan=plan), PipelineWiring(settings, choice.policy, price, domains, channel)
 
 
 def _memory(device: torch.device) -> int | None:

@@ -45,6 +45,7 @@ class PipelineEngine(Engine):
         super().__init__(*args, **kwargs)
         self.settings = wired.settings
         self.policy = wired.policy
+        self.price = wired.price
         self._chunks = self.pipeline.chunks
         self.grid = PipelineParallelGrid(self.mesh)
         if kwargs.get("client_mpu") is None:

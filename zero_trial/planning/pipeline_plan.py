@@ -229,7 +229,7 @@ class PipelinePlanner:
             micro_batch,
             accumulation,
             parts.parameters,
-            price_line(pipeline, choice, accumulation, shard),
+            price_line(pipeline, choice, accumulation, self.data_ranks),
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:

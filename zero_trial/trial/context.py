@@ -81,6 +81,8 @@ class ZeroTrialContext(ExperimentView):
         self.engines.append(engine)
         if len(self.engines) == 1:
             self.device = getattr(engine, "device", self.device)
+            if isinstance(getattr(engine, "price", None), str):  # of a pipeline: its schedule and policy
+                self.note(engine.price)
             if not self._mpu_given and hasattr(getattr(engine, "mpu", None), "get_slice_parallel_rank"):
                 self._mpu = mpu_of(engine)
         elif engine.train_micro_batch_size_per_gpu() != self.get_train_micro_batch_size_per_gpu():

@@ -43,8 +43,10 @@ class Size:
     micro_batch: int
 
     def build(self, device: torch.device) -> nn.Module:
+        """On the device at once: a CPU takes longer to draw a billion numbers than the GPU to train on them."""
         work = Workload("gpt", self.micro_batch, self.sequence, self.layers, self.width)
-        return work.build().to(device)
+        with device:
+            return work.build().to(device)
 
     def flops_per_token(self, parameters: int) -> float:
         """Forward and backward: 6 per parameter, and for every layer the two products of causal attention, halved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import urllib.request
@@ -68,3 +69,17 @@ def test_one_master_for_one_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"already running here.*http://127.0.0.1:5, pid 12"):
         serve(wish(tmp_path), lambda: None)
     holder.unlock()
+
+
+def test_a_master_whose_folder_is_removed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero_trial.master import serve as subject
+
+    monkeypatch.setattr(subject, "_LOOK_SECONDS", 0.02)
+    root = tmp_path / "root"
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        serve(wish(root), lambda: shutil.rmtree(root))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not root.exists()

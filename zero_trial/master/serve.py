@@ -22,6 +22,7 @@ from zero_trial.master.home import Home
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 2.0
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 
@@ -55,7 +56,8 @@ def serve(wish: Wish, ready: Callable[[], None]) -> None:
             _serve(wish, cluster, ready, asked)
         finally:
             cluster.close()
-    home.write_state({**home.state(), "pid": 0, "url": "", "stopped": time.time()})
+    with contextlib.suppress(FileNotFoundError):  # somebody removed the folder
+        home.write_state({**home.state(), "pid": 0, "url": "", "stopped": time.time()})
     home.unlock()
     log.info("stopped")
 
@@ -86,7 +88,10 @@ def _serve(wish: Wish, cluster: EmbeddedCluster, ready: Callable[[], None], aske
             wish.devices.kind,
         )
         ready()
-        asked.wait()
+        while not asked.wait(_LOOK_SECONDS):
+            if not home.database.exists():
+                log.error("the folder %s is gone: a master without it cannot go on", home.root)
+                break
         log.info("ending all runs")
         cluster.stop_runs()
 

@@ -16,6 +16,7 @@ from zero_trial.config import DsConfig, read_ds_config
 from zero_trial.config.sections import ActivationCheckpointingSection
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
+from zero_trial.engine.kernels import agree_on_kernels
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -66,6 +67,8 @@ def initialize(
     settings = with_stages(settings, model)
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
+    if _device().type == "cpu":
+        agree_on_kernels(mesh.world)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
     watch(engine)
     _configure_checkpointing(settings, mesh)

@@ -45,12 +45,17 @@ class Native:
     isa: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Backend:
-    """What runs the ops on CPU: ``native``, or plain torch because of ``why``."""
+    """What runs the ops on CPU: ``native``, or plain torch because of ``why``. ``strict``: native was asked for, nothing else will do."""
 
     native: Native | None
     why: str = ""
+    strict: bool = False
+
+    def withdraw(self, why: str) -> None:
+        """From now on plain torch: another rank has no kernels, and ranks must compute alike."""
+        self.native, self.why = None, why
 
     def describe(self) -> str:
         if self.native is None:
@@ -72,7 +77,7 @@ def choose(environ: Mapping[str, str]) -> Backend:
     if wanted == "reference":
         return Backend(None, f"{VARIABLE}=reference")
     try:
-        return Backend(open_native(environ))
+        return Backend(open_native(environ), strict=wanted == "native")
     except KernelUnavailable as trouble:
         if wanted == "native":
             raise KernelUnavailable(

@@ -27,7 +27,7 @@ class Patience:
     idle: float = 120.0  # for the next request of a connection that is kept
     first: float = 10.0  # for the first byte of the first request
     head: float = 10.0  # for the rest of a request's headers
-    send: float = 30.0  # for the other side to take a piece of an answer
+    send: float = 300.0  # for the other side to take a piece of an answer: somebody may read followed logs in a pager
     linger: float = 2.0  # for the rest of a body that was refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from zero_trial.engine.chunk_shards import domains_of
 from zero_trial.engine.pipeline_settings import PipelineSettings, choose_policy, pipeline_settings, price_line, weigh
 from zero_trial.engine.wiring import Wiring
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import Mesh, lanes_if_possible
+from zero_trial.mesh import Mesh, lanes_if_possible, open_directions
 from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.placement import Placement
 from zero_trial.pipeline.policy import Policy
 from zero_trial.pipeline.schedules import RECIPES
 from zero_trial.zero.domain import Domain
@@ -96,9 +98,17 @@ def wire_pipeline(
         log.info("%s", price)
     plan = wiring.plan.told(reduce_at=ReduceAt(choice.policy.reduction.value))
     lanes_if_possible(mesh.pipe)
+    if device.type == "cuda" and mesh.pipe.size > 1 and model.placement is not None:
+        open_directions(mesh, hops_of(model.placement))
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
     domains = tuple(domains_of(model, mesh))
     return replace(wiring, plan=plan), PipelineWiring(settings, choice.policy, price, domains, channel)
+
+
+def hops_of(placement: Placement) -> list[tuple[int, int]]:
+    """(from stage, to stage) of all messages: each border between chunks on two ranks, there and back."""
+    borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
+    return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))
 
 
 def _memory(device: torch.device) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zero_trial.mesh.comm import AxisComm, Message, Pending
 from zero_trial.mesh.counters import CommCounters
+from zero_trial.mesh.directions import open_directions
 from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import Mesh, build_mesh, part_of_pipe
 from zero_trial.mesh.sharing import lanes_if_possible
@@ -32,6 +33,7 @@ __all__ = [
     "init_distributed",
     "is_distributed",
     "lanes_if_possible",
+    "open_directions",
     "part_of_pipe",
     "rank_and_size",
     "read_rank_env",

@@ -127,6 +127,9 @@ class AxisComm:
         self._control = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         self._small: SharedControl | None = None  # how small CPU values travel where all ranks are on one host
         self.on_cpu = on_cpu
+        self.directions: dict[
+            tuple[int, int], Any
+        ] = {}  # (from index, to index) -> a group for messages that way alone
         self._lanes: Lanes | None = None  # how messages between two ranks travel, if not through the backend
 
     def share_memory(self, memory: SharedMemory, control: SharedControl | None, mail: SharedMail | None) -> None:
@@ -252,7 +255,8 @@ class AxisComm:
         if self._lanes is not None and values.device.type == "cpu":
             return self._lanes.send(values, peer, tag) if kind == "send" else self._lanes.receive(values, peer, tag)
         verb = dist.isend if kind == "send" else dist.irecv
-        return verb(values, self.ranks[peer], group=self.group, tag=tag)
+        way = (self.index, peer) if kind == "send" else (peer, self.index)
+        return verb(values, self.ranks[peer], group=self.directions.get(way, self.group), tag=tag)
 
     def _start(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int) -> Pending:
         if self.size == 1:

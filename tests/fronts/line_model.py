@@ -22,6 +22,8 @@ class MyTrial(ZeroTrial):
         x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
         self.data = TensorDataset(x, x.sum(dim=1, keepdim=True))
         self.engine = context.initialize(model=torch.nn.Linear(4, 1))
+        if self.hparams.get("tensorboard") and self.rank == 0:
+            context.get_tensorboard_writer()
         if self.hparams.get("fault") == "invalid at once" and self.rank == 1:
             raise InvalidHP("too small")
 

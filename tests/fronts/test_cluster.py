@@ -19,7 +19,7 @@ from zero_trial.platform.cluster import ClusterPlatform, TensorboardSync, TrialF
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.trial import ZeroTrialContext
 
-EXPERIMENT = {
+EXPERIMENT: dict[str, Any] = {
     "data": {"ds_config": DS_CONFIG},
     "searcher": {"metric": "validation_loss", "max_length": {"batches": 4}},
     "scheduling_unit": 2,
@@ -60,6 +60,12 @@ def test_a_trial_that_completes(core: FakeCore, capsys: pytest.CaptureFixture[st
     assert core.progress[-1] == 1.0 and core.early_exits == []
     assert core.reported[-1]["metadata"]["steps_completed"] == 4
     assert capsys.readouterr().out.splitlines()[-1].startswith("done    step 4/4  checkpoint ")
+
+
+def test_the_host_is_profiled_where_the_experiment_says_so(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(LineTrial) == 0 and not core.profiling
+    monkeypatch.setitem(EXPERIMENT, "profiling", {"enabled": True})
+    assert run(LineTrial) == 0 and core.profiling
 
 
 def test_a_trial_that_is_asked_to_stop_has_saved_and_is_no_failure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,11 @@ pytest.importorskip("determined")
 
 @pytest.fixture(scope="module")
 def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
-    with running(tmp_path_factory.mktemp("embedded")) as master:
-        yield master
+    with pytest.MonkeyPatch.context() as patch:
+        # det has a home of its own here; native kernels that were built once are found in the usual place
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+        with running(tmp_path_factory.mktemp("embedded")) as master:
+            yield master
 
 
 def submit(det: Det, front: str, **hyperparameters: Any) -> int:

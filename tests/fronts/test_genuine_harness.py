@@ -34,6 +34,11 @@ def go_on(master: StubMaster, front: str, slots: int, task: Task, **hyperparamet
     return master.run(FILES, experiment(front, **hyperparameters), slots=slots, **point)
 
 
+def tensorboard_files(master: StubMaster) -> int:
+    """Files in the storage."""
+    return len(list((master.root / "shared_fs").rglob("*tfevents*")))
+
+
 def complete(task: Task) -> None:
     assert task.code == 0, task.log
     assert task.asked.acks == 0 and task.asked.early_exits == []
@@ -59,8 +64,10 @@ def test_paused_and_resumed_the_losses_are_those_of_one_go(
     master: StubMaster, slots: int, whole: str, parts: tuple[str, ...]
 ) -> None:
     """What one front has saved the next goes on from, to the last bit."""
-    one_go = run(master, whole, slots)
+    before = tensorboard_files(master)
+    one_go = run(master, whole, slots, tensorboard=slots == 2)
     complete(one_go)
+    assert tensorboard_files(master) - before == (slots == 2)
     losses: list[tuple[int, float]] = []
     task: Task | None = None
     for front, stop in zip(parts[:-1], (2, 5), strict=False):

@@ -225,7 +225,7 @@ def environment(
     hparams = dict((config.get("hyperparameters") or {}).items())
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": str(home),
+        "HOME": os.environ.get("HOME", str(home)),  # native kernels that were built once are found there
         "PYTHONPATH": str(master.root / "site"),
         "STUB_RUN_ROOT": str(home),
         "OMP_NUM_THREADS": "1",

@@ -46,6 +46,8 @@ def run_on_cluster(load: Callable[[], TrialFactory], engine_factory: EngineFacto
     state = RankState()
     ending = Ending()
     with ending, joined(state, core_context) as (platform, farewell), ending.of(platform, farewell):
+        if (platform.experiment.get("profiling") or {}).get("enabled"):
+            platform.profile_system()
         say_end(train(load(), platform, state, engine_factory))
     return ending.code
 

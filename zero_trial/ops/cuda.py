@@ -26,7 +26,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
 _UPDATE, _COPY, _SUM = struct.Struct("4P2q"), struct.Struct("P2q"), struct.Struct("2Pq")
 _LAMB, _CONTROL = struct.Struct("7P2q"), struct.Struct("3P")
-_NO_PIECE = bytes(64)
+_ONE, _NO_PIECE = struct.Struct("4P2q5P3q"), bytes(64)
 
 _T = TypeVar("_T")
 
@@ -75,6 +75,33 @@ def _by_kind(pieces: Sequence[Piece], kind: Callable[[Piece], _T]) -> dict[_T, l
 # --- optimizer steps --------------------------------------------------------------------------------------------------
 
 
+def _one(
+    op: str, p: Tensor, g: Tensor, a: Tensor, b: Tensor | None, out: Tensor | None, found: Tensor | None, scalars: bytes
+) -> bool:
+    """Steps one tensor, described in the launch's own arguments; False where plain torch must. Written for few microseconds."""
+    n, where, cuda = p.numel(), p.device, cuda_backend().cuda
+    takes = p.dtype is torch.float32 and p.is_contiguous()
+    for x, may_be_low in ((g, True), (a, False), (b, False), (out, True)):
+        if x is not None:
+            if x.numel() != n:
+                many.same_sizes([p], [x])
+            sound = x.dtype in CODES if may_be_low else x.dtype is torch.float32
+            takes = takes and sound and x.device == where and x.is_contiguous()
+    if not n:
+        return True
+    if cuda is None or not takes or not (found is None or _one_float(found, where)):
+        return False
+    kernel = cuda_kernels.update(op, CODES[g.dtype], NONE if out is None else CODES[out.dtype])
+    if not cuda.has(kernel, where):
+        return False
+    tiles = tiles_of(n)
+    flags = (0 if found is None else found.data_ptr(), 0)
+    pointers = (p.data_ptr(), g.data_ptr(), a.data_ptr(), _pointer(b), _pointer(out))
+    arguments = _ONE.pack(0, 0, *flags, 1, tiles, *pointers, n, 0, 0) + scalars
+    cuda.launch(kernel, where, _blocks(cuda, kernel, where, tiles), _padded(arguments))
+    return True
+
+
 def _update(op: str, pieces: Sequence[Piece], found_inf: Tensor | None, factor: Tensor | None) -> list[int]:
     """Steps all pieces that can be; returns the numbers of the others."""
     for piece in pieces:
@@ -97,12 +124,6 @@ def _launch_update(
     cuda: Cuda, kernel: Kernel, pieces: Sequence[Piece], found_inf: Tensor | None, factor: Tensor | None
 ) -> None:
     where, flags = pieces[0].p.device, (_pointer(found_inf), _pointer(factor))
-    if len(pieces) == 1:  # in the launch's own arguments
-        (piece,) = pieces
-        tiles = tiles_of(piece.p.numel())
-        arguments = _UPDATE.pack(0, 0, *flags, 1, tiles) + piece.pack(0, 0) + piece.scalars
-        cuda.launch(kernel, where, _blocks(cuda, kernel, where, tiles), _padded(arguments))
-        return
     table = table_of(pieces)
     held = upload(table.content, where)
     base = held.data_ptr()
@@ -127,8 +148,7 @@ def adam_(
 ) -> None:  # fmt: skip
     """Adam (``decoupled`` False) or AdamW, step number ``step`` from 1."""
     numbers = (lr, beta1, beta2, eps, weight_decay, step)
-    piece = Piece(p, g, m, v, out, cuda_scalars.adam(*numbers, multiplier, decoupled))
-    if _update("ZtAdam", [piece], found_inf, None):
+    if not _one("ZtAdam", p, g, m, v, out, found_inf, cuda_scalars.adam(*numbers, multiplier, decoupled)):
         plain.adam_(p, g, m, v, out, found_inf, *numbers, multiplier, decoupled)
 
 
@@ -138,7 +158,7 @@ def lion_(
 ) -> None:  # fmt: skip
     """Lion."""
     numbers = (lr, beta1, beta2, weight_decay, multiplier)
-    if _update("ZtLion", [Piece(p, g, m, None, out, cuda_scalars.lion(*numbers))], found_inf, None):
+    if not _one("ZtLion", p, g, m, None, out, found_inf, cuda_scalars.lion(*numbers)):
         plain.lion_(p, g, m, out, found_inf, *numbers)
 
 
@@ -148,7 +168,7 @@ def adagrad_(
 ) -> None:  # fmt: skip
     """Adagrad; ``lr`` with its decay already in it."""
     numbers = (lr, eps, weight_decay, multiplier)
-    if _update("ZtAdagrad", [Piece(p, g, s, None, out, cuda_scalars.adagrad(*numbers))], found_inf, None):
+    if not _one("ZtAdagrad", p, g, s, None, out, found_inf, cuda_scalars.adagrad(*numbers)):
         plain.adagrad_(p, g, s, out, found_inf, *numbers)
 
 
@@ -158,7 +178,7 @@ def sgd_(
 ) -> None:  # fmt: skip
     """SGD with momentum; ``first``: the buffer becomes the gradient, undamped."""
     numbers = (lr, momentum, dampening, weight_decay, first, nesterov, multiplier)
-    if _update("ZtSgd", [Piece(p, g, b, None, out, cuda_scalars.sgd(*numbers))], found_inf, None):
+    if not _one("ZtSgd", p, g, b, None, out, found_inf, cuda_scalars.sgd(*numbers)):
         plain.sgd_(p, g, b, out, found_inf, *numbers)
 
 

@@ -44,30 +44,31 @@ class Cuda:
     strict: bool = False
     description: str = "native"
     refused: dict[Kernel, str] = field(default_factory=dict)
-    _functions: dict[tuple[Kernel, int], int] = field(default_factory=dict)
+    _functions: dict[tuple[Kernel, torch.device], int] = field(default_factory=dict)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
         """Whether the kernel can be launched there; compiled and loaded if it was not. Raises KernelUnavailable where ``strict``."""
-        device = self.device(where)
+        if (kernel, where) in self._functions:
+            return True
         if kernel in self.refused:
             return False
-        if (kernel, device.index) not in self._functions:
-            try:
-                image = self.image(kernel, device.arch)
-                self._functions[kernel, device.index] = self.driver.function(image, kernel.entry, device.index)
-            except KernelUnavailable as trouble:
-                if self.strict:
-                    raise
-                self.refused[kernel] = trouble.what
-                log.warning("CUDA kernel %s runs as plain torch: %s", kernel.name, trouble.what)
-                return False
+        device = self.device(where)
+        try:
+            image = self.image(kernel, device.arch)
+            self._functions[kernel, where] = self.driver.function(image, kernel.entry, device.index)
+        except KernelUnavailable as trouble:
+            if self.strict:
+                raise
+            self.refused[kernel] = trouble.what
+            log.warning("CUDA kernel %s runs as plain torch: %s", kernel.name, trouble.what)
+            return False
         return True
 
     def launch(self, kernel: Kernel, where: torch.device, blocks: int, arguments: bytes) -> None:
         """Onto torch's current stream of that device. ``has`` must have said yes."""
-        device = self.device(where)
-        function = self._functions[kernel, device.index]
-        self.driver.launch(function, device.index, max(1, blocks), self.stream(where), arguments)
+        self.driver.launch(
+            self._functions[kernel, where], self.device(where).index, blocks, self.stream(where), arguments
+        )
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from zero_trial.errors import KernelUnavailable
 
@@ -18,6 +16,7 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
+        self._popped = ctypes.byref(ctypes.c_void_p())  # what is popped is of no interest
         pointer, number, text = ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(text)]
         library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
@@ -28,43 +27,51 @@ class Driver:
         library.cuModuleGetFunction.argtypes = [ctypes.POINTER(pointer), pointer, text]
         numbers = [number] * 7  # grid, block, dynamic shared memory
         # function, ..., stream, arguments, extra
-        library.cuLaunchKernel.argtypes = [pointer, *numbers, pointer, ctypes.POINTER(pointer), ctypes.POINTER(pointer)]
+        library.cuLaunchKernel.argtypes = [pointer, *numbers, pointer, ctypes.c_void_p, ctypes.c_void_p]
         self._check(library.cuInit(0), "cuInit")
 
     def function(self, image: bytes, entry: str, device: int) -> int:
         """Loads machine code or PTX and finds one kernel in it. Raises KernelUnavailable where the driver refuses it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        with self._context(device):
+        self._enter(device)
+        try:
             self._check(self._library.cuModuleLoadData(ctypes.byref(module), image), f"{entry}: cuModuleLoadData")
             found = self._library.cuModuleGetFunction(ctypes.byref(function), module, entry.encode())
             self._check(found, f"{entry}: cuModuleGetFunction")
+        finally:
+            self._leave()
         return int(function.value or 0)
 
     def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
         """Starts ``blocks`` blocks on ``stream``; ``arguments`` is the kernel's one parameter, a struct. Does not wait."""
-        held = ctypes.create_string_buffer(arguments, len(arguments))
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(held))
-        with self._context(device):
-            self._check(
-                self._library.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, None),
-                "cuLaunchKernel",
-            )
+        parameters = ctypes.byref(
+            ctypes.c_char_p(arguments)
+        )  # an array of one pointer; the driver copies what it points to
+        self._enter(device)
+        try:
+            status = self._library.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, None)
+        finally:
+            self._leave()
+        if status:
+            self._check(status, "cuLaunchKernel")
 
-    @contextmanager
-    def _context(self, device: int) -> Iterator[None]:
+    def _enter(self, device: int) -> None:
         """Whatever thread this is, and whatever device is current in it."""
         if device not in self._contexts:
-            handle, context = ctypes.c_int(), ctypes.c_void_p()
-            self._check(self._library.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
-            self._check(
-                self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain"
-            )
-            self._contexts[device] = int(context.value or 0)
-        self._check(self._library.cuCtxPushCurrent_v2(self._contexts[device]), "cuCtxPushCurrent")
-        try:
-            yield
-        finally:
-            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            self._contexts[device] = self._primary(device)
+        status = self._library.cuCtxPushCurrent_v2(self._contexts[device])
+        if status:
+            self._check(status, "cuCtxPushCurrent")
+
+    def _leave(self) -> None:
+        self._library.cuCtxPopCurrent_v2(self._popped)
+
+    def _primary(self, device: int) -> int:
+        handle, context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._library.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+        retained = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+        self._check(retained, "cuDevicePrimaryCtxRetain")
+        return int(context.value or 0)
 
     def _check(self, status: int, where: str) -> None:
         if status:

@@ -22,11 +22,12 @@ _BLOCKS = {"ZtAdam": 4, "ZtLion": 4, "ZtAdagrad": 3, "ZtSgd": 4, "copy": 5} | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what it is compiled for.
 
     ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and is what a grid asks for.
+    Made by the functions below only, each once, so that a kernel is known by its identity: looking it up costs next to nothing.
     """
 
     source: str
@@ -44,31 +45,37 @@ class Kernel:
         return f"{self.entry}({given})"
 
 
+@cache
 def update(op: str, gradient: int, out: int) -> Kernel:
     """One optimizer step; ``op`` is a struct of zt_optimizers.h."""
     return Kernel("update.cu", "zt_update", (("ZT_OP", op), ("ZT_GRADIENT", gradient), ("ZT_OUT", out)), _BLOCKS[op])
 
 
+@cache
 def copy(source: int, into: int, add: bool) -> Kernel:
     """Flat buffers copied into others, or added to them."""
     return Kernel("copy.cu", "zt_copy", (("ZT_FROM", source), ("ZT_INTO", into), ("ZT_ADD", int(add))), _BLOCKS["copy"])
 
 
+@cache
 def square_sum(stored: int) -> Kernel:
     """Sums of squares of chunks."""
     return Kernel("square_sum.cu", "zt_square_sum", (("ZT_TYPE", stored),))
 
 
+@cache
 def sums() -> Kernel:
     """Sums of sums."""
     return Kernel("square_sum.cu", "zt_sum", (("ZT_TYPE", FP32),))
 
 
+@cache
 def step_control() -> Kernel:
     """Norm, factor and skip from the sum of squares."""
     return Kernel("step_control.cu", "zt_step_control")
 
 
+@cache
 def lamb(entry: str, gradient: int, out: int) -> Kernel:
     """One pass of LAMB: an entry of ``LAMB_PASSES``."""
     number = 1 + LAMB_PASSES.index(entry)

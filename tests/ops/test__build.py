@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -71,25 +74,78 @@ def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
         _build.load(environ(tmp_path, script(tmp_path, "exec sleep 60")))
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def compiler_or_skip() -> str:
+    try:
+        return _build.find_compiler(os.environ)
+    except KernelUnavailable as trouble:
+        pytest.skip(trouble.what)
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """The library of these sources, as this machine has it."""
+    compiler_or_skip()
+    _build.load(os.environ)
+    return _build.library_file(_build.cache_folder(os.environ))
+
+
+def quick_compiler(folder: Path, built: Path) -> Path:
+    """Makes every output a copy of ``built``."""
+    return script(folder, f'for last; do [ "$out" = -o ] && cp {built} "$last"; out=$last; done; exit 0')
+
+
+@pytest.mark.parametrize("way", ["not a folder", "read-only"])
+def test_a_cache_that_cannot_be_written_is_done_without_and_said(
+    tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """Also where there is a library already, but a broken one."""
+    if way == "read-only" and os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    compiler, folder = quick_compiler(tmp_path, built), tmp_path / "zero_trial"
+    if way == "read-only":
+        folder.mkdir()
+        _build.library_file(folder).write_bytes(b"half a file")
+        folder.chmod(0o500)
+    else:
+        folder.write_text("")
+    with caplog.at_level(logging.WARNING, logger="zero_trial"):
+        library = _build.load(environ(tmp_path, compiler))
+    assert library.zt_best_isa() in (0, 1, 2)
+    (line,) = (record.message for record in caplog.records)
+    assert "cache folder cannot be written" in line and str(folder) in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c++", "zero_trial"]
+
+
+def test_nowhere_to_write_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with pytest.raises(KernelUnavailable, match="Not a directory"):
-        _build.load(environ(tmp_path / "file", "c++"))
+        _build.load(environ(tmp_path / "file", sys.executable))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "zero_trial").mkdir(mode=0o500)
-    with pytest.raises(KernelUnavailable, match="Permission denied"):
-        _build.load(environ(tmp_path, "c++"))
+def test_a_library_that_there_is_needs_no_compiler_and_no_right_to_write(tmp_path: Path, built: Path) -> None:
+    kept = _build.library_file(tmp_path / "zero_trial")
+    kept.parent.mkdir()
+    shutil.copy(built, kept)
+    kept.parent.chmod(0o500)
+    try:
+        assert _build.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}).zt_best_isa() in (0, 1, 2)
+        assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+    finally:
+        kept.parent.chmod(0o700)
+
+
+def test_a_broken_library_without_a_compiler_says_what_is_missing(tmp_path: Path) -> None:
+    kept = _build.library_file(tmp_path / "zero_trial")
+    kept.parent.mkdir()
+    kept.write_bytes(b"\x7fELF, but cut off")
+    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
+        _build.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""})
 
 
 def test_processes_that_come_together_build_once(tmp_path: Path) -> None:
     """A counting compiler stands in front of the real one; a broken file in the library's place is replaced."""
-    try:
-        real = _build.find_compiler(os.environ)
-    except KernelUnavailable as trouble:
-        pytest.skip(trouble.what)
+    real = compiler_or_skip()
     folder = tmp_path / "zero_trial"
     folder.mkdir()
     _build.library_file(folder).write_bytes(b"half a file")

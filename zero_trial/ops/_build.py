@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,6 +23,8 @@ from zero_trial.errors import KernelUnavailable
 SOURCES = Path(__file__).parents[1] / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120.0  # a compiler that has not ended by then is not going to
+
+log = logging.getLogger("zero_trial")
 
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
@@ -71,15 +74,20 @@ def library_file(folder: Path) -> Path:
 def load(environ: Mapping[str, str]) -> ctypes.CDLL:
     """The library, built first where it is missing or cannot be loaded. Raises KernelUnavailable with the reason.
 
-    Processes that come at the same time wait for the one that builds; a reader never sees half a file.
+    Processes that come at the same time wait for the one that builds; a reader never sees half a file. Where the cache folder cannot be
+    written each process builds its own, and says so.
     """
     try:
-        folder = cache_folder(environ)
-        path = library_file(folder)
+        path = library_file(cache_folder(environ))
         try:
             return ctypes.CDLL(str(path))
         except OSError:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            pass
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.with_suffix(".lock").touch()
+        except OSError as trouble:
+            return _load_unkept(path, find_compiler(environ), trouble)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
@@ -87,8 +95,16 @@ def load(environ: Mapping[str, str]) -> ctypes.CDLL:
             except OSError:
                 build(path, find_compiler(environ))
         return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError) as trouble:  # a folder that cannot be written, no home
+    except (OSError, RuntimeError) as trouble:  # a folder that is full, no home
         raise KernelUnavailable(str(trouble)) from trouble
+
+
+def _load_unkept(path: Path, compiler: str, trouble: OSError) -> ctypes.CDLL:
+    """The library built for this process alone; its file is gone once it is loaded."""
+    log.warning("CPU kernels are built anew in every process: their cache folder cannot be written: %s", trouble)
+    with tempfile.TemporaryDirectory(prefix="zero_trial-") as folder:
+        build(Path(folder) / path.name, compiler)
+        return ctypes.CDLL(str(Path(folder) / path.name))
 
 
 def build(path: Path, compiler: str) -> None:

@@ -75,3 +75,50 @@ def test_bert_reports_bits_per_masked_byte_beside_its_baseline(tmp_path: Path) -
     assert last["val_bits_per_masked_byte"] < first["val_bits_per_masked_byte"] - 2.0
     assert 3.0 < summary["unigram_bits_per_masked_byte"] < 5.0
     assert summary["data"]["files"] == 12
+
+
+def pipeline_run(folder: Path, model: str, trial: str, steps: int, data: dict[str, Any], sizes: dict[str, Any]) -> Any:
+    """Two stages on two ranks, as ``zero-trial run`` starts them: the summary and the screen."""
+    ds_config = DS_CONFIG | {"gradient_accumulation_steps": 4, "mesh": {"pipe": 2}, "pipeline": {"schedule": "zb_h1"}}
+    (folder / "ds_config.json").write_text(json.dumps(ds_config))
+    experiment = {
+        "name": "small",
+        "entrypoint": f"model_def:{trial}",
+        "resources": {"slots_per_trial": 2},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
+        "perform_initial_validation": True,
+        "reproducibility": {"experiment_seed": 3},
+        "data": {"ds_config": "ds_config.json", **data},
+        "hyperparameters": {"global_batch_size": 32, "model": sizes},
+    }
+    (folder / "const.yaml").write_text(json.dumps(experiment))  # JSON is YAML
+    command = [sys.executable, "-m", "zero_trial.cli.main", "run", str(folder / "const.yaml"), str(MODEL_DEFS / model)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--run-dir", str(folder / "run")], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "run" / "summary.json").read_text()), done.stdout
+
+
+def test_a_pipeline_of_a_gpt_beats_the_unigram_baseline_too(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(12):
+        (text / f"{number}.txt").write_text(SENTENCES.format(number) * 40)
+    sizes = {"sequence": 32, "layers": 2, "heads": 2, "width": 32, "tied": True}
+    data = {"source": str(text), "validation_windows": 32}
+    summary, screen = pipeline_run(tmp_path, "gpt_pipeline", "GPTPipelineTrial", 40, data, sizes)
+    assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
+    assert summary["val_bits_per_byte"] < summary["unigram_bits_per_byte"] < 5.0
+    assert (summary["pipeline_stages"], summary["zero_stage"], summary["ranks"]) == (2, 2, 2)
+    assert "2 pipeline stages" in screen and "pipeline: zb_h1, 2 stages x 1 chunk, 4 micro-batches" in screen
+
+
+def test_a_pipeline_reads_letters_of_fonts_that_it_never_saw(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
+    data = {"characters": "ABCEX", "variants": 2, "validation_variants": 8}
+    sizes = {"size": 16, "width": 8, "hidden": 32, "dropout": 0.0}
+    summary, _ = pipeline_run(tmp_path, "image_pipeline", "LetterTrial", 60, data, sizes)
+    assert summary["initial_validation"]["accuracy"] < 0.5
+    assert summary["accuracy"] > 0.8 > summary["chance_accuracy"] == pytest.approx(0.2)

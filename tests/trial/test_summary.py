@@ -47,3 +47,10 @@ def test_the_stage_that_the_engine_itself_names_counts() -> None:
     assert zero_stage(run.trial.context) == 0
     run.trial.engine.zero_optimization_stage = lambda: 3
     assert zero_stage(run.trial.context) == 3
+
+
+def test_the_stages_of_a_pipeline() -> None:
+    run = run_rank(LineTrial, steps(1))
+    assert "pipeline_stages" not in build_summary(run.outcome, run.trial, run.trial.context, {})
+    run.trial.engine.is_pipe_parallel = True
+    assert build_summary(run.outcome, run.trial, run.trial.context, {})["pipeline_stages"] == 1

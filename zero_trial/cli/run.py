@@ -113,6 +113,7 @@ def _say_hello(checked: Checked, seconds: float, screen: Screen) -> None:
     ]
     if config is not None:
         precision = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+        facts += [f"{config.mesh.pipe} pipeline stages"] if config.mesh.pipe > 1 else []
         facts += [f"ZeRO-{config.zero_optimization.stage}", precision]
     screen.say(" · ".join(facts))
     screen.say(f"check   {' · '.join(done)}  {seconds:.1f} s")

@@ -28,6 +28,7 @@ def build_summary(
         "samples_per_second": outcome.samples_per_second,
         "ranks": context.distributed.size,
         "zero_stage": zero_stage(context),
+        **({"pipeline_stages": pipeline_stages(context)} if context.use_pipeline_parallel else {}),
         "seed": context.get_trial_seed(),
         "parameters": context.parameters,
         "global_batch_size": context.get_global_batch_size(),
@@ -40,6 +41,11 @@ def build_summary(
     if trial.tokens_per_sample:
         summary["tokens_per_second"] = outcome.samples_per_second * trial.tokens_per_sample
     return {**summary, **without_counters(outcome.final_metrics), **trial.summary(), **more}
+
+
+def pipeline_stages(context: ZeroTrialContext) -> int:
+    """Of the first engine."""
+    return int(context.engines[0].mpu.get_pipe_parallel_world_size())
 
 
 def zero_stage(context: ZeroTrialContext) -> int | None:

@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="pipeline_oracle", help="of the files in benchmarks/results")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     pools, known, rows, bad = Pools(), {}, [], 0
     try:
         for stages, shards, schedule in itertools.product(args.stages, args.shards, args.schedules):

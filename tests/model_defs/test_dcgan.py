@@ -1,0 +1,164 @@
+"""The DCGAN's trial: two engines do what two plain optimizers do, a resumed run goes on as the unbroken one, and pictures are written."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as entropy
+
+from tests.model_defs.folder import MODEL_DEFS, ROOT, import_from
+from zero_trial.config import read_experiment
+from zero_trial.engine import initialize
+from zero_trial.mesh import destroy_distributed
+from zero_trial.platform.local import LocalPlatform
+from zero_trial.trial import Batch, Controller, TrainSettings, ZeroTrialContext
+from zero_trial.trial.seeding import seed_everything
+
+MODEL_DEF = import_from("dcgan", "model_def")
+SMALL = {"size": 16, "latent": 4, "width": 8}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    destroy_distributed()
+
+
+def engine_config(accumulation: int, stage: int) -> dict[str, Any]:
+    return {
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        # Adam would turn the noise of gradients that are nearly zero into steps of full size.
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def train(folder: Path, steps: int, resume: Path | None = None, kind: Any = MODEL_DEF.DCGANTrial) -> Any:
+    """One rank in this process; the trial afterwards."""
+    data = {"characters": "AB", "variants": 1, "discriminator": engine_config(2, 1), "generator": engine_config(1, 2)}
+    hparams = {"global_batch_size": 4, "model": SMALL}
+    platform = LocalPlatform(
+        run_dir=folder,
+        experiment={
+            "data": data,
+            "searcher": {"metric": "frechet_distance", "smaller_is_better": True},
+            "hyperparameters": hparams,
+        },
+        hparams=hparams,
+        seed=5,
+        latest_checkpoint=str(resume) if resume else None,
+    )
+    seed_everything(5)
+    context = ZeroTrialContext(platform, initialize, torch.device("cpu"))
+    trial = kind(context)
+    Controller(
+        trial, context, TrainSettings(max_length=Batch(steps), validation_period=Batch(2), checkpoint_period=Batch(2))
+    ).run()
+    return trial
+
+
+def weights(trial: Any) -> dict[str, torch.Tensor]:
+    engines = {"discriminator": trial.discriminator, "generator": trial.generator}
+    return {
+        f"{name}.{key}": value.clone()
+        for name, engine in engines.items()
+        for key, value in engine.module.state_dict().items()
+    }
+
+
+def test_two_engines_do_what_two_plain_optimizers_do(tmp_path: Path) -> None:
+    """The same letters and the same noise, with accumulation written out by hand: two micro-batches of 2 for one step."""
+    seen: list[torch.Tensor] = []
+
+    class Watched(MODEL_DEF.DCGANTrial):  # type: ignore[misc, name-defined]
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if not seen:
+                self.start = copy.deepcopy((self.discriminator.module.state_dict(), self.generator.module.state_dict()))
+            batches = [next(dataloader_iter) for _ in range(2)]
+            seen.extend(images.clone() for images, _ in batches)
+            return super().train_batch(iter(batches), epoch_idx, batch_idx)
+
+    trial = train(tmp_path, 2, kind=Watched)
+    config = trial.config
+    model = import_from("dcgan", "model")
+    discriminator, generator = model.Discriminator(config), model.Generator(config)
+    discriminator.load_state_dict(trial.start[0])
+    generator.load_state_dict(trial.start[1])
+    of_d, of_g = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5) for net in (discriminator, generator))
+    for step in range(2):
+        of_d.zero_grad()
+        for micro in range(2):
+            real, made = seen[2 * step + micro], generator(trial.noise(2, step, micro)).detach()
+            truth = torch.tensor([0.9, 0.9, 0.0, 0.0])
+            (entropy(discriminator(torch.cat([real, made])), truth) / 2).backward()
+        of_d.step()
+        of_g.zero_grad()
+        entropy(discriminator(generator(trial.noise(4, step, 1000))), torch.ones(4)).backward()
+        of_g.step()
+    expected = {f"discriminator.{k}": v for k, v in discriminator.state_dict().items()} | {
+        f"generator.{k}": v for k, v in generator.state_dict().items()
+    }
+    found = weights(trial)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=2e-5), name
+    assert (trial.discriminator.micro_steps, trial.generator.micro_steps) == (4, 2)
+
+
+def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
+    whole = weights(train(tmp_path / "whole", STEPS))
+    destroy_distributed()
+    train(tmp_path / "first", 2)
+    destroy_distributed()
+    resumed = weights(train(tmp_path / "second", STEPS, resume=tmp_path / "first" / "checkpoints" / "step-000002"))
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_pictures_and_figures(tmp_path: Path) -> None:
+    trial = train(tmp_path, 2)
+    assert [path.name for path in sorted((tmp_path / "samples").iterdir())] == ["step-000002.png"]
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    summary = trial.summary()
+    assert 0 < summary["train_fonts_frechet_distance"] < summary["gaussian_frechet_distance"]
+    assert set(summary["train_data"]["sources"]).isdisjoint(summary["validation_data"]["sources"])
+
+
+def test_gradients_do_not_arrive_at_the_other_engines_parameters() -> None:
+    net = nn.Linear(2, 1)
+    inputs = torch.ones(1, 2, requires_grad=True)
+    with MODEL_DEF.frozen(net):
+        net(inputs).sum().backward()
+    assert net.weight.grad is None
+    assert inputs.grad is not None
+    assert net.weight.requires_grad
+
+
+def test_the_experiment_passes_the_check() -> None:
+    experiment = read_experiment(ROOT / "experiments" / "dcgan" / "const.yaml")
+    assert experiment.hyperparameters["model"].keys() == SMALL.keys()
+    command = [
+        sys.executable,
+        "-m",
+        "zero_trial.cli.main",
+        "check",
+        "experiments/dcgan/const.yaml",
+        str(MODEL_DEFS / "dcgan"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "model_def:DCGANTrial ok" in done.stdout

@@ -17,6 +17,7 @@ from zero_trial.config import ExperimentConfig, read_experiment
 from zero_trial.errors import ConfigError
 from zero_trial.fronts.local import (
     StopRequest,
+    forget_errors,
     has_failed_ranks,
     leave_error,
     print_error,
@@ -106,6 +107,7 @@ def fail(error: BaseException, options: argparse.Namespace, state: RankState) ->
 def run_rank(options: argparse.Namespace, state: RankState, engine_factory: EngineFactory, stop: StopRequest) -> None:
     """Builds everything around the trial, the trial, and runs it."""
     state.env = read_rank_env()
+    forget_errors(options.run_dir, state.env)
     experiment = read_experiment(options.experiment)
     model_dir = options.model_dir.resolve()
     name = parse_entrypoint(options.entrypoint or experiment.entrypoint)

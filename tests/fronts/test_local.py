@@ -15,6 +15,7 @@ from zero_trial.config.report import REPORT
 from zero_trial.errors import ConfigError, Preempted
 from zero_trial.fronts.local import (
     StopRequest,
+    forget_errors,
     has_failed_ranks,
     leave_error,
     named_checkpoint,
@@ -52,6 +53,24 @@ def test_sigterm_ends_a_rank_that_is_left_over(tmp_path: Path) -> None:
         assert ended == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_ranks_that_have_saved_and_left_have_not_failed(tmp_path: Path) -> None:
+    leave_error(Preempted("saved"), tmp_path, RankState())
+    assert not has_failed_ranks(tmp_path)
+    leave_error(ValueError("mine"), tmp_path, RankState(RankEnv(rank=1, world_size=2)))
+    assert has_failed_ranks(tmp_path)
+
+
+def test_errors_of_an_earlier_start_are_forgotten_by_those_whose_they_are(tmp_path: Path) -> None:
+    for rank in range(4):
+        leave_error(ValueError("mine"), tmp_path, RankState(RankEnv(rank=rank, world_size=4)))
+    names = lambda: sorted(path.stem for path in (tmp_path / "errors").iterdir())  # noqa: E731
+    forget_errors(tmp_path, RankEnv(rank=1, world_size=2))
+    assert names() == ["rank-0", "rank-2", "rank-3"]
+    forget_errors(tmp_path, RankEnv(rank=0, world_size=2))
+    assert names() == []
+    forget_errors(tmp_path / "nothing", RankEnv())
 
 
 def test_a_thread_cannot_listen_and_does_not_fail() -> None:

@@ -88,6 +88,7 @@ def test_asked_to_stop_it_saves_and_the_script_exits_with_75(folder: Path) -> No
     assert ended.value.code == 75
     assert json.loads((folder / "run" / "errors" / "rank-0.json").read_text())["type"] == "Preempted"
     assert fit(6, run_dir="run").step == 6
+    assert not list((folder / "run" / "errors").iterdir())
 
 
 def test_an_error_of_ours_is_its_message_and_its_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,3 +24,8 @@ def test_three_ranks_in_order() -> None:
         [[0, 1, 2], None, "from 0"],
         [[0, 1, 2], None, "from 0"],
     ]
+
+
+def test_it_answers_in_determineds_words_too() -> None:
+    ranks = JsonDistributed(3, 4, 1)
+    assert (ranks.get_rank(), ranks.get_size(), ranks.get_local_rank()) == (3, 4, 1)

@@ -183,7 +183,7 @@ class Task:
         slots: int = 1,
         latest_checkpoint: str | None = None,
         steps_completed: int = 0,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
     ) -> Task:
         allocation = f"trial.1.{uuid.uuid4().hex[:6]}"
         home = master.root / allocation
@@ -212,9 +212,21 @@ class Task:
         try:
             log, _ = process.communicate(timeout=timeout)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in processes_of(home):  # ranks have sessions of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         return cls(process.returncode, log, master.asked)
+
+
+def processes_of(home: Path) -> list[int]:
+    """Those that were started with this task's environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"STUB_RUN_ROOT={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
+    return found
 
 
 def environment(

@@ -20,6 +20,7 @@ from zero_trial.config.report import REPORT, entries_of, short_report
 from zero_trial.errors import ConfigError, Preempted, ZeroTrialError
 from zero_trial.fronts.log import done_event
 from zero_trial.fronts.rank import RankState, Trained, peak_memory
+from zero_trial.mesh.env import RankEnv
 from zero_trial.platform.local import checkpoint_step, latest_checkpoint
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
 from zero_trial.trial.outcome import End, Outcome
@@ -64,8 +65,29 @@ class StopRequest:
 
 
 def has_failed_ranks(run_dir: Path) -> bool:
-    """Whether a rank of the run has left an error."""
-    return any(RunFolder(run_dir).error(0).parent.glob("rank-*.json"))
+    """Whether a rank of the run has left an error; one that was asked to stop and has saved is none."""
+    codes = [read_exit_code(path) for path in _error_files(run_dir)]
+    return any(code != Preempted.exit_code for code in codes)
+
+
+def read_exit_code(path: Path) -> int | None:
+    """What an error's record says; None for one that cannot be read."""
+    try:
+        return int(json.loads(path.read_text())["exit_code"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def forget_errors(run_dir: Path, env: RankEnv) -> None:
+    """Each rank, when it begins: its own error of an earlier start in this folder; rank 0 those of ranks that are no more."""
+    for path in _error_files(run_dir):
+        rank = int(path.stem.removeprefix("rank-"))
+        if rank == env.rank or (env.rank == 0 and rank >= env.world_size):
+            path.unlink(missing_ok=True)
+
+
+def _error_files(run_dir: Path) -> list[Path]:
+    return [path for path in RunFolder(run_dir).error(0).parent.glob("rank-*.json") if path.stem[5:].isdigit()]
 
 
 def starting_point(run_dir: Path, resume: Path | None = None, warm_start: Path | None = None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from zero_trial.config import read_experiment
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.fronts.local import (
     StopRequest,
+    forget_errors,
     has_failed_ranks,
     leave_error,
     named_checkpoint,
@@ -126,6 +127,7 @@ def _on_disk(
             ranks = world(state.env)
             experiment, own, own_seed = _experiment(exp_conf)
             folder = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
+            forget_errors(folder, state.env)
             start = ranks.broadcast(starting_point(folder) if ranks.rank == 0 else None)
             log = EventLog(live=None) if ranks.rank == 0 else None
             platform = LocalPlatform(

@@ -47,7 +47,11 @@ def names(routes: list[Route]) -> list[str]:
 
 
 def test_only_the_version_and_a_login_are_answered_without_a_token() -> None:
-    assert names([route for route in ROUTES if route.who is Who.ANYBODY]) == ["GET /info", "GET /api/v1/master", "POST /api/v1/auth/login"]
+    assert names([route for route in ROUTES if route.who is Who.ANYBODY]) == [
+        "GET /info",
+        "GET /api/v1/master",
+        "POST /api/v1/auth/login",
+    ]
 
 
 CLOSED = [route for route in ROUTES if route.who is not Who.ANYBODY]

@@ -62,6 +62,12 @@ def test_a_trial_that_completes(core: FakeCore, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[-1].startswith("done    step 4/4  checkpoint ")
 
 
+def test_what_was_seen_of_the_memory_is_kept(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.planning.watch.MemoryWatch.summary", lambda watch: {"memory_planned_bytes": 12})
+    assert run(LineTrial) == 0
+    assert core.metadata == {"zero_trial": {"memory_planned_bytes": 12}}
+
+
 def test_the_host_is_profiled_where_the_experiment_says_so(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(LineTrial) == 0 and not core.profiling
     monkeypatch.setitem(EXPERIMENT, "profiling", {"enabled": True})

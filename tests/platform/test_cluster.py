@@ -49,6 +49,22 @@ def test_metrics_and_progress_reach_the_master(tmp_path: Path) -> None:
     assert events == [{"kind": "note", "message": "hello"}]
 
 
+def test_figures_are_kept_beside_the_users_own_metadata(tmp_path: Path) -> None:
+    core, events = FakeCore(tmp_path, JsonDistributed()), []  # type: ignore[var-annotated]
+    core.metadata = {"mine": 1}
+    platform_on(core, events=events).keep({"memory_planned_bytes": 5, "error": float("nan")})
+    assert core.metadata == {"mine": 1, "zero_trial": {"memory_planned_bytes": 5, "error": "NaN"}}
+    assert events == []
+
+
+def test_a_master_without_metadata_ends_no_trial(tmp_path: Path) -> None:
+    core, events = FakeCore(tmp_path, JsonDistributed()), []  # type: ignore[var-annotated]
+    core.set_metadata = None  # type: ignore[method-assign, assignment]
+    platform_on(core, events=events).keep({"memory_planned_bytes": 5})
+    assert [event["kind"] for event in events] == ["note"]
+    assert "keeps no metadata (TypeError" in events[0]["message"]
+
+
 def test_numbers_that_json_has_no_words_for() -> None:
     """The harness's thread that ships metrics dies of a NaN, so that nothing is reported any more."""
     given = {"a": math.nan, "b": [math.inf, -math.inf], "c": {"d": 1.0}, "e": True, "f": "text"}

@@ -26,6 +26,7 @@ class FakeCore:
         self.reported: list[dict[str, Any]] = []
         self.copied: list[list[str]] = []
         self.best: float | None = None
+        self.metadata: dict[str, Any] | None = None
         self.wants_stop = False
         self.asked = 0
         self.profiling = False
@@ -47,6 +48,12 @@ class FakeCore:
 
     def report_early_exit(self, reason: str) -> None:
         self.early_exits.append(reason)
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        return self.metadata
+
+    def set_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
 
     def get_experiment_best_validation(self) -> float | None:
         return self.best

@@ -111,6 +111,7 @@ class StubMaster:
             (r"POST /api/v1/trials/\d+/metrics", self._metrics),
             (r"POST /api/v1/trials/\d+/progress", note(self.asked.progress, lambda body: body["progress"])),
             (r"POST /api/v1/trials/\d+/runner/metadata", lambda _: (200, {})),
+            (r"(GET|POST) /api/v1/runs/\d+/metadata", lambda body: (200, body or {"metadata": {}})),
             (r"POST /api/v1/trials/\d+/early_exit", note(self.asked.early_exits, lambda body: body["reason"])),
             (r"POST /api/v1/checkpoints", note(self.asked.checkpoints, lambda body: body)),
             (r"GET .*/best_searcher_validation_metric", self._best),

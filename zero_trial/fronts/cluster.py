@@ -48,7 +48,9 @@ def run_on_cluster(load: Callable[[], TrialFactory], engine_factory: EngineFacto
     with ending, joined(state, core_context) as (platform, farewell), ending.of(platform, farewell):
         if (platform.experiment.get("profiling") or {}).get("enabled"):
             platform.profile_system()
-        say_end(train(load(), platform, state, engine_factory))
+        trained = train(load(), platform, state, engine_factory)
+        keep_memory(trained, platform)
+        say_end(trained)
     return ending.code
 
 
@@ -91,6 +93,13 @@ def is_invalid_hp(error: BaseException) -> bool:
     """Ours, or Determined's own."""
     theirs = invalid_hp_class()
     return isinstance(error, InvalidHP) or (theirs is not None and isinstance(error, theirs))
+
+
+def keep_memory(trained: Trained, platform: ClusterPlatform) -> None:
+    """Rank 0: what was planned and measured, for whoever compares trials."""
+    figures = trained.watch.summary() if trained.watch is not None else {}
+    if figures:
+        platform.keep(figures)
 
 
 def say_end(trained: Trained) -> None:

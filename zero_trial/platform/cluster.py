@@ -240,6 +240,19 @@ class ClusterPlatform:
         self.core.profiler.on()
         return True
 
+    def keep(self, figures: Mapping[str, Any]) -> None:
+        """Rank 0: figures of the whole trial into its metadata, under ``zero_trial``, beside what the user keeps there.
+
+        They decide nothing, so a master that does not take them ends no trial; it is said in the log.
+        """
+        try:
+            kept = self.core.train.get_metadata() or {}
+            self.core.train.set_metadata({**kept, "zero_trial": reportable(figures)})
+        except Exception as error:  # of every HTTP library that there is
+            self.progress.emit(
+                {"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"}
+            )
+
     def report_early_exit(self, reason: str) -> None:
         if self.claim("early exit"):
             self.core.train.report_early_exit(EARLY_EXITS[reason])

@@ -53,6 +53,10 @@ def faulty(place: int, backward: bool, schedule: str) -> tuple[str, float, str]:
     except ZeroTrialError as error:
         text = str(error)
     seconds = time.monotonic() - begin
+    try:
+        engine.eval_batch(data)
+    except TrialError as error:
+        text = text if "this pipeline has failed before" in str(error) else str(error)
     engine.destroy()
     again = make_engine(layers(8), 4, {"stage": 1}, 8)
     loss = again.train_batch(batches(0, 8, 1) if again.is_first_stage() else None).item()

@@ -125,6 +125,7 @@ def watched(folder: Path) -> tuple[list[str], list[str]]:
     engine = make_engine(layers(2), 2, {"stage": 1}, 4, steps_per_print=2, csv_monitor=monitor, **details, **profiler)
     for step in range(4):
         engine.train_batch(batches(0, 4, 1, step) if engine.is_first_stage() else None)
+        engine.eval_batch(batches(0, 4, 1, 9) if engine.is_first_stage() else None)
     engine.destroy()
     logging.getLogger("zero_trial").removeHandler(handler)
     return handler.lines, sorted(path.name for path in folder.rglob("*.csv"))
@@ -137,4 +138,5 @@ def test_a_pipeline_is_watched_like_any_engine(ranks: Pools, tmp_path: Path) -> 
     for word in ("forward", "backward", "step=4", "send/pipe"):
         assert word in text, text
     assert any("train_loss" in name for name in first[1])
+    assert any("eval_loss" in name for name in first[1])
     assert "step=4" not in "\n".join(second[0])

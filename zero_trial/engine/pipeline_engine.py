@@ -60,6 +60,7 @@ class PipelineEngine(Engine):
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
         self._split_batch: Callable[[Any], Any] | None = None
+        self._failed = ""  # why no step can follow
 
     @property
     def pipeline(self) -> PipelineModule:
@@ -84,11 +85,7 @@ class PipelineEngine(Engine):
         self.sharded.wait()
         scale = self.loss_scaler.scale * meal.lines
         batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
-        try:
-            outcome = self.executor.run(schedule, batch, Wishes(loss=self._loss))
-        except Exception:
-            self.zero_grad()
-            raise
+        outcome = self._perform(schedule, batch, Wishes(loss=self._loss))
         self.phases.begin(REDUCE_WAIT)
         self.sharded.reducer.land()
         self.phases.end(REDUCE_WAIT)
@@ -122,7 +119,7 @@ class PipelineEngine(Engine):
             self._shards.start_step()
             self.sharded.wait()
             wishes = Wishes(False, self._loss if compute_loss else None, return_logits or not compute_loss)
-            outcome = self.executor.run(schedule, _batch(meal), wishes)
+            outcome = self._perform(schedule, _batch(meal), wishes)
             self.executor.finish()
         finally:
             self._iterator = before
@@ -130,7 +127,11 @@ class PipelineEngine(Engine):
         outputs = [outcome.outputs[number] for number in sorted(outcome.outputs)] if self.is_last_stage() else None
         if not compute_loss:
             return outputs
-        loss = self._mean(meal, outcome) if reduce_output else self._losses(meal, outcome)
+        if reduce_output is None:
+            losses = self._losses(meal, outcome)
+            return (losses, outputs) if return_logits else losses
+        loss = self._mean(meal, outcome)
+        self.reporter.saw_evaluation(loss)
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
@@ -146,6 +147,19 @@ class PipelineEngine(Engine):
             validate(made)
             self._schedules[key] = made
         return self._schedules[key]
+
+    def _perform(self, schedule: Schedule, batch: Batch, wishes: Wishes) -> Outcome:
+        """Runs the schedule. After a failure ranks are out of step with each other, so nothing runs any more."""
+        try:
+            return self.executor.run(schedule, batch, wishes)
+        except Exception as error:
+            self._failed = str(error)
+            raise
+
+    def destroy(self) -> None:
+        """As of any engine; shared memory for messages is given back."""
+        super().destroy()
+        self.mesh.pipe.drop_lanes()
 
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk = self._chunks[number]
@@ -200,6 +214,8 @@ class PipelineEngine(Engine):
         self._split_batch = fn
 
     def _read(self, wanted: int) -> Meal:
+        if self._failed:
+            raise TrialError("this pipeline has failed before", where="PipelineEngine", got=self._failed)
         iterator = self._iterator
         if iterator is None and self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)

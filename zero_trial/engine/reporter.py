@@ -13,6 +13,9 @@ class Reporter:
     def saw_loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, before any scaling."""
 
+    def saw_evaluation(self, loss: torch.Tensor) -> None:
+        """The mean loss of an evaluation that did not call the engine itself: a pipeline's."""
+
     def after_step(self) -> None:
         """An optimizer step is over, applied or skipped."""
 
@@ -29,6 +32,10 @@ class ReporterGroup(Reporter):
     def saw_loss(self, loss: torch.Tensor) -> None:
         for member in self._members:
             member.saw_loss(loss)
+
+    def saw_evaluation(self, loss: torch.Tensor) -> None:
+        for member in self._members:
+            member.saw_evaluation(loss)
 
     def after_step(self) -> None:
         for member in self._members:

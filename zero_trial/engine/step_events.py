@@ -32,7 +32,11 @@ class StepEvents(Reporter):
         engine.register_forward_hook(self._saw_output)
         weakref.finalize(engine, self._evaluation.write)  # also when the interpreter ends
 
+    def saw_evaluation(self, loss: torch.Tensor) -> None:
+        self._evaluation.add(loss.detach().float().reshape(()), self._engine.global_samples)
+
     def saw_loss(self, loss: torch.Tensor) -> None:
+        self._evaluation.write()  # training goes on
         value = loss.detach().float().reshape(())
         self._sum = value.clone() if self._sum is None else self._sum + value
         self._count += 1

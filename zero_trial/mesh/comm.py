@@ -143,6 +143,10 @@ class AxisComm:
         """From now on CPU messages between two ranks go through ``lanes``. All ranks must do so alike."""
         self._lanes = lanes
 
+    def drop_lanes(self) -> None:
+        """Messages go through the backend again. All ranks must do so alike."""
+        self._lanes = None
+
     @property
     def transport(self) -> str:
         """How CPU tensors travel here: ``shared memory`` or ``gloo``."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_trial.master import logs
-from zero_trial.master.agent import claim
+from zero_trial.master.agent import claim, scratch
 from zero_trial.master.agent.processes import Identity, identify
 from zero_trial.master.records import LogLine
 from zero_trial.master.shepherd import Lines
@@ -132,6 +132,13 @@ def test_a_daemon_that_ran_away_ends_with_the_main_process(flock: Flock) -> None
     assert ended.code == 0
     daemon = int(next(line.message for line in flock.lines() if line.message.startswith("daemon")).split()[1])
     assert not identify(daemon).alive
+
+
+def test_its_temporary_directory_ends_with_it(flock: Flock) -> None:
+    made = scratch.make(flock.folder, {})
+    (made / "socket").touch()
+    flock.run(*py("pass"))
+    assert not made.exists()
 
 
 def test_asked_to_end_it_gives_time_and_then_ends_everybody(flock: Flock) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.master import logs
-from zero_trial.master.agent import claim, processes
+from zero_trial.master.agent import claim, processes, scratch
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255
@@ -217,7 +217,9 @@ def main(folder: Path, text: str) -> int:
     shepherd = Shepherd(order)
     if not claim.claim(folder, processes.identify(os.getpid())):
         return 0
-    claim.record_exit(folder, shepherd.run())
+    ended = shepherd.run()
+    scratch.remove(folder)  # before the end is told: whoever hears of it finds nothing left
+    claim.record_exit(folder, ended)
     return 0
 
 

@@ -91,10 +91,11 @@ def test_from_start_to_exit(field: Field) -> None:
 def test_nothing_is_left_on_disk_but_how_it_ended(field: Field, tmp_path: Path) -> None:
     leftover = Path(f"/tmp/tensorboard-{tmp_path.name}-{os.getpid()}-1.1-0")
     leftover.mkdir()
-    name = field.start("touch file")
+    name = field.start('touch file "$TMPDIR/file"; echo "in $TMPDIR"')
     field.expect("started", name)
     field.expect("exited", name, 0)
     field.agent.close()
+    assert not Path(field.wait_for("in /")[3:]).exists()
     assert sorted(path.name for path in field.home.allocation(name).iterdir()) == [
         "claim.json",
         "exit.json",
@@ -121,15 +122,17 @@ def test_killed_before_it_began_it_never_runs(field: Field) -> None:
 
 
 def test_a_shepherd_that_is_killed_takes_its_flock_with_it(field: Field) -> None:
-    name = field.start("setsid sleep 60 & echo up; wait")
+    name = field.start("setsid sleep 60 & echo up $TMPDIR; wait")
     field.expect("started", name)
-    field.wait_for("up")
+    temporary = Path(field.wait_for("up").split()[1])
     left = marked(MARK, name)
     owner = claim.owner(field.home.allocation(name))
     assert owner is not None and len(left) >= 2
     owner.send(signal.SIGKILL)
     field.expect("exited", name, 137, "its shepherd is gone")
     assert not any(identify(pid).alive for pid in left)
+    field.agent.close()
+    assert not temporary.exists()
 
 
 def test_the_next_agent_takes_over_what_runs(field: Field) -> None:

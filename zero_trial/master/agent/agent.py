@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import logs
-from zero_trial.master.agent import claim, processes, storage
+from zero_trial.master.agent import claim, processes, scratch, storage
 from zero_trial.master.agent.environment import MARK, environment
 from zero_trial.master.agent.order import StartOrder
 from zero_trial.master.agent.ports import Ports, free_ports
@@ -152,7 +152,8 @@ class Agent:
         with self._lock:
             avoid = {port for other in self._watched.values() if other.ports for port in other.ports.taken()}
         ports = free_ports(avoid)
-        env = environment(order, ports, run_root, self._host_env, self._python)
+        host = {**self._host_env, "TMPDIR": str(scratch.make(folder, self._host_env))}
+        env = environment(order, ports, run_root, host, self._python)
         log = logs.path_of(self._home.trial_logs(order.allocation.trial_id), order.allocation.run_id)
         told = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(log), "grace": self._grace}
         with (folder / "shepherd.log").open("ab") as errors:
@@ -217,7 +218,7 @@ class Agent:
         with self._lock:
             self._watched.pop(name, None)
         started.discard(name)
-        self._tidy(name, folder)
+        self._tidy(folder)
 
     def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> claim.Exit | None:
         alive = (
@@ -238,11 +239,11 @@ class Agent:
             return claim.Exit(127, time.time(), why=f"its shepherd could not begin, see {folder / 'shepherd.log'}")
         return None
 
-    def _tidy(self, name: str, folder: Path) -> None:
-        """Remove copies of the context and what the harness leaves in /tmp under the allocation's name."""
-        for path in (folder / "work", folder / "root", *Path("/tmp").glob(f"tensorboard-{name}-*")):
+    def _tidy(self, folder: Path) -> None:
+        """Remove copies of the context and what a shepherd that was killed could not remove."""
+        for path in (folder / "work", folder / "root"):
             shutil.rmtree(path, ignore_errors=True)
-        Path(f"/tmp/pid_server-{name}").unlink(missing_ok=True)
+        scratch.remove(folder)
 
 
 def steps(has_hook: bool) -> list[str]:

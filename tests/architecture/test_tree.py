@@ -18,7 +18,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/model_defs/": "they mirror model_defs/",
     "tests/experiments/": "they mirror experiments/",
     "tests/benchmarks/": "they mirror benchmarks/",
-    "tests/trial/test_with_engine.py": "the controller around the real engine",
+    "tests/trial/test_with_": "the controller around the real engines",
     "tests/engine/test_oracle.py": "every stage against dense training: no one module's business",
     "tests/zero/test_volume.py": "what each stage moves per step, by the formulas: every piece has its part in it",
     "tests/engine/test_behaviour_": "what users do with an engine, across its modules",

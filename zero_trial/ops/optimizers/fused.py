@@ -10,10 +10,11 @@ device or dtype, no compiler) it is updated by plain torch with the same formula
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import library
@@ -23,26 +24,57 @@ _ops = library.OPS
 
 
 class _OnePass(PieceOptimizer):
-    """What the fused optimizers share: each piece is one call of one op."""
+    """What the fused optimizers share: each piece is one call of one op, and on CUDA all pieces are one launch."""
 
     fuses = True
+    op = ""
     moments: tuple[str, ...] = ()
 
     def update(self) -> None:
-        for item in self.waiting():
+        items = list(self.waiting())
+        for item in items:
             state = self.state[item.weight]
             for name in self.moments:
                 if name not in state:
                     state[name] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
-            self._step_one(item, self.param_groups[item.group], state, self.grad_multiplier)
+        if len(items) > 1 and one_launch(items):
+            self._step_together(items)
+            return
+        for item in items:
+            tensors = (item.weight, item.gradient, *self._moments_of(item), item.out, None)
+            numbers, rest = self._numbers(item)
+            getattr(_ops, self.op)(*tensors, *numbers, self.grad_multiplier, *rest)
 
-    def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
+    def _step_together(self, items: Sequence[PieceWork]) -> None:
+        """One call per variant of the step, and for pieces with and without a copy."""
+        kinds: dict[Any, list[tuple[PieceWork, tuple[float, ...]]]] = {}
+        for item in items:
+            numbers, rest = self._numbers(item)
+            kinds.setdefault((rest, item.out is None), []).append((item, numbers))
+        for (rest, _), those in kinds.items():
+            rows = [(item.weight, item.gradient, *self._moments_of(item)) for item, _ in those]
+            tensors = [list(column) for column in zip(*rows, strict=True)]
+            out = [item.out for item, _ in those if item.out is not None]
+            columns = [list(column) for column in zip(*(own for _, own in those), strict=True)]
+            getattr(_ops, f"{self.op[:-1]}_many_")(*tensors, out, None, None, *columns, self.grad_multiplier, *rest)
+
+    def _moments_of(self, item: PieceWork) -> list[Tensor]:
+        return [self.state[item.weight][name] for name in self.moments]
+
+    def _numbers(self, item: PieceWork) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        """What the op takes before the multiplier, and behind it. Counts the step."""
         raise NotImplementedError
+
+
+def one_launch(items: Sequence[PieceWork]) -> bool:
+    """Whether stepping the pieces together saves anything: launches do, calls on CPU are a loop either way."""
+    return all(item.weight.is_cuda for item in items) and len({item.weight.device for item in items}) == 1
 
 
 class FusedAdam(_OnePass):
     """AdamW, or Adam with L2 regularisation where ``adam_w_mode`` is false. DeepSpeed 0.19.8's arguments and defaults."""
 
+    op = "adam_"
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -58,11 +90,11 @@ class FusedAdam(_OnePass):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"decoupled_weight_decay": adam_w_mode})
 
-    def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
+    def _numbers(self, item: PieceWork) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        group, state = self.param_groups[item.group], self.state[item.weight]
         t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        lr, (beta1, beta2), eps, decay = float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
-        rest = (lr, beta1, beta2, eps, decay, float(t), multiplier, group["decoupled_weight_decay"])
-        _ops.adam_(item.weight, item.gradient, state["exp_avg"], state["exp_avg_sq"], item.out, None, *rest)
+        numbers = (float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], float(t))
+        return numbers, (group["decoupled_weight_decay"],)
 
 
 class CPUAdam(FusedAdam):
@@ -80,6 +112,7 @@ class CPUAdam(FusedAdam):
 class FusedLion(_OnePass):
     """Lion; the same arguments, defaults and state as :class:`zero_trial.ops.optimizers.lion.Lion`."""
 
+    op = "lion_"
     moments = ("exp_avg",)
 
     def __init__(
@@ -92,10 +125,9 @@ class FusedLion(_OnePass):
         _require(lr=lr, betas=betas, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def _step_one(self, item: PieceWork, group: Mapping[str, Any], state: dict[str, Any], multiplier: float) -> None:
-        lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
-        rest = (lr, beta1, beta2, decay, multiplier)
-        _ops.lion_(item.weight, item.gradient, state["exp_avg"], item.out, None, *rest)
+    def _numbers(self, item: PieceWork) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        group = self.param_groups[item.group]
+        return (float(group["lr"]), *group["betas"], group["weight_decay"]), ()
 
 
 def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:

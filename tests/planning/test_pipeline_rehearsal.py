@@ -14,7 +14,6 @@ from zero_trial.pipeline.schedule import Parameters
 from zero_trial.planning.pipeline_parts import Parts, parts_of
 from zero_trial.planning.pipeline_rehearsal import Copies, Held, rehearse_rank
 
-
 NOTHING = Copies()
 
 

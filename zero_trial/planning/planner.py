@@ -93,7 +93,7 @@ def memory_plan(
     """What rank 0 of ``ranks`` needs to train ``model`` with ``config`` on micro-batches like ``batch``. No rank is started.
 
     ``subject``: further arguments of :class:`ModelSubject` (``loss``, ``options``, ``device``). The model is copied without its values and
-    stays as it is.
+    stays as it is. A PipelineModule is planned by :class:`zero_trial.planning.PipelinePlanner`.
     """
     settings = config if isinstance(config, DsConfig) else read_ds_config(config)
     return Planner(ModelSubject(model, batch, **subject), settings, ranks).plan()

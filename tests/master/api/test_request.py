@@ -32,6 +32,8 @@ def test_a_head_is_a_method_a_path_a_query_and_headers() -> None:
         (b"GET / HTTP/2", 505),
         (b"GET  / HTTP/1.1", 400),
         (b"GET http://elsewhere/ HTTP/1.1", 400),
+        (b"GET /\x1b[2J HTTP/1.1", 400),
+        (b"G\x07T / HTTP/1.1", 400),
         (b"G\xc3\x89T / HTTP/1.1", 400),
         (b"GET / HTTP/1.1\r\nno colon", 400),
         (b"GET / HTTP/1.1\r\n folded: yes", 400),

@@ -86,6 +86,27 @@ def test_when_every_connection_is_being_answered_a_new_one_is_told_so() -> None:
         assert all(sock.recv(65536).startswith(b"HTTP/1.1 200 OK") for sock in busy)
 
 
+def test_a_connection_for_which_there_is_no_thread_is_the_only_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+    refused = threading.Event()
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name == "http" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with serving(limit=1) as server:
+        monkeypatch.setattr(threading.Thread, "start", no_more)
+        with connect(server) as sock:
+            assert sock.recv(1) == b""
+        assert refused.is_set()
+        with connect(server) as sock:
+            assert get(sock).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_closing_ends_every_connection() -> None:
     with serving() as server:
         sock = connect(server)

@@ -82,8 +82,8 @@ def parse_head(block: bytes) -> Head:
         raise BadRequest(400, "the request line is not METHOD TARGET HTTP/1.1") from None
     if version != "HTTP/1.1":
         raise BadRequest(505, f"{version[:20]} is not spoken here; HTTP/1.1 is")
-    if not target.startswith("/"):
-        raise BadRequest(400, "the request target must be a path")
+    if not target.startswith("/") or not target.isprintable() or not method.isalpha():
+        raise BadRequest(400, "the request target must be a path, the method a word")
     headers = _headers(lines[1:])
     path, _, query = target.partition("#")[0].partition("?")
     keep_alive = headers.get("connection", "").lower() != "close"

@@ -86,7 +86,11 @@ class HttpServer:
                 log.exception("a connection could not be accepted")
                 self._closing.wait(0.05)  # out of descriptors, most likely: others will close
                 continue
-            self._admit(sock)
+            try:
+                self._admit(sock)
+            except Exception:  # no thread could be started, most likely: this one is lost, the next may not be
+                log.exception("a connection could not be served")
+                sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
         connection = Connection(sock, self._require_handler(), self._patience)
@@ -106,7 +110,12 @@ class HttpServer:
                 sock.sendall(_FULL)
             sock.close()
             return
-        threading.Thread(target=self._serve, args=(connection,), name="http", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="http", daemon=True).start()
+        except BaseException:
+            with self._lock:
+                self._open.pop(connection, None)
+            raise
 
     def _serve(self, connection: Connection) -> None:
         try:

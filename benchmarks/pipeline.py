@@ -30,11 +30,12 @@ WORKER = Path(__file__).with_name("pipeline_worker.py")
 OURS = [f"ours-{name}" for name in ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")]
 CONTENDERS = [*OURS, "torch-gpipe", "torch-1f1b", "torch-interleaved", "torch-zb_v", "deepspeed"]
 NOTE = """Layers wait (time.sleep) instead of computing, so that ranks which share cores do not stand in each other's way
-and the schedule is what is measured; "milliseconds" are a stage's forward, its input's gradient and its weights'. "Ideal" is the time of the schedule with its bubble if messages, the optimizer and Python cost nothing (of
-1F1B for DeepSpeed). "Over ideal" is the measured step by that. "Over 1F1B's ideal" compares schedules: below 1 is
-faster than any 1F1B can be. The bubble measured is the part of the step in which a rank does not wait in a layer.
-Medians over interleaved rounds, each in fresh processes; of a step, the rank that took longest. Sleeping is never
-shorter than asked; how much longer it is on this machine stands under "sleep", and the load of the machine beside it."""
+and the schedule is what is measured; "milliseconds" are a stage's forward, its input's gradient and its weights'.
+"Ideal" is the time of the schedule with its bubble if messages, the optimizer and Python cost nothing (of 1F1B for
+DeepSpeed). "Over ideal" is the measured step by that. "Over 1F1B's ideal" compares schedules: below 1 is faster than
+any 1F1B can be. The bubble measured is the part of the step in which a rank does not wait in a layer. Medians over
+interleaved rounds, each in fresh processes; of a step, the mean over ranks. Sleeping is never shorter than asked; how
+much longer it is on this machine stands under "sleep", and the load of the machine beside it."""
 COLUMNS: list[Column] = [
     ("pipeline", lambda row: row["name"]),
     ("stages", lambda row: str(row["ranks"])),
@@ -88,7 +89,7 @@ def main() -> None:
     rows = run_rounds(jobs, args.rounds)
     settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "name")}
     settings["sleep"] = f"{1e3 * oversleep(times.forward / 2):.3f} ms longer than asked"
-    settings["load"] = "{:.1f} processes wanted a core at the start, {:.1f} at the end".format(load, os.getloadavg()[0])
+    settings["load"] = f"{load:.1f} processes wanted a core at the start, {os.getloadavg()[0]:.1f} at the end"
     save(args.name, settings, rows, COLUMNS, NOTE)
 
 

@@ -240,9 +240,10 @@ class Trainer:
         trained = Trained(outcome, self._trial, context, context.watch)
         if context.run_dir is not None:
             write_summary(trained, context.run_dir, shlex.join(["python", *sys.argv]))
-        else:
-            from zero_trial.fronts.cluster import say_end
+        if isinstance(context.platform, ClusterPlatform):
+            from zero_trial.fronts.cluster import keep_memory, say_end
 
+            keep_memory(trained, context.platform)
             say_end(trained)
         return outcome
 

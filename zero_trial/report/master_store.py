@@ -147,7 +147,7 @@ class _Reader:
             curve=curve,
             best=trial.searcher_metric if trial.searcher_metric is not None else _best_of(curve, self.smaller),
             steps=trial.steps_completed,
-            why=trial.reason if trial.state is not TrialState.COMPLETED else "",
+            why=trial.reason if trial.state in (TrialState.ERROR, TrialState.CANCELED) else "",
             pruned=trial.pruned,
             memory=_memory(facts or {}),
             throughput=speed * batch if speed is not None and batch else speed,
@@ -178,11 +178,19 @@ class _Reader:
             return None
         value, trial = (min if self.smaller else max)(measured, key=lambda pair: pair[0])
         ds_config = self._ds_config(trial)
-        experiment = best_experiment(self.config, trial.hparams, trial.seed, ds_config)
+        experiment = best_experiment(self._as_submitted(), trial.hparams, trial.seed, ds_config)
         name = "best.yaml"
         command = f"zero-trial run {name} MODEL_DIR"
         text = as_yaml(experiment, f"trial {trial.id} of experiment {self.experiment.id}: {command}")
         return BestConfig(str(trial.id), value, name, text, command)
+
+    def _as_submitted(self) -> Mapping[str, Any]:
+        """What the user wrote, with the searcher as the master completed it: a file with every default in it says nothing to a reader."""
+        try:
+            written = read_yaml(self.experiment.original_config, "the submitted experiment").value
+        except ConfigError:
+            return self.config
+        return {**written, "searcher": self.searcher}
 
     def _ds_config(self, trial: Trial) -> Any:
         """The content of the ds_config that the experiment names as a file of its context directory; None where it names none."""
@@ -242,8 +250,10 @@ def _memory(facts: Mapping[str, Any]) -> Memory:
 def _trial_status(trial: Trial, stop: Decision | None) -> Status:
     if trial.pruned:
         return Status("pruned", Tone.QUIET)
-    if stop is not None and trial.state is TrialState.COMPLETED:
+    if stop is not None and trial.state in (TrialState.COMPLETED, TrialState.STOPPING_COMPLETED):
         return Status("stopped early", Tone.QUIET)
+    if trial.state.stopping:
+        return Status("ending", Tone.BUSY)
     if trial.state in _WORDS:
         return Status(*_WORDS[trial.state])
     return Status((trial.shown_state or trial.state.value).lower().replace("_", " "), Tone.BUSY)

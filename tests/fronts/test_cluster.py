@@ -59,7 +59,9 @@ def test_a_trial_that_completes(core: FakeCore, capsys: pytest.CaptureFixture[st
     assert [(step, metrics["batches"]) for step, metrics in core.validation] == [(4, 4)]
     assert core.progress[-1] == 1.0 and core.early_exits == []
     assert core.reported[-1]["metadata"]["steps_completed"] == 4
-    assert capsys.readouterr().out.splitlines()[-1].startswith("done    step 4/4  checkpoint ")
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last[0].startswith("done    0 s · validation_loss ") and last[0].endswith(" · 1 rank · ZeRO-0 · seed 7")
+    assert last[1].startswith("kept    step 4/4  checkpoint ")
 
 
 def test_what_was_seen_of_the_memory_is_kept(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,13 @@ def test_the_last_step_stands_before_the_last_line() -> None:
     ]
 
 
+def test_the_figures_of_a_run_stand_where_it_has_no_other_place_for_them() -> None:
+    for end, word in ((End.COMPLETED, "done   "), (End.STOPPED, "stopped")):
+        stream = io.StringIO()
+        EventLog(stream)(done_event(outcome(end), {"train_seconds": 1.0, "ranks": 2, "seed": 7}))
+        assert stream.getvalue().splitlines() == [f"{word} 1 s · 2 ranks · seed 7", "kept    step 3/8  checkpoint abc"]
+
+
 def test_how_else_it_ended() -> None:
     for end, word in ((End.COMPLETED, "done"), (End.STOPPED, "stopped")):
         stream = io.StringIO()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP
-from zero_trial.fronts.rank import RankState, known, load_trial_class, own_device, peak_memory, train, world
+from zero_trial.fronts.rank import RankState, figures_of, known, load_trial_class, own_device, peak_memory, train, world
 from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.mesh.env import RankEnv
 from zero_trial.platform.in_memory import InMemoryPlatform, Record
@@ -27,6 +29,25 @@ def test_a_trial_is_built_and_run_as_the_experiment_says() -> None:
     assert (trained.outcome.end, trained.outcome.step) == (End.COMPLETED, 3)
     assert trained.context is state.context and state.step == 3
     assert isinstance(trained.trial, LineTrial) and trained.watch is not None
+
+
+def test_its_figures_are_those_of_its_trial() -> None:
+    trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
+    figures = figures_of(trained)
+    assert (figures["step"], figures["ranks"], figures["end"]) == (3, 1, "completed")
+    assert figures["peak_memory_bytes"][0] > 2**20 and figures["peak_memory_kind"] == "resident set"
+
+
+def test_a_rank_leaves_without_looking_for_garbage() -> None:
+    """The cycle's finalizer would be called by the search at the interpreter's end."""
+    code = (
+        "import weakref, zero_trial.fronts.rank as rank\n"
+        "class Cycle:\n    def __del__(self): print('found', flush=True)\n"
+        "made = Cycle(); made.me = made\n"
+    )
+    for quickly, said in (("rank.leave_quickly()", ""), ("", "found\n")):
+        command = [sys.executable, "-c", code + quickly + "\ndel made"]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == said
 
 
 def test_settings_may_be_given() -> None:

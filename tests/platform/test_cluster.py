@@ -43,10 +43,14 @@ def test_metrics_and_progress_reach_the_master(tmp_path: Path) -> None:
     platform.progress.report_progress(0.5)
     platform.progress.report_progress(1.0000001)  # a rounding error must not end a trial
     platform.progress.emit({"kind": "note", "message": "hello"})
+    platform.progress.emit({"kind": "checkpoint", "storage_id": "uuid", "path": "/of/the/task/uuid", "bytes": 3})
     assert core.training == [(3, {"loss": 1.5})]
     assert core.validation == [(4, {"validation_loss": 2.0, "batches": 4, "epochs": 1})]
     assert core.progress == [0.5, 1.0]
-    assert events == [{"kind": "note", "message": "hello"}]
+    assert events == [
+        {"kind": "note", "message": "hello"},
+        {"kind": "checkpoint", "storage_id": "uuid", "bytes": 3},
+    ]
 
 
 def test_figures_are_kept_beside_the_users_own_metadata(tmp_path: Path) -> None:

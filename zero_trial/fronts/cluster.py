@@ -14,12 +14,13 @@ from typing import Any
 from zero_trial.errors import InvalidHP, ZeroTrialError
 from zero_trial.fronts.local import print_error
 from zero_trial.fronts.log import EventLog, done_event
-from zero_trial.fronts.rank import RankState, Trained, TrialFactory, known, train, world
+from zero_trial.fronts.rank import RankState, Trained, TrialFactory, figures_of, known, train, world
 from zero_trial.mesh.farewell import Farewell
 from zero_trial.mesh.world import destroy_distributed, init_distributed, open_farewell
 from zero_trial.platform.cluster import ClusterPlatform
 from zero_trial.platform.determined import invalid_hp_class, open_platform
 from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.outcome import End
 
 EARLY_EXIT = "early exit"
 
@@ -103,6 +104,7 @@ def keep_memory(trained: Trained, platform: ClusterPlatform) -> None:
 
 
 def say_end(trained: Trained) -> None:
-    """The last event, on rank 0."""
+    """Collective. The last event, on rank 0; that of a run that is not to go on has the run's figures."""
+    figures = figures_of(trained) if trained.outcome.end is not End.PREEMPTED else {}
     if trained.context.distributed.rank == 0:
-        trained.context.platform.progress.emit(done_event(trained.outcome))
+        trained.context.platform.progress.emit(done_event(trained.outcome, figures))

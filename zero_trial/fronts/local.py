@@ -19,12 +19,11 @@ from typing import Any
 from zero_trial.config.report import REPORT, entries_of, short_report
 from zero_trial.errors import ConfigError, Preempted, ZeroTrialError
 from zero_trial.fronts.log import done_event
-from zero_trial.fronts.rank import RankState, Trained, peak_memory
+from zero_trial.fronts.rank import RankState, Trained, figures_of
 from zero_trial.mesh.env import RankEnv
 from zero_trial.platform.local import checkpoint_step, latest_checkpoint
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
 from zero_trial.trial.outcome import End, Outcome
-from zero_trial.trial.summary import build_summary
 
 
 class StopRequest:
@@ -129,14 +128,10 @@ def say_config(run_dir: Path) -> None:
 
 def write_summary(trained: Trained, run_dir: Path, repeat: str) -> None:
     """Collective. summary.json and the last event."""
-    outcome, context = trained.outcome, trained.context
-    memory = context.distributed.gather(peak_memory(context.device))
+    context, figures = trained.context, figures_of(trained)
     if context.distributed.rank == 0:
-        kind = "CUDA memory allocated" if context.device.type == "cuda" else "resident set"
-        more = {"peak_memory_bytes": memory, "peak_memory_kind": kind, "repeat": repeat}
-        more |= trained.watch.summary() if trained.watch is not None else {}
-        write_json(RunFolder(run_dir).summary, build_summary(outcome, trained.trial, context, more))
-        context.platform.progress.emit(done_event(outcome))
+        write_json(RunFolder(run_dir).summary, {**figures, "repeat": repeat})
+        context.platform.progress.emit(done_event(trained.outcome))
     context.distributed.barrier()  # the summary is there before any rank is gone
 
 

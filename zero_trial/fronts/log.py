@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from zero_trial.launch.screen import Screen
+from zero_trial.launch.summary import done_line
 from zero_trial.trial.outcome import End, Outcome
 
 
@@ -19,7 +20,8 @@ class EventLog:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if event.get("kind") == "done":
             self._screen.close()  # the last step before the last line
-            self._screen.say(done_line(event))
+            for line in done_lines(event):
+                self._screen.say(line)
         self._screen.show(event)
         self._screen.tick()
 
@@ -27,13 +29,18 @@ class EventLog:
         self._screen.close()
 
 
-def done_event(outcome: Outcome) -> dict[str, Any]:
-    """The last event of a trial that ran to an end."""
+def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The last event of a trial that ran to an end, with its figures where it is the only place for them."""
     told = {"step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
-    return {"kind": "done", **told, "checkpoint": outcome.checkpoint}
+    return {"kind": "done", **told, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
 
 
-def done_line(event: Mapping[str, Any]) -> str:
-    """``done    step 200/200  checkpoint <uuid>``, or how else it ended."""
+def done_lines(event: Mapping[str, Any]) -> list[str]:
+    """``done    step 200/200  checkpoint <uuid>``, or how else it ended; before it the figures as a run's last line has them, if the
+    event has them.
+    """
     word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
-    return f"{word:8}step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
+    where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
+    if not event.get("figures"):
+        return [f"{word:8}{where}"]
+    return [done_line(event["figures"], word), f"kept    {where}"]

@@ -10,7 +10,12 @@ from zero_trial.launch.progress import clock, metric, short_number, size
 
 def summary_lines(summary: Mapping[str, Any], repeat: str) -> list[str]:
     """``done`` with time, metrics before and after, baselines, throughput and memory, then ``repeat`` with the command."""
-    return [" · ".join([f"done    {_duration(summary)}", *_metrics(summary), *_figures(summary)]), f"repeat  {repeat}"]
+    return [done_line(summary), f"repeat  {repeat}"]
+
+
+def done_line(summary: Mapping[str, Any], word: str = "done") -> str:
+    """The first of them. ``word``: how it ended."""
+    return " · ".join([f"{word:8}{_duration(summary)}", *_metrics(summary), *_figures(summary)])
 
 
 def _duration(summary: Mapping[str, Any]) -> str:

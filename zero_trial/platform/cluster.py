@@ -121,7 +121,8 @@ class ClusterProgress:
         self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        self.show(event)
+        """Without paths: they are of the task's own file system, and whoever reads its log has the storage id."""
+        self.show({name: value for name, value in event.items() if name != "path"})
 
 
 @dataclass

@@ -67,6 +67,7 @@ SUMMARY = {
     "initial_validation": {"validation_loss": 3.0, "val_bits_per_byte": 8.1},
     "final_validation": {"validation_loss": 1.5, "val_bits_per_byte": 2.8},
     "unigram_bits_per_byte": 4.7,
+    "chance_validation_loss": "unknown",
     "peak_memory_bytes": [4096, 2048],
     "memory_planned_bytes": 1000,
     "memory_measured_peak_bytes": 990,

@@ -46,6 +46,13 @@ def test_far_apart_values_get_a_logarithmic_scale() -> None:
     assert not fit([1e-4, 1e-1], log=False).log
 
 
+@pytest.mark.parametrize("value", [4e-4, 0.0, -7.0, 1e9])
+def test_one_value_stands_in_the_middle_of_a_scale_of_its_own_size(value: float) -> None:
+    scale = fit([value, value])
+    assert scale.place(value) == pytest.approx(0.5)
+    assert scale.high - scale.low == pytest.approx(abs(value) or 1.0)
+
+
 def test_the_axis_of_a_swept_leaf() -> None:
     assert fit_axis(Axis("lr", log=True), [0.1, 0.2]).log
     assert fit_axis(Axis("stage", choices=("0", "3")), [3, 0]).choices == ("0", "3")

@@ -158,14 +158,16 @@ def _changes(summary: Record, reports: Sequence[tuple[Any, dict[str, Any]]]) -> 
 
 
 def _baselines(name: str, summary: Record) -> tuple[tuple[str, float], ...]:
-    """Figures of the summary that measure the same thing in another way: ``unigram_bits_per_byte`` beside ``val_bits_per_byte``."""
+    """Figures of the summary that measure the same thing in another way.
+
+    ``unigram_bits_per_byte`` stands beside ``val_bits_per_byte``, and ``chance_accuracy`` beside ``accuracy``.
+    """
     quantity = name.removeprefix("validation_").removeprefix("val_")
-    if quantity == name:
-        return ()
+    measured = summary.get("final_validation") or {}
     return tuple(
         (key.removesuffix(f"_{quantity}").replace("_", " "), float(value))
         for key, value in summary.items()
-        if key.endswith(f"_{quantity}") and key != name and finite(value)
+        if key.endswith(f"_{quantity}") and key not in measured and finite(value)
     )
 
 

@@ -68,7 +68,7 @@ def fit(values: Iterable[float], *, log: bool | None = None, margin: float = 0.0
     if log and low > 0:
         air = (high / low) ** margin if high > low else 2.0
         return Scale(low / air, high * air, log=True)
-    air = (high - low) * margin if high > low else max(abs(high) * 0.5, 0.5)
+    air = (high - low) * margin if high > low else abs(high) * 0.5 or 0.5
     return Scale(low - air, high + air)
 
 

@@ -17,7 +17,7 @@ from zero_trial.report.scale import Scale, fit
 
 Cell = Callable[[TrialReport], Html]
 
-_CLOSE_UP = 5.0  # times the spread of the better half: a worse value than that would press all other curves flat
+_CLOSE_UP = 20.0  # times the spread of the better half: a worse value than that would press all other curves flat
 
 
 def render_sweep(report: SweepReport) -> str:

@@ -61,6 +61,7 @@ class PipelineJob:
     times: Times
     warmup: int
     steps: int
+    realtime: bool = False
     threads: int = 1
     timeout_seconds: float = 300.0
 
@@ -77,11 +78,16 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="ranks go before all other processes while they are measured (Linux, root)",
+    )
     parser.add_argument("--name", default="pipeline", help="of the files in benchmarks/results")
     args = parser.parse_args()
     times = Times(*(value / 1e3 for value in args.milliseconds))
     jobs = [
-        PipelineJob(name, ranks, args.micro_batches, times, args.warmup, args.steps)
+        PipelineJob(name, ranks, args.micro_batches, times, args.warmup, args.steps, args.realtime)
         for ranks in args.ranks
         for name in args.contenders
     ]

@@ -1,0 +1,201 @@
+"""Collectives between CPU ranks of one host: through shared memory, by gloo's messages, by gloo's own collectives, and the copy they must make.
+
+    python benchmarks/comm.py --rounds 5
+    python benchmarks/comm.py --ops reduce_scatter --bytes 16777216
+
+Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the least, as a plain copy that all ranks make at
+the same time: n (N-1)/N elements for reduce-scatter and all-gather, twice that for all-reduce, n for a broadcast. `shared` is what the engine
+uses (payloads below 32 KiB go as messages there); `direct` the same collectives by messages of gloo; `gloo` torch.distributed's own. Times
+are medians over interleaved rounds of the slower rank, in microseconds per call; CPU is a rank's mean processor time per call, with all its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import record
+from benchmarks.rounds import _free_port
+from zero_trial.mesh import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed
+from zero_trial.mesh.transport import NativeTransport
+
+SIZES = (16, 1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+OPS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "small_sum", "barrier")
+SIZELESS = ("small_sum", "barrier")
+WAYS = ("copy", "shared", "direct", "gloo")
+ABOUT_BYTES = 1 << 22  # how much a measurement moves at least, by repeating small ones
+MOST_REPEATS = 200
+COLUMNS: list[record.Column] = [
+    ("collective", lambda row: row["op"]),
+    ("bytes", lambda row: f"{row['bytes']:,}" if row["bytes"] else ""),
+    *((f"{way} us", record.number(way, 1)) for way in WAYS),
+    ("shared / copy", record.number("shared_by_copy", 2)),
+    ("gloo / shared", record.number("gloo_by_shared", 1)),
+    *((f"{way} CPU us", record.number(f"{way}_cpu", 1)) for way in WAYS),
+]
+
+Call = Callable[[], Any]
+
+
+def main() -> None:
+    """Starts the ranks, prints and saves what they measured."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
+    options.add_argument("--bytes", type=int, nargs="+", default=list(SIZES))
+    options.add_argument("--name", default="comm", help="of the files in benchmarks/results")
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    given = options.parse_args()
+    if given.worker:
+        rows = work(given.ops, given.bytes, given.rounds)
+        if os.environ["RANK"] == "0":
+            Path(given.worker).write_text(json.dumps(rows))
+        return
+    rows = in_ranks(sys.argv[1:], given.ranks)
+    settings = {"ranks": given.ranks, "rounds": given.rounds, "threads per rank": 1}
+    record.save(given.name, settings, rows, COLUMNS, (__doc__ or "").strip())
+
+
+def in_ranks(arguments: list[str], ranks: int) -> list[dict[str, Any]]:
+    """What rank 0 measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "rows")
+        common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        command = [sys.executable, __file__, *arguments, "--worker", str(result)]
+        started = [
+            subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [process.wait(timeout=900) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        rows: list[dict[str, Any]] = json.loads(result.read_text())
+    return rows
+
+
+def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    """One rank's part in everything. Collective over the world."""
+    torch.set_num_threads(1)
+    world = init_distributed().world_size
+    shared, direct = (build_mesh(MeshShape(shard=world), shared_memory=choice).shard for choice in (True, False))
+    if shared.transport != "shared memory":
+        raise SystemExit("these ranks cannot share memory")
+    rows = []
+    for op in ops:
+        for nbytes in [0] if op in SIZELESS else sizes:
+            rows.append(
+                {"op": op, "bytes": nbytes, **measure(calls(op, nbytes, shared, direct), nbytes, rounds, direct)}
+            )
+            if shared.index == 0:
+                print(f"measured {op} {nbytes}", file=sys.stderr, flush=True)
+    destroy_distributed()
+    return rows
+
+
+def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm) -> dict[str, Call]:
+    """The collective by each way, on tensors of its own; and the copy."""
+    if op == "barrier":
+        return {"shared": lambda: shared.barrier("b"), "direct": lambda: direct.barrier("b"), "gloo": dist.barrier}
+    if op == "small_sum":
+        few = torch.zeros(4, dtype=torch.float64)
+        found: dict[str, Call] = {
+            "shared": lambda: shared.all_reduce_small(few, "s"),
+            "direct": lambda: direct.all_reduce_small(few, "s"),
+        }
+        return found | {"gloo": lambda: dist.all_reduce(few)}
+    full = torch.zeros(max(nbytes // 4, shared.size))
+    part = full.numel() // shared.size
+    own, out = full.view(shared.size, -1)[shared.index], torch.zeros(part)
+    native = NativeTransport(dist.group.WORLD)
+    by_comm: dict[str, Callable[[AxisComm], Any]] = {
+        "reduce_scatter": lambda comm: comm.reduce_scatter(full, out, "r").wait(),
+        "all_gather": lambda comm: comm.all_gather(full, own, "g").wait(),
+        "all_reduce": lambda comm: comm.all_reduce(full, "a").wait(),
+        "broadcast": lambda comm: comm.broadcast(full, "b"),
+    }
+    by_gloo: dict[str, Call] = {
+        "reduce_scatter": lambda: finish(native.reduce_scatter(full, out, 0)),
+        "all_gather": lambda: finish(native.all_gather(full, own, 0)),
+        "all_reduce": lambda: dist.all_reduce(full),
+        "broadcast": lambda: dist.broadcast(full, 0),
+    }
+    source, target = (torch.zeros(moved(op, full.numel(), shared.size)) for _ in range(2))
+    run = by_comm[op]
+    return {
+        "copy": lambda: target.copy_(source),
+        "shared": lambda: run(shared),
+        "direct": lambda: run(direct),
+        "gloo": by_gloo[op],
+    }
+
+
+def moved(op: str, numel: int, ranks: int) -> int:
+    """Elements that a rank has to move at the least."""
+    part = numel * (ranks - 1) // ranks
+    return {"reduce_scatter": part, "all_gather": part, "all_reduce": 2 * part, "broadcast": numel}[op]
+
+
+def finish(started: tuple[list[Any], Callable[[], Any]]) -> None:
+    """Waits for a collective of torch.distributed."""
+    works, rest = started
+    for each in works:
+        each.wait()
+    rest()
+
+
+def measure(runs: dict[str, Call], nbytes: int, rounds: int, meet: AxisComm) -> dict[str, float]:
+    """Microseconds per call of each way. Collective over ``meet``; one round before the others warms up, and makes the segments."""
+    repeats = max(1, min(MOST_REPEATS, ABOUT_BYTES // max(nbytes, 1)))
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    used: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            meet.barrier("next")
+            start, cpu = time.perf_counter(), time.process_time()
+            for _ in range(repeats):
+                run()
+            wall, processor = time.perf_counter() - start, time.process_time() - cpu
+            both = torch.tensor([wall, processor], dtype=torch.float64) / repeats * 1e6
+            slowest, total = slowest_and_total(both, meet)
+            if turn:
+                taken[name].append(slowest)
+                used[name].append(total / meet.size)
+    row = {name: statistics.median(times) for name, times in taken.items()}
+    row |= {f"{name}_cpu": statistics.median(times) for name, times in used.items()}
+    if "copy" in row:
+        row["shared_by_copy"] = row["shared"] / row["copy"]
+    return row | {"gloo_by_shared": row["gloo"] / row["shared"]}
+
+
+def slowest_and_total(both: Tensor, meet: AxisComm) -> tuple[float, float]:
+    """The largest wall time and the sum of the processor times over ranks."""
+    wall, processor = both[:1].clone(), both[1:].clone()
+    meet.all_reduce_small(wall, "slowest", "max")
+    meet.all_reduce_small(processor, "total")
+    return float(wall), float(processor)
+
+
+if __name__ == "__main__":
+    main()

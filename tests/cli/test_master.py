@@ -97,8 +97,10 @@ def test_up_is_idempotent_and_down_leaves_nothing(shell: Shell) -> None:
     assert first["started"] and set(first["env"]) == {"DET_MASTER", "DET_USER", "DET_USER_TOKEN"}
     again = shell.up()
     assert not again["started"] and again["pid"] == first["pid"] and again["env"] == first["env"]
-    text = shell.run("up").stdout
-    assert first["url"] in text and "was running already" in text and 'eval "$(zero-trial master up --env)"' in text
+    text = shell.run("up", "--port", "1").stdout
+    assert f"{first['url']} (it was running already; --port not applied: down first)" in text
+    for word in ("up", "status", "down"):  # each finds this master, not that of the default folder
+        assert f"zero-trial master {word} --root {shell.root}" in text
     exports = dict(line.removeprefix("export ").split("=", 1) for line in shell.run("up", "--env").stdout.splitlines())
     assert {name: shlex.split(value)[0] for name, value in exports.items()} == first["env"]
     assert shell.run("down").stdout == "master ended\n"

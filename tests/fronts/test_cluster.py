@@ -166,7 +166,7 @@ def test_what_fails_while_the_platform_opens_is_a_failure_too(
 
     monkeypatch.setattr(cluster, "open_platform", refuse)
     assert run(LineTrial) == 2
-    assert capsys.readouterr().err == "cluster: not installed.\n"
+    assert capsys.readouterr().err == "error   cluster: not installed.\n"
 
 
 def test_an_exit_of_the_users_own_is_not_held_up(core: FakeCore) -> None:

@@ -143,12 +143,13 @@ def test_the_first_error_of_a_rank_stays(tmp_path: Path) -> None:
 
 def test_a_traceback_is_for_faults_of_nobodys_expecting(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(ConfigError("wrong", where="here"))
-    assert capsys.readouterr().err == "here: wrong.\n"
+    assert capsys.readouterr().err == "error   here: wrong.\n"
     try:
-        raise ValueError("mine")
+        raise ValueError("mine\nall mine")
     except ValueError as error:
         print_error(error)
-    assert "Traceback" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and said[-2:] == ["error   ValueError: mine", "        all mine"]
 
 
 def test_a_preempted_run_is_known_as_resumable() -> None:

@@ -134,6 +134,16 @@ def test_a_daemon_that_ran_away_ends_with_the_main_process(flock: Flock) -> None
     assert not identify(daemon).alive
 
 
+def test_a_failure_is_known_by_what_a_rank_said_of_it(flock: Flock) -> None:
+    said = "[rank=1] error   searcher.metric: no such metric.\nTraceback of a launcher\n[rank=0] error   peer is gone"
+    ended = flock.run(*py(f"import sys; print('error in a sentence'); sys.stderr.write({said!r}); sys.exit(5)"))
+    assert (ended.code, ended.why) == (5, "searcher.metric: no such metric")
+
+
+def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(flock: Flock) -> None:
+    assert flock.run(*py("print('error   it was mended')")).why == ""
+
+
 def test_its_temporary_directory_ends_with_it(flock: Flock) -> None:
     made = scratch.make(flock.folder, {})
     (made / "socket").touch()

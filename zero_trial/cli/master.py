@@ -151,18 +151,28 @@ def _show(options: argparse.Namespace, home: Any, fresh: bool) -> None:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     if not options.env:
         url = home.state()["url"]
-        head = f"master at {url}" + ("" if fresh else " (it was running already)")
+        head = f"master at {url}" + ("" if fresh else _still(options))
+        root = "" if options.root is None else f" --root {shlex.quote(str(options.root))}"
         lines = [
             head,
             "",
             "for the det command, without a password:",
             *(f"  {line}" for line in lines),
-            'or: eval "$(zero-trial master up --env)"',
+            f'or: eval "$(zero-trial master up{root} --env)"',
             f"to log in by hand: det -m {url} user login {exports['DET_USER']}, password in {home.account}",
             "",
-            "next: det experiment create CONFIG.yaml MODEL_DIR -f | zero-trial master status | zero-trial master down",
+            "next: det experiment create CONFIG.yaml MODEL_DIR -f",
+            f"      zero-trial master status{root}",
+            f"      zero-trial master down{root}",
         ]
     print("\n".join(lines), flush=True)
+
+
+def _still(options: argparse.Namespace) -> str:
+    """What is said of a master that ran before ``up``, which changes nothing about it."""
+    given = ("--port", options.port), ("--slots", options.slots), ("--cpu", options.cpu or None)
+    ignored = [name for name, value in given if value is not None]
+    return " (it was running already" + (f"; {', '.join(ignored)} not applied: down first)" if ignored else ")")
 
 
 def exports_of(home: Any) -> dict[str, str]:

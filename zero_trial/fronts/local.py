@@ -157,9 +157,13 @@ def leave_error(error: BaseException, run_dir: Path, state: RankState) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Into the log: the message of an error that a user may meet; the traceback of any other."""
-    if isinstance(error, ZeroTrialError):
-        sys.stderr.write(f"{error}\n")
-    else:
+    """Into the log: the message of an error that a user may meet; the traceback of any other. In both cases a line that begins with
+    ``error   ``: launchers print much after it, and that is how it is found.
+    """
+    text = str(error) or type(error).__name__
+    if not isinstance(error, ZeroTrialError):
         traceback.print_exception(error, file=sys.stderr)
+        text = "".join(traceback.format_exception_only(error)).strip()
+    first, *rest = text.splitlines()
+    sys.stderr.write("\n".join([f"error   {first}", *(f"        {line}" for line in rest)]) + "\n")
     sys.stderr.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,8 @@ from zero_trial.master.agent import claim, processes, scratch
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255
+_LONGEST_CAUSE = 500  # characters
+_CAUSE = re.compile(r"(?:\[rank=\d+\] )?error   (?=\S)(.*)")
 _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 
@@ -50,6 +53,9 @@ class Lines:
         self._stdtype = stdtype
         self._path = path
         self._rest = b""
+        self.cause = (
+            ""  # the first line with which a rank says why it fails; what launchers say after it is not about the trial
+        )
 
     def take(self, data: bytes) -> None:
         """Write all lines that are whole now."""
@@ -67,7 +73,8 @@ class Lines:
     def _write(self, whole: list[bytes]) -> None:
         if whole:
             at = time.time()
-            texts = (line.decode("utf-8", errors="replace").rstrip("\r") for line in whole)
+            texts = [line.decode("utf-8", errors="replace").rstrip("\r") for line in whole]
+            self.cause = self.cause or next((found[1] for text in texts if (found := _CAUSE.match(text))), "")
             logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
 
 
@@ -82,6 +89,7 @@ class Shepherd:
         self._status: int | None = None  # of the main child, as an exit code
         self._kill_at: float | None = None
         self._asked = False
+        self._streams: list[Lines] = []
         self._open = 0
         self._listen()
 
@@ -118,7 +126,13 @@ class Shepherd:
             if isinstance(key.data, Lines):
                 key.data.close()
         status = 128 + signal.SIGTERM if self._status is None else self._status
-        return claim.Exit(status, time.time(), killed=self._asked)
+        failed = status != 0 and not self._asked
+        return claim.Exit(status, time.time(), killed=self._asked, why=self._cause() if failed else "")
+
+    def _cause(self) -> str:
+        """What a rank said of its failure; empty if none said anything."""
+        said = next((stream.cause for stream in self._streams if stream.cause), "")
+        return said[:_LONGEST_CAUSE].rstrip(".")
 
     def _start(self) -> None:
         log = Path(self._order.log)
@@ -141,7 +155,8 @@ class Shepherd:
         self._process, self._child = child, child.pid
         for name, stream in (("stdout", child.stdout), ("stderr", child.stderr)):
             if stream is not None:
-                self._selector.register(stream, selectors.EVENT_READ, Lines(name, log))
+                self._streams.append(Lines(name, log))
+                self._selector.register(stream, selectors.EVENT_READ, self._streams[-1])
                 self._open += 1
 
     def _patience(self) -> float:

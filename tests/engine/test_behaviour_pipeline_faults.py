@@ -184,3 +184,16 @@ def mismatched(case: str) -> str:
 )
 def test_what_cannot_be_wired_is_refused(ranks: Pools, case: str, text: str) -> None:
     assert all(found.startswith(text) for found in ranks(2).run(mismatched, case))
+
+
+def inside_init() -> str:
+    try:
+        with zero_trial.zero.Init():
+            PipelineModule(layers(2), num_stages=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipeline_is_not_built_inside_zero_init(ranks: Pools) -> None:
+    assert all("a pipeline cannot be built inside zero.Init" in text for text in ranks(2).run(inside_init))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import zero_trial
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from zero_trial.pipeline.placement import Placement
@@ -155,6 +156,12 @@ def test_layers_are_recomputed_in_groups(interval: int, classes: Sequence[str] |
     with torch.no_grad():
         module(torch.tensor([1]))
     assert len(calls) == expected
+
+
+def test_it_has_deepspeed_s_places():
+    assert zero_trial.pipe.PipelineModule is zero_trial.PipelineModule is PipelineModule
+    assert zero_trial.pipe.TiedLayerSpec is zero_trial.TiedLayerSpec is TiedLayerSpec
+    assert zero_trial.LayerSpec is LayerSpec
 
 
 def test_one_cut_by_measured_time():

@@ -115,6 +115,7 @@ class PipelineModule(nn.Module):
         method = partition_method or self.partition_method
         if activation_checkpoint_interval is not None:
             self.activation_checkpoint_interval = activation_checkpoint_interval
+        _refuse_init()
         if (placement, stage, method) != (self.placement, self.stage_id, self.partition_method) or not self._chunks:
             self._forget()
             self.placement, self.stage_id, self.num_stages, self.partition_method = (
@@ -263,6 +264,17 @@ def _stages(number: int | None, topology: ProcessTopology | None, placement: Pla
             "the number of pipeline stages is not clear", where="PipelineModule", got=got, expected="one number"
         )
     return next(iter(known.values()), None)
+
+
+def _refuse_init() -> None:
+    """Raises ConfigError inside ``zero.Init``, for which all ranks build the same modules: ranks of a pipeline would wait for each other for ever."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    if any(getattr(mode, "cuts_parameters", False) for mode in modes):
+        raise ConfigError(
+            "a pipeline cannot be built inside zero.Init",
+            where="PipelineModule",
+            fix="Leave the block out: each rank builds its own layers and no others.",
+        )
 
 
 def _listed(layers: Layer | Sequence[Layer]) -> list[Layer]:

@@ -160,6 +160,8 @@ class Init:
 class _Lifting(TorchFunctionMode):
     """Makes a cut parameter whole for the function that touches it; the least recently touched are cut again."""
 
+    cuts_parameters = True  # for code that cannot be built like this: every rank must build the same modules
+
     def __init__(self) -> None:
         super().__init__()
         self._open: OrderedDict[int, PreSharded] = OrderedDict()

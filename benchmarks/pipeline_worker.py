@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Wall times of this rank's steps in milliseconds, each from a barrier on, and the losses where they are known."""
+    """Wall times of steps in milliseconds, each from a barrier until the last rank is done, and the losses where they are known."""
     step = prepare(job["name"], Times(**job["times"]), job["micro_batches"], ROWS)
     walls, losses = [], []
     for index in range(job["warmup"] + job["steps"]):
@@ -48,7 +48,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         loss = step(given)
-        walls.append(1e3 * (time.perf_counter() - start))
+        wall = torch.tensor(1e3 * (time.perf_counter() - start))
+        dist.all_reduce(wall, dist.ReduceOp.MAX)  # a step is over when the last rank is done
+        walls.append(float(wall))
         losses.append(float(loss))
     return {"wall_ms": median(walls[job["warmup"] :]), "losses": losses[job["warmup"] :]}
 

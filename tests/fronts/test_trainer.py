@@ -98,7 +98,7 @@ def test_an_error_of_ours_is_its_message_and_its_exit_code(folder: Path, capsys:
     with pytest.raises(SystemExit) as ended:
         fit(2, refuse, "run")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "too small.\n"
+    assert capsys.readouterr().err == "error   too small.\n"
     assert json.loads((folder / "run" / "early_exit.json").read_text())["reason"] == "INVALID_HP"
 
 

@@ -35,6 +35,11 @@ def test_nothing_is_made_up():
     )
 
 
+def test_what_was_measured_once_has_not_moved():
+    once = {"initial_validation": {"acc": 0.5}, "final_validation": {"acc": 0.5}}
+    assert summary_lines(once, REPEAT)[0] == "done    finished · acc 0.5"
+
+
 def test_live_tensors_stand_beside_their_plan():
     """The process's peak holds interpreter and libraries; this figure is the one that the plan was about."""
     measured = {"memory_measured_peak_bytes": 30 * 2**20, "ranks": 2}

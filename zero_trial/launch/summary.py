@@ -30,7 +30,8 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
     before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
     shown = []
     for name, value in after.items():
-        change = f"{metric(before[name])} -> {metric(value)}" if name in before else metric(value)
+        moved = name in before and before[name] != value  # one validation is the first and the last
+        change = f"{metric(before[name])} -> {metric(value)}" if moved else metric(value)
         shown.append(f"{name} {change}{_baselines(summary) if name.endswith('bits_per_byte') else ''}")
     return shown
 

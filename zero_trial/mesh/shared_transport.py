@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zero_trial.mesh.shared_memory import Segment, SharedMemory, Ticket
 from zero_trial.mesh.transport import DirectTransport, Finish, Received, Works, sum_in_order
 
-WORTH_BYTES = 1 << 15  # below this a message with the payload in it is as fast
+WORTH_BYTES = 1  # from the first byte on: a message with the payload in it costs two to three times the processor time, also at 16 bytes
 
 
 class Tickets(Protocol):
@@ -39,7 +39,7 @@ class Mail(Protocol):
 
 
 class SharedTransport:
-    """Exchange on one axis whose ranks are all on this host. Small payloads go through ``direct``."""
+    """Exchange on one axis whose ranks are all on this host. What has no elements goes through ``direct``."""
 
     def __init__(self, index: int, size: int, memory: SharedMemory, mail: Mail, direct: DirectTransport) -> None:
         self._index = index

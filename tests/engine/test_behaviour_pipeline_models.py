@@ -87,8 +87,7 @@ def test_frozen_layers_and_running_statistics(
         assert all(torch.allclose(part[name], state[name], atol=1e-6) for name in part)
 
 
-def hybrid(steps: int) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
-    mesh = {"replica": 2, "shard": 1}
+def hybrid(steps: int, mesh: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor], list[int]]:
     engine = make_engine(layers(), 2, {"stage": 1}, 2, gradient_clipping=0.5, mesh=mesh)
     line = engine.mpu.get_data_parallel_rank()
     data = batches(line, 2, steps) if engine.is_first_stage() else None
@@ -99,10 +98,12 @@ def hybrid(steps: int) -> tuple[list[float], dict[str, torch.Tensor], list[int]]
     return losses, state, sizes
 
 
-def test_replicas_of_pipelines(ranks: Pools) -> None:
-    reference, dense = train_dense(layers(), 4, 2, 2, clip=0.5)
-    for losses, state, sizes in ranks(4).run(hybrid, 4):
-        assert sizes == [2, 2, 1, 1]
+@pytest.mark.parametrize(("mesh", "sizes"), [({"replica": 2, "shard": 1}, [2, 2, 1, 1]), ({"model": 2}, [2, 1, 1, 2])])
+def test_pipelines_beside_each_other(ranks: Pools, mesh: dict[str, int], sizes: list[int]) -> None:
+    """Replicas read their own data, model-parallel ranks the same."""
+    reference, dense = train_dense(layers(), 4, 2, sizes[1], clip=0.5)
+    for losses, state, found in ranks(4).run(hybrid, 4, mesh):
+        assert found == sizes
         assert losses == pytest.approx(dense, abs=2e-6)
         assert max((state[name] - reference[name]).abs().max().item() for name in state) <= 2e-6
 

@@ -188,7 +188,7 @@ class PipelineEngine(Engine):
         for number, loss in outcome.losses.items():
             total += loss.double().reshape(1) * meal.share(outcome.samples[number])
         self.mesh.world.all_reduce_small(total, "mean loss")
-        return total.float().reshape(()) / self.mesh.shape.model
+        return total.float().reshape(())
 
     def _losses(self, meal: Meal, outcome: Outcome) -> list[torch.Tensor]:
         """This pipeline's losses by micro-batch. Collective over pipe."""

@@ -29,7 +29,8 @@ Read = Callable[[Any], tuple[Any, Any]]
 class Meal:
     """What a step works on, alike on all ranks but for ``inputs`` and ``labels``.
 
-    ``share(samples)``: a micro-batch's part of the whole batch over all data-parallel ranks; the parts add up to 1.
+    ``lines`` are the ranks that read inputs: data-parallel ones, and model-parallel ones, which read the same. ``share(samples)`` is a
+    micro-batch's part of what all lines read; the parts add up to 1.
     """
 
     micro_batches: int

@@ -259,6 +259,28 @@ def test_lamb_is_that_of_float64(emulator: Emulator, dtype: torch.dtype) -> None
     assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(out, p, strict=False))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lamb_has_the_bits_of_the_cpus_kernels(emulator: Emulator, dtype: torch.dtype) -> None:
+    """Moments, both sums and the step, with tails and with a factor in device memory."""
+    lengths = [n for n in LENGTHS if n]
+    columns = [[x] * len(lengths) for x in (0.9, 0.999, 1e-6, 0.1)]
+    factor, low, found = torch.tensor([0.7]), COPY_OF[dtype], []
+    for moments, apply in ((cuda.lamb_moments_, cuda.lamb_apply_), (ops.lamb_moments_, ops.lamb_apply_)):
+        p = [randn(n, i) for i, n in enumerate(lengths)]
+        m, v = ([torch.zeros(n) for n in lengths] for _ in range(2))
+        out, sums = [torch.zeros(n, dtype=low) for n in lengths], []
+        for t in (1, 2):
+            g, step = [randn(n, 7 * t + i, dtype) for i, n in enumerate(lengths)], [float(t)] * len(p)
+            with emulator.watching(*p, *m, *v, *out, read_only=[*g, factor]):
+                squares = moments(p, g, m, v, None, factor, *columns, step, 0.5, True)
+                ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
+            with emulator.watching(*p, *m, *v, *out, read_only=[ratio]):
+                apply(p, m, v, out, None, ratio, [1e-2] * len(p), *columns, step, True)
+            sums.append(squares)
+        found.append([*p, *m, *v, *out, *sums])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_lamb_sums_do_not_depend_on_the_grid_or_on_alignment(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

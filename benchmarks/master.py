@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000, help="metric reports per round")
     parser.add_argument("--slots", type=int, default=2)
     options = parser.parse_args()
+    settings = {**vars(options), "load": f"{os.getloadavg()[0]:.1f} before the start"}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.slots)
         try:
@@ -232,7 +233,7 @@ def main() -> None:
     )
     columns: list[Column] = [("what", lambda row: str(row["what"])), ("unit", lambda row: str(row["unit"]))]
     columns += [("median", number("median", 2)), ("worst", number("worst", 2))]
-    save("master", vars(options), rows, columns, note)
+    save("master", settings, rows, columns, note)
 
 
 if __name__ == "__main__":

@@ -130,12 +130,16 @@ def _summary(experiment: str, code: int, seconds: float, root: Path, *, kept: bo
     if subprocess.run(report, check=False, stdout=subprocess.DEVNULL).returncode == 0:
         print(f"report {_shown(page)}")
     print("\nnext:")
-    if not kept:
-        print(f"  zero-trial master up --root {_shown(root)}         # the same master, with this experiment in it")
-    print('  eval "$(zero-trial master up --root ' + _shown(root) + ' --env)"  # tells det where it is')
+    if (BIN / "activate").is_file() and str(BIN) not in os.environ.get("PATH", "").split(os.pathsep):
+        print(f"  source {_shown(BIN)}/activate                          # zero-trial and det")
+    again = "where this master is" if kept else "this master again, and where it is"
+    print(f'  eval "$(zero-trial master up --root {_shown(root)} --env)"  # tells det: {again}')
     print(f"  det experiment describe {experiment}")
     print("  det experiment create -f experiments/adaptive_asha/adaptive.yaml model_defs/gpt   # a search")
     print("  zero-trial run experiments/quickstart/const.yaml model_defs/gpt                   # without any master")
+    print(
+        "  docs/guide/first_sweep.md                                                         # a trial and a sweep of your own"
+    )
     if kept:
         print(f"  zero-trial master down --root {_shown(root)}")
 

@@ -38,7 +38,7 @@ def test_text():
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(env, "kernels", lambda: [])  # a process of its own: asked once, above
+    monkeypatch.setattr(env, "kernels", list)  # a process of its own: asked once, above
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)["facts"]
     assert {"section", "name", "value", "why"} == set(facts[0])

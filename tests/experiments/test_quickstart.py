@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ def test_it_runs_to_the_end_and_leaves_nothing_running(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "experiment 1 completed" in done.stdout
     assert "step 4/4" in done.stdout
+    following = done.stdout.partition("\nnext:\n")[2]
+    assert ("/activate " in following) == (str(Path(sys.executable).parent) not in os.environ["PATH"].split(os.pathsep))
+    assert (ROOT / "docs" / "guide" / "first_sweep.md").is_file() and "docs/guide/first_sweep.md" in following
     status = subprocess.run(
         [Path(sys.executable).parent / "zero-trial", "master", "status", "--root", root],
         capture_output=True,

@@ -146,6 +146,9 @@ def peers() -> dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]]:
     if importlib.util.find_spec("deepspeed") is None:
         print("skipped  DeepSpeed: not installed (pip install 'zero_trial[bench]')", flush=True)
         return found
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )  # for its ninja
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return found | {"DeepSpeed CPUAdam": lambda params: DeepSpeedCPUAdam(params, adamw_mode=True, **settings)}

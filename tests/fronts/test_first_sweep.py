@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "first_sweep.md").read_t
 
 
 @pytest.fixture()
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The guide's folder, as somebody would make it who copies each block into the file that stands before it."""
     for kind, name in (("python", "model_def.py"), ("json", "ds_config.json"), ("yaml", "const.yaml")):
         found = re.search(rf"```{kind}\n(.*?)```", GUIDE, re.DOTALL)
@@ -25,7 +27,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    path = list(sys.path)
+    sys.modules.pop("model_def", None)
+    yield tmp_path
+    sys.path[:] = path
+    sys.modules.pop("model_def", None)
 
 
 def test_its_folder_is_right(folder: Path) -> None:

@@ -216,3 +216,23 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
     said = field.expect("error")
     assert "the disk is full" in said[1]
     field.expect("exited", name, 3)
+
+
+def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
+    field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
+    assert "null" in field.expect("exited")[3]
+    field.patch.setattr(claim, "claim", lambda *_: 1 / 0)  # nobody foresaw this
+    field.agent.kill("x.1")
+    assert "ZeroDivisionError" in field.expect("error")[1]
+    field.patch.undo()
+    field.patch.setattr(subject, "WATCH_SECONDS", 0.01)
+    field.start("true")
+    field.expect("started")
+    field.expect("exited")
+
+
+def test_a_variable_that_no_process_can_have_is_told(field: Field) -> None:
+    field.start("true", environment={"environment_variables": ["A=b\0c"]})
+    field.expect("started")
+    assert field.expect("exited")[2] == 127
+    assert "cannot start" in field.wait_for("cannot start")

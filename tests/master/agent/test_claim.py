@@ -35,3 +35,10 @@ def test_an_exit_is_read_as_it_was_written(tmp_path: Path) -> None:
     record_exit(tmp_path, Exit(3, 5.0, killed=True, why="so"))
     assert exit_of(tmp_path) == Exit(3, 5.0, killed=True, why="so")
     assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
+
+
+def test_files_that_a_power_cut_left_empty_are_a_claim_without_an_owner(tmp_path: Path) -> None:
+    for content in ("", '{"pid"', "\0\0\0", "3"):
+        (tmp_path / "claim.json").write_text(content)
+        (tmp_path / "exit.json").write_text(content)
+        assert claimed(tmp_path) and owner(tmp_path) is None and exit_of(tmp_path) is None

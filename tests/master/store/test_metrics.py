@@ -103,3 +103,12 @@ def test_it_is_cheap(tmp_path: Path) -> None:
             metrics.add(connection, report(steps, loss=1.0))
     assert time.process_time() - began < 2
     database.close()
+
+
+def test_a_whole_number_that_no_float_holds_spoils_nothing(connection: sqlite3.Connection) -> None:
+    huge = 10**400
+    assert metrics.number_of({"m": huge}, "m") == math.inf and metrics.number_of({"m": -huge}, "m") == -math.inf
+    metrics.add(connection, report(1, m=huge))
+    metrics.add(connection, report(2, m=3))
+    found = metrics.summary(connection, 1)["training"]["m"]
+    assert found["last"] == 3 and found["min"] == found["max"] == 3

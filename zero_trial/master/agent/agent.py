@@ -129,7 +129,10 @@ class Agent:
 
     def _do_work(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception as error:  # one allocation's trouble (a full disk) must not end the work for all others
+                self._on_error(f"an order could not be carried out: {type(error).__name__}: {error}")
 
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
@@ -138,7 +141,7 @@ class Agent:
             return
         try:
             self._spawn(order, folder)
-        except (OSError, ZeroTrialError) as error:
+        except (OSError, ValueError, ZeroTrialError) as error:  # ValueError: a path with a NUL in it
             log = logs.path_of(self._home.trial_logs(order.allocation.trial_id), order.allocation.run_id)
             logs.append(log, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
             if claim.claim(folder, None):

@@ -73,7 +73,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """What a file says. None if there is none, or if the machine lost its power before the content was on the disk."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):
         return None

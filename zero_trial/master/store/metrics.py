@@ -38,9 +38,17 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
     """A metric as a number that can be compared; None if it is missing, no number or not a number (NaN)."""
     value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(number := _float(value)):
         return None
-    return float(value)
+    return number
+
+
+def _float(value: int | float) -> float:
+    """As a float; a whole number that none can hold is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value > 0 or -1)
 
 
 def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
@@ -125,7 +133,7 @@ def _take(entry: dict[str, Any], value: Any) -> None:
         entry["type"] = {bool: "boolean", str: "string", dict: "object", list: "array"}.get(type(value), "null")
         return
     entry.setdefault("type", "number")
-    if math.isfinite(value):
+    if math.isfinite(_float(value)):
         entry["min"] = min(entry.get("min", value), value)
         entry["max"] = max(entry.get("max", value), value)
         entry["sum"] = entry.get("sum", 0) + value

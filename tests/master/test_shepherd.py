@@ -193,3 +193,13 @@ def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path
     lines.close()
     found = [line.message for line in logs.lines(logs.Source(tmp_path, 1, "t"), LogQuery())]
     assert found[:2] == ["ab", "cd"] and "".join(found[2:]) == "x" * (1 << 20) + "y\ufffd"
+
+
+def test_lines_that_cannot_be_written_are_lost_without_the_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.joinpath("full").touch()
+    lines = Lines("stdout", tmp_path / "full" / "log")
+    for _ in range(3):
+        lines.take(b"error   so it ends\n")
+    assert capsys.readouterr().err.count("are lost") == 1 and lines.cause == "so it ends"

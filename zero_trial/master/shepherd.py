@@ -53,6 +53,7 @@ class Lines:
         self._stdtype = stdtype
         self._path = path
         self._rest = b""
+        self._lost = False  # a line could not be written
         self.cause = (
             ""  # the first line with which a rank says why it fails; what launchers say after it is not about the trial
         )
@@ -75,7 +76,17 @@ class Lines:
             at = time.time()
             texts = [line.decode("utf-8", errors="replace").rstrip("\r") for line in whole]
             self.cause = self.cause or next((found[1] for text in texts if (found := _CAUSE.match(text))), "")
-            logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
+            try:
+                logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
+            except OSError as error:  # a full disk: lines are lost, the trial is not
+                self._lament(error)
+
+    def _lament(self, error: OSError) -> None:
+        """Into the shepherd's own log, once, if that can be written."""
+        if not self._lost:
+            self._lost = True
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"lines of {self._stdtype} are lost: {error}\n")
 
 
 class Shepherd:

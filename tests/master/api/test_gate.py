@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ import pytest
 from tests.master.api.conftest import Ask
 from tests.master.api.fake_cluster import OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, FakeCluster, checkpoint
 from zero_trial.master.api import Server
-from zero_trial.master.api.router import Route, Who
+from zero_trial.master.api.answer import Answer
+from zero_trial.master.api.call import Call
+from zero_trial.master.api.gate import Gate
+from zero_trial.master.api.request import parse_head
+from zero_trial.master.api.router import Route, Router, Who
 from zero_trial.master.api.routes import all_routes
 
 ROUTES = list(all_routes())
@@ -276,3 +281,24 @@ def test_a_gigabyte_in_chunks_is_refused_when_it_passes_the_limit(server: Server
             sock.sendall(chunk)
         sock.sendall(b"40000000\r\n")
         assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_few_logins_are_checked_at_once(cluster: FakeCluster) -> None:
+    entered, leave, peak = threading.Semaphore(0), threading.Event(), []
+
+    def check(call: Call) -> Answer:
+        entered.release()
+        peak.append(leave.wait(30))
+        return Answer()
+
+    gate = Gate(cluster, Router([Route("POST", "/login", check, Who.ANYBODY)]), port=1, waits=1)
+    head = parse_head(b"POST /login HTTP/1.1\r\nHost: 127.0.0.1:1")
+    threads = [threading.Thread(target=gate, args=(head, lambda limit: b"")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert all(entered.acquire(timeout=30) for _ in range(4))
+    assert not entered.acquire(timeout=0.05) and not peak
+    leave.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert peak == [True] * 8

@@ -115,6 +115,7 @@ def test_it_does_not_matter_how_the_bytes_are_cut(pair: tuple[socket.socket, Rea
     "chunks",
     [
         b"zz\r\n",
+        b"0x3\r\nabc\r\n0\r\n\r\n",
         b"-1\r\n",
         b"\r\n",
         b"3\r\nabcd\r\n0\r\n\r\n",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import auth
@@ -39,6 +39,7 @@ class Gate:
         self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         self._origins = {f"http://{host}" for host in self._hosts}
         self._waits = Waits(waits)
+        self._strangers = threading.BoundedSemaphore(4)  # logins at once: checking a password takes 16 MiB
         self._large = threading.BoundedSemaphore(2)  # bodies of many megabytes that are held at once
 
     def __call__(self, head: Head, read_body: ReadBody) -> Answer | Stream:
@@ -80,7 +81,9 @@ class Gate:
         self._scope(found, numbers, principal)
         with self._room(head, found):
             request = Request(head, found.args, read_body(found.route.limit), parse_query(head.query_text))
-            return found.route.action(Call(self._cluster, request, numbers, principal, self._waits))
+            call = Call(self._cluster, request, numbers, principal, self._waits)
+            with self._strangers if found.route.who is Who.ANYBODY and head.method == "POST" else nullcontext():
+                return found.route.action(call)
 
     def _foreign(self, head: Head) -> Answer | None:
         """The refusal of a request that a web page made a browser send (DNS rebinding, cross-site requests)."""

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, unquote
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
 CHUNK = 256 * 1024  # bytes asked of the socket at once
 SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
+_HEX = frozenset(b"0123456789abcdefABCDEF")
 _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
@@ -150,7 +151,7 @@ class Reader:
         while True:
             size_text = self._until(b"\r\n", 1024, deadline, 400).partition(b";")[0].strip()
             try:
-                size = int(size_text, 16) if size_text.isalnum() else -1
+                size = int(size_text, 16) if _HEX.issuperset(size_text) else -1
             except ValueError:
                 size = -1
             if size < 0:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.master.fakes import Master
 from zero_trial.master.records import Checkpoint, CheckpointState
-from zero_trial.master.verbs import Conflict, NotFound, Unsupported
+from zero_trial.master.verbs import Conflict, Invalid, NotFound, Unsupported
 
 
 def save(master: Master, trial_id: int, steps: int, files: tuple[str, ...] = ("weights", "metadata.json")) -> str:
@@ -119,3 +119,25 @@ def test_storage_elsewhere_has_no_folder(master: Master) -> None:
     )
     with pytest.raises(Unsupported):
         master.cluster.checkpoints.directory(name)
+
+
+@pytest.mark.parametrize(
+    ("steps", "size"), [("many", 1), ([3], 1), (1e400, 1), (-1, 1), (10**30, 1), (1, 1 << 63), (1, -1)]
+)
+def test_numbers_that_cannot_be_are_refused(master: Master, steps: object, size: int) -> None:
+    master.create()
+    run = master.run_of(1).allocation
+    told = Checkpoint(
+        uuid=str(uuid.uuid4()),
+        state=CheckpointState.COMPLETED,
+        trial_id=None,
+        experiment_id=None,
+        task_id=run.task_id,
+        allocation_id=run.id,
+        reported=0.0,
+        metadata={"steps_completed": steps},
+        resources={"weights": size},
+    )
+    with pytest.raises(Invalid, match="whole number"):
+        master.cluster.checkpoints.report(told)
+    assert master.cluster.trials.get(1).latest_checkpoint is None

@@ -89,6 +89,8 @@ def test_lines_sent_over_http(master: Master) -> None:
     assert (by_text["one"].level, by_text["one"].rank) == ("ERROR", 2) and by_text["two"].time == master.clock.now
     with pytest.raises(Invalid):
         master.cluster.tasks.append_logs(task, [{"log": "x", "timestamp": "yesterday"}])
+    with pytest.raises(Invalid, match="rankId"):
+        master.cluster.tasks.append_logs(task, [{"log": "x", "rankId": "first"}])
 
 
 def test_there_is_no_such_thing(master: Master) -> None:

@@ -10,7 +10,7 @@ from zero_trial.master.agent import storage
 from zero_trial.master.core.hub import Hub
 from zero_trial.master.records import Checkpoint, CheckpointState
 from zero_trial.master.store import checkpoints, experiments, trials
-from zero_trial.master.verbs import Conflict, NotFound, Unsupported
+from zero_trial.master.verbs import Conflict, Invalid, NotFound, Unsupported
 
 
 class Checkpoints:
@@ -44,14 +44,14 @@ class Checkpoints:
             known = checkpoints.get(change.connection, checkpoint.uuid, derived=False)
             if known is not None and known.trial_id != run.trial_id:
                 raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
-            steps = int(checkpoint.metadata.get("steps_completed") or 0)
+            steps = _count(checkpoint.metadata.get("steps_completed") or 0, "metadata.steps_completed")
             stored = replace(
                 checkpoint,
                 trial_id=run.trial_id,
                 experiment_id=run.experiment_id,
                 task_id=run.task_id,
                 reported=checkpoint.reported or change.now,
-                size=sum(checkpoint.resources.values()),
+                size=_count(sum(checkpoint.resources.values()), "resources"),
                 steps_completed=steps,
             )
             checkpoints.put(change.connection, stored)
@@ -64,7 +64,7 @@ class Checkpoints:
             if checkpoints.get(change.connection, uuid, derived=False) is None:
                 raise NotFound(f"checkpoint {uuid} not found")
             state = CheckpointState.PARTIALLY_DELETED if resources else CheckpointState.DELETED
-            size = sum(resources.values())
+            size = _count(sum(resources.values()), "resources")
             checkpoints.change(change.connection, uuid, resources=dict(resources), size=size, state=state)
 
     def delete(self, uuids: Sequence[str]) -> None:
@@ -102,3 +102,12 @@ class Checkpoints:
                 expected="checkpoint_storage of type shared_fs or directory",
             )
         return base
+
+
+def _count(value: object, where: str) -> int:
+    """A whole number that the store can hold. Invalid otherwise."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise Invalid("not a whole number from 0 to 2**63 - 1", where=where, got=repr(value)[:60])
+    return value

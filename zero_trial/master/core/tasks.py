@@ -133,10 +133,13 @@ class Tasks:
         if line.get("level"):
             more["l"] = str(line["level"]).removeprefix("LOG_LEVEL_")
         if line.get("rankId") is not None:
-            more["r"] = int(line["rankId"])
+            try:
+                more["r"] = int(line["rankId"])
+            except (TypeError, ValueError, OverflowError) as error:
+                raise Invalid("not a whole number", where="rankId", got=repr(line["rankId"])[:60]) from error
         stamp = line.get("timestamp")
         try:
             at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._hub.clock()
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise Invalid("not a time", where="timestamp", got=stamp) from error
         return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)

@@ -160,3 +160,10 @@ def test_a_deletion_that_names_nothing_is_refused(ask: Ask, cluster: FakeCluster
     assert ask("DELETE", "/api/v1/checkpoints", user=USER_TOKEN, body=body)[0] == 400
     assert ask("POST", "/api/v1/checkpoints/rm", user=USER_TOKEN, body=body)[0] == 400
     assert cluster.calls == []
+
+
+def test_a_metric_that_is_no_number_everywhere_is_sorted_by_where_it_is_one(user: Any, cluster: FakeCluster) -> None:
+    for name, value in (("a", 2), ("b", "NaN"), ("c", 1.5), ("d", [1])):
+        cluster.stored_checkpoints[name] = checkpoint(name, 1, 1, validation_metrics={"m": value})
+    found = bindings.get_GetExperimentCheckpoints(user, id=1, sortByMetric="m")
+    assert [each.uuid for each in found.checkpoints] == ["c", "a"]

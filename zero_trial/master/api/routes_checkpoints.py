@@ -11,6 +11,7 @@ from zero_trial.master.api.call import Call, moment
 from zero_trial.master.api.packing import pack
 from zero_trial.master.api.router import Route, Who
 from zero_trial.master.records import Checkpoint, CheckpointState
+from zero_trial.master.store.metrics import number_of
 from zero_trial.master.verbs import Forbidden, Invalid
 
 ROOT = "/api/v1/checkpoints"
@@ -54,7 +55,7 @@ def _sorted(call: Call, found: list[Checkpoint], smaller_is_better: bool) -> lis
     metric, attribute = call.request.first("sortByMetric"), call.request.first("sortByAttr")
     order = call.request.first("orderBy")
     if metric:
-        key: Callable[[Checkpoint], Any] = lambda each: each.validation_metrics.get(metric)  # noqa: E731
+        key: Callable[[Checkpoint], Any] = lambda each: number_of(each.validation_metrics, metric)  # noqa: E731
     elif attribute in _KEYS:
         key = _KEYS[attribute]
     elif attribute in ("", "SORT_BY_UNSPECIFIED"):

@@ -138,7 +138,9 @@ def test_a_file_that_is_not_there(tmp_path: Path):
 def test_every_experiment_of_the_project_is_read(path: Path):
     read = read_experiment(path)
     assert read.warnings == ()
-    if not read.search_space:  # ranges are laid over ds_config once they are sampled
+    if "ds_config" in read.data:  # dcgan's trial has two engines and names two; a search's ranges are not sampled yet
+        if read.search_space:
+            return
         folder = "gpt" if path.parent.name == "quickstart" else "none"  # whose ds_config lies with the model
         read.ds_config(Path(__file__).parents[2] / "model_defs" / folder)
 

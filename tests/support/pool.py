@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import socket
@@ -114,8 +115,18 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             return
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
         try:
+            _fresh_logger()
             answer = (True, body(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
+
+
+def _fresh_logger() -> None:
+    """What an earlier body has done to the package's logger does not reach the next one."""
+    logging.disable(logging.NOTSET)
+    logger = logging.getLogger("zero_trial")
+    logger.handlers.clear()
+    logger.disabled, logger.propagate = False, True
+    logger.setLevel(logging.NOTSET)

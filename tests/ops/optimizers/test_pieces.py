@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 
 from zero_trial.ops.optimizers.pieces import PieceOptimizer, gradients
@@ -54,3 +57,15 @@ def test_hooks_of_torch_still_run() -> None:
     p.grad = torch.ones(1)
     optimizer.step()
     assert seen == ["post"]
+
+
+def test_our_optimizers_do_not_load_torchs_compiler() -> None:
+    """It costs every rank a second of CPU, and torch loads it when one of its own optimizers is made."""
+    code = (
+        "import sys, torch; from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion\n"
+        "for made in (FusedAdam, FusedLamb, FusedLion, Lion):\n"
+        "    p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); made([p]).step()\n"
+        "print('torch._dynamo' in sys.modules, 'torch._dynamo' in sys.modules or float(p[0]) < 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,16 @@ class PieceWork(NamedTuple):
     group: int  # index into param_groups
 
 
+class Gate(NamedTuple):
+    """What a step reads from the device instead of being told by the host: one-element fp32 tensors.
+
+    ``factor`` multiplies the gradients; where ``found_inf`` is not 0 the update changes no element (None: it always goes on).
+    """
+
+    factor: Tensor
+    found_inf: Tensor | None
+
+
 class PieceOptimizer(torch.optim.Optimizer):
     """Base of our optimizers: ``grad_multiplier`` is read in every step and multiplies the gradients inside the update.
 
@@ -31,6 +42,12 @@ class PieceOptimizer(torch.optim.Optimizer):
     fuses: bool = False  # can do ``work``: gradients and rounded weights of 16 bits, read and written in its one pass
     work: Sequence[PieceWork] | None = None  # where set, :meth:`step` updates these pieces and looks at no ``.grad``
     grad_multiplier: float = 1.0
+    gate: Gate | None = None  # where set, the device decides; only for optimizers that have ``fuses``
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, without what torch wraps around it: that imports all of torch.compile, a second of CPU on every rank, so that
+        a compiler does not look into a function that no compiled graph calls."""
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -54,6 +71,10 @@ class PieceOptimizer(torch.optim.Optimizer):
             for piece in group["params"]:
                 if piece.grad is not None:
                     yield PieceWork(piece, piece.grad, None, index)
+
+    def flags(self) -> tuple[Tensor | None, Tensor | None]:
+        """``found_inf`` and ``factor`` as the ops over many tensors take them."""
+        return (None, None) if self.gate is None else (self.gate.found_inf, self.gate.factor)
 
     def pieces(self, group: Mapping[str, Any], moments: tuple[str, ...]) -> list[Tensor]:
         """The group's pieces with gradients; the named moments of each are created as zeros where missing."""

@@ -34,8 +34,9 @@ ARROWS: Mapping[str, set[str]] = {
     "master": {"config", "errors"},
     # A report reads what runs and the master have written; it asks the search's own rules why a trial was stopped.
     "report": {"config", "master", "errors"},
-    # A check rehearses the user's trial with an engine of its own, so it meets the trial half and never the engine's.
-    "checking": {"config", "launch", "trial", "platform", "errors"},
+    # A check rehearses the user's trial with an engine of its own, so it meets the trial half and never the engine's; it refuses by the
+    # master's rules what the master would refuse.
+    "checking": {"config", "launch", "master.expconf", "trial", "platform", "errors"},
     # A plan needs both halves, the user's trial and an engine, and a platform in memory for the trial: they meet in cli/plan.
     "cli": {
         "checking",

@@ -107,6 +107,44 @@ def test_an_engine_that_the_trial_makes_itself(tmp_path: Path):
     assert said(found) == [] and found.metrics == ("validation_loss",)
 
 
+REDUCER = "self.context = context\n        context.wrap_reducer(len, {}, for_validation={})"
+BUILT = changed('return {"validation_loss"', 'return batch_idx or {"validation_loss"')
+
+
+@pytest.mark.parametrize(
+    ("model", "metric", "message"),
+    [
+        (MODEL, "validation_loss", ""),
+        (MODEL, "epochs", ""),
+        (
+            MODEL,
+            "val_loss",
+            'error: const.yaml:7 searcher.metric: "val_loss" never reported; the trial reports ["validation_loss"].',
+        ),
+        (changed("self.context = context", REDUCER.format("'hits'", True)), "hits", ""),
+        (
+            changed("self.context = context", REDUCER.format("'hits'", False)),
+            "hits",
+            'error: const.yaml:7 searcher.metric: "hits" never',
+        ),
+        (
+            changed("self.context = context", REDUCER.format(None, True)),
+            "hits",
+            'note: const.yaml:7 searcher.metric: whether "hits"',
+        ),
+        (
+            BUILT,
+            "validation_loss",
+            'note: const.yaml:7 searcher.metric: whether "validation_loss" is reported is not known without --dry-run',
+        ),
+    ],
+)
+def test_the_metric_without_a_dry_run(tmp_path: Path, model: str, metric: str, message: str):
+    """By the source of evaluate_batch and the reducers; where these do not say, that is said."""
+    found = said(run(tmp_path, model, EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")))
+    assert len(found) == bool(message) and all(text.startswith(message) for text in found), found
+
+
 def test_a_metric_that_is_no_number(tmp_path: Path):
     model = changed("self.engine(next(dataloader_iter)).mean()}", "'low'}")
     (finding,) = run(tmp_path, model, dry_run=True).findings

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_trial.checking.cluster_rules import check_cluster_rules
 from zero_trial.checking.context_folder import check_context, measure, shown_size
 from zero_trial.checking.ds_configs import ConfigChecks, Resolved, check_ds_configs
 from zero_trial.checking.finding import Area, Finding, Severity, findings_of, remark
@@ -76,6 +77,7 @@ def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -
     report.findings += [finding for fault in faults for finding in findings_of(Area.EXPERIMENT, fault)]
     report.findings += [remark(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
     report.findings += check_searcher(experiment)
+    report.findings += check_cluster_rules(experiment, request.experiment.read_text("utf-8"), report.faults)
     model_dir = _model_dir(request, experiment, report)
     entrypoint = _entrypoint(experiment, model_dir, report) if model_dir is not None else None
     slots = request.slots if request.slots is not None else experiment.slots_per_trial

@@ -16,6 +16,7 @@ import torch
 import zero_trial
 from zero_trial.checking.finding import Area, Finding, Severity, findings_of, remark
 from zero_trial.checking.recording_engine import NotRehearsed, recording_factory
+from zero_trial.checking.stated_metrics import stated_metrics
 from zero_trial.config.experiment import ExperimentConfig
 from zero_trial.errors import InvalidHP, TrialError, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint
@@ -30,7 +31,7 @@ from zero_trial.trial.seeding import seed_everything
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.train_data import NAME as TRAIN_LOADER
 from zero_trial.trial.train_data import compare_batch
-from zero_trial.trial.trial import ZeroTrial
+from zero_trial.trial.trial import ZeroTrial, overrides
 from zero_trial.trial.validation import Validator
 
 
@@ -63,7 +64,10 @@ class _Ended(Exception):
 
 
 def rehearse(scene: Scene) -> Rehearsal:
-    """Import, build, look at the loaders, and with ``dry_run`` evaluate one batch. Nothing is raised: what goes wrong is a finding."""
+    """Import, build, look at the loaders and at what evaluation says that it reports, and with ``dry_run`` evaluate one batch.
+
+    Nothing is raised: what goes wrong is a finding.
+    """
     found = Rehearsal()
     storage = tempfile.TemporaryDirectory(prefix="zero-trial-check-")
     with (
@@ -111,7 +115,7 @@ class _Stage:
         with contextlib.suppress(_Ended):
             self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         validator = self._try(Area.LOADERS, lambda: Validator(trial, context, [], 1), "build_validation_data_loader")
-        self._metric(validator)
+        self._metric(trial, validator, context)
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         """As the controller opens it, but that no batch is read and no worker started."""
@@ -123,7 +127,7 @@ class _Stage:
         for event in self._platform.record.events[before:]:
             self._found.findings.append(remark(Area.LOADERS, Severity.WARNING, event["message"]))
 
-    def _metric(self, validator: Validator) -> None:
+    def _metric(self, trial: ZeroTrial, validator: Validator, context: ZeroTrialContext) -> None:
         searcher = self._scene.experiment.searcher
         where = self._scene.experiment.document.at(("searcher", "metric")).where("searcher.metric")
         if not validator.enabled:
@@ -132,14 +136,18 @@ class _Stage:
             self._found.findings.append(remark(Area.METRIC, severity, what, where=where))
             return
         self._found.validation_batches = validator.batches
-        if not self._scene.dry_run:
+        if self._scene.dry_run:
+            metrics = self._try(Area.METRIC, validator.run, "evaluation")
+            self._found.metrics = tuple(sorted(without_counters(metrics)))
+        elif (stated := _stated(trial, context)) is not None:
+            metrics = dict.fromkeys(stated, 0.0)  # their values are not known
+        else:
+            what = f'whether "{searcher.metric}" is reported is not known without --dry-run: the source does not name every metric'
+            self._found.findings.append(remark(Area.METRIC, Severity.NOTE, what, where=where))
             return
-        metrics = self._try(Area.METRIC, validator.run, "evaluation")
-        reported = sorted(without_counters(metrics))
-        self._found.metrics = tuple(reported)
         if searcher.metric in COUNTERS:
             return
-        value = metrics.get(searcher.metric)
+        value, reported = metrics.get(searcher.metric), sorted(without_counters(metrics))
         listed = ", ".join(f'"{name}"' for name in reported)
         if value is None:
             what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
@@ -165,6 +173,16 @@ class _Stage:
         except (Exception, SystemExit) as error:
             self._found.findings.append(Finding(area, Severity.FAULT, own_fault(error, self._scene.model_dir, doing)))
         raise _Ended
+
+
+def _stated(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:
+    """All names that an evaluation can report, by its source and the reducers that the trial has wrapped; None where they do not say."""
+    whole = overrides(trial, "evaluate_full_dataset")
+    names = stated_metrics(trial.evaluate_full_dataset if whole else trial.evaluate_batch)
+    reducers = [item.name for item in context.reducers.wrapped if item.for_validation]
+    if names is None or None in reducers:
+        return None
+    return names.union(name for name in reducers if name is not None)
 
 
 class CodeFault(TrialError):

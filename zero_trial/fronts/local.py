@@ -18,6 +18,7 @@ from typing import Any
 
 from zero_trial.config.report import REPORT, entries_of, short_report
 from zero_trial.errors import ConfigError, Preempted, ZeroTrialError
+from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.log import done_event
 from zero_trial.fronts.rank import RankState, Trained, figures_of
 from zero_trial.mesh.env import RankEnv
@@ -160,10 +161,17 @@ def print_error(error: BaseException) -> None:
     """Into the log: the message of an error that a user may meet; the traceback of any other. In both cases a line that begins with
     ``error   ``: launchers print much after it, and that is how it is found.
     """
-    text = str(error) or type(error).__name__
     if not isinstance(error, ZeroTrialError):
         traceback.print_exception(error, file=sys.stderr)
-        text = "".join(traceback.format_exception_only(error)).strip()
+    text = words_of(error)
     first, *rest = text.splitlines()
     sys.stderr.write("\n".join([f"error   {first}", *(f"        {line}" for line in rest)]) + "\n")
     sys.stderr.flush()
+    leave_last_words(text, printed=True)
+
+
+def words_of(error: BaseException) -> str:
+    """The message of an error of this package; any other as the last line of its traceback has it."""
+    if isinstance(error, ZeroTrialError):
+        return str(error) or type(error).__name__
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -18,6 +18,7 @@ from typing import Any
 import zero_trial
 from zero_trial.config import read_experiment
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
+from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.local import (
     StopRequest,
     forget_errors,
@@ -28,6 +29,7 @@ from zero_trial.fronts.local import (
     raise_if_preempted,
     resumed_from,
     starting_point,
+    words_of,
     write_summary,
 )
 from zero_trial.fronts.log import EventLog
@@ -161,11 +163,12 @@ def _on_disk(
 
 
 def _end(error: BaseException) -> None:
-    """SystemExit for an error of this package, whose message is printed; anything else is left to whoever calls."""
+    """SystemExit for an error of this package, whose message is printed; anything else is left to whoever calls, and told to the launcher."""
     error = known(error)
     if isinstance(error, ZeroTrialError):
         print_error(error)
         raise SystemExit(error.exit_code) from None
+    leave_last_words(words_of(error), printed=False)
 
 
 def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str, Any], Mapping[str, Any], int]:

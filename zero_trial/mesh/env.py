@@ -75,6 +75,11 @@ def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get("ZERO_TRIAL_RUN_DIR")
 
 
+def launcher_error_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where torch.distributed.run looks for what a failed rank has to say, if it has started this process."""
+    return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+
+
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
     """``env://`` when the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set no port)."""
     source = os.environ if environ is None else environ

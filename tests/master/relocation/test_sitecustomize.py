@@ -75,3 +75,29 @@ def test_another_sitecustomize_is_run_after_this_one(tmp_path: Path) -> None:
     code = "import sys; print(from_the_other, sys.modules['sitecustomize'].__file__)"
     done = python(code, [RELOCATION, tmp_path], DET_RUN_ROOT="/there")
     assert done.stdout == f"yes {tmp_path / 'sitecustomize.py'}\n", done.stderr
+
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+
+
+def launched(body: str, folder: Path, **env: str) -> list[str]:
+    """What is printed by torch.distributed.run over two ranks that run ``body``."""
+    (folder / "rank.py").write_text(f"import os, signal\nrank = int(os.environ['RANK'])\n{body}\nsignal.pause()\n")
+    words = [*LAUNCH, "--log-dir", str(folder / "logs"), str(folder / "rank.py")]
+    path = os.pathsep.join([str(RELOCATION), *filter(None, [os.environ.get("PYTHONPATH")])])
+    full = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=folder, env=full)
+    assert done.returncode == 1
+    return done.stderr.splitlines()
+
+
+def test_a_launcher_says_one_line_of_ranks_that_failed(tmp_path: Path) -> None:
+    """In place of two lines for each rank, a traceback of its own and a table."""
+    lines = launched("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", tmp_path, DET_RUN_ROOT="/there")
+    assert lines == ["error   rank 1: killed by SIGKILL, by somebody or because memory ran out; ended with it: rank 0"]
+
+
+def test_other_errors_of_a_launcher_are_shown_as_ever(tmp_path: Path) -> None:
+    code = "import sitecustomize as s, sys; sys.excepthook = s.last_line; raise KeyError('x')"
+    done = python(code, [RELOCATION], DET_RUN_ROOT="/there")
+    assert "Traceback" in done.stderr and done.stderr.endswith("KeyError: 'x'\n")

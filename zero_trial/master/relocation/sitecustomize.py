@@ -16,7 +16,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any
 
 MOVED = {
@@ -26,6 +26,9 @@ MOVED = {
     "determined.exec.prep_container": ("/tmp/tensorboard",),
 }
 """Module -> the starts of the paths in it that are moved."""
+
+SAID_LAST = ("Sending process", "failed (exitcode", "no error file defined for parent")
+"""How lines of the launcher begin that tell of ranks which fail."""
 
 
 def relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
@@ -93,7 +96,39 @@ def run_next() -> None:
         spec.loader.exec_module(module)
 
 
+def is_launcher(words: list[str]) -> bool:
+    """Whether a process that was started with ``words`` is torch.distributed.run."""
+    return any(words[at : at + 2] == ["-m", "torch.distributed.run"] for at in (1, 2))
+
+
+def last_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An ``excepthook``: of ranks that failed, which was the first and how, in place of a traceback of the launcher's own lines."""
+    failures = getattr(error, "failures", None) if kind.__name__ == "ChildFailedError" else None
+    if not failures:
+        sys.__excepthook__(kind, error, trace)
+        return
+    from zero_trial.master.verdict import of_failure, verdict
+
+    sys.stderr.write(verdict([of_failure(*item) for item in failures.items()]) + "\n")
+
+
+def is_news(record: Any) -> bool:
+    """A logging filter of the launcher's: what the last line says better is left out."""
+    return not str(record.msg).startswith(SAID_LAST)
+
+
+def speak_briefly() -> None:
+    """Of ranks that fail, this process says one line."""
+    import logging
+
+    sys.excepthook = last_line
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(is_news)
+
+
 if __name__ == "sitecustomize":
     if os.environ.get("DET_RUN_ROOT"):
         sys.meta_path.insert(0, Finder())
+        if is_launcher(sys.orig_argv):
+            speak_briefly()
     run_next()

@@ -1,0 +1,59 @@
+"""Last words are what torch reads them to be, once, and nothing where nobody asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from zero_trial.errors import ConfigError
+from zero_trial.fronts.last_words import leave_last_words
+from zero_trial.fronts.local import print_error, words_of
+from zero_trial.fronts.trainer import _end
+
+
+def test_torch_reports_the_words(tmp_path: Path):
+    place = tmp_path / "error.json"
+    leave_last_words("ValueError: boom\nmore", printed=True, path=str(place), now=1_700_000_000.9)
+    failure = ProcessFailure(1, 42, 2, str(place))
+    report = ChildFailedError("run", {1: failure}).format_msg()
+    assert "traceback : ValueError: boom\n  more" in report
+    assert failure.timestamp == 1_700_000_000
+
+
+def test_the_first_words_are_kept(tmp_path: Path):
+    place = tmp_path / "error.json"
+    for words in ("first", "second"):
+        leave_last_words(words, printed=True, path=str(place), now=1.0)
+    assert json.loads(place.read_text())["message"]["message"] == "first"
+
+
+def test_an_error_that_is_printed_is_left_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    print_error(ConfigError("bad", where="here", fix="Mend it."))
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (left["message"], left["printed"]) == ("here: bad. Mend it.", True)
+    assert capsys.readouterr().err == "error   here: bad. Mend it.\n"
+
+
+def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    _end(KeyError("no such thing"))
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (left["message"], left["printed"]) == ("KeyError: 'no such thing'", False)
+
+
+def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    leave_last_words("nobody asks", printed=True)
+    leave_last_words("no such folder", printed=True, path=str(tmp_path / "gone" / "error.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_of_an_error():
+    assert words_of(ValueError("boom")) == "ValueError: boom"
+    assert words_of(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import platform
+import pwd
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _build
+from zero_trial.ops import _build, _library_cache
+
+GARBAGE = 'for last; do [ "$out" = -o ] && echo nonsense > "$last"; out=$last; done; exit 0'
 
 
 def script(folder: Path, text: str) -> Path:
@@ -30,14 +37,14 @@ def environ(cache: Path, compiler: Path | str) -> dict[str, str]:
 
 
 def test_the_compiler_is_asked_for_by_name_or_found() -> None:
-    assert _build.find_compiler({"CXX": sys.executable}) == sys.executable
+    assert _build.find_compiler({"CXX": sys.executable}) == (sys.executable,)
+    assert _build.find_compiler({"CXX": f"{sys.executable} -m 'two words'"}) == (sys.executable, "-m", "two words")
+    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler: nowhere -O1 not found"):
+        _build.find_compiler({"CXX": "nowhere -O1"})
+    with pytest.raises(KernelUnavailable, match="CXX is no command"):
+        _build.find_compiler({"CXX": "g++ 'open"})
     with pytest.raises(KernelUnavailable, match="no C\\+\\+ compiler: c\\+\\+, g\\+\\+, clang\\+\\+ not found"):
         _build.find_compiler({"PATH": ""})
-
-
-def test_where_it_is_kept(tmp_path: Path) -> None:
-    assert _build.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "zero_trial"
-    assert _build.cache_folder({}) == Path.home() / ".cache" / "zero_trial"
 
 
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +75,41 @@ def test_a_silent_failure_gives_its_exit_code(tmp_path: Path) -> None:
         _build.load(environ(tmp_path, script(tmp_path, "exit 3")))
 
 
-def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "SECONDS", 0.2)
-    with pytest.raises(KernelUnavailable, match="did not end"):
-        _build.load(environ(tmp_path, script(tmp_path, "exec sleep 60")))
+def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "SECONDS", 0.5)
+    with pytest.raises(KernelUnavailable, match=r"did not end within 0\.5 s"):
+        _build.load(
+            environ(
+                tmp_path, script(tmp_path, f"echo $$ >> {tmp_path}/pids\nsleep 60 & echo $! >> {tmp_path}/pids\nwait")
+            )
+        )
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2 * len(_build.objects(platform.machine()))
+    assert not [pid for pid in pids if runs(int(pid))]
 
 
-def compiler_or_skip() -> str:
+def runs(pid: int) -> bool:
+    """A killed process may wait for whoever collects it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("makes", "said"), [("exit 0", "made no library"), (GARBAGE, "file too short|invalid ELF")])
+def test_a_compiler_that_makes_nothing_of_use(tmp_path: Path, makes: str, said: str) -> None:
+    """What cannot be loaded does not stay, and the next process builds anew."""
+    with pytest.raises(KernelUnavailable, match=said):
+        _build.load(environ(tmp_path, script(tmp_path, makes)))
+    assert [path.suffix for path in (tmp_path / "zero_trial").iterdir()] == [".lock"]
+
+
+def test_words_of_a_compiler_in_any_encoding(tmp_path: Path) -> None:
+    with pytest.raises(KernelUnavailable, match="failed: error: \ufffd"):
+        _build.load(environ(tmp_path, script(tmp_path, "printf 'error: \\351'; exit 1")))
+
+
+def compiler_or_skip() -> tuple[str, ...]:
     try:
         return _build.find_compiler(os.environ)
     except KernelUnavailable as trouble:
@@ -86,7 +121,7 @@ def built() -> Path:
     """The library of these sources, as this machine has it."""
     compiler_or_skip()
     _build.load(os.environ)
-    return _build.library_file(_build.cache_folder(os.environ))
+    return _build.library_file(_library_cache.cache_folder(os.environ))
 
 
 def quick_compiler(folder: Path, built: Path) -> Path:
@@ -94,9 +129,9 @@ def quick_compiler(folder: Path, built: Path) -> Path:
     return script(folder, f'for last; do [ "$out" = -o ] && cp {built} "$last"; out=$last; done; exit 0')
 
 
-@pytest.mark.parametrize("way", ["not a folder", "read-only"])
+@pytest.mark.parametrize("way", ["not a folder", "read-only", "writable by others", "full", "noexec", "no locks"])
 def test_a_cache_that_cannot_be_written_is_done_without_and_said(
-    tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture, way: str
+    tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Also where there is a library already, but a broken one."""
     if way == "read-only" and os.geteuid() == 0:
@@ -106,14 +141,83 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said(
         folder.mkdir()
         _build.library_file(folder).write_bytes(b"half a file")
         folder.chmod(0o500)
-    else:
+    elif way == "not a folder":
         folder.write_text("")
+    else:
+        folder.mkdir()
+    if way == "writable by others":
+        folder.chmod(0o777)
+        shutil.copy(built, _build.library_file(folder))  # whole, and not to be trusted
+    elif way == "full":
+        full = 'case "$*" in *zero_trial/build-*) echo "error: No space left on device"; exit 1;; esac'
+        compiler = script(tmp_path, f"{full}\n" + compiler.read_text().split("\n", 1)[1])
+    elif way == "noexec":
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    elif way == "no locks":
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     with caplog.at_level(logging.WARNING, logger="zero_trial"):
         library = _build.load(environ(tmp_path, compiler))
     assert library.zt_best_isa() in (0, 1, 2)
     (line,) = (record.message for record in caplog.records)
-    assert "cache folder cannot be written" in line and str(folder) in line
+    assert "built anew in every process" in line and (str(folder) in line or way == "no locks")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c++", "zero_trial"]
+    assert way in ("not a folder", "writable by others") or not [
+        x for x in folder.iterdir() if x.suffix == ".so" and way != "read-only"
+    ]
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_without_a_home_it_is_built_for_the_process(
+    built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
+    given = {"CXX": str(quick_compiler(tmp_path, built)), "PATH": os.environ["PATH"]}
+    assert _build.load(given).zt_best_isa() in (0, 1, 2)
+    assert "has no home folder" in caplog.text
+
+
+def test_a_builder_that_was_stopped_is_not_waited_for_for_ever(
+    built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_build, "SECONDS", 0.05)
+    monkeypatch.setattr(_build, "_load_unkept", lambda _, reason: reason)
+    path = _build.library_file(tmp_path / "zero_trial")
+    path.parent.mkdir()
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process has held" in str(_build.load(environ(tmp_path, quick_compiler(tmp_path, built))))
+
+
+def test_a_builder_that_was_killed_leaves_nothing_for_long(tmp_path: Path, built: Path) -> None:
+    """Its lock went with it; the next one sweeps and builds."""
+    real = quick_compiler(tmp_path, built)
+    (tmp_path / "slow").mkdir()
+    slow = script(tmp_path / "slow", f"echo x >> {tmp_path}/count; exec sleep 60")
+    code = "import os; from zero_trial.ops import _build; _build.load(os.environ)"
+    builder = subprocess.Popen([sys.executable, "-c", code], env=os.environ | environ(tmp_path, slow))
+    folder = tmp_path / "zero_trial"
+    try:
+        while not (tmp_path / "count").exists() and builder.poll() is None:
+            time.sleep(0.01)
+    finally:
+        builder.kill()
+        builder.wait()
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == 1
+    assert _build.load(environ(tmp_path, real)).zt_best_isa() in (0, 1, 2)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize("keep", [0, 100, 60_000, -1])
+def test_a_library_that_was_cut_short_is_built_anew(tmp_path: Path, built: Path, keep: int) -> None:
+    """Loading it could kill the process: what is missing of a mapped file is a bus error."""
+    kept = _build.library_file(tmp_path / "zero_trial")
+    kept.parent.mkdir()
+    kept.write_bytes(built.read_bytes()[:keep])
+    assert _build.load(environ(tmp_path, quick_compiler(tmp_path, built))).zt_best_isa() in (0, 1, 2)
+    assert _library_cache.is_sound(kept)
 
 
 def test_nowhere_to_write_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +247,13 @@ def test_a_broken_library_without_a_compiler_says_what_is_missing(tmp_path: Path
         _build.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""})
 
 
-def test_processes_that_come_together_build_once(tmp_path: Path) -> None:
-    """A counting compiler stands in front of the real one; a broken file in the library's place is replaced."""
-    real = compiler_or_skip()
+def test_processes_that_come_together_build_once(tmp_path: Path, built: Path) -> None:
+    """The compiler counts; a broken file in the library's place is replaced."""
+    quick = quick_compiler(tmp_path, built).read_text().split("\n", 1)[1]
     folder = tmp_path / "zero_trial"
     folder.mkdir()
     _build.library_file(folder).write_bytes(b"half a file")
-    compiler = script(tmp_path, f'echo x >> {tmp_path}/count\nexec {real} "$@"')
+    compiler = script(tmp_path, f"echo x >> {tmp_path}/count\n{quick}")
     code = "import os; from zero_trial.ops import _build; print(_build.load(os.environ).zt_best_isa())"
     env = os.environ | environ(tmp_path, compiler)
     started = [

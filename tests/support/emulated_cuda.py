@@ -92,7 +92,7 @@ def run(*command: str) -> None:
 def make(folder: Path) -> Emulator:
     """Skips where there is no compiler."""
     try:
-        compiler = _build.find_compiler({"PATH": __import__("os").environ["PATH"]})
+        (compiler,) = _build.find_compiler({"PATH": __import__("os").environ["PATH"]})
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
     path = folder / "driver.so"

@@ -7,18 +7,21 @@ that the library runs on any processor of the architecture. Its name is a hash o
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _library_cache
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -47,19 +50,17 @@ def objects(machine: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     return found
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """``$XDG_CACHE_HOME/zero_trial``, or ``~/.cache/zero_trial``."""
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "zero_trial"
-
-
-def find_compiler(environ: Mapping[str, str]) -> str:
-    """$CXX, or the first known C++ compiler on $PATH. Raises KernelUnavailable where there is none."""
-    wanted = environ.get("CXX")
-    for name in (wanted,) if wanted else COMPILERS:
+def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The command in $CXX ("ccache g++"), or the first known C++ compiler on $PATH. Raises KernelUnavailable where there is none."""
+    wanted = environ.get("CXX", "").strip()
+    try:
+        commands = [shlex.split(wanted)] if wanted else [[name] for name in COMPILERS]
+    except ValueError as trouble:
+        raise KernelUnavailable(f"$CXX is no command: {wanted}: {trouble}") from None
+    for name, *arguments in commands:
         path = shutil.which(name, path=environ.get("PATH"))
         if path:
-            return path
+            return (path, *arguments)
     raise KernelUnavailable(f"no C++ compiler: {wanted or ', '.join(COMPILERS)} not found")
 
 
@@ -74,73 +75,117 @@ def library_file(folder: Path) -> Path:
 def load(environ: Mapping[str, str]) -> ctypes.CDLL:
     """The library, built first where it is missing or cannot be loaded. Raises KernelUnavailable with the reason.
 
-    Processes that come at the same time wait for the one that builds; a reader never sees half a file. Where the cache folder cannot be
-    written each process builds its own, and says so.
+    Processes that come at the same time wait for the one that builds; a reader never sees half a file. Where nothing can be kept (a folder
+    that cannot be written or that others can write, no home, noexec) each process builds its own, and says so.
     """
     try:
-        path = library_file(cache_folder(environ))
         try:
-            return ctypes.CDLL(str(path))
-        except OSError:
-            pass
+            path = library_file(_library_cache.cache_folder(environ))
+        except RuntimeError as trouble:
+            return _load_unkept(environ, str(trouble))
+        if (library := _kept(path)) is not None:
+            return library
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if reason := _library_cache.why_not(path.parent):
+                return _load_unkept(environ, reason)
             path.with_suffix(".lock").touch()
-        except OSError as trouble:
-            return _load_unkept(path, find_compiler(environ), trouble)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                return ctypes.CDLL(str(path))  # another process was faster
-            except OSError:
+            with _library_cache.turn(path, 2 * SECONDS):
+                if (library := _kept(path)) is not None:
+                    return library  # another process was faster
+                _library_cache.sweep(path)
                 build(path, find_compiler(environ))
-        return ctypes.CDLL(str(path))
-    except (OSError, RuntimeError) as trouble:  # a folder that is full, no home
+        except OSError as trouble:  # read-only, no locks on this file system
+            return _load_unkept(environ, str(trouble))
+        except KernelUnavailable as trouble:
+            if not _library_cache.is_full(trouble.what):
+                raise
+            return _load_unkept(environ, f"{path.parent} is full")
+        return _fresh(path)
+    except OSError as trouble:
         raise KernelUnavailable(str(trouble)) from trouble
 
 
-def _load_unkept(path: Path, compiler: str, trouble: OSError) -> ctypes.CDLL:
+def _kept(path: Path) -> ctypes.CDLL | None:
+    """The library that lies there, if it may be loaded and can be."""
+    try:
+        if _library_cache.why_not(path.parent) or not _library_cache.is_sound(path):
+            return None
+        return ctypes.CDLL(str(path))
+    except OSError:  # not there, or built on a machine with a newer libc
+        return None
+
+
+def _fresh(path: Path) -> ctypes.CDLL:
+    """The library that was built just now; one that cannot be loaded does not stay."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _load_unkept(environ: Mapping[str, str], reason: str) -> ctypes.CDLL:
     """The library built for this process alone; its file is gone once it is loaded."""
-    log.warning("CPU kernels are built anew in every process: their cache folder cannot be written: %s", trouble)
+    compiler = find_compiler(environ)
+    log.warning("CPU kernels are built anew in every process, as they cannot be kept: %s", reason)
     with tempfile.TemporaryDirectory(prefix="zero_trial-") as folder:
-        build(Path(folder) / path.name, compiler)
-        return ctypes.CDLL(str(Path(folder) / path.name))
+        path = library_file(Path(folder))
+        build(path, compiler)
+        return ctypes.CDLL(str(path))
 
 
-def build(path: Path, compiler: str) -> None:
+def build(path: Path, compiler: Sequence[str]) -> None:
     """Compiles the library and moves it to ``path`` in one step. Raises KernelUnavailable with the compiler's first complaint."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_library_cache.scratch_prefix(path)) as scratch:
         made = [Path(scratch) / f"{name}.o" for name in objects(platform.machine())]
         parts = objects(platform.machine()).values()
         _run_all(
             [
-                [compiler, *_FLAGS, *own, "-c", str(SOURCES / "cpu" / source), "-o", str(target)]
+                [*compiler, *_FLAGS, *own, "-c", str(SOURCES / "cpu" / source), "-o", str(target)]
                 for target, (source, own) in zip(made, parts, strict=True)
             ]
         )
         library = Path(scratch) / path.name
-        _run_all([[compiler, "-shared", "-fopenmp", *map(str, made), "-o", str(library)]])
+        _run_all([[*compiler, "-shared", "-fopenmp", *map(str, made), "-o", str(library)]])
+        if not library.is_file():
+            raise KernelUnavailable(f"{compiler[0]} made no library and gave no reason")
+        _library_cache.seal(library)
         os.replace(library, path)
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Runs the commands side by side."""
-    compiler = commands[0][0]
-    running: list[subprocess.Popen[str]] = []
+    """Runs the commands side by side; none outlives this."""
+    compiler, end = commands[0][0], time.monotonic() + SECONDS
+    running: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            # In a group of its own: a compiler is a driver with children, and all of them have to end.
+            running.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
         for process in running:
-            said, _ = process.communicate(timeout=SECONDS)
+            said, _ = process.communicate(timeout=max(0.0, end - time.monotonic()))
             if process.returncode:
-                complaint = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
-                raise KernelUnavailable(f"{compiler} failed: {complaint or f'exit code {process.returncode}'}")
+                raise KernelUnavailable(f"{compiler} failed: {_complaint(said) or f'exit code {process.returncode}'}")
     except subprocess.TimeoutExpired:
         raise KernelUnavailable(f"{compiler} did not end within {SECONDS:g} s") from None
     finally:
         for process in running:
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def _complaint(said: bytes) -> str:
+    """The line that a person would read first."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    return next((line.strip() for line in lines if "error" in line), "\n".join(lines))[:200]

@@ -92,14 +92,21 @@ def choose(environ: Mapping[str, str]) -> Backend:
 
 def open_native(environ: Mapping[str, str]) -> Native:
     """Loads the library and types its functions. Raises KernelUnavailable."""
-    library = _build.load(environ)
-    for name in _STEPS:
-        function = getattr(library, name)
-        function.argtypes, function.restype = [ctypes.c_char_p], None
-    library.zt_square_sum.argtypes = [_INT, _INT, _LONG, _POINTER, _INT, ctypes.POINTER(_DOUBLE)]
-    library.zt_square_sum.restype = _INT
-    library.zt_add.argtypes, library.zt_add.restype = [_INT, _INT, _LONG, _POINTER, _INT, _POINTER, _INT], None
-    library.zt_lamb_moments.argtypes, library.zt_lamb_moments.restype = [ctypes.c_char_p, _LONG, _POINTER], _INT
-    library.zt_lamb_apply.argtypes, library.zt_lamb_apply.restype = [ctypes.c_char_p, _LONG], None
-    library.zt_best_isa.argtypes, library.zt_best_isa.restype = [], _INT
+    return typed(_build.load(environ))
+
+
+def typed(library: ctypes.CDLL) -> Native:
+    """The library with its functions' types. Raises KernelUnavailable where one is missing."""
+    try:
+        for name in _STEPS:
+            function = getattr(library, name)
+            function.argtypes, function.restype = [ctypes.c_char_p], None
+        library.zt_square_sum.argtypes = [_INT, _INT, _LONG, _POINTER, _INT, ctypes.POINTER(_DOUBLE)]
+        library.zt_square_sum.restype = _INT
+        library.zt_add.argtypes, library.zt_add.restype = [_INT, _INT, _LONG, _POINTER, _INT, _POINTER, _INT], None
+        library.zt_lamb_moments.argtypes, library.zt_lamb_moments.restype = [ctypes.c_char_p, _LONG, _POINTER], _INT
+        library.zt_lamb_apply.argtypes, library.zt_lamb_apply.restype = [ctypes.c_char_p, _LONG], None
+        library.zt_best_isa.argtypes, library.zt_best_isa.restype = [], _INT
+    except AttributeError as missing:
+        raise KernelUnavailable(f"the library of kernels is not whole: {missing}") from None
     return Native(library, library.zt_best_isa())

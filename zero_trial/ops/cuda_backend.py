@@ -15,7 +15,7 @@ from functools import cache
 import torch
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _build, _nvrtc, cuda_kernels
+from zero_trial.ops import _library_cache, _nvrtc, cuda_kernels
 from zero_trial.ops._native import VARIABLE, backend
 from zero_trial.ops._nvrtc_cache import KernelCache
 from zero_trial.ops.cuda_driver import Driver, open_driver
@@ -125,7 +125,7 @@ def open_cuda(environ: Mapping[str, str], *, strict: bool) -> Cuda:
     majors = sorted(_nvrtc.MAJORS, key=lambda major: major != own)
     driver, nvrtc = open_driver(), _nvrtc.open_nvrtc(majors=majors)
     try:
-        kept = KernelCache(_build.cache_folder(environ))
+        kept = KernelCache(_library_cache.cache_folder(environ))
     except RuntimeError:  # no home
         kept = KernelCache(None)
     version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"

@@ -1,0 +1,112 @@
+"""The folder that keeps the built library between processes: whether what lies there may be loaded, and whose turn it is to build.
+
+A library is code that runs with all of its user's rights, so it is loaded only from where nobody else could have put it; and mapping half
+a file can kill the process instead of failing, so each file ends in a checksum of what stands before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import pwd
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+DEAD_AFTER = 1800.0  # seconds: no build lasts as long, whoever made the folder was killed
+_DIGEST = hashlib.sha256().digest_size
+
+
+class Busy(OSError):
+    """Another process has been building for so long that it is not going to end."""
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """``$XDG_CACHE_HOME/zero_trial``, or ``~/.cache/zero_trial``. Raises RuntimeError for a user without a home."""
+    for base, below in ((environ.get("XDG_CACHE_HOME"), ""), (environ.get("HOME"), ".cache")):
+        if base and os.path.isabs(base):  # a relative one would depend on where a process was started
+            return Path(base, below, "zero_trial")
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "zero_trial")
+    except KeyError:
+        raise RuntimeError(f"user {os.getuid()} has no home folder, and $XDG_CACHE_HOME is not set") from None
+
+
+def why_not(folder: Path) -> str:
+    """Why libraries are not to be kept in an existing folder; empty if they may."""
+    found = os.stat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is not a folder"
+    if fault := _open_to_others(found):
+        return f"{folder} {fault}"
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return f"{folder} lies on a file system that runs no programs (noexec)"
+    return ""
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the file is there, whole, and written by nobody but this user or root."""
+    try:
+        with open(path, "rb") as file:
+            ours, content = not _open_to_others(os.fstat(file.fileno())), file.read()
+    except OSError:
+        return False
+    return ours and len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+
+
+def seal(path: Path) -> None:
+    """Ends the file in its checksum, which a loader does not look at, and takes the right to write it from others."""
+    with open(path, "r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+    path.chmod(0o755)
+
+
+@contextmanager
+def turn(path: Path, seconds: float) -> Iterator[None]:
+    """Holds the lock beside ``path``, which ends with the process that holds it; :class:`Busy` after ``seconds``, for a process that was stopped."""
+    with open(path.with_suffix(".lock"), "w") as lock:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise Busy(f"another process has held {lock.name} for {seconds:g} s") from None
+                time.sleep(0.02)
+        yield
+
+
+def scratch_prefix(path: Path) -> str:
+    """How the names of folders begin in which this library is being built."""
+    return f"build-{path.stem}-"
+
+
+def sweep(path: Path) -> None:
+    """Removes what killed builders left; only for who has the :func:`turn`. Other versions may be building: their young folders stay."""
+    for left in path.parent.glob("build-*"):
+        try:
+            own = left.name.startswith(scratch_prefix(path))
+            if own or time.time() - left.stat().st_mtime > DEAD_AFTER:
+                shutil.rmtree(left, ignore_errors=True)
+        except OSError:  # another process was faster
+            pass
+
+
+def is_full(complaint: str) -> bool:
+    """Whether a compiler says that there was no room."""
+    return any(os.strerror(number) in complaint for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _open_to_others(found: os.stat_result) -> str:
+    """Who else could have written this, in words."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({found.st_uid})"
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})" if writers else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from importlib import metadata
 
 import pytest
@@ -62,5 +63,11 @@ def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch):
         raise OSError("no process")
 
     monkeypatch.setattr(env, "_ask", broken)
-    assert [(fact.value, "python -m zero_trial.ops" in fact.why) for fact in env.kernels()] == [("", True)]
+    assert [(fact.value, fact.why) for fact in env.kernels()] == [("", "the report could not be made: no process")]
     assert [fact.why for fact in env.transport()] == ["CPU ranks exchange tensors through gloo: no process"]
+
+
+def test_a_choice_of_kernels_that_cannot_be_had_is_quoted(monkeypatch: pytest.MonkeyPatch):
+    said = subprocess.CompletedProcess([], 2, "", "a warning\nerror: ZERO_TRIAL_OPS: no such choice\n")
+    monkeypatch.setattr(env, "_ask", lambda *_: said)
+    assert env.kernels() == [Fact("kernels", "ops", "", "ZERO_TRIAL_OPS: no such choice")]

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from zero_trial.errors import ConfigError
+from zero_trial.ops import OpReport, __main__
 from zero_trial.ops.__main__ import main
 from zero_trial.ops.library import SCHEMAS
 
@@ -21,3 +23,12 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("adam_ ") and "CPU: " in lines[0] and "CUDA: " in lines[0]
+
+
+def test_what_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> list[OpReport]:
+        raise ConfigError("no such choice of kernels", where="ZERO_TRIAL_OPS", got="'fast'")
+
+    monkeypatch.setattr(__main__, "report", refuse)
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", "error: ZERO_TRIAL_OPS: no such choice of kernels: got 'fast'.\n")

@@ -104,9 +104,13 @@ def kernels() -> list[Fact]:
     """What the optimizer's kernels run as, asked of a process of their own: the command line knows nothing of the engine's rooms."""
     try:
         done = _ask("-m", "zero_trial.ops", "--json")
+    except (OSError, subprocess.SubprocessError) as trouble:
+        return [Fact("kernels", "ops", "", f"the report could not be made: {trouble}")]
+    try:
         said = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return [Fact("kernels", "ops", "", "the report could not be made: python -m zero_trial.ops")]
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        return [Fact("kernels", "ops", "", last.removeprefix("error: "))]
     return kernel_facts(said["ops"], said["refused"])
 
 
@@ -148,7 +152,7 @@ def _ask(*arguments: str) -> subprocess.CompletedProcess[str]:
 def tools() -> list[Fact]:
     """Programs outside of Python that some parts use."""
     wanted = {
-        "g++": "native CPU kernels cannot be built; pure torch is used",
+        "g++": "the CPU kernels need it, clang++ or $CXX once, unless they have been built",
         "ssh": "launch --launcher ssh cannot start other hosts",
     }
     return [

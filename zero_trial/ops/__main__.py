@@ -1,4 +1,4 @@
-"""``python -m zero_trial.ops [--json]``: what each op runs as on this machine."""
+"""``python -m zero_trial.ops [--json]``: what each op runs as on this machine; an error line where what was asked for cannot be had."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from zero_trial.errors import ZeroTrialError
 from zero_trial.ops.report import as_json, as_text, report
 
 
@@ -14,7 +15,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m zero_trial.ops", description="what each op runs as here, and why")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    sys.stdout.write((as_json if given.json else as_text)(report()) + "\n")
+    try:
+        lines = report()
+    except ZeroTrialError as error:  # ZERO_TRIAL_OPS
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    sys.stdout.write((as_json if given.json else as_text)(lines) + "\n")
     return 0
 
 

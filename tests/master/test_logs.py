@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from zero_trial.master import logs
+from zero_trial.master import blocks, logs
 from zero_trial.master.records import LogLine
 from zero_trial.master.verbs import LogQuery
 
@@ -20,7 +21,7 @@ def write(folder: Path, run: int, *messages: str, at: float = 10.0, step: float 
 
 
 def read(folder: Path, query: LogQuery | None = None) -> list[LogLine]:
-    return logs.lines(logs.Source(folder, 7, "1.t"), query or LogQuery())
+    return list(logs.lines(logs.Source(folder, 7, "1.t"), query or LogQuery()))
 
 
 def texts(lines: list[LogLine]) -> list[str]:
@@ -127,6 +128,14 @@ class TestFollow:
         happens = [lambda: None, lambda: write(tmp_path, 1, "d", at=20)]
         assert self.follow(tmp_path, LogQuery(limit=2, newest_first=True), *happens) == ["b", "c", "d"]
 
+    def test_what_comes_while_the_tail_is_given_is_given_once(self, tmp_path: Path) -> None:
+        write(tmp_path, 1, *"abc")
+        source = logs.Source(tmp_path, 7, "1.t")
+        lines = logs.follow(source, LogQuery(limit=2, newest_first=True), lambda: True)
+        found = [next(lines)]
+        write(tmp_path, 1, "d", at=20)
+        assert [line.message for line in [*found, *lines] if line is not None] == ["b", "c", "d"]
+
     def test_silence_is_told(self, tmp_path: Path) -> None:
         source = logs.Source(tmp_path, 7, "1.t")
         assert list(itertools.islice(logs.follow(source, LogQuery(), lambda: False), 2)) == [None, None]
@@ -141,3 +150,32 @@ def test_half_a_line_of_a_writer_that_was_killed_is_shown_as_it_is(tmp_path: Pat
     logs.append(logs.path_of(tmp_path, 1), [b'{"t":11.0,"m":"hal\n'])
     write(tmp_path, 1, "b", at=12)
     assert texts(read(tmp_path)) == ["a", '{"t":11.0,"m":"hal', "b"]
+
+
+def test_the_tail_of_a_huge_log_is_read_from_its_end(tmp_path: Path) -> None:
+    """Three gigabytes, of which nothing but the last block is looked at: neither memory nor time grows with a log."""
+    path = logs.path_of(tmp_path, 1)
+    write(tmp_path, 1, "first")
+    with path.open("r+b") as file:
+        file.truncate(3 << 30)  # a hole: it takes no room
+    with path.open("ab") as file:
+        file.write(b"\n")
+    write(tmp_path, 1, *"abc", at=20)
+    write(tmp_path, logs.MASTER, "m", at=21.5)
+    tracemalloc.start()
+    found = read(tmp_path, LogQuery(limit=3, newest_first=True))
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert texts(found) == ["c", "m", "b"]
+    assert used < 20 * blocks.BLOCK
+
+
+def test_a_whole_log_is_not_held_in_memory(tmp_path: Path) -> None:
+    write(tmp_path, 1, *(f"{number:06d}" + "x" * 1500 for number in range(3000)), step=0.001)  # 5 MB
+    for query in (LogQuery(), LogQuery(newest_first=True), LogQuery(search="nowhere"), LogQuery(limit=10)):
+        tracemalloc.start()
+        count = sum(1 for _ in logs.lines(logs.Source(tmp_path, 7, "1.t"), query))
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == (query.limit or (0 if query.search else 3000))
+        assert used < 1 << 20

@@ -79,7 +79,7 @@ class Flock:
         return ended
 
     def lines(self) -> list[LogLine]:
-        return logs.lines(logs.Source(self.logs, 1, "t"), LogQuery())
+        return list(logs.lines(logs.Source(self.logs, 1, "t"), LogQuery()))
 
     def wait_for(self, word: str) -> str:
         """The rest of the first line that begins with the word."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import heapq
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from zero_trial.master import blocks
 from zero_trial.master.records import LogLine
 from zero_trial.master.verbs import LogQuery
 
@@ -57,12 +59,10 @@ class Source:
     task_id: str
 
 
-def lines(source: Source, query: LogQuery) -> list[LogLine]:
-    """The lines that are there now, filtered, ordered and limited."""
-    found = [line for line in _Tail(source).new() if _wanted(line, query)]
-    if query.newest_first:
-        found.reverse()
-    return found if query.limit is None else found[: query.limit]
+def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
+    """The lines that are there now, filtered, ordered and limited. Read as they are asked for, from the end with ``newest_first``."""
+    found = _newest_first(source, _ends(source)) if query.newest_first else _Tail(source).new()
+    return islice((line for line in found if _wanted(line, query)), query.limit)
 
 
 def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterator[LogLine | None]:
@@ -71,25 +71,39 @@ def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterat
     Yields None after a second without a line.
     """
     tail = _Tail(source)
-    over = ended()
-    first = [line for line in tail.new() if _wanted(line, query)]
-    if query.limit is not None:
-        first = first[-query.limit :] if query.newest_first else first[: query.limit]
-    yield from first
-    left = None if query.limit is None or query.newest_first else query.limit - len(first)
+    over = ended()  # before reading: what was written until then is read
+    if query.newest_first and query.limit is not None:
+        newest = _newest_first(source, tail.skip())
+        yield from reversed(list(islice((line for line in newest if _wanted(line, query)), query.limit)))
+    left = None if query.newest_first else query.limit
     silent = 0.0
-    while not over and (left is None or left > 0):
-        time.sleep(FOLLOW_SECONDS)
-        over = ended()  # before reading: what was written until then is read
-        fresh = [line for line in tail.new() if _wanted(line, query)]
-        if left is not None:
-            fresh = fresh[:left]
-            left -= len(fresh)
-        yield from fresh
+    while True:
+        fresh = 0
+        for line in islice((line for line in tail.new() if _wanted(line, query)), left):
+            fresh += 1
+            yield line
+        left = None if left is None else left - fresh
         silent = 0.0 if fresh else silent + FOLLOW_SECONDS
+        if over or left == 0:
+            return
         if silent >= SILENCE_SECONDS:
             silent = 0.0
             yield None
+        time.sleep(FOLLOW_SECONDS)
+        over = ended()
+
+
+def _ends(source: Source) -> dict[Path, int]:
+    """How much of each file, in bytes, are whole lines now."""
+    return {path: blocks.end_of_lines(path) for path in sorted(source.folder.glob("*.jsonl"))}
+
+
+def _newest_first(source: Source, ends: Mapping[Path, int]) -> Iterator[LogLine]:
+    """The lines before ``ends``, the newest first."""
+    readers = [
+        _Reader(source, path).lines(blocks.backward(path, end)) for path, end in reversed(list(ends.items())) if end
+    ]
+    return heapq.merge(*readers, key=lambda line: line.time, reverse=True)
 
 
 class _Tail:
@@ -98,28 +112,37 @@ class _Tail:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._read: dict[Path, int] = {}  # bytes
-        self._time = 0.0  # of the line before
 
-    def new(self) -> list[LogLine]:
-        found: list[LogLine] = []
-        for path in sorted(self._source.folder.glob("*.jsonl")):
-            with contextlib.suppress(FileNotFoundError):  # its experiment was deleted at this moment
-                found.extend(self._of(path))
-        found.sort(key=lambda line: line.time)  # stable: a file's own order stays
-        return found
+    def new(self) -> Iterator[LogLine]:
+        """The lines since the last time, by time; those of one file stay in their order."""
+        paths = sorted(self._source.folder.glob("*.jsonl"))
+        return heapq.merge(*map(self._of, paths), key=lambda line: line.time)
+
+    def skip(self) -> Mapping[Path, int]:
+        """What is there now is not new any more; returns where it ends."""
+        self._read = _ends(self._source)
+        return dict(self._read)
 
     def _of(self, path: Path) -> Iterator[LogLine]:
-        start = self._read.get(path, 0)
-        with path.open("rb") as file:
-            file.seek(start)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read[path] = start + len(whole)
-        place = start
-        run_id = int(path.stem)
-        for raw in whole.splitlines(keepends=True):
-            yield self._line(raw, run_id, place)
-            place += len(raw)
+        return _Reader(self._source, path).lines(self._counted(path))
+
+    def _counted(self, path: Path) -> Iterator[blocks.Line]:
+        for place, raw in blocks.forward(path, self._read.get(path, 0)):
+            self._read[path] = place + len(raw)
+            yield place, raw
+
+
+class _Reader:
+    """Makes lines of what is in one file."""
+
+    def __init__(self, source: Source, path: Path) -> None:
+        self._source = source
+        self._run_id = int(path.stem)
+        self._time = 0.0  # of the line before
+
+    def lines(self, found: Iterable[blocks.Line]) -> Iterator[LogLine]:
+        """As they are found."""
+        return (self._line(raw, self._run_id, place) for place, raw in found)
 
     def _line(self, raw: bytes, run_id: int, place: int) -> LogLine:
         try:

@@ -179,7 +179,7 @@ def read_logs(hub: Hub, trial: Trial, query: LogQuery) -> Iterator[LogLine | Non
     source = logs.Source(hub.home.trial_logs(trial.id), trial.id, trial.task_id)
     if query.follow:
         return logs.follow(source, query, _ended(hub, trial.id))
-    return iter(logs.lines(source, query))
+    return logs.lines(source, query)
 
 
 def _ended(hub: Hub, trial_id: int) -> Callable[[], bool]:

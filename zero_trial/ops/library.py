@@ -8,13 +8,14 @@ Registered by schema, not by decorator: a call costs microseconds, and FakeTenso
     out         receives the new parameter rounded to its own dtype (bf16 or fp16), or None
     found_inf   one-element fp32 tensor; where it is not 0 nothing is changed; or None
 
-All tensors of a call have the same number of elements; a ConfigError says which one has not.
+All tensors of a call have the same number of elements, lie on one device and do not overlap. Steps are taken outside of autograd's graph
+(``torch.no_grad()``) and leave the tensors' version counters alone; sums have no derivative. A ConfigError says what does not fit.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -45,6 +46,11 @@ def takes(p: Tensor, g: Tensor, states: tuple[Tensor, ...], out: Tensor | None, 
     n = p.numel()
     if g.numel() != n:
         raise _other_size("gradient", g, n)
+    if p.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "an optimizer step has no derivative, and the parameter requires one",
+            fix="Call it under torch.no_grad().",
+        )
     takes = p.dtype is torch.float32 and p.is_contiguous() and g.dtype in TYPES and g.is_contiguous() and g.is_cpu
     for state in states:
         if state.numel() != n:
@@ -56,7 +62,22 @@ def takes(p: Tensor, g: Tensor, states: tuple[Tensor, ...], out: Tensor | None, 
         takes = takes and out.dtype in _LOW and out.is_contiguous() and out.is_cpu
     if found_inf is not None:
         takes = takes and found_inf.dtype is torch.float32 and found_inf.numel() == 1 and found_inf.is_cpu
+    if not takes:
+        _refuse((p, g, *states, *(() if out is None else (out,))), found_inf)
     return takes
+
+
+def _refuse(tensors: Sequence[Tensor], found_inf: Tensor | None) -> None:
+    """What plain torch would compute nonsense from, or fail on without saying why."""
+    if not all(tensor.is_floating_point() for tensor in tensors):
+        got = ", ".join(str(tensor.dtype) for tensor in tensors)
+        raise ConfigError("an optimizer step works on real floating point numbers", got=got)
+    alike = len({tensor.shape for tensor in tensors}) == 1
+    if not alike and not all(tensor.is_contiguous() for tensor in tensors):
+        got = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigError("tensors of different shapes that are not contiguous have no common order", got=got)
+    if found_inf is not None and found_inf.numel() != 1:
+        raise ConfigError("found_inf is one number", got=f"{found_inf.numel()} elements", expected=1)
 
 
 def _other_size(name: str, tensor: Tensor, n: int) -> ConfigError:
@@ -81,9 +102,11 @@ def adam_(
     multiplier: float,
     decoupled: bool,
 ) -> None:
-    """Adam (``decoupled`` False) or AdamW, step number ``step`` from 1."""
+    """Adam (``decoupled`` False) or AdamW, step number ``step`` from 1; an infinite one corrects no bias."""
+    if not step >= 1:
+        raise ConfigError("steps of Adam are numbered from 1", where="adam_", got=step)
     native = backend().native
-    if native is None or not takes(p, g, (m, v), out, found_inf):
+    if not takes(p, g, (m, v), out, found_inf) or native is None:
         plain.adam_(p, g, m, v, out, found_inf, lr, beta1, beta2, eps, weight_decay, step, multiplier, decoupled)
         return
     scalars = (lr, beta1, beta2, eps, weight_decay, multiplier, 1 - beta1**step, 1 - beta2**step)
@@ -104,7 +127,7 @@ def lion_(
 ) -> None:
     """Lion."""
     native = backend().native
-    if native is None or not takes(p, g, (m,), out, found_inf):
+    if not takes(p, g, (m,), out, found_inf) or native is None:
         plain.lion_(p, g, m, out, found_inf, lr, beta1, beta2, weight_decay, multiplier)
         return
     scalars = (lr, beta1, beta2, 0.0, weight_decay, multiplier, 0.0, 0.0)
@@ -124,7 +147,7 @@ def adagrad_(
 ) -> None:
     """Adagrad; ``lr`` with its decay already in it."""
     native = backend().native
-    if native is None or not takes(p, g, (s,), out, found_inf):
+    if not takes(p, g, (s,), out, found_inf) or native is None:
         plain.adagrad_(p, g, s, out, found_inf, lr, eps, weight_decay, multiplier)
         return
     scalars = (lr, 0.0, 0.0, eps, weight_decay, multiplier, 0.0, 0.0)
@@ -147,7 +170,7 @@ def sgd_(
 ) -> None:
     """SGD with momentum; ``first``: the buffer becomes the gradient, undamped."""
     native = backend().native
-    if native is None or not takes(p, g, (b,), out, found_inf):
+    if not takes(p, g, (b,), out, found_inf) or native is None:
         plain.sgd_(p, g, b, out, found_inf, lr, momentum, dampening, weight_decay, first, nesterov, multiplier)
         return
     scalars = (lr, 0.0, 0.0, 0.0, weight_decay, multiplier, momentum, 1.0 if first else 1.0 - dampening)
@@ -158,6 +181,8 @@ def square_sum(x: Tensor) -> Tensor:
     """Sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
     native = backend().native
     if native is None or x.dtype not in TYPES or not x.is_contiguous():
+        if x.is_complex():
+            raise ConfigError("square_sum works on real numbers", got=x.dtype)
         return plain.square_sum(x)
     total = ctypes.c_double()
     arguments = (native.isa, torch.get_num_threads(), x.numel(), x.data_ptr(), TYPES[x.dtype])
@@ -277,7 +302,7 @@ def _register() -> torch.library.Library:
         if name != "square_sum"
     }
     own = {"lamb_moments_": lamb_moments_, "lamb_apply_": lamb_apply_, "add_many_": add_many_}
-    fakes = {
+    fakes: dict[str, Callable[..., Tensor | None]] = {
         "square_sum": lambda x: x.new_empty((), dtype=torch.float64),
         "lamb_moments_": lambda p, *_: p[0].new_empty((2, len(p)), dtype=torch.float64),
     }
@@ -285,8 +310,15 @@ def _register() -> torch.library.Library:
         library.define(name + schema)
         library.impl(name, getattr(cuda, name), "CUDA")
         library.impl(name, (cpu | in_turn | own).get(name) or getattr(many, name), "CPU")
-        torch.library.register_fake(f"zero_trial::{name}", fakes.get(name, lambda *_: None), lib=library)
+        torch.library.register_fake(f"zero_trial::{name}", fakes.get(name, _on_one_device), lib=library)
     return library
+
+
+def _on_one_device(*given: object) -> None:
+    """What the ops do to tensors without data. Without the check one such tensor among others would make a step do nothing at all."""
+    found = {x.device for each in given for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)}
+    if len(found) > 1:
+        raise ConfigError("tensors of an op on different devices", got=", ".join(sorted(map(str, found))))
 
 
 LIBRARY = _register()

@@ -46,7 +46,7 @@ def adam_(
             _gradient(G, P, multiplier),
             M,
             V,
-            int(step),
+            step,
             lr=lr,
             betas=(beta1, beta2),
             eps=eps,

@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 
+#include <fenv.h>
 #include <stdint.h>
 
 #define ZT_EXPORT extern "C" __attribute__((visibility("default")))
@@ -45,9 +46,28 @@ static inline const ZtKernels* kernels(int isa) {
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
+// True in a child of fork(): it has none of its parent's threads, and OpenMP would wait for them for ever.
+extern bool zt_forked;
+
 static inline int useful_threads(long threads, long n) {
   const long most = n / kElementsPerThread;
-  return (int)(threads < 1 || most < 1 ? 1 : least(threads, most));
+  return (int)(zt_forked || threads < 1 || most < 1 ? 1 : least(threads, most));
 }
+
+// Rounding and flushing of subnormal numbers to zero are settings of a thread. Threads that help compute with the caller's, so that
+// the number of threads does not change a bit, and get their own back.
+struct FloatMode {
+  fenv_t mode;
+  FloatMode() { fegetenv(&mode); }
+};
+
+struct Adopted {
+  fenv_t own;
+  explicit Adopted(const FloatMode& callers) {
+    fegetenv(&own);
+    fesetenv(&callers.mode);
+  }
+  ~Adopted() { fesetenv(&own); }
+};
 
 #endif

@@ -5,7 +5,14 @@
 #include "call.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
+
+bool zt_forked = false;
+
+__attribute__((constructor)) static void notice_forks() {
+  pthread_atfork(nullptr, nullptr, [] { zt_forked = true; });
+}
 
 namespace {
 
@@ -14,8 +21,11 @@ void over_threads(void (*run)(const ZtShard&, const Op&, long, long), const ZtSh
                   long n) {
   threads = useful_threads(threads, n);
   const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+  if (threads == 1) return run(shard, op, 0, n);
+  const FloatMode callers;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
   for (int t = 0; t < threads; ++t) {
+    const Adopted mode(callers);
     const long begin = tiles * t / threads * kElementsPerTile;
     const long end = least(n, tiles * (t + 1) / threads * kElementsPerTile);
     run(shard, op, begin, end);
@@ -88,10 +98,14 @@ ZT_EXPORT void zt_add(int isa, int threads, long n, void* into, int into_type, c
   const ZtKernels* table = kernels(isa);
   const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
   threads = useful_threads(threads, n);
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-  for (int t = 0; t < threads; ++t)
+  if (threads == 1) return table->add(into, into_type, x, type, 0, n);
+  const FloatMode callers;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int t = 0; t < threads; ++t) {
+    const Adopted mode(callers);
     table->add(into, into_type, x, type, tiles * t / threads * kElementsPerTile,
                least(n, tiles * (t + 1) / threads * kElementsPerTile));
+  }
 }
 
 // One level of sums of zt_sums.h, in place; returns how many are left.
@@ -114,9 +128,13 @@ ZT_EXPORT int zt_square_sum(int isa, int threads, long n, const void* x, int typ
   if (!partial) return 1;
   const ZtKernels* table = kernels(isa);
   threads = useful_threads(threads, n);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (long c = 0; c < chunks; ++c)
-    partial[c] = table->square_sum(x, type, c * kElementsPerChunk, least(n, (c + 1) * kElementsPerChunk));
+  const FloatMode callers;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+  for (int t = 0; t < threads; ++t) {
+    const Adopted mode(callers);
+    for (long c = chunks * t / threads; c < chunks * (t + 1) / threads; ++c)
+      partial[c] = table->square_sum(x, type, c * kElementsPerChunk, least(n, (c + 1) * kElementsPerChunk));
+  }
   long left = chunks;
   while (left > 1) left = sum_level(partial, left);
   *out = left ? partial[0] : 0.0;

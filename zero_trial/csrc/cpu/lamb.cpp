@@ -28,8 +28,10 @@ void over_tiles(const ZtCall* calls, long count, Work work) {
   long tiles = 0, elements = 0;
   for (long c = 0; c < count; ++c) tiles += tiles_of(calls[c]), elements += (long)calls[c].n;
   const int threads = useful_threads(count ? (long)calls[0].threads : 1, elements);
+  const FloatMode callers;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int t = 0; t < threads; ++t) {
+    const Adopted mode(callers);
     const long begin = tiles * t / threads, end = tiles * (t + 1) / threads;
     long first = 0;  // tile of all at which tensor c begins
     for (long c = 0; c < count && first < end; first += tiles_of(calls[c]), ++c) {

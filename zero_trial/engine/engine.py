@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,18 +15,15 @@ from zero_trial.engine.casting import cast_floats
 from zero_trial.engine.garbage import COLLECTOR
 from zero_trial.engine.monitor import Monitor
 from zero_trial.engine.mpu import EngineMpu
-from zero_trial.engine.nonfinite import NonFinite, blame, name_culprit
 from zero_trial.engine.phases import BACKWARD, FORWARD, REDUCE_WAIT, STEP, Phases
 from zero_trial.engine.reporter import Reporter
 from zero_trial.engine.saving import Saver
 from zero_trial.engine.surface import EngineSurface
+from zero_trial.engine.verdict import Verdict
 from zero_trial.engine.wiring import Wiring
 from zero_trial.errors import TrialError
 from zero_trial.mesh import Mesh
 from zero_trial.zero import ShardedModel, ShardedOptimizer
-from zero_trial.zero.norm import clip_factor
-
-log = logging.getLogger("zero_trial")
 
 
 class Engine(EngineSurface):
@@ -55,7 +50,6 @@ class Engine(EngineSurface):
         self.module = module
         self.sharded = model
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.wiring = wiring
         self.config = config
         self.mesh = mesh
@@ -63,12 +57,11 @@ class Engine(EngineSurface):
         self.mpu = client_mpu if client_mpu is not None else EngineMpu(mesh)
         self.local_rank = local_rank
         self.training_dataloader: Any = None
-        self.loss_scaler = wiring.policy.loss_scale
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self.last_nonfinite: NonFinite | None = None
+        self.verdict = Verdict(model, wiring, device)
+        self.lr_scheduler = lr_scheduler
+        self.global_steps = self.global_samples = self.micro_steps = 0
         self._batch = wiring.batch
-        self._grad_norm: float | None = None
-        self._applied = False
+        self._updated = False  # the last call of step was at a boundary
         self._boundary: bool | None = None  # set by a caller who owns the boundary
         self._pending = 0  # backward passes since the last step
         self._managed = config.managed_gradient_accumulation
@@ -81,7 +74,7 @@ class Engine(EngineSurface):
             Reporter(),
         )  # null objects, until somebody watches
         model.optimizer = optimizer
-        model.gradient_multiplier = self._unscale
+        model.gradient_multiplier = lambda: self.verdict.unscale()
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -100,13 +93,14 @@ class Engine(EngineSurface):
         Collective over the data-parallel ranks whenever gradients are reduced.
         """
         self._check_loss(loss)
+        self.verdict.conclude()  # the loss scale is known, and old gradients are needed no more
         self.reporter.saw_loss(loss)
         self.phases.begin(BACKWARD)
         steps = self._batch.accumulation if scale_wrt_gas else 1
         last = self.is_gradient_accumulation_boundary()
         reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
         self.sharded.begin_backward(reduce=reduce, last=last)
-        factor = self.loss_scaler.scale / steps
+        factor = self.verdict.scaler.scale / steps
         (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
         self.phases.end(BACKWARD)
         self.phases.begin(REDUCE_WAIT)
@@ -123,7 +117,7 @@ class Engine(EngineSurface):
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
         micro_batches = self._batch.accumulation if self._managed else self._pending
         self.micro_steps += 1 if self._managed else micro_batches
-        self._applied = False
+        self._updated = False
         if boundary:
             self._update(micro_batches, lr_kwargs or {})
 
@@ -134,25 +128,10 @@ class Engine(EngineSurface):
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
             )
         self.phases.begin(STEP)
+        self.verdict.conclude()
         self.sharded.reducer.ensure_reduced()
-        norm = self._global_norm()
-        finite = math.isfinite(norm)
-        self._grad_norm = norm
-        if finite or not self.wiring.skip_nonfinite:
-            self.sharded.settle()
-            self.sharded.update(self._unscale() * (clip_factor(norm, self.wiring.clip) if finite else 1.0))
-            if self.wiring.defer_publish:
-                self.sharded.wait_when_called()
-            else:
-                self.sharded.wait()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-            self._applied = True
-        else:
-            self.last_nonfinite = name_culprit(self.sharded, self.global_steps)
-            self.skipped_steps += 1
-        self.sharded.reducer.reset()
-        self._advance_scale(not finite)
+        self.verdict.decide(self.global_steps, self._lr_scheduler, lr_kwargs)
+        self._updated = True
         self.global_steps += 1
         self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
         self._pending = 0
@@ -166,30 +145,6 @@ class Engine(EngineSurface):
         self._pending = 0
         for param in self.module.parameters():
             param.grad = None
-
-    def _global_norm(self) -> float:
-        """L2 norm of the averaged, unscaled gradient; not finite if any element on any rank is not. One scalar all-reduce over shard
-        and one over pipe, where a tied weight is counted once."""
-        sums = self.sharded.owned_square_sums()
-        total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.device)
-        total = total.reshape(1)
-        self.mesh.shard.all_reduce_small(total, "gradient norm")
-        self.mesh.pipe.all_reduce_small(total, "gradient norm")
-        return math.sqrt(total.item()) * self._unscale() if total.item() >= 0 else math.nan
-
-    def _unscale(self) -> float:
-        """From a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient, or to the sum where that was asked for."""
-        return 1.0 / (self.wiring.divisor * self.sharded.wire_scale * self.loss_scaler.scale)
-
-    def _advance_scale(self, overflow: bool) -> None:
-        before = self.loss_scaler.scale
-        update = self.loss_scaler.update(overflow)
-        self.loss_scaler = update.state
-        if overflow and self.mesh.rank == 0 and self.last_nonfinite is not None:
-            change = f"; loss scale {before:g} -> {update.state.scale:g}" if before != update.state.scale else ""
-            log.warning("%s; the step is skipped on all ranks%s", self.last_nonfinite.describe(), change)
-        if update.error is not None:
-            raise blame(update.error, self.last_nonfinite)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -234,10 +189,6 @@ class Engine(EngineSurface):
         finally:
             self._sync = before
 
-    def was_step_applied(self) -> bool:
-        """Did the last :meth:`step` change the parameters?"""
-        return self._applied
-
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
         states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
@@ -245,10 +196,13 @@ class Engine(EngineSurface):
 
     def destroy(self) -> None:
         """Takes all hooks off; the module is an ordinary one again, and monitors are closed. Collective over shard."""
-        self.sharded.remove_hooks()
-        self.reporter.close()
-        self.monitor.close()
-        COLLECTOR.release(self)
+        try:
+            self.verdict.close()
+        finally:
+            self.sharded.remove_hooks()
+            self.reporter.close()
+            self.monitor.close()
+            COLLECTOR.release(self)
 
     def __getattr__(self, name: str) -> Any:
         """Falls through to the module, so that ``engine.generate(...)`` works."""

@@ -17,6 +17,7 @@ from zero_trial.config.sections import ActivationCheckpointingSection
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.kernels import agree_on_kernels
+from zero_trial.engine.late_verdict import choose_verdict
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -70,6 +71,7 @@ def initialize(
     if _device().type == "cpu":
         agree_on_kernels(mesh.world)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
+    engine.verdict = choose_verdict(engine.sharded, engine.wiring, engine.device, engine.optimizer)
     watch(engine)
     _configure_checkpointing(settings, mesh)
     if training_data is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zero_trial.errors import Diverged
 from zero_trial.zero import ShardedModel
-from zero_trial.zero.reducer import first_bad
+from zero_trial.zero.reducer import Culprit, first_bad
 
 # Freed parameters read as NaN, so that a use outside their module's forward shows.
 _OUTSIDE = (
@@ -38,34 +41,51 @@ def blame(error: Diverged, culprit: NonFinite | None) -> Diverged:
     return Diverged(error.what, where=error.where, got=got, expected=error.expected, fix=error.fix)
 
 
+# How little is known, rank, number of the unit, parameter: the smallest is the answer.
+Row = tuple[int, int, int, str]
+
+
 def name_culprit(model: ShardedModel, step: int) -> NonFinite:
-    """The first culprit in rank order, the same answer on every rank. Collective over data and pipe; only called when there is one.
+    """The first culprit in rank order, the same answer on every rank. Collective over data and pipe; only called when there is one."""
+    return agree(model, step, evidence(model, model.reducer.culprits), model.gatherer.was_used)
+
+
+def evidence(
+    model: ShardedModel, culprits: Sequence[Culprit], sums: Mapping[int, torch.Tensor] | None = None
+) -> list[Row]:
+    """What this rank knows of a gradient that is not finite: whom the reduction saw, else what lies in its shards. Local; reads the device.
+
+    ``sums``: of squares, by number of landing, for when something else may have landed in the shards since: they still tell the unit.
+    """
+    found: list[Row] = []
+    for culprit in culprits:
+        doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
+        found.append((doubt, culprit.rank or 0, model.units.index(culprit.landing.unit), culprit.parameter()))
+    for index, landing in enumerate([] if culprits else model.landings):
+        unit, total = landing.unit, (sums or {}).get(index)
+        if total is not None and bool(torch.isfinite(total)):
+            continue
+        position = first_bad(landing.shard)
+        if position is not None:
+            slot = unit.layout.slot_at(unit.layout.shard_range(unit.comm.index)[0] + position)
+            found.append((2, 0, model.units.index(unit), slot.name if slot is not None else unit.name))
+        elif total is not None:
+            found.append((3, 0, model.units.index(unit), unit.name))
+    return found
+
+
+def agree(model: ShardedModel, step: int, found: Sequence[Row], was_used: Callable[[str], bool]) -> NonFinite:
+    """The one culprit of what all ranks have ``found``; ``was_used(block)``: its forward had run. Collective over data and pipe.
 
     In a pipeline the last stage comes first: a bad value spreads from there towards the input.
     """
-    found: list[
-        tuple[int, int, int, str]
-    ] = []  # (how little is known, rank, unit, parameter), so that the smallest is the answer
-    for culprit in model.reducer.culprits:
-        doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
-        found.append((doubt, culprit.rank or 0, model.units.index(culprit.landing.unit), culprit.parameter()))
-    if not model.reducer.culprits:
-        for landing in model.landings:
-            position = first_bad(landing.shard)
-            if position is not None:
-                low, _ = landing.unit.layout.shard_range(landing.unit.comm.index)
-                slot = landing.unit.layout.slot_at(low + position)
-                found.append(
-                    (2, 0, model.units.index(landing.unit), slot.name if slot is not None else landing.unit.name)
-                )
-    everyone = [tuple(row) for rows in model.mesh.data.gather_json(found, "non-finite gradients") for row in rows]
+    everyone = [tuple(row) for rows in model.mesh.data.gather_json(list(found), "non-finite gradients") for row in rows]
     answer: list[Any] = []
     if everyone:
         # the unit built last comes first in the model, and a bad value spreads from there towards the input
         doubt, rank, index, parameter = min(everyone)
         block = model.units[index].block
-        hint = "" if model.gatherer.was_used(block) else _OUTSIDE.format(block=block)
-        answer = [doubt, rank, parameter, hint]
+        answer = [doubt, rank, parameter, "" if was_used(block) else _OUTSIDE.format(block=block)]
     stages = [answer for answer in model.mesh.pipe.gather_json(answer, "non-finite gradients") if answer]
     if not stages:
         return NonFinite(step, None, "an unknown parameter (a row of squares overflowed fp32)")

@@ -80,10 +80,11 @@ class PipelineEngine(Engine):
             self._iterator = data_iter
         self.module.train()
         meal = self._read(self.gradient_accumulation_steps())
+        self.verdict.conclude()
         schedule = self.schedule(meal.micro_batches)
         self._shards.start_step()
         self.sharded.wait()
-        scale = self.loss_scaler.scale * meal.lines
+        scale = self.verdict.scaler.scale * meal.lines
         batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
         outcome = self._perform(schedule, batch, Wishes(loss=self._loss))
         self.phases.begin(REDUCE_WAIT)

@@ -16,30 +16,72 @@ from zero_trial.precision.loss_scale import LossScale
 from zero_trial.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
+    from zero_trial.engine.nonfinite import NonFinite
     from zero_trial.engine.saving import Saver
+    from zero_trial.engine.verdict import Verdict
     from zero_trial.mesh import Mesh
 
 
 class EngineSurface(nn.Module):
-    """What user code asks of an engine besides stepping it. :class:`Engine` sets the attributes."""
+    """What user code asks of an engine besides stepping it. :class:`Engine` sets the attributes.
+
+    What depends on whether the last step was skipped is asked of the verdict, which may have to wait for the device (on CUDA).
+    """
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
     config: DsConfig
     mesh: Mesh
     device: torch.device
-    loss_scaler: LossScale
+    verdict: Verdict
     micro_steps: int
     local_rank: int
     _batch: BatchTriple
-    _grad_norm: float | None
+    _lr_scheduler: Any
     _saver: Saver
+    _updated: bool
 
-    # --- values ---------------------------------------------------------------------------------------------------
+    # --- values that wait for the last step -------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradient before clipping; None before the first."""
-        return self._grad_norm
+        return self.verdict.known().norm
+
+    def was_step_applied(self) -> bool:
+        """Did the last :meth:`step` change the parameters?"""
+        return self._updated and self.verdict.known().applied
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.verdict.known().skipped
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.verdict.known().skipped = count
+
+    @property
+    def last_nonfinite(self) -> NonFinite | None:
+        """Whose gradient was to blame for the last skipped step. On CUDA with several ranks it is named with the next backward pass."""
+        return self.verdict.known().nonfinite
+
+    @property
+    def loss_scaler(self) -> LossScale:
+        return self.verdict.known().scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: LossScale) -> None:
+        self.verdict.known().scaler = scaler
+
+    @property
+    def lr_scheduler(self) -> Any:
+        self.verdict.known()
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self._lr_scheduler = schedule
+
+    # --- values ---------------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
@@ -134,6 +176,7 @@ class EngineSurface(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call. See :class:`Saver`."""
+        self.verdict.conclude()
         return self._saver.save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -154,6 +197,7 @@ class EngineSurface(nn.Module):
                 fix="Load into engine.module inside GatheredParameters instead.",
             )
         full = not load_module_only
+        self.verdict.conclude()
         return self._saver.load(
             Path(load_dir),
             tag,

@@ -171,7 +171,9 @@ def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor
         factor = factor / loss_scale.detach().double().reshape(())
     norm = total.sqrt() * factor
     finite = torch.isfinite(norm)
-    limited = torch.where(finite, (clip / (norm + 1e-6)).clamp(max=1.0), 1.0) if clip > 0 else torch.ones_like(norm)
+    limited = torch.ones_like(norm)
+    if clip > 0:  # a tensor over a tensor: a number over one is a product with the reciprocal, rounded twice
+        limited = torch.where(finite, (torch.full_like(norm, clip) / (norm + 1e-6)).clamp(max=1.0), limited)
     control.copy_(torch.stack([norm, factor * limited, (~finite).double()]))
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zero_trial.errors import TrialError
 from zero_trial.mesh import Mesh, Pending
+from zero_trial.ops.optimizers import Gate
 from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero import directory
 from zero_trial.zero.domain import Domain
@@ -221,13 +222,14 @@ class ShardedModel:
         Publication(self.units, (), self._publishing).finish()
         self.gatherer.start_step()
 
-    def update(self, multiplier: float) -> None:
+    def update(self, multiplier: float, gate: Gate | None = None) -> None:
         """One optimizer step with ``multiplier`` times the reduced gradients, and :meth:`publish` of each unit as soon as it is done, while
-        the next one is updated. What is said there holds here. Collective over shard."""
+        the next one is updated. What is said there holds here. ``gate``: see :meth:`ShardedOptimizer.step`; a step that the device skips
+        publishes the values that were there. Collective over shard."""
         if self.optimizer is None:
             raise TrialError("there is no optimizer to step", where="ShardedModel.update")
         publication = Publication(self.units, self.optimizer.pieces, self._publishing)
-        self.optimizer.step(multiplier, publication.updated)
+        self.optimizer.step(multiplier, publication.updated, gate)
         publication.finish()
         self.gatherer.start_step()
 

@@ -36,3 +36,14 @@ def square_sum_of_rows(shard: torch.Tensor) -> torch.Tensor:
 def clip_factor(norm: float, limit: float) -> float:
     """What gradients are multiplied by so that their norm is at most ``limit`` (0: no limit). As torch's clip_grad_norm_, 1e-6 included."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def divisor(total: torch.Tensor, unscale: float, limit: float) -> torch.Tensor:
+    """``1 / (unscale clip_factor)`` for a sum of squares ``total`` (1,) in float64, as an fp32 scalar beside it; where the norm is not
+    finite, nothing is clipped. The host reads nothing."""
+    norm = total.reshape(()).sqrt() * unscale
+    factor = torch.full_like(norm, unscale)
+    if limit > 0:
+        clipped = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor * torch.where(torch.isfinite(norm), clipped, torch.ones_like(norm))
+    return (torch.ones_like(norm) / factor).float()

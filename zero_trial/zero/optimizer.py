@@ -11,7 +11,19 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops.optimizers import FusedLamb, PieceOptimizer, PieceWork, Segment, fused_step, scaled_step
+from zero_trial.ops import native_on
+from zero_trial.ops.optimizers import (
+    FusedLamb,
+    Gate,
+    PieceOptimizer,
+    PieceWork,
+    Segment,
+    fused_step,
+    gated_step,
+    scaled_step,
+    take_back,
+    takes_gates,
+)
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import Slot
 from zero_trial.zero.store import DeviceStore, ShardPiece, StateStore
@@ -73,6 +85,10 @@ def _nobody(pieces: Sequence[ShardPiece], rounded: bool) -> None:
     return None
 
 
+def _known() -> None:
+    """Every step's outcome is."""
+
+
 def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
     """How ``base`` wants its pieces: by unit, all at once (norms over tensors that lie in several pieces), or bounded by the casts' memory."""
     if not isinstance(base, PieceOptimizer):
@@ -100,13 +116,18 @@ class ShardedOptimizer:
         self.pieces = list(pieces)
         self._store = store if store is not None else DeviceStore(self.pieces, **_batching(base))
         self._scale = scale
+        self._stateful = 0  # weights that had state before the last step
+        # What must happen before numbers are shown: the last step may still be taken back.
+        self.when_asked: Callable[[], None] = _known
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        self.when_asked()
         return self.base.param_groups
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
+        self.when_asked()
         return self.base.state
 
     @property
@@ -115,29 +136,55 @@ class ShardedOptimizer:
 
     cur_scale = loss_scale
 
-    def step(self, multiplier: float = 1.0, updated: Callable[[Sequence[ShardPiece], bool], None] = _nobody) -> None:
+    def takes_gates(self, device: torch.device) -> bool:
+        """Whether :meth:`step` can be told by ``device``, where the gradients are, without the host's reading anything there."""
+        if not takes_gates(self.base) or not isinstance(self._store, DeviceStore):
+            return False
+        at_home = all(piece.weight.device == piece.landing.shard.device for piece in self.pieces)
+        return at_home and (device.type == "cpu" or not isinstance(self.base, PieceOptimizer) or native_on(device))
+
+    @property
+    def divides(self) -> bool:
+        """Whether a gate must hold what gradients are divided by: torch's own fused optimizers multiply by nothing."""
+        return not isinstance(self.base, PieceOptimizer)
+
+    def step(
+        self,
+        multiplier: float = 1.0,
+        updated: Callable[[Sequence[ShardPiece], bool], None] = _nobody,
+        gate: Gate | None = None,
+    ) -> None:
         """One update with ``multiplier`` times the reduced gradients. Optimizers that sum norms over tensors (LAMB) are collective over shard.
 
         ``updated(pieces, rounded)`` hears of pieces as soon as they are done; ``rounded``: their 16-bit copies are, too. Bytes per parameter
         from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass where the optimizer fuses, else 28 and two casts of 6 each.
+        With a ``gate`` (see :meth:`takes_gates` and :attr:`divides`) the device may skip the step: then :meth:`take_back` must follow.
         """
+        self._stateful = len(self.base.state)
         for batch in self._store.batches():
             self._store.borrow(batch)
-            rounded = self._update(batch, multiplier)
+            rounded = self._update(batch, multiplier, gate)
             self._store.give_back(batch)
             updated(batch, rounded)
 
-    def _update(self, batch: Sequence[ShardPiece], multiplier: float) -> bool:
+    def _update(self, batch: Sequence[ShardPiece], multiplier: float, gate: Gate | None) -> bool:
         if isinstance(self.base, PieceOptimizer) and self.base.fuses:
             work = [PieceWork(piece.weight, piece.reduced, piece.rounded, piece.group) for piece in batch]
-            fused_step(self.base, work, multiplier)
+            fused_step(self.base, work, multiplier, gate)
             return True
         for piece in batch:
             piece.weight.grad = piece.gradient()
-        scaled_step(self.base, multiplier)
+        if gate is None:
+            scaled_step(self.base, multiplier)
+        else:
+            gated_step(self.base, gate.factor, gate.found_inf)
         for piece in batch:
             piece.weight.grad = None
         return False
+
+    def take_back(self) -> None:
+        """The device has skipped the last step: what the host counted and made for it is as before."""
+        take_back(self.base, self._stateful)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do here: gradients live in the units, and :meth:`Engine.zero_grad` forgets them."""
@@ -147,6 +194,7 @@ class ShardedOptimizer:
 
         State that is not one value per element (rows and columns of Adafactor) exists for whole tensors only and has its own shape.
         """
+        self.when_asked()
         for piece in self.pieces:
             if (slot := whole_slot(piece)) is not None:
                 for key, value in self.base.state.get(piece.weight, {}).items():
@@ -170,6 +218,7 @@ class ShardedOptimizer:
 
         All pieces of a group step together, so their numbers are the same.
         """
+        self.when_asked()
         found: dict[str, dict[str, float]] = {}
         for piece in self.pieces:
             for key, value in self.base.state.get(piece.weight, {}).items():
@@ -189,6 +238,7 @@ class ShardedOptimizer:
 
         ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece of that tensor gets none either.
         """
+        self.when_asked()
         self.base.state.clear()
         for piece in self.pieces:
             weight, slot = piece.weight.detach(), whole_slot(piece)
@@ -235,6 +285,7 @@ class ShardedOptimizer:
 
     def state_shard(self, unit: Unit, kind: str) -> torch.Tensor | None:
         """The unit's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
+        self.when_asked()
         out: torch.Tensor | None = None
         for piece in self.pieces:
             value = self.base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
@@ -245,12 +296,14 @@ class ShardedOptimizer:
 
     def set_state_shard(self, unit: Unit, kind: str, shard: torch.Tensor) -> None:
         """Writes ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
+        self.when_asked()
         for piece in self.pieces:
             if piece.unit is unit:
                 self.base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
 
     def persistent_bytes(self) -> int:
         """Bytes of optimizer state, masters left out, on this rank."""
+        self.when_asked()
         return sum(
             value.numel() * value.element_size()
             for piece in self.pieces

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.ops.optimizers import FusedLamb, Lion, scaled_step
+from zero_trial.ops.optimizers import (
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+    Gate,
+    Lion,
+    PieceOptimizer,
+    PieceWork,
+    fused_step,
+    gated_step,
+    scaled_step,
+    take_back,
+    takes_gates,
+)
 
 Build = Callable[[list[Any]], torch.optim.Optimizer]
 
@@ -76,3 +89,81 @@ def test_subclasses_get_really_multiplied_gradients() -> None:
     p.grad = torch.ones(2)
     scaled_step(optimizer, 0.25)
     assert torch.equal(p.grad, torch.full((2,), 0.5))
+
+
+# --- told by the device -----------------------------------------------------------------------------------------------
+
+GATED: dict[str, Build] = {
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
+    "FusedAdam, L2": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
+    "FusedLion": lambda p: FusedLion(p, lr=0.1),
+    "FusedLamb": lambda p: FusedLamb(p, lr=0.1, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+FACTOR = 0.3
+
+
+def host_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: list[torch.Tensor]) -> None:
+    if isinstance(optimizer, PieceOptimizer):
+        work = [PieceWork(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
+        fused_step(optimizer, work, FACTOR)
+        return
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = g.clone()
+    scaled_step(optimizer, FACTOR)
+
+
+def device_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: list[torch.Tensor], bad: bool) -> None:
+    """The same numbers in tensors; a bad step is tried and taken back."""
+    found = torch.tensor(float(bad))
+    known = len(optimizer.state)
+    if isinstance(optimizer, PieceOptimizer):
+        work = [PieceWork(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
+        fused_step(optimizer, work, 1.0, Gate(torch.tensor([FACTOR]), found))
+    else:
+        for p, g in zip(params, gradients, strict=True):
+            p.grad = g.clone()
+        gated_step(optimizer, torch.tensor(1 / FACTOR), found)
+    if bad:
+        take_back(optimizer, known)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_the_device_gives_the_factor_and_may_skip(name: str) -> None:
+    """Steps 0, 2 and 3 are bad: afterwards nothing tells that they were tried, neither weights nor state nor counts."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(3))]
+    plain = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    told, optimizer = GATED[name](ours), GATED[name](plain)
+    assert takes_gates(told)
+    for step in range(6):
+        gradients = [torch.randn_like(p) for p in plain]
+        bad = step in (0, 2, 3)
+        if not bad:
+            host_step(optimizer, plain, gradients)
+        spoilt = [g / (0.0 if bad else 1.0) for g in gradients]
+        device_step(told, ours, spoilt, bad)
+        for a, b in zip(ours, plain, strict=True):
+            assert torch.equal(a, b)
+            mine, theirs = told.state.get(a, {}), optimizer.state.get(b, {})
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine), (step, mine, theirs)
+
+
+def test_who_must_be_told_by_the_host():
+    piece = [torch.nn.Parameter(torch.ones(2))]
+    for build in (CASES["foreach AdamW"], CASES["RMSprop"], CASES["Lion"]):
+        assert not takes_gates(build(piece))
+
+
+def test_a_step_leaves_the_gate_as_it_was():
+    piece = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([piece], lr=0.1)
+    fused_step(optimizer, [PieceWork(piece, torch.ones(2), None, 0)], 1.0, Gate(torch.ones(1), None))
+    assert optimizer.gate is None and optimizer.work is None
+    sgd = torch.optim.SGD([piece], lr=0.1, fused=True)
+    piece.grad = torch.ones(2)
+    gated_step(sgd, torch.ones(()), torch.zeros(()))
+    assert not hasattr(sgd, "grad_scale") and not hasattr(sgd, "found_inf")

@@ -3,18 +3,30 @@
 from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdam, FusedLion
 from zero_trial.ops.optimizers.lamb import FusedLamb, Segment
 from zero_trial.ops.optimizers.lion import Lion
-from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
-from zero_trial.ops.optimizers.scaled_step import fused_step, scaled_step
+from zero_trial.ops.optimizers.pieces import Gate, PieceOptimizer, PieceWork
+from zero_trial.ops.optimizers.scaled_step import (
+    divides_in_kernel,
+    fused_step,
+    gated_step,
+    scaled_step,
+    take_back,
+    takes_gates,
+)
 
 __all__ = [
     "CPUAdam",
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
+    "Gate",
     "Lion",
     "PieceOptimizer",
     "PieceWork",
     "Segment",
+    "divides_in_kernel",
     "fused_step",
+    "gated_step",
     "scaled_step",
+    "take_back",
+    "takes_gates",
 ]

@@ -37,7 +37,7 @@ class _OnePass(PieceOptimizer):
             for name in self.moments:
                 if name not in state:
                     state[name] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
-        if len(items) > 1 and one_launch(items):
+        if items and (self.gate is not None or (len(items) > 1 and one_launch(items))):
             self._step_together(items)
             return
         for item in items:
@@ -56,7 +56,8 @@ class _OnePass(PieceOptimizer):
             tensors = [list(column) for column in zip(*rows, strict=True)]
             out = [item.out for item, _ in those if item.out is not None]
             columns = [list(column) for column in zip(*(own for _, own in those), strict=True)]
-            getattr(_ops, f"{self.op[:-1]}_many_")(*tensors, out, None, None, *columns, self.grad_multiplier, *rest)
+            flags = self.flags()
+            getattr(_ops, f"{self.op[:-1]}_many_")(*tensors, out, *flags, *columns, self.grad_multiplier, *rest)
 
     def _moments_of(self, item: PieceWork) -> list[Tensor]:
         return [self.state[item.weight][name] for name in self.moments]

@@ -24,6 +24,7 @@ from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
 
 _ops = library.OPS
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CONSTANTS = 32  # lists of numbers that are kept on the device
 
 
 class Segment(NamedTuple):
@@ -99,6 +100,7 @@ class FusedLamb(PieceOptimizer):
         self._cuts: dict[int, _Cut] | None = None
         self._num_tensors = 0
         self._sum_over_shards: Callable[[Tensor], None] = _no_shards
+        self._constants: dict[tuple[Any, ...], Tensor] = {}
 
     def bind(
         self,
@@ -130,13 +132,13 @@ class FusedLamb(PieceOptimizer):
         device = next((piece.device for piece in pieces), torch.device("cpu"))
         squares = torch.zeros(2, count, dtype=torch.float64, device=device)
         alike = _alike(parts)
-        for those in alike:
-            owners = torch.tensor([part.owner for part in those], device=device)
-            squares.index_add_(1, owners, self._moments(those))
+        owners = [self._constant([part.owner for part in those], torch.int64, device) for those in alike]
+        for those, whose in zip(alike, owners, strict=True):
+            squares.index_add_(1, whose, self._moments(those))
         self._sum_over_shards(squares)
         norms = squares.sqrt()
-        for those in alike:
-            _apply(those, norms)
+        for those, whose in zip(alike, owners, strict=True):
+            self._apply(those, norms[:, whose])
 
     def _count(self, item: PieceWork) -> float:
         """Makes the moments of a piece where they are missing, and counts its step."""
@@ -164,8 +166,32 @@ class FusedLamb(PieceOptimizer):
         """Moments of all parts in place (Algorithm 2, lines 6 to 8); the squares of p and of the direction, (2, parts)."""
         p, g, m, v = ([part[at] for part in parts] for at in range(4))
         corrected = parts[0].group["bias_correction"]
-        squares: Tensor = _ops.lamb_moments_(p, g, m, v, None, None, *_numbers(parts), self.grad_multiplier, corrected)
+        flags = self.flags()
+        squares: Tensor = _ops.lamb_moments_(p, g, m, v, *flags, *_numbers(parts), self.grad_multiplier, corrected)
         return squares
+
+    def _apply(self, parts: Sequence[_Part], norms: Tensor) -> None:
+        """Lines 9 to 12: the step of each part along its direction, as long as its tensor's ratio says; ``norms`` (2, parts)."""
+        low, high = (
+            self._constant([part.group[key] for part in parts], torch.float64, norms.device)
+            for key in ("min_coeff", "max_coeff")
+        )
+        known = (norms[0] > 0) & (norms[1] > 0)
+        ratio = torch.where(known, (norms[0] / norms[1]).clamp(low, high), 1.0).float()
+        p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
+        out = [part.out for part in parts if part.out is not None]
+        lr = [float(part.group["lr"]) for part in parts]
+        found_inf, _ = self.flags()
+        _ops.lamb_apply_(p, m, v, out, found_inf, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
+
+    def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``values`` as a tensor, kept: to copy them to a CUDA device again in every step is to wait for it."""
+        key = (*values, dtype, device)
+        if key not in self._constants:
+            if len(self._constants) >= _CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = torch.tensor(values, dtype=dtype, device=device)
+        return self._constants[key]
 
 
 def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
@@ -180,21 +206,6 @@ def _numbers(parts: Sequence[_Part]) -> list[list[float]]:
     """beta1, beta2, eps, weight decay and step of each part."""
     rows = [(*part.group["betas"], part.group["eps"], part.group["weight_decay"], part.step) for part in parts]
     return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _apply(parts: Sequence[_Part], norms: Tensor) -> None:
-    """Lines 9 to 12: the step of each part along its direction, as long as its tensor's ratio says; ``norms`` (2, tensors)."""
-    mine = norms[:, torch.tensor([part.owner for part in parts], device=norms.device)]
-    low, high = (
-        torch.tensor([part.group[key] for part in parts], dtype=torch.float64, device=norms.device)
-        for key in ("min_coeff", "max_coeff")
-    )
-    known = (mine[0] > 0) & (mine[1] > 0)
-    ratio = torch.where(known, (mine[0] / mine[1]).clamp(low, high), 1.0).float()
-    p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
-    out = [part.out for part in parts if part.out is not None]
-    lr = [float(part.group["lr"]) for part in parts]
-    _ops.lamb_apply_(p, m, v, out, None, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
 
 def _cut(segments: Sequence[Segment], numel: int, num_tensors: int) -> _Cut:

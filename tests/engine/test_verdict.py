@@ -1,0 +1,76 @@
+"""What the host decides about a step. Overflows on several ranks: test_behaviour_precision; the device's decision: test_late_verdict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.models import make_engine
+from zero_trial.engine.verdict import Verdict
+
+
+def one_weight(value: float = 3.0, **config: object) -> zero_trial.Engine:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([value]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum()
+
+    defaults = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    return make_engine(Model, defaults | config)
+
+
+def step(engine: zero_trial.Engine, gradient: float) -> float:
+    engine.backward(engine(torch.tensor([gradient])))
+    engine.step()
+    return float(engine.module.weight.detach())
+
+
+def test_a_step_is_applied_clipped_and_counted():
+    engine = one_weight(gradient_clipping=0.5)
+    verdict = engine.verdict
+    assert type(verdict) is Verdict and verdict.norm is None and not verdict.applied and not verdict.open
+    assert step(engine, 2.0) == pytest.approx(2.5)
+    assert (verdict.norm, verdict.applied, verdict.skipped, verdict.nonfinite) == (2.0, True, 0, None)
+    assert verdict.known() is verdict
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_step_without_a_finite_norm_is_skipped(bad: float) -> None:
+    engine = one_weight()
+    assert step(engine, bad) == 3.0
+    verdict = engine.verdict
+    assert not verdict.applied and verdict.skipped == 1 and not math.isfinite(verdict.norm or 0.0)
+    assert verdict.nonfinite is not None and verdict.nonfinite.parameter == "weight"
+    assert step(engine, 1.0) == 2.0 and verdict.applied and verdict.skipped == 1
+
+
+def test_gradients_are_divided_by_ranks_wire_and_loss_scale():
+    engine = one_weight(fp16={"enabled": True, "loss_scale": 8})
+    assert engine.verdict.unscale() == 1 / 8
+    assert engine.sharded.gradient_multiplier() == 1 / 8
+
+
+def test_the_engine_shows_what_the_verdict_says_and_takes_what_it_is_told():
+    engine = one_weight()
+    step(engine, math.inf)
+    assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
+    assert engine.last_nonfinite is engine.verdict.nonfinite and engine.loss_scaler is engine.verdict.scaler
+    engine.skipped_steps = 7
+    assert engine.verdict.skipped == 7
+
+
+def test_between_boundaries_no_step_was_applied():
+    engine = one_weight(train_batch_size=2, train_micro_batch_size_per_gpu=1)
+    step(engine, 1.0)
+    assert not engine.was_step_applied()
+    step(engine, 1.0)
+    assert engine.was_step_applied()
+    step(engine, 1.0)
+    assert not engine.was_step_applied()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import determined as det
 import pytest
 
-from zero_trial.master.agent.environment import RELOCATION, environment
+from zero_trial.master.agent.environment import LARGEST, RELOCATION, environment, size_of_config
 from zero_trial.master.agent.order import StartOrder
 from zero_trial.master.agent.ports import Ports
 from zero_trial.master.records import Allocation, AllocationState
@@ -105,3 +108,16 @@ def test_the_user_cannot_override_what_the_harness_reads() -> None:
 
 def test_a_first_run_has_no_checkpoint() -> None:
     assert "DET_LATEST_CHECKPOINT" not in env_of(order(latest_checkpoint=None))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+@pytest.mark.parametrize(("more", "fits"), [(0, True), (1, False)])
+def test_the_largest_configuration_is_the_largest_that_a_process_can_be_given(more: int, fits: bool) -> None:
+    config = {"text": "x" * (LARGEST - size_of_config({"text": ""}) + more)}
+    assert (size_of_config(config) <= LARGEST) is fits
+    env = {**os.environ, "DET_EXPERIMENT_CONFIG": json.dumps(config)}
+    if fits:
+        assert subprocess.run(["true"], env=env, timeout=60).returncode == 0
+    else:
+        with pytest.raises(OSError, match="too long"):
+            subprocess.run(["true"], env=env, timeout=60)

@@ -104,3 +104,28 @@ def test_places_to_wait_are_counted_and_given_back() -> None:
         assert (first, second) == (True, False)
     with waits.one() as again:
         assert again
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"lines": [{"log": "a\\ud800"}]}', r"half a character .* at \$\.lines\[0\]\.log"),
+        (b'{"a": {"\\udc00": 1}}', r"in a key at \$\.a"),
+        (b'{"a": "\xed\xa0\x80"}', "not JSON"),
+        ('{"a": 1}'.encode("utf-16"), "not JSON"),
+        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "more than 100 levels"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "not JSON|levels"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "not a JSON object"),
+    ],
+)  # fmt: skip
+def test_bodies_that_nobody_could_store_or_walk(body: bytes, words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as caught:
+        call(body=body).body()
+    assert caught.value.status == 400
+
+
+def test_whole_characters_and_ordinary_nesting_pass() -> None:
+    assert call(body=b'{"a": "\\ud83d\\ude00\\u00e9", "b": [[[1]]]}').body() == {"a": "\U0001f600\u00e9", "b": [[[1]]]}
+    wide = b'{"a": [' + b",".join([b"[1]"] * 500) + b"]}"
+    assert len(call(body=wide).body()["a"]) == 500

@@ -60,6 +60,15 @@ class TestCreate:
         with pytest.raises(Invalid, match="source_trial_id"):
             master.create(searcher={"name": "single", "metric": "val", "source_trial_id": 9})
 
+    def test_what_no_environment_variable_holds_is_refused(self, master: Master) -> None:
+        """Its trials could not be started, here or in a container."""
+        master.create(data={"text": "x" * 100_000})
+        with pytest.raises(Invalid, match=r"config: .* at most 131072\. Put"):
+            master.create(data={"text": "x" * 131_000})
+        with pytest.raises(Invalid, match="too large"):
+            master.cluster.experiments.patch(1, ExperimentPatch(description="x" * 40_000))
+        assert len(master.cluster.experiments.all()) == 1
+
     def test_paused_it_waits(self, master: Master) -> None:
         made = master.create(activate=False)
         assert master.states(made.id) == ("PAUSED", ["PAUSED"]) and master.runs() == []

@@ -118,3 +118,11 @@ def test_the_error_says_all():
         "  <config>.debug: 3 is neither true nor false",
     ]
     assert error.value.exit_code == 2
+
+
+def test_text_that_has_no_utf_8_is_a_fault():
+    found = messages(GOOD + 'data: {"a\\udc00": ["\\ud800"], b: "\\U0001f600"}\n')
+    assert found == [
+        "<config>.data: half a character (a lone surrogate) in a text",
+        "<config>.data.a?[0]: half a character (a lone surrogate) in a text",
+    ]

@@ -14,6 +14,9 @@ from zero_trial.master.agent.ports import Ports
 MARK = "DET_ALLOCATION_ID"
 """The variable by which processes of an allocation are found when their shepherd is gone."""
 
+LARGEST = 32 * 4096
+"""Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process (MAX_ARG_STRLEN)."""
+
 ALLOWED = (
     "HOME",
     "LANG",
@@ -63,6 +66,11 @@ def environment(
     env.update(_of_harness(order, ports))
     env["DET_RUN_ROOT"] = str(run_root)
     return env
+
+
+def size_of_config(config: Mapping[str, Any]) -> int:
+    """Bytes of the variable in which the harness looks for a trial's configuration. No other of ours is larger."""
+    return len(f"DET_EXPERIMENT_CONFIG={json.dumps(config)}") + 1
 
 
 def _allowed(name: str) -> bool:

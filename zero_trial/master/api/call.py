@@ -18,6 +18,7 @@ from zero_trial.master.verbs import Cluster, Forbidden, Invalid
 T = TypeVar("T")
 
 MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
+DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
 class Waits:
@@ -76,13 +77,15 @@ class Call:
         if not self.request.body:
             return {}
         try:
-            value = json.loads(self.request.body)
+            value = json.loads(self.request.body.decode("utf-8"))  # from bytes, json takes half characters too
         except (ValueError, RecursionError):
             raise BadRequest(400, "the body is not JSON") from None
         if value is None:
             return {}
         if not isinstance(value, dict):
             raise BadRequest(400, "the body is not a JSON object")
+        if _may_be_odd(self.request.body):
+            check_text(value)
         return value
 
     def query_number(self, name: str, default: int) -> int:
@@ -113,6 +116,43 @@ class Call:
         end = start if limit == -2 else total if limit <= 0 else min(start + limit, total)
         account = {"offset": start, "limit": limit, "startIndex": start, "endIndex": end, "total": total}
         return items[start:end], account
+
+
+def _may_be_odd(body: bytes | bytearray) -> bool:
+    """Whether ``check_text`` could find something, without looking at each value: most bodies are reports of a few numbers."""
+    return b"\\u" in body or body.count(b"[") + body.count(b"{") > DEEPEST
+
+
+def check_text(value: Any) -> None:
+    """Raises BadRequest, with the place, for text that has no UTF-8 (half of a surrogate pair) and for values nested too deeply."""
+    todo: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
+    while todo:
+        item, path = todo.pop()
+        if len(path) > DEEPEST:
+            raise BadRequest(400, f"the body is nested more than {DEEPEST} levels deep")
+        if isinstance(item, str):
+            if not _is_whole(item):
+                raise BadRequest(400, f"half a character (a lone surrogate) in the text at {_place(path)}")
+        elif isinstance(item, dict):
+            for key, inner in item.items():
+                if not _is_whole(key):
+                    raise BadRequest(400, f"half a character (a lone surrogate) in a key at {_place(path)}")
+                todo.append((inner, (*path, key)))
+        elif isinstance(item, list):
+            todo += ((inner, (*path, at)) for at, inner in enumerate(item))
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _place(path: tuple[str | int, ...]) -> str:
+    """``$.lines[3].log``."""
+    return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
 
 
 def whole(value: Any, name: str) -> int:

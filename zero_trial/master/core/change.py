@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from zero_trial.master import pruning, scheduler, tokens
 from zero_trial.master.agent.order import StartOrder
 from zero_trial.master.core.search import MAX_PRUNED, LiveSearch
+from zero_trial.master.core.sources import source_of
 from zero_trial.master.lifecycle import experiment as experiment_life
 from zero_trial.master.lifecycle import trial as trial_life
 from zero_trial.master.lifecycle.trial import Run, TrialLife
@@ -351,7 +352,7 @@ class Change:
                 hparams=action.hparams,
                 seed=action.seed,
                 created=self.now,
-                warm_start_checkpoint=self._hub.warm_start(self.connection, experiment.config),
+                warm_start_checkpoint=source_of(self.connection, experiment.config),
             ),
         )
 

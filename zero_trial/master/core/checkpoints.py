@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero_trial.master.agent import storage
 from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.sources import require_unneeded
 from zero_trial.master.records import Checkpoint, CheckpointState
 from zero_trial.master.store import checkpoints, experiments, trials
 from zero_trial.master.verbs import Conflict, Invalid, NotFound, Unsupported
@@ -77,6 +78,7 @@ class Checkpoints:
                 trial = None if found.trial_id is None else trials.get(change.connection, found.trial_id)
                 if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
                     raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
+            require_unneeded(change.connection, uuids)
             checkpoints.doom(change.connection, uuids)
             change.chores = True
 
@@ -85,6 +87,8 @@ class Checkpoints:
         if not globs or list(globs) == ["**/*"]:
             self.delete(uuids)
             return
+        with self._hub.database.reading() as connection:
+            require_unneeded(connection, uuids)
         for uuid, base in [
             (uuid, self._base(self.get(uuid))) for uuid in uuids
         ]:  # all are looked up before any is touched

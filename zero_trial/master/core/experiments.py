@@ -12,10 +12,12 @@ import yaml
 from zero_trial.errors import ConfigError
 from zero_trial.master import expconf
 from zero_trial.master.agent import storage
+from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core.change import Begun, Change
 from zero_trial.master.core.collect import superfluous
 from zero_trial.master.core.hub import Hub
 from zero_trial.master.core.search import new_searcher, read_context
+from zero_trial.master.core.sources import check_source, require_unneeded
 from zero_trial.master.lifecycle import experiment as life
 from zero_trial.master.lifecycle import trial as trial_life
 from zero_trial.master.records import Checkpoint, Experiment, ExperimentState, Trial, TrialState
@@ -61,6 +63,7 @@ class Experiments:
         if new.validate_only:
             return Created(draft, warnings)
         with self._hub.change() as change:
+            check_source(change.connection, done.config)  # again: it may have been deleted meanwhile
             number = experiments.add(change.connection, draft, new.context)
             self._hub.keep_context(number, context)
             change.search(Begun(number))
@@ -82,6 +85,7 @@ class Experiments:
 
     def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
         """Refuse what can never run here; warn of what runs differently."""
+        _check_size(config)
         resources = config.get("resources") or {}
         wanted, there = resources.get("slots_per_trial"), self._hub.devices.count
         if wanted is not None and wanted > there:
@@ -112,16 +116,10 @@ class Experiments:
 
     def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
         """Whatever the new experiment goes on from has to be there."""
-        searcher = config.get("searcher") or {}
         with self._hub.database.reading() as connection:
             if new.parent_id is not None and experiments.get(connection, new.parent_id, derived=False) is None:
                 raise NotFound(f"parent experiment {new.parent_id} not found")
-            source = searcher.get("source_trial_id")
-            if source is not None and trials.get(connection, int(source)) is None:
-                raise Invalid("there is no such trial", where="searcher.source_trial_id", got=source)
-            saved = searcher.get("source_checkpoint_uuid")
-            if saved is not None and checkpoints.get(connection, str(saved), derived=False) is None:
-                raise Invalid("there is no such checkpoint", where="searcher.source_checkpoint_uuid", got=saved)
+            check_source(connection, config)
 
     def _draft(self, new: NewExperiment, config: Mapping[str, Any]) -> Experiment:
         return Experiment(
@@ -227,8 +225,12 @@ class Experiments:
 
     def delete(self, experiment_id: int) -> None:
         """See verbs."""
-        self._set_ended(experiment_id, state=ExperimentState.DELETING)
-        self._hub.chores.set()
+        with self._hub.change() as change:
+            self._require_ended(change, experiment_id)
+            saved = checkpoints.of_experiment(change.connection, experiment_id)
+            require_unneeded(change.connection, (item.uuid for item in saved))
+            experiments.change(change.connection, experiment_id, state=ExperimentState.DELETING)
+            change.chores = True
 
     def _set_ended(self, experiment_id: int, **columns: Any) -> None:
         with self._hub.change() as change:
@@ -251,6 +253,7 @@ class Experiments:
             if found is None:
                 raise NotFound(f"experiment {experiment_id} not found")
             config = _patched(found.config, patch)
+            _check_size(config)
             columns: dict[str, Any] = {"config": config}
             for name in ("name", "description", "notes"):
                 value = getattr(patch, name)
@@ -338,6 +341,21 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
         counts = {key: getattr(patch.gc_policy, key) for key in _GC_KEYS}
         merged["checkpoint_storage"] = {**(config.get("checkpoint_storage") or {}), **counts}
     return merged
+
+
+def _check_size(config: Mapping[str, Any]) -> None:
+    """A trial finds its configuration in one environment variable, here as in a container of a cluster: there is no other way to hand it
+    to the harness.
+    """
+    size = size_of_config(config)
+    if size > LARGEST:
+        raise Invalid(
+            "the configuration is too large for the environment variable in which trials get it",
+            where="config",
+            got=f"{size} bytes with all defaults",
+            expected=f"at most {LARGEST}",
+            fix="Put what is large into a file of the model definition, and name the file under data:.",
+        )
 
 
 def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:

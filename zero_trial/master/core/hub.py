@@ -10,9 +10,8 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import zero_trial
 from zero_trial.master import logs
@@ -24,7 +23,7 @@ from zero_trial.master.core.search import Context, LiveSearch, new_searcher, old
 from zero_trial.master.home import Home
 from zero_trial.master.lifecycle import trial as trial_life
 from zero_trial.master.records import AllocationState, Experiment, MasterInfo
-from zero_trial.master.store import Database, accounts, checkpoints, experiments, trials
+from zero_trial.master.store import Database, accounts, experiments, trials
 
 log = logging.getLogger(__name__)
 
@@ -215,18 +214,6 @@ class Hub:
         """Drop what is kept of an experiment."""
         self.searches.pop(experiment_id, None)
         self._contexts.pop(experiment_id, None)
-
-    def warm_start(self, connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
-        """The checkpoint of another trial that new trials take their weights from: ``searcher.source_checkpoint_uuid`` or the latest of
-        ``searcher.source_trial_id``.
-        """
-        searcher = config.get("searcher") or {}
-        if searcher.get("source_checkpoint_uuid"):
-            return str(searcher["source_checkpoint_uuid"])
-        if searcher.get("source_trial_id") is not None:
-            found = checkpoints.latest(connection, int(searcher["source_trial_id"]))
-            return found.uuid if found else None
-        return None
 
     def _identity(self) -> MasterInfo:
         """Random, and the same for as long as the store is."""

@@ -10,6 +10,7 @@ import threading
 from zero_trial.master.agent import storage
 from zero_trial.master.core.collect import policy_of, superfluous
 from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.sources import needed
 from zero_trial.master.records import Checkpoint, CheckpointState, Experiment, ExperimentState
 from zero_trial.master.store import checkpoints, experiments, trials
 
@@ -72,15 +73,11 @@ class Janitor:
                 ExperimentState.ERROR,
             ):
                 return
-            sources = change.connection.execute(
-                "SELECT warm_start_checkpoint FROM trials WHERE warm_start_checkpoint IS NOT NULL "
-                "AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"
-            )
             going = superfluous(
                 checkpoints.of_experiment(change.connection, number),
                 policy_of(experiment.config),
                 smaller_is_better=experiments.smaller_is_better(experiment.config),
-                keep=[row[0] for row in sources],
+                keep=needed(change.connection),
             )
             checkpoints.doom(change.connection, [checkpoint.uuid for checkpoint in going])
 

@@ -68,13 +68,24 @@ def _parse(yaml_text: str) -> tuple[dict[str, Any], list[str]]:
 def _as_json(value: Any, path: str, faults: list[str]) -> Any:
     """YAML knows more than JSON: dates become text, and what has no JSON at all is a fault."""
     if isinstance(value, dict):
-        return {key: _as_json(inner, f"{path}.{key}", faults) for key, inner in value.items()}
+        return {_text(key, path, faults): _as_json(inner, f"{path}.{key}", faults) for key, inner in value.items()}
     if isinstance(value, list):
         return [_as_json(inner, f"{path}[{index}]", faults) for index, inner in enumerate(value)]
+    if isinstance(value, str):
+        return _text(value, path, faults)
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         faults.append(f"{path}: {value} is not a number that JSON knows")
-    elif value is not None and not isinstance(value, str | int | float):
+    elif value is not None and not isinstance(value, int | float):
         faults.append(f"{path}: a YAML value of type {type(value).__name__} has no JSON form")
     return value
+
+
+def _text(text: str, path: str, faults: list[str]) -> str:
+    """``text``; one with half a character in it, which YAML can write (``"\\ud800"``) and UTF-8 cannot, is a fault."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        faults.append(f"{path.encode('ascii', 'replace').decode()}: half a character (a lone surrogate) in a text")
+    return text

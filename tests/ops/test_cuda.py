@@ -130,6 +130,43 @@ def test_views_may_start_anywhere(emulator: Emulator, dtype: torch.dtype, shifts
     both(emulator, "adam_", [at(s, x) for s, x in zip(shifts, made, strict=True)], None, 3, 1.0)
 
 
+# Every place among eight elements, sizes up to several vectors, and both sides of the borders of tiles and chunks.
+EVERY_SIZE = (*range(1, 41), *range(TILE - 2, TILE + 10), 2 * TILE - 1, 2 * TILE + 3)
+EVERYWHERE = [(shift, n) for shift in range(8) for n in EVERY_SIZE]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_steps_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) -> None:
+    made = [
+        [randn(n, n), randn(n, n + 1, dtype), randn(n, n + 2), randn(n, n + 3).abs(), torch.zeros(n, dtype=low)]
+        for low in (COPY_OF[dtype],)
+        for _, n in EVERYWHERE
+    ]
+    views = [[at(shift, x) for x in row] for (shift, _), row in zip(EVERYWHERE, made, strict=True)]
+    p, g, m, v, out = (list(column) for column in zip(*views, strict=True))
+    rest = (None, None, *([x] * len(p) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)), 0.7, True)
+    with emulator.watching(*p, *m, *v, *out, read_only=g):
+        cuda.adam_many_(p, g, m, v, out, *rest)
+    assert emulator.library.launch_count() == 1
+    wanted = [list(column) for column in zip(*made, strict=True)]
+    ops.adam_many_(*wanted, *rest)
+    for mine, theirs in zip((p, m, v, out), (wanted[0], *wanted[2:]), strict=True):
+        assert all(same(x, y) for x, y in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_views_at_one_offset_are_read_as_wide_as_aligned_tensors(emulator: Emulator, shift: int) -> None:
+    """Only the head of up to three elements is not; where one tensor stands elsewhere, nothing is."""
+    n, wide = 3 * TILE + 5, []
+    for shifts in ((0,) * 5, (shift,) * 5, (0, 1, 0, 0, 0)):
+        made = (randn(n), randn(n, 1).bfloat16(), randn(n, 2), randn(n, 3).abs(), torch.zeros(n).bfloat16())
+        p, g, m, v, out = (at(s, x) for s, x in zip(shifts, made, strict=True))
+        with emulator.watching(p, m, v, out, read_only=[g]):
+            cuda.adam_(p, g, m, v, out, None, *STEPS["adam_"](1, 1.0))
+            wide.append(emulator.library.wide_accesses())
+    assert wide == [3 * TILE // 4 * 8, 3 * TILE // 4 * 8, 0]  # four loads and four stores of four elements
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38, 1e-42])
 @pytest.mark.parametrize("name", STEPS)
 def test_what_is_not_finite_has_the_same_bits_too(emulator: Emulator, name: str, bad: float) -> None:
@@ -281,6 +318,18 @@ def test_lamb_has_the_bits_of_the_cpus_kernels(emulator: Emulator, dtype: torch.
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+def test_lamb_at_all_offsets_and_sizes(emulator: Emulator) -> None:
+    columns, count, found = [[x] * len(EVERYWHERE) for x in (0.9, 0.999, 1e-6, 0.1, 2.0)], len(EVERYWHERE), []
+    for moments, apply in ((cuda.lamb_moments_, cuda.lamb_apply_), (ops.lamb_moments_, ops.lamb_apply_)):
+        p, g, m, v = ([at(shift, randn(n, n + i).abs()) for shift, n in EVERYWHERE] for i in range(4))
+        out, ratio = [at(shift, torch.zeros(n).bfloat16()) for shift, n in EVERYWHERE], torch.linspace(0.5, 2.0, count)
+        with emulator.watching(*p, *m, *v, *out, read_only=[*g, ratio]):
+            sums = moments(p, g, m, v, None, None, *columns, 1.0, True)
+            apply(p, m, v, out, None, ratio, [1e-2] * count, *columns, True)
+        found.append([sums, *p, *m, *v, *out])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 def test_lamb_sums_do_not_depend_on_the_grid_or_on_alignment(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +379,25 @@ def test_sums_have_the_bits_of_the_cpu(emulator: Emulator, n: int, dtype: torch.
         got = cuda.square_sum(x)
     assert got.shape == () and got.dtype == torch.float64
     assert got.item() == ops.square_sum(x).item()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sums_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) -> None:
+    for shift, n in EVERYWHERE:
+        x = at(shift, randn(n, n, dtype))
+        with emulator.watching(read_only=[x]):
+            assert cuda.square_sum(x).item() == ops.square_sum(x).item(), (shift, n)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shift", range(1, 8))
+def test_sums_of_views_are_read_sixteen_bytes_at_a_time(emulator: Emulator, dtype: torch.dtype, shift: int) -> None:
+    x = at(shift, randn(3 * TILE, 5, dtype))
+    with emulator.watching(read_only=[x]):
+        assert cuda.square_sum(x).item() == ops.square_sum(x).item()
+        per = 16 // x.element_size()
+        by_element = 3 if shift % per else 0  # accesses of the one thread per chunk whose lanes go round
+    assert emulator.library.wide_accesses() >= 3 * (TILE // per) - by_element
 
 
 def test_a_sum_over_three_levels(emulator: Emulator) -> None:
@@ -401,6 +469,16 @@ def test_casts_and_sums_between_buffers(emulator: Emulator, source: int, into: i
     assert emulator.library.launch_count() == 1
     (ops.add_many_ if add else ops.copy_many_)(plainly, sources)
     assert all(same(x, y) and same(z, y) for x, y, z in zip(targets, want, plainly, strict=True))
+
+
+@pytest.mark.parametrize(("source", "into", "add"), [(0, 1, False), (1, 0, True), (0, 2, True)])
+def test_casts_at_all_offsets_and_sizes(emulator: Emulator, source: int, into: int, add: bool) -> None:
+    sources = [at(shift, randn(n, n, FLOATS[source])) for shift, n in EVERYWHERE]
+    targets = [at(shift, randn(n, n + 1, FLOATS[into])) for shift, n in EVERYWHERE]
+    want = [(x.float() * add + y.float()).to(FLOATS[into]) for x, y in zip(targets, sources, strict=True)]
+    with emulator.watching(*targets, read_only=sources):
+        (cuda.add_many_ if add else cuda.copy_many_)(targets, sources)
+    assert all(same(x, y) for x, y in zip(targets, want, strict=True))
 
 
 # --- the optimizers ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ struct Launch {
   const Range* ranges;
   long count;
   char* fault;  // 256 characters; the first fault is written here
+  long* wide;   // counts accesses of more than 4 bytes
 };
 
 static const Launch* launched;
@@ -40,6 +41,7 @@ static void fault(const char* what, const void* pointer, long bytes) {
 
 static void access_memory(const void* pointer, long bytes, bool writes) {
   const unsigned long begin = (unsigned long)pointer;
+  *launched->wide += bytes > 4;
   if (begin % (unsigned long)(bytes > 16 ? 16 : bytes == 12 ? 4 : bytes)) fault("misaligned", pointer, bytes);
   for (long i = 0; i < launched->count; ++i)
     if (launched->ranges[i].begin <= begin && begin + bytes <= launched->ranges[i].end && (!writes || launched->ranges[i].writable))

@@ -18,11 +18,13 @@ struct Launch {
   const Range* ranges;
   long count;
   char* fault;
+  long* wide;
 };
 
 static std::vector<Range> ranges;
 static char first_fault[256];
 static int depth, launches;
+static long wide;
 static unsigned last_blocks;
 static bool initialised;
 static int context;
@@ -37,9 +39,11 @@ void forget() {
   ranges.clear();
   first_fault[0] = 0;
   launches = 0;
+  wide = 0;
 }
 const char* fault() { return first_fault; }
 int launch_count() { return launches; }
+int wide_accesses() { return (int)wide; }
 int blocks_of_last() { return (int)last_blocks; }
 int contexts_pushed() { return depth; }
 
@@ -88,7 +92,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
                    void* stream, void** arguments, void** extra) {
   if (!depth) return kInvalidContext;
   if (!x || y != 1 || z != 1 || !threads || ty != 1 || tz != 1 || shared || extra || stream) return kInvalidValue;
-  const Launch launch = {arguments[0], x, threads, ranges.data(), (long)ranges.size(), first_fault};
+  const Launch launch = {arguments[0], x, threads, ranges.data(), (long)ranges.size(), first_fault, &wide};
   ((void (*)(const Launch*))function)(&launch);
   ++launches;
   last_blocks = x;

@@ -27,8 +27,7 @@ ZT_FN void copy_whole_tile(const ZtPiece& s, zt_i64 begin, int thread) {
   }
 }
 
-ZT_FN void copy_elements(const ZtPiece& s, zt_i64 begin, int thread) {
-  const zt_i64 end = zt_least(s.n, begin + kTile);
+ZT_FN void copy_elements(const ZtPiece& s, zt_i64 begin, zt_i64 end, int thread) {
   for (zt_i64 i = begin + thread; i < end; i += kThreads) {
     const float x = From::load(s.g, i);
     Into::store(s.p, i, ZT_ADD ? zt_add(Into::load(s.p, i), x) : x);
@@ -36,18 +35,20 @@ ZT_FN void copy_elements(const ZtPiece& s, zt_i64 begin, int thread) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_copy(const ZtCopy launch) {
-  zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);
-  const zt_i64 end = zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
+  int tile = (int)zt_share(launch.tiles, blockIdx.x, gridDim.x);
+  const int end = (int)zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   for (zt_i64 index = zt_piece_of(launch.pieces, launch.count, tile); tile < end; ++index) {
     const ZtPiece s = launch.pieces[index];
-    const bool whole = zt_aligned<ZT_FROM>(s.g) && zt_aligned<ZT_INTO>(s.p);
-    const zt_i64 last = zt_least(end, s.tile + zt_tiles(s.n));
+    const bool whole = zt_head<ZT_FROM>(s.g) == zt_head<ZT_INTO>(s.p);
+    const int head = whole ? zt_head<ZT_INTO>(s.p) : 0;
+    const int last = (int)zt_least(end, s.tile + zt_tiles(s.n));
+    if (tile == s.tile) copy_elements(s, 0, zt_least(head, s.n), threadIdx.x);
     for (; tile < last; ++tile) {
-      const zt_i64 begin = (tile - s.tile) * kTile;
+      const zt_i64 begin = (tile - s.tile) * kTile + head;
       if (whole && begin + kTile <= s.n)
         copy_whole_tile(s, begin, threadIdx.x);
       else
-        copy_elements(s, begin, threadIdx.x);
+        copy_elements(s, begin, zt_least(s.n, begin + kTile), threadIdx.x);
     }
   }
 }

@@ -5,7 +5,8 @@
 //   3  zt_lamb_apply     12 bytes read, 4 written: the direction once more, and the step
 //
 // A thread adds its own elements in double, 256 threads are folded in halves, tiles are added in 256 lanes and folded likewise:
-// the order does not depend on the grid. ZT_GRADIENT and ZT_OUT as in update.cu.
+// the order does not depend on the grid, nor on addresses: which thread owns an element is fixed, so the first pass has no head to
+// peel off and reads tensors that are not aligned element by element. ZT_GRADIENT and ZT_OUT as in update.cu.
 #include "zt_lamb.h"
 #include "zt_tile.h"
 
@@ -144,21 +145,32 @@ extern "C" __global__ void __launch_bounds__(kThreads) zt_lamb_squares(const ZtL
 
 #else
 
+ZT_FN void apply_elements(const ZtPiece& s, const ZtLamb& op, float ratio, zt_i64 begin, zt_i64 end) {
+  for (zt_i64 i = begin + threadIdx.x; i < end; i += kThreads) {
+    const float before = Wide::load(s.p, i);
+    const float p = op.step(before, op.direction(before, Wide::load(s.a, i), Wide::load(s.b, i)), ratio);
+    Wide::store(s.p, i, p);
+    Out::store(s.out, i, p);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_apply(const ZtLambLaunch launch) {
   if (launch.found_inf && *launch.found_inf != 0.0f) return;
-  zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);
-  const zt_i64 end = zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
+  int tile = (int)zt_share(launch.tiles, blockIdx.x, gridDim.x);
+  const int end = (int)zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   for (zt_i64 index = zt_piece_of(launch.pieces, launch.count, tile); tile < end; ++index) {
     const ZtPiece s = launch.pieces[index];
     const ZtLamb op = launch.groups[s.group];
     ZT_ACCESS(launch.ratio + index, 4, false);
     const float ratio = launch.ratio[index];
-    bool aligned = zt_aligned<0>(s.p) && zt_aligned<0>(s.a) && zt_aligned<0>(s.b);
-    if (ZT_OUT != kStoredNone) aligned = aligned && zt_aligned<ZT_OUT == kStoredNone ? 0 : ZT_OUT>(s.out);
-    const zt_i64 last = zt_least(end, s.tile + zt_tiles(s.n));
+    bool whole = zt_head<0>(s.a) == zt_head<0>(s.p) && zt_head<0>(s.b) == zt_head<0>(s.p);
+    if (ZT_OUT != kStoredNone) whole = whole && zt_head<ZT_OUT == kStoredNone ? 0 : ZT_OUT>(s.out) == zt_head<0>(s.p);
+    const int head = whole ? zt_head<0>(s.p) : 0;
+    const int last = (int)zt_least(end, s.tile + zt_tiles(s.n));
+    if (tile == s.tile) apply_elements(s, op, ratio, 0, zt_least(head, s.n));
     for (; tile < last; ++tile) {
-      const zt_i64 begin = (tile - s.tile) * kTile;
-      if (aligned && begin + kTile <= s.n) {
+      const zt_i64 begin = (tile - s.tile) * kTile + head;
+      if (whole && begin + kTile <= s.n) {
         float p[kUnroll][kVector], m[kUnroll][kVector], v[kUnroll][kVector];
         ZT_UNROLL
         for (int u = 0; u < kUnroll; ++u) {
@@ -177,13 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_lamb_apply(
           Out::store4(s.out, i, p[u]);
         }
       } else {
-        const zt_i64 stop = zt_least(s.n, begin + kTile);
-        for (zt_i64 i = begin + threadIdx.x; i < stop; i += kThreads) {
-          const float before = Wide::load(s.p, i);
-          const float p = op.step(before, op.direction(before, Wide::load(s.a, i), Wide::load(s.b, i)), ratio);
-          Wide::store(s.p, i, p);
-          Out::store(s.out, i, p);
-        }
+        apply_elements(s, op, ratio, begin, zt_least(s.n, begin + kTile));
       }
     }
   }

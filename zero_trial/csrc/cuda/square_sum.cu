@@ -27,23 +27,46 @@ ZT_FN void add_squares(const float* row, double* lane) {
   for (int k = 0; k < kOwned; ++k) lane[k] += (double)row[k] * (double)row[k];
 }
 
-ZT_FN void whole_chunk(const void* x, zt_i64 first, double* lane) {
+// `first` is the thread's first element of row 0, an aligned one. AHEAD rows are loaded before the first of them is used.
+template <int AHEAD, bool SHIFTED>
+ZT_FN void whole_chunk(const void* x, zt_i64 first, int wraps, double* lane) {
 #pragma unroll 1
-  for (int r = 0; r < kRows; r += kRowsAhead) {
-    float row[kRowsAhead][kOwned];
+  for (int r = 0; r < kRows; r += AHEAD) {
+    float row[AHEAD][kOwned];
     ZT_UNROLL
-    for (int u = 0; u < kRowsAhead; ++u) Stored::load16(x, first + (r + u) * kLanes, row[u]);
+    for (int u = 0; u < AHEAD; ++u) {
+      const zt_i64 i = first + (r + u) * kLanes;
+      if (SHIFTED && u == AHEAD - 1 && r + AHEAD == kRows && wraps) {
+        ZT_UNROLL
+        for (int k = 0; k < kOwned; ++k) row[u][k] = k < kOwned - wraps ? Stored::load(x, i + k) : 0.0f;
+      } else {
+        Stored::load16(x, i, row[u]);
+      }
+    }
     ZT_UNROLL
-    for (int u = 0; u < kRowsAhead; ++u) add_squares(row[u], lane);
+    for (int u = 0; u < AHEAD; ++u) add_squares(row[u], lane);
   }
 }
 
-ZT_FN void part_of_chunk(const void* x, zt_i64 first, zt_i64 n, double* lane) {
+// A chunk that does not begin at a multiple of 16 bytes. The last `wraps` lanes of a row's last thread begin in the head, before
+// its row 0, and its last row would reach as far into the next chunk.
+ZT_FN void shifted_chunk(const void* x, zt_i64 first, int wraps, double* lane) {
+  ZT_UNROLL
+  for (int k = 0; k < kOwned; ++k)
+    if (k >= kOwned - wraps) {
+      const float one = Stored::load(x, first + k - kLanes);
+      lane[k] = (double)one * (double)one;
+    }
+  whole_chunk<kRowsAhead / 2, true>(x, first, wraps, lane);
+}
+
+// Element by element, the lanes of the same thread; nothing beyond n.
+ZT_FN void part_of_chunk(const void* x, zt_i64 begin, int first_lane, zt_i64 n, double* lane) {
 #pragma unroll 1
   for (int r = 0; r < kRows; ++r)
     ZT_UNROLL
     for (int k = 0; k < kOwned; ++k) {
-      const zt_i64 i = first + r * kLanes + k;
+      const zt_i64 i = begin + r * kLanes + (first_lane + k) % kLanes;
       const float one = i < n ? Stored::load(x, i) : 0.0f;
       lane[k] += (double)one * (double)one;
     }
@@ -52,19 +75,25 @@ ZT_FN void part_of_chunk(const void* x, zt_i64 first, zt_i64 n, double* lane) {
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_square_sum(const ZtSquareSum launch) {
   __shared__ double lanes[kChunks * kStride];
   const zt_i64 chunks = (launch.n + kElementsPerChunk - 1) / kElementsPerChunk;
-  const int own = threadIdx.x / kOwners, lane = threadIdx.x % kOwners * kOwned;
-  const bool aligned = ((zt_i64)launch.x & 15) == 0;
+  // Elements before the first at a multiple of 16 bytes. The lanes of a thread begin so many further on, and those of the last
+  // thread go round: they hold the head, and one row less of what follows it. Every lane still adds in the order of its elements.
+  const int head = (int)((0 - (unsigned long long)launch.x / Stored::kBytes) & (kOwned - 1));
+  const int own = threadIdx.x / kOwners, lane = threadIdx.x % kOwners * kOwned + head;
+  const int wraps = lane + kOwned > kLanes ? head : 0;
   for (zt_i64 base = (zt_i64)blockIdx.x * kChunks; base < chunks; base += (zt_i64)gridDim.x * kChunks) {
     double sum[kOwned];
     ZT_UNROLL
     for (int k = 0; k < kOwned; ++k) sum[k] = 0.0;
     const zt_i64 begin = (base + own) * kElementsPerChunk;
-    if (aligned && begin + kElementsPerChunk <= launch.n)
-      whole_chunk(launch.x, begin + lane, sum);
-    else if (begin < launch.n)
-      part_of_chunk(launch.x, begin + lane, launch.n, sum);
+    if (begin + kElementsPerChunk > launch.n) {
+      if (begin < launch.n) part_of_chunk(launch.x, begin, lane, launch.n, sum);
+    } else if (head) {
+      shifted_chunk(launch.x, begin + lane, wraps, sum);
+    } else {
+      whole_chunk<kRowsAhead, false>(launch.x, begin + lane, 0, sum);
+    }
     ZT_UNROLL
-    for (int k = 0; k < kOwned; ++k) lanes[own * kStride + lane + k] = sum[k];
+    for (int k = 0; k < kOwned; ++k) lanes[own * kStride + (lane + k) % kLanes] = sum[k];
     __syncthreads();
     if (threadIdx.x < kChunks && base + threadIdx.x < chunks) {
       zt_fold(lanes + threadIdx.x * kStride);

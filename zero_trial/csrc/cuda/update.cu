@@ -41,8 +41,7 @@ ZT_FN void update_whole_tile(const ZtPiece& s, const ZT_OP& op, zt_i64 begin, in
   }
 }
 
-ZT_FN void update_elements(const ZtPiece& s, const ZT_OP& op, zt_i64 begin, int thread) {
-  const zt_i64 end = zt_least(s.n, begin + kTile);
+ZT_FN void update_elements(const ZtPiece& s, const ZT_OP& op, zt_i64 begin, zt_i64 end, int thread) {
   for (zt_i64 i = begin + thread; i < end; i += kThreads) {
     float p = Wide::load(s.p, i), a = Wide::load(s.a, i), b = 0.0f;
     if (ZT_OP::kStates > 1) b = Wide::load(s.b, i);
@@ -54,18 +53,19 @@ ZT_FN void update_elements(const ZtPiece& s, const ZT_OP& op, zt_i64 begin, int 
   }
 }
 
-ZT_FN bool whole_tiles(const ZtPiece& s) {
-  bool aligned = zt_aligned<0>(s.p) && zt_aligned<0>(s.a) && zt_aligned<ZT_GRADIENT>(s.g);
-  if (ZT_OP::kStates > 1) aligned = aligned && zt_aligned<0>(s.b);
-  if (ZT_OUT != kStoredNone) aligned = aligned && zt_aligned<ZT_OUT == kStoredNone ? 0 : ZT_OUT>(s.out);
-  return aligned;
+// Whether all tensors have as many elements before the first aligned one as the parameter has.
+ZT_FN bool alike(const ZtPiece& s, int head) {
+  bool same = zt_head<0>(s.a) == head && zt_head<ZT_GRADIENT>(s.g) == head;
+  if (ZT_OP::kStates > 1) same = same && zt_head<0>(s.b) == head;
+  if (ZT_OUT != kStoredNone) same = same && zt_head<ZT_OUT == kStoredNone ? 0 : ZT_OUT>(s.out) == head;
+  return same;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_update(const ZtUpdate launch) {
   if (launch.found_inf && *launch.found_inf != 0.0f) return;
   const float factor = launch.factor ? *launch.factor : 1.0f;
-  zt_i64 tile = zt_share(launch.tiles, blockIdx.x, gridDim.x);
-  const zt_i64 end = zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
+  int tile = (int)zt_share(launch.tiles, blockIdx.x, gridDim.x);
+  const int end = (int)zt_share(launch.tiles, blockIdx.x + 1, gridDim.x);
   zt_i64 index = launch.pieces ? zt_piece_of(launch.pieces, launch.count, tile) : 0;
   for (; tile < end; ++index) {
     ZtPiece s = launch.piece;
@@ -75,14 +75,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, ZT_BLOCKS) zt_update(cons
       op = launch.groups[s.group];
     }
     op.multiplier = zt_mul(op.multiplier, factor);
-    const bool whole = whole_tiles(s);
-    const zt_i64 last = zt_least(end, s.tile + zt_tiles(s.n));
+    const bool whole = alike(s, zt_head<0>(s.p));
+    const int head = whole ? zt_head<0>(s.p) : 0;
+    const int last = (int)zt_least(end, s.tile + zt_tiles(s.n));
+    if (tile == s.tile) update_elements(s, op, 0, zt_least(head, s.n), threadIdx.x);
     for (; tile < last; ++tile) {
-      const zt_i64 begin = (tile - s.tile) * kTile;
+      const zt_i64 begin = (tile - s.tile) * kTile + head;
       if (whole && begin + kTile <= s.n)
         update_whole_tile(s, op, begin, threadIdx.x);
       else
-        update_elements(s, op, begin, threadIdx.x);
+        update_elements(s, op, begin, zt_least(s.n, begin + kTile), threadIdx.x);
     }
   }
 }

@@ -2,7 +2,9 @@
 //
 // A tile is 256 threads x 2 x 4 elements. Blocks take contiguous runs of tiles, so a block finds its first tensor once and then
 // only moves on. Where all pointers allow it, a full tile is read and written 16 bytes (fp32) or 8 bytes (16-bit) per thread and
-// access; all loads of a tile stand before its first use. Tails, and tensors that start anywhere, go element by element.
+// access; all loads of a tile stand before its first use. Tensors that all stand at the same place among four elements, as views
+// of flat buffers at one offset do, have a head of up to three elements before their first tile. Heads, tails, and tensors that
+// stand at different places go element by element.
 #ifndef ZT_TILE_H
 #define ZT_TILE_H
 
@@ -144,11 +146,18 @@ ZT_FN bool zt_aligned(const void* base) {
   return ((zt_i64)base & (ZtStored<TYPE>::kBytes * kVector - 1)) == 0;
 }
 
+// How many elements stand before the first that is aligned as zt_aligned says: 0 to 3.
+template <int TYPE>
+ZT_FN int zt_head(const void* base) {
+  return (int)((0 - (unsigned long long)base / ZtStored<TYPE>::kBytes) & (kVector - 1));
+}
+
 ZT_FN zt_i64 zt_least(zt_i64 a, zt_i64 b) { return a < b ? a : b; }
 
 ZT_FN zt_i64 zt_tiles(zt_i64 n) { return (n + kTile - 1) / kTile; }
 
-// Block `block` of `blocks` takes the tiles [zt_share(block), zt_share(block + 1)).
+// Block `block` of `blocks` takes the tiles [zt_share(block), zt_share(block + 1)). Tiles are counted in 31 bits where registers are
+// short: that many would be 16 TB.
 ZT_FN zt_i64 zt_share(zt_i64 tiles, zt_i64 block, zt_i64 blocks) {
   return tiles / blocks * block + zt_least(block, tiles % blocks);
 }

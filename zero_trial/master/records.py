@@ -142,7 +142,9 @@ class Trial:
     checkpoint_count: int = 0
     checkpoint_size: int = 0  # bytes
     shown_state: str = ""  # as for an experiment
-    summary_metrics: Json = field(default_factory=dict)  # {group: {name: {last, min, max, mean, count, type}}}
+    summary_metrics: Json = field(
+        default_factory=dict
+    )  # {group: {name: {type, last, and of numbers count, min, max, sum, mean}}}
     wall_clock: float = 0.0  # seconds that its allocations ran
 
 

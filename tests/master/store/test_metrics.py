@@ -82,16 +82,19 @@ def test_numbers_to_search_by(value: Any, number: float | None) -> None:
 
 
 def test_the_summary(connection: sqlite3.Connection) -> None:
-    for steps, loss in ((1, 4.0), (2, 2.0), (3, math.nan)):
+    for steps, loss in ((2, 2.0), (1, 4.0), (3, 9.0)):
         metrics.add(connection, report(steps, loss=loss, note="x"))
     found = metrics.summary(connection, 1)["training"]
-    assert (found["loss"]["min"], found["loss"]["max"], found["loss"]["count"], found["loss"]["type"]) == (
-        2.0,
-        4.0,
-        3,
-        "number",
-    )
-    assert math.isnan(found["loss"]["last"]) and found["note"] == {"count": 3, "last": "x", "type": "string"}
+    assert found["loss"] == {
+        "type": "number",
+        "count": 3,
+        "min": 2.0,
+        "max": 9.0,
+        "sum": 15.0,
+        "mean": 5.0,
+        "last": 9.0,
+    }
+    assert found["note"] == {"type": "string", "last": "x"}
 
 
 def test_it_is_cheap(tmp_path: Path) -> None:
@@ -111,4 +114,4 @@ def test_a_whole_number_that_no_float_holds_spoils_nothing(connection: sqlite3.C
     metrics.add(connection, report(1, m=huge))
     metrics.add(connection, report(2, m=3))
     found = metrics.summary(connection, 1)["training"]["m"]
-    assert found["last"] == 3 and found["min"] == found["max"] == 3
+    assert found["last"] == 3 == found["min"] and found["max"] == found["mean"] == math.inf

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.master.records import MetricReport
+from zero_trial.master.store.summaries import as_float, extend
 from zero_trial.master.store.values import dumps, loads
 
 _COLUMNS = "id, trial_id, run_id, grp, steps, metrics, reported, archived"
@@ -38,17 +39,9 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
     """A metric as a number that can be compared; None if it is missing, no number or not a number (NaN)."""
     value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(number := _float(value)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(number := as_float(value)):
         return None
     return number
-
-
-def _float(value: int | float) -> float:
-    """As a float; a whole number that none can hold is infinite."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.copysign(math.inf, value > 0 or -1)
 
 
 def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
@@ -113,31 +106,14 @@ def validation_at(
 
 
 def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
-    """For each group and metric its count, last, and, where they are numbers, min, max and mean."""
+    """{group: {metric: see summaries}}."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for row in connection.execute(
         "SELECT grp, metrics FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL ORDER BY steps, id",
         (trial_id,),
     ):
-        group = groups.setdefault(row["grp"], {})
-        for name, value in loads(row["metrics"]).items():
-            _take(group.setdefault(name, {"count": 0}), value)
+        extend(groups.setdefault(row["grp"], {}), loads(row["metrics"]))
     return groups
-
-
-def _take(entry: dict[str, Any], value: Any) -> None:
-    """Add one value to the summary of a metric."""
-    entry["count"] += 1
-    entry["last"] = value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        entry["type"] = {bool: "boolean", str: "string", dict: "object", list: "array"}.get(type(value), "null")
-        return
-    entry.setdefault("type", "number")
-    if math.isfinite(_float(value)):
-        entry["min"] = min(entry.get("min", value), value)
-        entry["max"] = max(entry.get("max", value), value)
-        entry["sum"] = entry.get("sum", 0) + value
-        entry["mean"] = entry["sum"] / entry["count"]
 
 
 def _record(row: sqlite3.Row, batch_metrics: bool) -> MetricReport:

@@ -16,7 +16,7 @@ import torch
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
-from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
+from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion
 
 WHERE = "optimizer.params"
 
@@ -35,6 +35,8 @@ FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
 NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
     torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
+    torch.optim.SGD: (FusedSGD, {}),
+    torch.optim.Adagrad: (FusedAdagrad, {}),
     Lion: (FusedLion, {}),
 }
 # Settings that choose an implementation or a variant: given any of them, the class that was named is built.
@@ -97,6 +99,10 @@ class OptimizerSpec:
         settings = [self.params, *(group for group in groups if isinstance(group, Mapping))]
         if any(each.get(key) for each in settings for key in _VARIANTS):
             return False
+        if self.optimizer_class is torch.optim.SGD:
+            momentum = self.params.get("momentum", 0.0)
+            if not all(each.get("momentum", momentum) for each in settings):
+                return False  # no state, nothing to fuse: torch's own pass
         tensors = [tensor for group in groups for tensor in _tensors(group)]
         simple = all(tensor.dtype == torch.float32 for tensor in tensors)
         return bool(tensors) and simple and all(native_on(device) for device in {tensor.device for tensor in tensors})

@@ -1,5 +1,6 @@
 """Optimizers over lists of flat pieces, and one step with a gradient multiplier for any optimizer."""
 
+from zero_trial.ops.optimizers.adagrad import FusedAdagrad
 from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdam, FusedLion
 from zero_trial.ops.optimizers.lamb import FusedLamb, Segment
 from zero_trial.ops.optimizers.lion import Lion
@@ -12,12 +13,15 @@ from zero_trial.ops.optimizers.scaled_step import (
     take_back,
     takes_gates,
 )
+from zero_trial.ops.optimizers.sgd import FusedSGD
 
 __all__ = [
     "CPUAdam",
+    "FusedAdagrad",
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
+    "FusedSGD",
     "Gate",
     "Lion",
     "PieceOptimizer",

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from zero_trial.errors import ConfigError
 
 Closure = Callable[[], Any]
 
@@ -57,7 +60,13 @@ class PieceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.update()
+        self._mark_changed()
         return loss
+
+    def _mark_changed(self) -> None:
+        """The ops write behind autograd's back: a graph that still needs an old weight must be told, and fails as it does with torch's own."""
+        written = (tensor for item in self.waiting() for tensor in (item.weight, item.out) if tensor is not None)
+        increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     def update(self) -> None:
         raise NotImplementedError
@@ -70,6 +79,12 @@ class PieceOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             for piece in group["params"]:
                 if piece.grad is not None:
+                    if piece.grad.layout is not torch.strided:
+                        raise ConfigError(
+                            f"{type(self).__name__} does not take sparse gradients",
+                            got=f"{piece.grad.layout} for a parameter of shape {tuple(piece.shape)}",
+                            fix="Build the embedding with sparse=False, or use torch.optim.SparseAdam for it.",
+                        )
                     yield PieceWork(piece, piece.grad, None, index)
 
     def flags(self) -> tuple[Tensor | None, Tensor | None]:

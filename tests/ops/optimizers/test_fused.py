@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from zero_trial import ops
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
-from zero_trial.ops.optimizers import CPUAdam, FusedAdam, FusedLion, Lion, scaled_step
+from zero_trial.ops.optimizers import (
+    CPUAdam,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+    FusedSGD,
+    Lion,
+    scaled_step,
+)
 
 TORCH: dict[bool, Any] = {True: torch.optim.AdamW, False: torch.optim.Adam}
 
@@ -122,3 +135,145 @@ def test_cpu_adam_refuses_other_devices() -> None:
     CPUAdam(params())
     with pytest.raises(ConfigError, match=r"got meta, expected cpu"):
         CPUAdam([torch.nn.Parameter(torch.zeros(2, device="meta"))])
+
+
+# --- in scripts that want only them -----------------------------------------------------------------------------------
+
+EVERY: list[Any] = [FusedAdam, CPUAdam, FusedLamb, FusedLion, FusedSGD, FusedAdagrad]
+every = pytest.mark.parametrize("kind", EVERY)
+
+
+def step_once(optimizer: torch.optim.Optimizer) -> None:
+    give_gradients(7, [p for group in optimizer.param_groups for p in group["params"]])
+    optimizer.step()
+
+
+def test_they_are_where_a_stranger_looks() -> None:
+    assert all(getattr(ops, kind.__name__) is kind for kind in EVERY)
+
+
+def test_deepspeeds_arguments() -> None:
+    common: dict[str, Any] = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    FusedAdam(params(), **common, eps=1e-8, adam_w_mode=True, amsgrad=False, set_grad_none=True)
+    CPUAdam(params(), **common, eps=1e-8, adamw_mode=True, amsgrad=False, fp32_optimizer_states=True)
+    FusedLamb(params(), **common, eps_inside_sqrt=False, max_grad_norm=0.0, max_coeff=10.0, amsgrad=False)
+    FusedLion(params(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, set_grad_none=True)
+    assert CPUAdam(params(), adamw_mode=False).param_groups[0]["decoupled_weight_decay"] is False
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        (FusedAdam, {"amsgrad": True}),
+        (FusedAdam, {"set_grad_none": False}),
+        (FusedLion, {"set_grad_none": False}),
+        (CPUAdam, {"fp32_optimizer_states": False}),
+        (FusedLamb, {"max_grad_norm": 1.0}),
+    ]
+    for kind, given in refused:
+        with pytest.raises(ConfigError, match=r"optimizer\.params"):
+            kind(params(), **given)
+
+
+def test_adam_without_bias_correction() -> None:
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = FusedAdam([p], lr=1.0, eps=0.0, bias_correction=False)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert p.tolist() == pytest.approx([-0.1 / math.sqrt(1e-3)] * 2, rel=1e-5)
+
+
+@every
+def test_a_real_model_learns_as_with_a_scheduler_and_a_scaler(kind: Any) -> None:
+    """Overflow is skipped by torch's GradScaler, the rate is a tensor that a scheduler changes, a closure gives the loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    x, y = torch.randn(32, 8), torch.randn(32, 1)
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.01))
+    scheduler, scaler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def loss() -> torch.Tensor:
+        return (model(x) - y).square().mean()
+
+    first = loss().item()
+    for step in range(15):
+        optimizer.zero_grad()
+        before = model[0].weight.detach().clone()
+        scaler.scale(loss() * (math.inf if step == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model[0].weight) == (step == 3)
+        scheduler.step()
+    assert loss().item() < 0.95 * first
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01 / 8)
+    assert optimizer.step(lambda: loss().detach()) == pytest.approx(loss().item(), rel=0.5)
+
+
+@every
+def test_copies_and_saved_state_go_on(kind: Any) -> None:
+    optimizer = kind(params())
+    step_once(optimizer)
+    step_once(copy.deepcopy(optimizer))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = kind([torch.nn.Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    step_once(optimizer), step_once(other)
+    assert largest(optimizer.param_groups[0]["params"], other.param_groups[0]["params"]) == 0.0
+
+
+@every
+def test_sparse_gradients_are_refused_in_words(kind: Any) -> None:
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} does not take sparse gradients.*\(4, 3\).*SparseAdam"):
+        kind(table.parameters()).step()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_dtypes_are_stepped_in_theirs(kind: Any, dtype: torch.dtype) -> None:
+    p = torch.nn.Parameter(torch.ones(40, dtype=dtype))
+    optimizer = kind([p], lr=0.25)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.dtype == dtype and bool((p < 1).all())
+
+
+@every
+def test_a_graph_that_still_needs_an_old_weight_fails(kind: Any) -> None:
+    """As with torch's own optimizers: the gradients would be those of another function."""
+    p = torch.nn.Parameter(torch.ones(3))
+    late = (p * torch.ones(3, requires_grad=True)).sum()
+    optimizer = kind([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def test_torchs_state_with_a_variant_of_the_formula_is_refused() -> None:
+    theirs = params()
+    other = torch.optim.AdamW(theirs, amsgrad=True)
+    step_once(other)
+    with pytest.raises(ConfigError, match="got amsgrad True"):
+        FusedAdam(params()).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_torchs_whole_state_dict_and_back(decoupled: bool) -> None:
+    """Groups included: each goes on as what the other was."""
+    ours, theirs = params(), params()
+    mine = FusedAdam(ours, lr=0.5, adam_w_mode=not decoupled)
+    other = TORCH[decoupled](theirs, lr=0.01, weight_decay=0.1)
+    give_gradients(1, ours, theirs)
+    other.step()
+    kept = copy.deepcopy(other.state_dict())  # tensors of a state_dict are the optimizer's own
+    if "decoupled_weight_decay" not in kept["param_groups"][0]:  # torch before 2.7
+        kept["param_groups"][0]["decoupled_weight_decay"] = decoupled
+    mine.load_state_dict(kept)
+    with torch.no_grad():
+        for x, y in zip(ours, theirs, strict=True):
+            x.copy_(y)
+    mine.step(), other.step()
+    assert largest(ours, theirs) <= 1e-6
+    other.load_state_dict(copy.deepcopy(mine.state_dict()))
+    mine.step(), other.step()
+    assert largest(ours, theirs) <= 1e-6

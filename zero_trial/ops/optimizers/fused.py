@@ -119,8 +119,7 @@ class FusedAdam(OnePass):
         _require(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if amsgrad:
             raise _no_variant("amsgrad", "FusedAdam has no AMSGrad form", "Use torch.optim.AdamW(amsgrad=True).")
-        if not set_grad_none:
-            raise _no_variant("set_grad_none", "it says how zero_grad() works", "Call zero_grad(set_to_none=False).")
+        _grads_are_dropped(set_grad_none)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
         super().__init__(params, defaults)
@@ -176,13 +175,21 @@ class FusedLion(OnePass):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        *,
+        set_grad_none: bool = True,
     ) -> None:
         _require(lr=lr, betas=betas, weight_decay=weight_decay)
+        _grads_are_dropped(set_grad_none)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _numbers(self, item: PieceWork) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         group = self.param_groups[item.group]
         return (float(group["lr"]), *group["betas"], group["weight_decay"]), ()
+
+
+def _grads_are_dropped(set_grad_none: bool) -> None:
+    if not set_grad_none:
+        raise _no_variant("set_grad_none", "it says how zero_grad() works", "Call zero_grad(set_to_none=False).")
 
 
 def _no_variant(key: str, reason: str, fix: str) -> ConfigError:

@@ -79,7 +79,18 @@ class FusedLamb(PieceOptimizer):
         bias_correction: bool = True,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
+        *,
+        amsgrad: bool = False,
+        eps_inside_sqrt: bool = False,
+        max_grad_norm: float = 0.0,
     ) -> None:
+        if amsgrad or eps_inside_sqrt or max_grad_norm:
+            raise ConfigError(
+                "FusedLamb takes these arguments of DeepSpeed's with one value only",
+                where="optimizer.params",
+                got=f"amsgrad {amsgrad}, eps_inside_sqrt {eps_inside_sqrt}, max_grad_norm {max_grad_norm}",
+                expected="False, False, 0: eps stands outside the root, and gradients are clipped before the step",
+            )
         if (
             lr < 0
             or eps < 0
@@ -97,6 +108,16 @@ class FusedLamb(PieceOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
         super().__init__(params, defaults)
+        self._unbind()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy: its parameters are others, and whole until it is bound itself."""
+        bound = "_cuts" in self.__dict__
+        super().__setstate__(state)
+        if not bound:
+            self._unbind()
+
+    def _unbind(self) -> None:
         self._cuts: dict[int, _Cut] | None = None
         self._num_tensors = 0
         self._sum_over_shards: Callable[[Tensor], None] = _no_shards

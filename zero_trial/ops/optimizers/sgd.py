@@ -17,6 +17,7 @@ class FusedSGD(OnePass):
 
     op = "sgd_"
     moments = ("momentum_buffer",)
+    _first: frozenset[int] = frozenset()  # ids of weights whose buffer becomes the gradient in this step
 
     def __init__(
         self,
@@ -36,17 +37,16 @@ class FusedSGD(OnePass):
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"nesterov": nesterov})
-        self._first: set[int] = set()
 
     def _make_state(self, item: PieceWork) -> None:
         state = self.state[item.weight]
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
-            self._first.add(id(item.weight))
+            self._first |= {id(item.weight)}
 
     def _numbers(self, item: PieceWork) -> tuple[tuple[float, ...], tuple[bool, ...]]:
         group, first = self.param_groups[item.group], id(item.weight) in self._first
-        self._first.discard(id(item.weight))
+        self._first -= {id(item.weight)}
         own = (group["momentum"], group["dampening"], group["weight_decay"], first)
         return (float(group["lr"]), *own), (group["nesterov"],)
 

@@ -14,6 +14,8 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.late import make_late, on_device
+from tests.support.pipelines import batches, layers
+from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
 from zero_trial.engine.late_verdict import LateVerdict, choose_verdict
 from zero_trial.engine.verdict import Verdict
@@ -470,6 +472,35 @@ def both_gans() -> list[str]:
 
 def test_two_engines_in_turn(ranks: Pools) -> None:
     assert ranks(2).run(both_gans) == [[], []]
+
+
+def pipeline(late: bool, stage: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Two pipeline ranks with a tied embedding; the first stage's gradient is bad in steps 0 and 2. ``pending``: was the verdict open."""
+    engine = make_pipeline(layers(2), 2, {"stage": stage}, 2, gradient_clipping=0.5, **SCHEDULE, **config)
+    if late:
+        make_late(engine)
+    when, pending, losses = {"now": False}, [], []
+    name = next(name for name, _ in engine.module.named_parameters() if name.endswith("up.bias"))
+    spoil(engine, name, 0, when, float("inf"))
+    data = batches(0, 2, 5) if engine.is_first_stage() else None
+    for step in range(5):
+        when["now"] = step in (0, 2)
+        losses.append(engine.train_batch(data).item())
+        pending.append(engine.verdict.open)
+    engine.verdict.conclude()
+    found = left(engine) | {"losses": losses}
+    engine.destroy()
+    assert pending == [late] * 5 and found["skipped"] == "2"
+    return found
+
+
+def both_pipelines(stage: int, config: dict[str, Any]) -> list[str]:
+    return differences(pipeline(False, stage, config), pipeline(True, stage, config))
+
+
+@pytest.mark.parametrize(("stage", "config"), [(0, {}), (3, FP16)], ids=["fp32", "fp16"])
+def test_a_pipeline(ranks: Pools, stage: int, config: dict[str, Any]) -> None:
+    assert ranks(2).run(both_pipelines, stage, config) == [[], []]
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

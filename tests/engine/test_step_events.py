@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support.late import make_late
 from zero_trial.engine.monitor import Monitor
 from zero_trial.engine.monitor.writer import Event
 from zero_trial.engine.step_events import StepEvents
@@ -112,3 +114,57 @@ def test_outputs_that_are_no_loss_are_not_taken_for_one():
     engine(torch.ones(2))
     engine.destroy()
     assert memory.events == []
+
+
+# --- a step that the device decides ---------------------------------------------------------------------------------------
+
+
+def late(**config: Any) -> tuple[zero_trial.Engine, Memory]:
+    fused = {"type": "SGD", "params": {"lr": 0.5, "fused": True}}
+    engine, memory = watched(optimizer=fused, scheduler={"type": "ExponentialLR", "params": {"gamma": 0.5}}, **config)
+    make_late(engine)
+    return engine, memory
+
+
+def test_the_events_of_a_late_step_come_with_the_next_one():
+    """The same events as from a step that the host decides, one skipped step among them."""
+    engine, memory = late()
+    losses = []
+    for number, value in enumerate((1.0, float("inf"), 3.0)):
+        losses += train(engine, value)
+        assert len(memory.of("train_loss")) == number
+        assert engine.verdict.open
+    engine.destroy()
+    samples = [2, 4, 6]
+    assert memory.of("train_loss") == list(zip(losses, samples, strict=True))
+    assert memory.of("lr") == [(0.25, 2), (0.25, 4), (0.125, 6)]
+
+
+def test_the_events_of_a_late_step_come_before_its_evaluation():
+    engine, memory = late()
+    train(engine, 1.0)
+    engine.eval()
+    engine(torch.ones(2))
+    engine.train()
+    train(engine, 1.0)
+    engine.destroy()
+    names = [name.rpartition("/")[2] for name, _, _ in memory.events]
+    assert names == ["train_loss", "lr", "eval_loss", "train_loss", "lr"]
+
+
+class Gone:
+    pass
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_end_of_the_interpreter_writes_what_is_due(gone: bool) -> None:
+    """An engine is there then as a rule; if it is not, its rate is not known, but the loss is."""
+    engine, memory = late()
+    losses = train(engine, 1.0)
+    events = engine.reporter
+    assert isinstance(events, StepEvents) and memory.events == []
+    if gone:
+        events._engine = weakref.proxy(Gone())  # of one that is gone at once
+    events._last_words()
+    assert memory.of("train_loss") == [(losses[0], 2)]
+    assert memory.of("lr") == ([] if gone else [(0.25, 2)])

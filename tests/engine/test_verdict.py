@@ -74,3 +74,11 @@ def test_between_boundaries_no_step_was_applied():
     assert engine.was_step_applied()
     step(engine, 1.0)
     assert not engine.was_step_applied()
+
+
+def test_which_steps_were_skipped():
+    engine = one_weight()
+    for gradient in (math.inf, 1.0, math.nan, 1.0):
+        step(engine, gradient)
+    ranges = ((0, 4), (0, 1), (1, 2), (2, 3), (3, 4), (0, 0))
+    assert [engine.skipped_between(first, end) for first, end in ranges] == [2, 1, 0, 1, 0, 0]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
 from zero_trial.errors import TrialError
-from zero_trial.trial.loop import fitted
+from zero_trial.trial.loop import fitted, skips_from_here
 
 TWICE = {"gradient_accumulation_steps": 2}
 
@@ -74,3 +74,37 @@ def test_methods_get_the_arguments_that_they_take() -> None:
     assert fitted(lambda a: [a])(1, 2, 3) == [1]
     assert fitted(lambda a, b, c: [a, b, c])(1, 2, 3) == [1, 2, 3]
     assert fitted(lambda *rest: list(rest))(1, 2, 3) == [1, 2, 3]
+
+
+class Counting:
+    """An engine that says how often it was asked."""
+
+    def __init__(self) -> None:
+        self.global_steps, self.skipped_steps, self.asked = 0, 0, 0
+        self.skipped: set[int] = set()
+
+    def step(self, *, skip: bool = False) -> None:
+        if skip:
+            self.skipped.add(self.global_steps)
+            self.skipped_steps += 1
+        self.global_steps += 1
+
+
+class Numbering(Counting):
+    def skipped_between(self, first: int, end: int) -> int:
+        self.asked += 1
+        return len(self.skipped & set(range(first, end)))
+
+
+@pytest.mark.parametrize("kind", [Counting, Numbering])
+def test_whether_a_step_was_skipped_can_be_asked_later(kind: type[Counting]) -> None:
+    """A trial's step may be several of an engine; what later ones do does not change the answer."""
+    engine, answers = kind(), []
+    for skips in ((False, False), (False, True), (True,), (False,), ()):
+        after = skips_from_here(engine)
+        for skip in skips:
+            engine.step(skip=skip)
+        answers.append(after())
+    assert engine.asked == 0
+    assert [answer() for answer in answers] == [False, True, True, False, False]
+    assert engine.asked == (5 if kind is Numbering else 0)

@@ -109,7 +109,7 @@ class LateVerdict(Verdict):
     def _put_back(self, opened: _Open) -> list[Row]:
         for go_back in opened.go_back:
             go_back()
-        self.skipped += 1
+        self._count_skip(opened.step)
         found = evidence(self._sharded, opened.culprits, opened.sums)
         if self._alone:
             self.nonfinite = self._culprit(opened, found)

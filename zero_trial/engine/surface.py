@@ -59,6 +59,11 @@ class EngineSurface(nn.Module):
     def skipped_steps(self, count: int) -> None:
         self.verdict.known().skipped = count
 
+    def skipped_between(self, first: int, end: int) -> int:
+        """How many of the steps number ``first`` to ``end`` - 1 (as :attr:`global_steps` counts) were skipped, of the last thousand skipped ones
+        since the engine was built."""
+        return sum(first <= step < end for step in self.verdict.known().skipped_at)
+
     @property
     def last_nonfinite(self) -> NonFinite | None:
         """Whose gradient was to blame for the last skipped step. On CUDA with several ranks it is named with the next backward pass."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ class Verdict:
         self.norm: float | None = None
         self.applied = False
         self.skipped = 0
+        self.skipped_at: deque[int] = deque(maxlen=1000)  # the last skipped steps' numbers
         self.nonfinite: NonFinite | None = None
 
     # --- asked ----------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ class Verdict:
                 schedule.step(**arguments)
         else:
             self.nonfinite = name_culprit(self._sharded, step)
-            self.skipped += 1
+            self._count_skip(step)
         self._sharded.reducer.reset()
         scale, error = self._advance(not finite)
         self._tell(not finite, scale, error)
@@ -105,6 +107,10 @@ class Verdict:
             self._sharded.wait_when_called()
         else:
             self._sharded.wait()
+
+    def _count_skip(self, step: int) -> None:
+        self.skipped += 1
+        self.skipped_at.append(step)
 
     def _advance(self, overflow: bool) -> tuple[float, Diverged | None]:
         """The loss scale of the next step; returns this one's, and why there can be no next one."""

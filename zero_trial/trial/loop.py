@@ -17,6 +17,7 @@ from zero_trial.trial.metrics import mean_over_calls, training_metrics
 from zero_trial.trial.trial import ZeroTrial
 
 Metrics = dict[str, torch.Tensor]
+Overflowed = Callable[[], bool]
 
 
 class StepRunner:
@@ -28,21 +29,23 @@ class StepRunner:
         self._feed = feed
         self._calls = context.calls_per_step
 
-    def run(self, step: int, epoch: int) -> tuple[Metrics, bool]:
-        """Step number ``step`` (from 0): its metrics, averaged over micro-batches, and whether a loss scale was too
-        high.
+    def run(self, step: int, epoch: int) -> tuple[Metrics, Overflowed]:
+        """Step number ``step`` (from 0): its metrics, averaged over micro-batches, and what tells whether a loss scale
+        was too high.
 
-        The metrics are empty on ranks that do not report.
+        The metrics are empty on ranks that do not report. To be told may wait for the device: ask when it matters.
         """
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
-        before = [(engine.micro_steps, engine.skipped_steps) for engine in engines]
+        before = [engine.micro_steps for engine in engines]
+        skips = [skips_from_here(engine) for engine in engines if scales_its_loss(engine)]
         outputs = [self._call(self._feed, epoch, step) for _ in range(self._calls)]
-        self._check_accumulation([micro for micro, _ in before], where)
-        overflowed = any(
-            engine.skipped_steps > old and scales_its_loss(engine)
-            for engine, (_, old) in zip(engines, before, strict=True)
-        )
+        self._check_accumulation(before, where)
+        asked = [after() for after in skips]
+
+        def overflowed() -> bool:
+            return any(ask() for ask in asked)
+
         if not self._context.mpu.should_report_metrics:
             return {}, overflowed
         return mean_over_calls([training_metrics(output, where) for output in outputs], where), overflowed
@@ -72,6 +75,30 @@ def scales_its_loss(engine: Any) -> bool:
     """Whether a skipped step is the ordinary work of a loss scale (fp16), and no sign of trouble."""
     asked = getattr(engine, "fp16_enabled", None)
     return bool(asked()) if callable(asked) else False
+
+
+def skips_from_here(engine: Any) -> Callable[[], Overflowed]:
+    """To be called when some steps have been made: what tells, then or later, whether one of them was skipped.
+
+    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only when somebody wants to
+    know; another one's count is read at both ends.
+    """
+    between = getattr(engine, "skipped_between", None)
+    if not callable(between):
+        count = engine.skipped_steps
+
+        def counted() -> Overflowed:
+            more = engine.skipped_steps > count
+            return lambda: more
+
+        return counted
+    first = engine.global_steps
+
+    def numbered() -> Overflowed:
+        end = engine.global_steps
+        return lambda: bool(between(first, end))
+
+    return numbered
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:

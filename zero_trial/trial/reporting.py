@@ -15,6 +15,7 @@ import torch
 from zero_trial.errors import Diverged
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.loop import Overflowed
 from zero_trial.trial.metrics import Sums, add_sums, averages
 
 EXCHANGE_SECONDS = 1.0
@@ -60,11 +61,14 @@ class Reporter:
         self._exchanged = step  # step of the last exchange
         self._exchanged_at = 0.0  # training seconds then
         self._next = step + 1
-        self._steps: list[tuple[int, bool, dict[str, torch.Tensor]]] = []  # since the last exchange
+        self._steps: list[tuple[int, Overflowed, dict[str, torch.Tensor]]] = []  # since the last exchange
         self._batches: list[dict[str, float]] = []  # this rank's values since the last report
 
-    def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: bool) -> None:
-        """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device here."""
+    def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: Overflowed) -> None:
+        """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device here.
+
+        ``overflowed()`` is only asked about a loss that is not finite.
+        """
         self._steps.append((step, overflowed, metrics))
 
     def wants_exchange(self, step: int) -> bool:
@@ -104,7 +108,7 @@ class Reporter:
         for (step, overflowed, _), row in zip(steps, rows, strict=True):
             finite = math.isfinite(row.get("loss", 0.0))
             self._overflows = 0 if finite else self._overflows + 1
-            if not finite and (not overflowed or self._overflows > FORGIVEN):
+            if not finite and (self._overflows > FORGIVEN or not overflowed()):
                 return {}, [step, str(row["loss"])]
             if finite:
                 counted.append(row)

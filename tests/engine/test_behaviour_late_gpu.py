@@ -1,0 +1,88 @@
+"""On a GPU a step waits for nothing, whatever it finds, and leaves the bits of one that the host decides. One rank over NCCL."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_behaviour_gpu import on_ranks
+from tests.engine.test_late_verdict import FP16, OPTIMIZERS, SCHEDULE, Net, differences, left, spoil, two_groups
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from zero_trial.engine.late_verdict import LateVerdict
+from zero_trial.engine.verdict import Verdict
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+STEPS = 7
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": FP16}
+# torch has no fused Adagrad on every CUDA version
+CASES = [
+    *[(stage, "fp16", "AdamW") for stage in ("zero0", "zero1", "zero2", "zero3")],
+    *[("zero2", precision, "AdamW") for precision in ("fp32", "bf16")],
+    *[("zero2", "bf16", optimizer) for optimizer in ("Adam", "Lion", "Lamb", "torch AdamW", "SGD")],
+]
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    parameter = next(model.parameters())
+    return (model(turn.normal(4, 5).to(parameter.device, parameter.dtype)) - 1).float().square().mean()
+
+
+def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str, Any]:
+    """Steps 1, 4 and 5 are not finite. Late steps run where every wait for the device is an error, but for the first: it makes state."""
+    config = SCHEDULE | PRECISIONS[precision]
+    engine = build_engine(Case(Net, loss, two_groups, OPTIMIZERS[optimizer], config=config, clip=0.3), STAGES[stage])
+    assert type(engine.verdict) is LateVerdict and engine.device.type == "cuda"
+    if prompt:
+        assert engine.optimizer is not None
+        engine.optimizer.when_asked = lambda: None
+        engine.verdict = Verdict(engine.sharded, engine.wiring, engine.device)
+    when = {"now": False}
+    spoil(engine, "blocks.1.weight", 0, when, float("inf"))
+    for step in range(STEPS):
+        when["now"] = step in (1, 4, 5)
+        value = loss(engine, Turn(step, 0, 0))
+        engine.backward(value)
+        if not prompt and step:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.verdict.open is not prompt
+    engine.verdict.conclude()
+    found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in left(engine).items()}
+    engine.destroy()
+    return found
+
+
+def every_case(cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], list[str]]:
+    from zero_trial.mesh import init_distributed
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    init_distributed(timeout=60.0)
+    found = {}
+    for case in cases:
+        try:
+            prompt, late = train(*case, True), train(*case, False)
+            assert prompt["skipped"] == "3", prompt["skipped"]
+            found[case] = differences(prompt, late)
+        except Exception as trouble:
+            found[case] = [f"{type(trouble).__name__}: {trouble}"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str, str], list[str]]:
+    return dict(on_ranks(1, every_case, CASES)[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_step_waits_for_nothing_and_leaves_the_same_bits(
+    found: dict[tuple[str, str, str], list[str]], case: tuple[str, str, str]
+) -> None:
+    assert found[case] == []

@@ -178,3 +178,43 @@ def test_a_context_that_is_not_a_scripts() -> None:
     context = ZeroTrialContext(InMemoryPlatform(), zero_trial.initialize)
     with pytest.raises(ConfigError, match=r"with zero_trial\.init\(\)"):
         Trainer(LineTrial.__new__(LineTrial), context)
+
+
+def test_a_second_fit_goes_on_where_the_first_ended(folder: Path) -> None:
+    """To the same bits as one fit; nothing is trained or reported twice."""
+    every = {"reporting_period": Batch(1)}
+    fit(6, Noisy, "whole", **every)
+    with init(exp_conf=CONF, run_dir="parts") as context:
+        trainer = Trainer(Noisy(context), context)
+        ends = [trainer.fit(max_length=zero_trial.Batch(steps), **every).step for steps in (2, 2, 6)]
+    assert ends == [2, 2, 6]
+    assert losses(folder / "parts") == losses(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ([1], "exp_conf: not a mapping"),
+        ({**CONF, "reproducibility": 5}, "reproducibility: not a mapping"),
+        ({**CONF, "reproducibility": {"experiment_seed": "x"}}, "experiment_seed: no seed: got 'x'"),
+        ({**CONF, "searcher": "single"}, "searcher: not a mapping"),
+        ({**CONF, "hyperparameters": [1]}, "hyperparameters: not a mapping"),
+    ],
+)
+def test_an_experiment_of_the_wrong_form_is_named(conf: Any, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fit(1, conf=conf)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "file").touch()
+    with pytest.raises(SystemExit):
+        fit(1, run_dir="file")
+    assert "run_dir: the run's folder cannot be made (File exists)" in capsys.readouterr().err
+
+
+def test_a_class_is_no_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), init(exp_conf=CONF) as context:
+        Trainer(LineTrial, context)  # type: ignore[arg-type]
+    assert "got the class LineTrial" in capsys.readouterr().err

@@ -125,6 +125,13 @@ def test_metrics_and_the_best_validation(tmp_path: Path) -> None:
     ]
 
 
+def test_validations_that_say_nothing_do_not_hide_the_best(tmp_path: Path) -> None:
+    platform = LocalPlatform(tmp_path, {"searcher": {"metric": "loss"}})
+    for step, value in enumerate((float("nan"), 0.5, [1.0], 0.25, float("nan"))):
+        platform.metrics.report_validation_metrics(step, {"loss": value})
+    assert platform.best_validation() == 0.25
+
+
 def test_events_carry_their_time(tmp_path: Path) -> None:
     LocalPlatform(tmp_path).progress.emit({"kind": "note", "message": "hello"})
     [event] = read_lines(tmp_path / "events.jsonl")

@@ -247,6 +247,33 @@ def test_shutdown_is_called_after_an_error_too() -> None:
     assert trials[0].recorder.calls[-1] == "shutdown"
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_shutdown_that_fails_hides_no_cause_and_keeps_nobody_from_his_own(fails: bool) -> None:
+    calls: list[str] = []
+
+    class Broken(TrialCallback):
+        def on_trial_shutdown(self) -> None:
+            calls.append("broken")
+            raise RuntimeError("of the shutdown")
+
+    class Good(TrialCallback):
+        def on_trial_shutdown(self) -> None:
+            calls.append("good")
+
+    class WithBoth(LineTrial):
+        def build_callbacks(self) -> dict[str, TrialCallback]:
+            return {"first": Broken(), "second": Good()}
+
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if fails:
+                raise ValueError("the cause")
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    with pytest.raises(ValueError if fails else RuntimeError, match="the cause" if fails else "of the shutdown"):
+        run_rank(WithBoth, steps(1))
+    assert calls == ["broken", "good"]
+
+
 def test_a_checkpoint_of_another_trial_gives_its_weights_only(tmp_path: Path) -> None:
     first = run_rank(LineTrial, steps(6), storage=tmp_path)
     run = run_rank(LineTrial, steps(2), storage=tmp_path, latest_checkpoint="step-000006", trial_id="2")

@@ -96,3 +96,16 @@ def test_ranks_are_weighed_by_their_batches_and_silent_ones_left_out() -> None:
 def test_reducers_by_name_or_for_all() -> None:
     assert evaluation_reducers(Reducer.MAX, ["a", "b"]) == {"a": Reducer.MAX, "b": Reducer.MAX}
     assert evaluation_reducers({"a": Reducer.MIN}, ["a", "b"]) == {"a": Reducer.MIN, "b": Reducer.AVG}
+
+
+def test_a_complex_number_is_no_metric() -> None:
+    with pytest.raises(TrialError, match="complex"):
+        training_metrics({"loss": torch.tensor(1j)}, "here")
+    with pytest.raises(TrialError, match="complex"):
+        validation_metrics([{"loss": torch.tensor(1j)}], {}, "here")
+
+
+@pytest.mark.parametrize("other", [{"a": 1.0}, {"a": 1.0, "b": [1.0]}, {"a": 1.0, "c": [1.0, 2.0]}])
+def test_ranks_must_agree_on_names_and_shapes(other: dict[str, Any]) -> None:
+    with pytest.raises(TrialError, match=r"rank 2: .* as on rank 0: a, b \[2\]"):
+        over_ranks([({"a": 1.0, "b": [1.0, 2.0]}, 1), ({}, 0), (other, 1)], {})

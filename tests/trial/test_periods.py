@@ -72,3 +72,10 @@ def test_records_need_the_global_batch_size() -> None:
 def test_a_position_knows_its_epoch() -> None:
     flags = [(p.epoch, p.is_epoch_start, p.is_epoch_end) for p in (Position(step, 3) for step in range(4))]
     assert flags == [(0, True, False), (0, False, False), (0, False, True), (1, True, False)]
+
+
+@pytest.mark.parametrize("unit", [Batch(1.5), Epoch(-1), Batch("x"), Batch(None), Batch(True)])  # type: ignore[arg-type]
+def test_units_that_count_nothing(unit: Batch | Epoch) -> None:
+    with pytest.raises(ConfigError, match=r"fit\(validation_period=\.\.\.\): this is no period"):
+        read_unit(unit, "fit(validation_period=...)")
+    assert read_unit(Batch({1, 3}), "x") == Batch({1, 3}) and read_unit(Epoch(0), "x") == Epoch(0)

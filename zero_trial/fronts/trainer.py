@@ -176,17 +176,54 @@ def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str,
     if isinstance(given, (str, Path)):
         read = read_experiment(Path(given))
         return read.plain(), read.hyperparameters, read.experiment_seed or 0
-    plain = dict(given or {})
-    seed = (plain.get("reproducibility") or {}).get("experiment_seed")
-    return plain, plain.get("hyperparameters") or {}, int(seed or 0)
+    plain = dict(_mapping(given, "exp_conf"))
+    for name in ("searcher", "hyperparameters", "data", "resources", "checkpoint_storage"):
+        _mapping(plain.get(name), f"exp_conf: {name}")
+    seed = _mapping(plain.get("reproducibility"), "exp_conf: reproducibility").get("experiment_seed") or 0
+    if not isinstance(seed, int):
+        raise ConfigError(
+            "no seed", where="exp_conf: reproducibility.experiment_seed", got=repr(seed), expected="a whole number"
+        )
+    return plain, plain.get("hyperparameters") or {}, seed
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """``value`` if it is a mapping, an empty one for nothing."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError("not a mapping", where=where, got=type(value).__name__, expected="keys with values")
+    return value
 
 
 def _run_folder(given: str | Path | None) -> Path:
     """The run's folder, absolute: the given one, that of ``zero-trial launch``, or the next of ``runs/NNNN``."""
     named = given if given is not None else launcher_run_dir()
     folder = Path(named) if named is not None else new_run_folder(Path("runs"))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder cannot be made ({error.strerror or error})",
+            where="run_dir",
+            got=str(folder),
+            fix="Name another folder.",
+        ) from None
     return folder.resolve()
+
+
+def _check_trial(given: object) -> None:
+    if isinstance(given, ZeroTrial):
+        return
+    is_class = isinstance(given, type)
+    name = given.__name__ if isinstance(given, type) else type(given).__name__
+    raise ConfigError(
+        "this is no trial",
+        where="Trainer",
+        got=f"the class {name}" if is_class else f"an object of class {name}",
+        expected="an object of a class that derives from ZeroTrial",
+        fix=f"Write Trainer({name}(context), context)." if is_class else None,
+    )
 
 
 class Trainer:
@@ -200,6 +237,7 @@ class Trainer:
                 got=type(context).__name__,
                 fix="Write with zero_trial.init() as context: and pass that one.",
             )
+        _check_trial(trial)
         self._trial = trial
         self._context = context
 
@@ -222,7 +260,8 @@ class Trainer:
         from this one (default: the task's own on a cluster, the run folder's newest elsewhere). ``test_mode`` takes one step and
         one validation batch, off a cluster only. ``profiling_enabled`` reports this host's load to a cluster.
 
-        Returns how it ended; a run that was asked to stop has saved by then.
+        A second ``fit`` goes on where the first has ended, from its last checkpoint. Returns how it ended; a run that was asked to stop
+        has saved by then.
         """
         context = self._context
         self._start_from(latest_checkpoint)
@@ -240,6 +279,7 @@ class Trainer:
             context.note("profiling_enabled: this machine's load is reported on a cluster only")
         outcome = Controller(self._trial, context, settings).run()
         context.outcome = outcome
+        self._go_on_from(outcome)
         trained = Trained(outcome, self._trial, context, context.watch)
         if context.run_dir is not None:
             write_summary(trained, context.run_dir, shlex.join(["python", *sys.argv]))
@@ -285,6 +325,15 @@ class Trainer:
         if self._context.run_dir is None:
             raise ConfigError("only off a cluster", where="fit(test_mode=True)", fix="Leave it out here.")
         return replace(settings, max_length=Batch(1), validation_batches=1)
+
+    def _go_on_from(self, outcome: Outcome) -> None:
+        """What is trained is trained: the next ``fit`` neither does these steps again nor reports them twice."""
+        context, platform = self._context, self._context.platform
+        if isinstance(platform, LocalPlatform) and outcome.checkpoint is not None:
+            context.platform = replace(platform, latest_checkpoint=outcome.checkpoint, steps_completed=outcome.step)
+        elif isinstance(platform, ClusterPlatform) and outcome.checkpoint is not None:
+            facts = replace(platform.facts, latest_checkpoint=outcome.checkpoint, steps_completed=outcome.step)
+            context.platform = replace(platform, facts=facts)
 
     def _start_from(self, named: str | Path | None) -> None:
         """Puts another checkpoint where the platform has its own."""

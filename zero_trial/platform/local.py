@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -211,7 +212,8 @@ class LocalPlatform:
     def best_validation(self) -> float | None:
         searcher = self.experiment.get("searcher") or {}
         reported = (line["metrics"] for line in read_lines(self.folder.metrics) if line.get("group") == "validation")
-        values = [float(metrics[searcher.get("metric")]) for metrics in reported if searcher.get("metric") in metrics]
+        found = [metrics.get(searcher.get("metric")) for metrics in reported]
+        values = [float(value) for value in found if isinstance(value, (int, float)) and not math.isnan(value)]
         if not values:
             return None
         return min(values) if searcher.get("smaller_is_better", True) else max(values)

@@ -52,16 +52,30 @@ class Controller:
         Raises InvalidHP, Diverged and all that user code raises; an InvalidHP is posted to the platform first.
         Nothing is saved then: the other ranks may be in the middle of a step.
         """
+        failing = True
         try:
             self._set_up()
             with self._context.profiling:
-                return self._train()
+                outcome = self._train()
+            failing = False
+            return outcome
         except InvalidHP:
             self._context.platform.report_early_exit("INVALID_HP")
             raise
         finally:
-            for callback in self._callbacks.values():
+            self._shut_down(failing)
+
+    def _shut_down(self, failing: bool) -> None:
+        """Every callback hears of the end. What one of them raises ends the run, but does not hide what has ended it already."""
+        raised: list[Exception] = []
+        for name, callback in self._callbacks.items():
+            try:
                 callback.on_trial_shutdown()
+            except Exception as error:  # the user's code; the others are to be told all the same
+                raised.append(error)
+                self._context.note(f"on_trial_shutdown of the callback {name} failed: {type(error).__name__}: {error}")
+        if raised and not failing:
+            raise raised[0]
 
     # Setting up
 

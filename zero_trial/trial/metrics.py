@@ -45,9 +45,7 @@ def training_metrics(returned: Any, where: str) -> dict[str, torch.Tensor]:
 def _scalar(name: str, value: Any, where: str) -> torch.Tensor:
     if isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float64)
-    if not isinstance(value, torch.Tensor):
-        value = _as_tensor(name, value, where)
-    tensor: torch.Tensor = value
+    tensor = _as_tensor(name, value, where)
     if tensor.numel() != 1:
         raise TrialError(
             f"train_batch returned a {name} that is not a scalar",
@@ -61,11 +59,15 @@ def _scalar(name: str, value: Any, where: str) -> torch.Tensor:
 
 def _as_tensor(name: str, value: Any, where: str) -> torch.Tensor:
     try:
-        return torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
+        tensor = None
+    if tensor is None or tensor.is_complex():
+        got = type(value).__name__ if tensor is None else "a complex tensor"
         raise TrialError(
-            f"the metric {name} is not a number", where=where, got=type(value).__name__, expected="a number or a tensor"
+            f"the metric {name} is not a number", where=where, got=got, expected="a number or a tensor"
         ) from None
+    return tensor
 
 
 def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dict[str, torch.Tensor]:
@@ -142,21 +144,38 @@ def _reduce(stacked: torch.Tensor, reducer: Reducer) -> torch.Tensor:
 
 
 def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping[str, Reducer]) -> dict[str, Any]:
-    """The final metrics from (a rank's metrics, its number of batches). Ranks without metrics do not count."""
+    """The final metrics from (a rank's metrics, its number of batches). Ranks without metrics do not count.
+
+    Raises TrialError, on every rank, when ranks have metrics of different names or shapes.
+    """
+    numbered = [(rank, metrics) for rank, (metrics, _) in enumerate(parts) if metrics]
+    for rank, metrics in numbered[1:]:
+        first, shapes = ({name: _shape(value) for name, value in found.items()} for found in (numbered[0][1], metrics))
+        if shapes != first:
+            raise TrialError(
+                "evaluate_batch returns other metrics than on other ranks",
+                where=f"rank {rank}",
+                got=", ".join(f"{name} {list(shape)}" if shape else name for name, shape in sorted(shapes.items())),
+                expected=f"as on rank {numbered[0][0]}: "
+                + ", ".join(f"{name} {list(shape)}" if shape else name for name, shape in sorted(first.items())),
+            )
     parts = [(metrics, batches) for metrics, batches in parts if metrics]
     result: dict[str, Any] = {}
     for name in parts[0][0] if parts else ():
         reducer = reducers.get(name, Reducer.AVG)
-        stacked = torch.stack(
-            [torch.tensor(metrics[name], dtype=torch.float64) for metrics, _ in parts if name in metrics]
-        )
+        stacked = torch.stack([torch.tensor(metrics[name], dtype=torch.float64) for metrics, _ in parts])
         if reducer is Reducer.AVG:
-            weights = torch.tensor([batches for metrics, batches in parts if name in metrics], dtype=torch.float64)
+            weights = torch.tensor([batches for _, batches in parts], dtype=torch.float64)
             joined = torch.tensordot(weights, stacked, dims=1) / weights.sum()
         else:
             joined = _reduce(stacked, reducer)
         result[name] = joined.tolist()
     return result
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of nested lists, as ``Tensor.tolist`` makes them."""
+    return (len(value), *(_shape(value[0]) if value else ())) if isinstance(value, list) else ()
 
 
 def evaluation_reducers(answer: Reducer | Mapping[str, Reducer], names: Iterable[str]) -> dict[str, Reducer]:

@@ -75,10 +75,8 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
 
     Records need the global batch size: n records are max(n // global batch size, 1) steps.
     """
-    if isinstance(value, (Batch, Epoch)):
-        return value
     if type(value).__name__ in ("Batch", "Epoch") and hasattr(value, "value"):
-        return Batch(value.value) if type(value).__name__ == "Batch" else Epoch(value.value)
+        return _checked(Batch(value.value) if type(value).__name__ == "Batch" else Epoch(value.value), where)
     name, number = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ConfigError(
@@ -99,6 +97,24 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
     if name != "batches":
         raise ConfigError("unknown unit", where=where, got=name, expected="batches, epochs or records")
     return Batch(number)
+
+
+def _checked(unit: TrainUnit, where: str) -> TrainUnit:
+    """``unit``, if it counts something. Raises ConfigError otherwise."""
+    value = unit.value
+    good = (
+        value >= 0 if isinstance(value, int) else isinstance(value, Container) and not isinstance(value, (str, bytes))
+    )
+    if isinstance(value, bool) or not good:
+        name = type(unit).__name__
+        raise ConfigError(
+            "this is no period",
+            where=where,
+            got=f"{name}({value!r})",
+            expected=f"{name} of a whole number, or of the set of those after which it is due",
+            fix=f"Write {name}(100).",
+        )
+    return unit
 
 
 @dataclass(frozen=True)

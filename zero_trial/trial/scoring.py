@@ -23,10 +23,17 @@ class Score:
         if self.metric is None:
             return None
         value = metrics.get(self.metric)
-        if not isinstance(value, (int, float)):
-            what = "was never reported" if value is None else "is no scalar"
+        if value is not None and not isinstance(value, (int, float)):
             raise ConfigError(
-                f"searcher.metric {self.metric!r} {what}",
+                f"searcher.metric {self.metric!r} is no scalar",
+                where="searcher.metric",
+                got=f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__,
+                expected="one number",
+                fix="Return its .mean() from evaluate_batch.",
+            )
+        if value is None:
+            raise ConfigError(
+                f"searcher.metric {self.metric!r} was never reported",
                 where="searcher.metric",
                 got=f"the trial reports {sorted(without_counters(metrics))}",
                 fix="Name one of these.",

@@ -24,6 +24,7 @@ from zero_trial.engine.wiring import Wiring
 from zero_trial.errors import TrialError
 from zero_trial.mesh import Mesh
 from zero_trial.zero import ShardedModel, ShardedOptimizer
+from zero_trial.zero.dtypes import wide_dtype
 
 
 class Engine(EngineSurface):
@@ -101,7 +102,9 @@ class Engine(EngineSurface):
         reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
         self.sharded.begin_backward(reduce=reduce, last=last)
         factor = self.verdict.scaler.scale / steps
-        (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+        (loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor).backward(
+            retain_graph=retain_graph
+        )
         self.phases.end(BACKWARD)
         self.phases.begin(REDUCE_WAIT)
         self.sharded.end_backward()

@@ -30,6 +30,7 @@ from zero_trial.mesh.mesh import mesh_around
 from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
+from zero_trial.zero.dtypes import describe_dtypes
 from zero_trial.zero.optimizer import cut_pieces, rebind
 from zero_trial.zero.store import ShardPiece
 
@@ -114,6 +115,7 @@ def build_engine(
     pipeline: PipelineWiring | None = None
     if isinstance(model, PipelineModule):
         wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)
+    _say_dtypes(model, wiring.policy.param, mesh)
     sharded = ShardedModel(
         model,
         [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
@@ -130,6 +132,13 @@ def build_engine(
     engine.optimizer = sharded.optimizer = wrapped
     engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
     return engine
+
+
+def _say_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
+    """A line where parameters are not simply what ds_config says."""
+    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
+    for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
+        log.warning(line)
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

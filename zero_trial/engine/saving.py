@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
 from zero_trial.checkpoint.catalog import checkpoint_folder
+from zero_trial.checkpoint.dtypes import dtype_name
 from zero_trial.checkpoint.rng import capture_rng, restore_rng
 from zero_trial.checkpoint.tree import decode, encode
 from zero_trial.errors import CheckpointError, TrialError, ZeroTrialError
@@ -312,11 +313,23 @@ class Saver:
         }
         flat = {name: tensor.contiguous() for name, tensor in rest.items()}  # a copy, where it is not
         slices += [Slice.whole(name, tensor) for name, tensor in flat.items()]
+        self._say_rounding(reader, slices)
         with torch.no_grad():
             reader.read_into([part for part in slices if part.name in known])
             for name, tensor in rest.items():
                 if not tensor.is_contiguous():
                     tensor.copy_(flat[name])
+
+    def _say_rounding(self, reader: CheckpointReader, slices: list[Slice]) -> None:
+        stored = reader.manifest.tensors
+        rounded = sorted(
+            part.name
+            for part in slices
+            if part.name in stored and stored[part.name].dtype == "float64" != dtype_name(part.dtype)
+        )
+        if rounded and self._engine.mesh.rank == 0:
+            more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+            log.warning("the checkpoint's float64 values of %s%s are rounded to float32", rounded[0], more)
 
     def _read_optimizer(self, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
         optimizer = self._engine.optimizer

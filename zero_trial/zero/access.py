@@ -7,6 +7,7 @@ from torch import nn
 
 from zero_trial.errors import TrialError
 from zero_trial.zero.directory import holder_of
+from zero_trial.zero.dtypes import wide_dtype
 from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.unit import Unit
@@ -55,10 +56,15 @@ def _optimizer_of(model: ShardedModel) -> ShardedOptimizer:
     return model.optimizer
 
 
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """fp32, or float64 where the parameter is."""
+    return values.to(wide_dtype(values.dtype, torch.float32))
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The fp32 master weight, whole. Collective over shard: every rank must call."""
     _, unit, index = _find(param)
-    return full_of_shard(unit, index, unit.master).float()
+    return _wide(full_of_shard(unit, index, unit.master))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -77,7 +83,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     landing = model.landing_of(unit)
     if landing is None or not landing.shard_filled:
         return None
-    return full_of_shard(unit, index, landing.shard).float() * model.gradient_multiplier()
+    return _wide(full_of_shard(unit, index, landing.shard)) * model.gradient_multiplier()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -100,7 +106,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """This rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
     _, unit, index = _find(param)
-    return _local(unit, index, unit.master).float()
+    return _wide(_local(unit, index, unit.master))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -109,7 +115,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     landing = model.landing_of(unit)
     if landing is None or not landing.shard_filled:
         return None
-    return _local(unit, index, landing.shard).float() * model.gradient_multiplier()
+    return _wide(_local(unit, index, landing.shard)) * model.gradient_multiplier()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

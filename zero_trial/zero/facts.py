@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_trial.errors import ConfigError
 from zero_trial.zero.domain import Domain
+from zero_trial.zero.dtypes import living_dtype
 from zero_trial.zero.partition import LeafRules, Member, ModuleFacts, find_blocks, owner_of
 
 
@@ -63,12 +64,11 @@ def members_of(
                 fix="Keep torch.view_as_real of it as the parameter, and use torch.view_as_complex in the forward.",
             )
         params[name] = param
-        target = dtype if param.is_floating_point() else param.dtype
         members.append(
             Member(
                 name,
                 param.numel(),
-                (target, param.device, trained),
+                (living_dtype(param.dtype, dtype), param.device, trained),
                 groups[id(param)] if trained else -1,
                 owner_of(names, blocks),
             )

@@ -18,6 +18,7 @@ from zero_trial.ops.optimizers import Gate
 from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero import directory
 from zero_trial.zero.domain import Domain
+from zero_trial.zero.dtypes import living_dtype, wide_dtype
 from zero_trial.zero.facts import by_domain, members_of
 from zero_trial.zero.gatherer import Gatherer, LiveLimits
 from zero_trial.zero.heap import keep_freed_memory
@@ -102,7 +103,12 @@ class ShardedModel:
         self.gatherer = Gatherer(inside, freed, plan.reshard, settings.live)
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
         self.landings = [
-            Landing(unit, dtype=wide, shard_dtype=policy.grad, on_complete=self._complete)
+            Landing(
+                unit,
+                dtype=wide_dtype(unit.dtype, wide),
+                shard_dtype=wide_dtype(unit.dtype, policy.grad),
+                on_complete=self._complete,
+            )
             for unit in self.units
             if unit.trainable
         ]
@@ -177,7 +183,7 @@ class ShardedModel:
             for name, param in self.module.named_parameters():
                 if id(param) not in managed:
                     values = read_first_values(param)
-                    param.data = values.to(self.policy.param) if values.is_floating_point() else values
+                    param.data = values.to(living_dtype(values.dtype, self.policy.param))
                     directory.forget([param])
                     for domain in self.domains.values():
                         if id(param) in domain.params:
@@ -185,7 +191,7 @@ class ShardedModel:
                     self.mesh.data.broadcast(param.data, name)
             for name, buffer in self.module.named_buffers():
                 if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(self.policy.buffer or self.policy.param)
+                    buffer.data = buffer.data.to(self.policy.buffer or living_dtype(buffer.dtype, self.policy.param))
                 self.mesh.data.broadcast(buffer.data, name)
 
     @property

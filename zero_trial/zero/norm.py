@@ -12,6 +12,7 @@ import torch
 
 from zero_trial.ops import native_on
 from zero_trial.ops.library import OPS
+from zero_trial.zero.dtypes import wide_dtype
 from zero_trial.zero.layout import ALIGN
 
 
@@ -28,7 +29,7 @@ def square_sum(shard: torch.Tensor) -> torch.Tensor:
 
 def square_sum_of_rows(shard: torch.Tensor) -> torch.Tensor:
     """The same from torch's own kernels, on any device; makes n/ALIGN fp32 row norms."""
-    rows = torch.linalg.vector_norm(shard.view(-1, ALIGN), dim=1, dtype=torch.float32)
+    rows = torch.linalg.vector_norm(shard.view(-1, ALIGN), dim=1, dtype=wide_dtype(shard.dtype, torch.float32))
     total: torch.Tensor = rows.double().square_().sum()
     return total
 

@@ -15,6 +15,7 @@ import torch
 
 from zero_trial.mesh import AxisComm, Pending
 from zero_trial.ops.accumulate import accumulate
+from zero_trial.zero.dtypes import wide_dtype
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.norm import square_sum
 from zero_trial.zero.plan import Lifetime, ReduceAt
@@ -177,7 +178,7 @@ class Reducer:
     def _launch(self, landing: Landing) -> None:
         stash = landing.shard.clone() if landing.in_place and landing.shard_filled else None
         full = landing.close()
-        dtype = self._wire_dtype or full.dtype
+        dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)
         wire = full if dtype == full.dtype else full.to(dtype)
         if self._wire_scale != 1.0:
             wire.mul_(self._wire_scale)

@@ -16,6 +16,7 @@ from torch import nn
 
 from zero_trial.mesh import AxisComm, Pending
 from zero_trial.zero.absent import absent
+from zero_trial.zero.dtypes import has_own_master
 from zero_trial.zero.layout import Layout
 from zero_trial.zero.plan import Lifetime, ZeroPlan
 
@@ -65,8 +66,8 @@ class Unit:
         master = self._fill(read, agree)[low:high]
         own = self.full[low:high]
         self.shard = own if plan.params is Lifetime.ALWAYS else own.clone()
-        # fp32 parameters are their own masters; frozen ones need none.
-        self.master = self.shard if dtype == torch.float32 or not trainable else master.float().clone()
+        # fp32 and fp64 parameters are their own masters; frozen ones need none.
+        self.master = self.shard if has_own_master(dtype) or not trainable else master.float().clone()
         if plan.params is Lifetime.ALWAYS:
             self._attach()
         else:

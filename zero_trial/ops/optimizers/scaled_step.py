@@ -85,8 +85,11 @@ def take_back(optimizer: torch.optim.Optimizer, known: int) -> None:
 
 
 def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """True for torch's own classes (not subclasses, whose step may differ) with the fused kernel in every group."""
-    return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+    """True for torch's own classes (not subclasses, whose step may differ) with the fused kernel in every group. The divisor is fp32: it would
+    round a float64 gradient."""
+    if type(optimizer) not in _FUSED or not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    return all(piece.dtype != torch.float64 for group in optimizer.param_groups for piece in group["params"])
 
 
 def _told(optimizer: Any, **scalars: Tensor) -> None:

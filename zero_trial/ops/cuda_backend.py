@@ -121,13 +121,7 @@ def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
 
 def open_cuda(environ: Mapping[str, str], *, strict: bool) -> Cuda:
     """The driver and NVRTC of this machine. Raises KernelUnavailable."""
-    own = int((torch.version.cuda or "0").split(".")[0])
-    majors = sorted(_nvrtc.MAJORS, key=lambda major: major != own)
-    driver, nvrtc = open_driver(), _nvrtc.open_nvrtc(majors=majors)
-    try:
-        kept = KernelCache(_library_cache.cache_folder(environ))
-    except RuntimeError:  # no home
-        kept = KernelCache(None)
+    driver, nvrtc, kept = open_driver(), _nvrtc.open_nvrtc(majors=majors()), kernel_cache(environ)
     version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
     return Cuda(
         driver,
@@ -137,6 +131,20 @@ def open_cuda(environ: Mapping[str, str], *, strict: bool) -> Cuda:
         strict,
         f"native ({version}, kept in {kept.folder or 'memory'})",
     )
+
+
+def majors() -> list[int]:
+    """CUDA's major versions, torch's own first: its compiler makes what the driver that runs torch takes."""
+    own = int((torch.version.cuda or "0").split(".")[0])
+    return sorted(_nvrtc.MAJORS, key=lambda major: major != own)
+
+
+def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
+    """Where compiled kernels are kept between processes; in memory where there is no home."""
+    try:
+        return KernelCache(_library_cache.cache_folder(environ))
+    except RuntimeError:
+        return KernelCache(None)
 
 
 def compiled(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:

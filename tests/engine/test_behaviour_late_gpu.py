@@ -22,7 +22,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled"
 CASES = [
     *[(stage, "fp16", "AdamW") for stage in ("zero0", "zero1", "zero2", "zero3")],
     *[("zero2", precision, "AdamW") for precision in ("fp32", "bf16")],
-    *[("zero2", "bf16", optimizer) for optimizer in ("Adam", "Lion", "Lamb", "torch AdamW", "SGD")],
+    *[
+        ("zero2", "bf16", optimizer)
+        for optimizer in ("Adam", "Lion", "SGD", "Adagrad", "Lamb", "torch AdamW", "torch SGD")
+    ],
 ]
 
 

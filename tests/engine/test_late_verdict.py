@@ -138,8 +138,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Lion": {"type": "Lion", "params": {"lr": 1e-2}},
     "Lamb": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}},
     "torch AdamW": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "fused": True}},
-    "SGD": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "fused": True}},
-    "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2, "fused": True}},
+    "SGD": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2, "lr_decay": 0.1}},
+    "torch SGD": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "fused": True}},
+    "torch Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2, "fused": True}},
 }
 
 

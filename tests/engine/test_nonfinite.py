@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from zero_trial.engine.nonfinite import NonFinite, blame
+from zero_trial.engine.nonfinite import NonFinite, agree, blame, evidence
 from zero_trial.errors import Diverged
 
 
@@ -76,3 +76,30 @@ def test_weights_read_outside_their_forward_are_told(threshold: int, told: bool)
         text = engine.last_nonfinite.describe()
         assert "the forward of layers." in text
         assert "stage3_param_persistence_threshold" in text
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_evidence_after_something_else_has_landed(stage: int) -> None:
+    """On CUDA nobody looks while gradients are reduced: the shards tell, and when they were overwritten, the sums tell the unit."""
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 130},
+    }
+    engine = zero_trial.initialize(model=model, config=config)[0]
+    model.get_parameter("2.weight").register_hook(lambda grad: grad * float("nan"))
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.sharded.reducer.ensure_reduced()
+    sums, sharded = dict(engine.sharded.reducer.square_sums), engine.sharded
+    assert len(sharded.units) > 1
+    (row,) = evidence(sharded, [], sums)
+    assert row == evidence(sharded, [])[0]
+    number = row[2]
+    assert row == (2, 0, number, "2.weight")
+    for landing in sharded.landings:
+        landing.shard.zero_()
+    assert evidence(sharded, []) == []
+    unit = sharded.units[number]
+    assert evidence(sharded, [], sums) == [(3, 0, number, unit.name)]
+    assert agree(sharded, 4, [(3, 0, number, unit.name)], lambda block: True) == NonFinite(4, None, unit.name)

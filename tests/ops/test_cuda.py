@@ -250,6 +250,27 @@ def test_many_tensors_of_several_groups_in_one_launch(emulator: Emulator, name: 
         assert all(same(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.parametrize("skipped", [0.0, 1.0])
+@pytest.mark.parametrize("n", [1, TILE + 1, 20 * TILE + 77])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_one_tensor_alone_is_told_by_the_device_without_a_table(
+    emulator: Emulator, name: str, n: int, skipped: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of the engine: one piece per unit, its factor and whether to skip in device memory."""
+    control = torch.tensor([3.0, 0.31, skipped])
+    values = [randn(n), *states(name, n), torch.zeros(n, dtype=torch.bfloat16)]
+    lists, copies = ([[x.clone()] for x in values] for _ in range(2))
+    g, numbers = [randn(n, 10, torch.bfloat16)], [[number] for number in NUMBERS[name](2)]
+    tables: list[bytes] = []
+    monkeypatch.setattr(cuda, "upload", lambda content, device: tables.append(content))
+    with emulator.watching(*(x for each in lists for x in each), control, read_only=g):
+        getattr(cuda, f"{name[:-1]}_many_")(lists[0], g, *lists[1:], control[2], control[1:2], *numbers, *REST[name])
+    assert emulator.library.launch_count() == 1 and not tables
+    getattr(ops, f"{name[:-1]}_many_")(copies[0], g, *copies[1:], control[2], control[1:2], *numbers, *REST[name])
+    for (mine,), (theirs,), before in zip(lists, copies, values, strict=True):
+        assert same(mine, theirs) and same(mine, before) == bool(skipped)
+
+
 def test_other_dtypes_go_in_launches_of_their_own_and_what_no_kernel_takes_in_plain_torch(emulator: Emulator) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
     p = [randn(50, i) for i in range(4)] + [randn(6).double()]

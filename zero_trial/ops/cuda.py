@@ -3,7 +3,7 @@
 Everything a step depends on is read from device memory by the kernel, so nothing here waits for the device: ``found_inf``, ``factor``
 and, in a launch over many tensors, the table of pointers and scalars, which is copied there in the order of the stream.
 
-    launches    adam_, lion_, adagrad_, sgd_ 1 · the same over many tensors 1 (per pair of gradient's and copy's dtype) ·
+    launches    adam_, lion_, adagrad_, sgd_ 1 · the same over many tensors 1 (per pair of gradient's and copy's dtype; one alone needs no table) ·
                 square_sum 1 + 1 per factor 1024 of chunks · LAMB 2 and 1
 """
 
@@ -124,6 +124,12 @@ def _launch_update(
     cuda: Cuda, kernel: Kernel, pieces: Sequence[Piece], found_inf: Tensor | None, factor: Tensor | None
 ) -> None:
     where, flags = pieces[0].p.device, (_pointer(found_inf), _pointer(factor))
+    if len(pieces) == 1:  # no table to make and to copy
+        (one,), tiles = pieces, tiles_of(pieces[0].p.numel())
+        pointers = (one.p.data_ptr(), *(_pointer(x) for x in (one.g, one.a, one.b, one.out)))
+        arguments = _ONE.pack(0, 0, *flags, 1, tiles, *pointers, one.p.numel(), 0, 0) + one.scalars
+        cuda.launch(kernel, where, _blocks(cuda, kernel, where, tiles), _padded(arguments))
+        return
     table = table_of(pieces)
     held = upload(table.content, where)
     base = held.data_ptr()

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from zero_trial.ops.optimizers import (
+    FusedAdagrad,
     FusedAdam,
     FusedLamb,
     FusedLion,
+    FusedSGD,
     Gate,
     Lion,
     PieceOptimizer,
@@ -97,6 +99,8 @@ GATED: dict[str, Build] = {
     "FusedAdam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
     "FusedAdam, L2": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False),
     "FusedLion": lambda p: FusedLion(p, lr=0.1),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.1, dampening=0.1),
+    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.1, lr_decay=0.1),
     "FusedLamb": lambda p: FusedLamb(p, lr=0.1, weight_decay=0.1),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),

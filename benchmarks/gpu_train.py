@@ -4,7 +4,9 @@
     python benchmarks/gpu_train.py torch --dry-run    # a tiny GPT on the CPU: that the script works
 
 Both keep fp32 masters and moments, compute in bf16, clip the norm to 1 and train on the same batches: plain torch by autocast over fp32
-weights, as its users do it. MFU counts 6 operations per parameter and token and attention's products, against the GPU's dense bf16 peak.
+weights, as its users do it. MFU counts 6 operations per parameter and token and attention's products, against the dense bf16 peak of the
+GPU's data sheet; a GPU that has none here has no MFU. `of_products` is the same against what large bf16 matrix products reach on this GPU.
+A time is that of a few whole steps from an idle GPU to an idle GPU, updates included.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.contenders import BETAS, CLIP, DECAY, EPS, LR, ds_config
 from benchmarks.workload import Workload
-from zero_trial.engine.peaks import peak_of
+from zero_trial.engine import peaks
 
-WARMUP, STEPS = 4, 12
+WARMUP, ROUNDS, STEPS = 4, 3, 5  # steps that are not measured; rounds that are, and steps in each
 BYTES_PER_PARAMETER, SPARE = 26, 12 * 2**30  # masters, moments, gradients in fp32, two bf16 copies; activations
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -105,36 +107,61 @@ def batch(size: Size, index: int, device: torch.device) -> tuple[Tensor, Tensor]
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
+def timed(step: Step, batches: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[float, list[Tensor]]:
+    """Seconds of these steps and their losses. Nothing of them is still under way at the end, and nothing else was at the beginning."""
+    wait(device)
+    begin = time.perf_counter()
+    losses = [step(*each) for each in batches]
+    wait(device)
+    return time.perf_counter() - begin, losses
+
+
+def wait(device: torch.device) -> None:
+    """For the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure(name: str, device: torch.device) -> dict[str, Any]:
     """Trains and returns one row."""
     size = size_for(device)
     model = size.build(device)
     parameters = sum(p.numel() for p in model.parameters())
     step = plain(model, device) if name == "torch" else ours(model, size, int(name.rpartition("-")[2]))
-    losses, times = [], []
-    for index in range(WARMUP + STEPS):
-        inputs = batch(size, index, device)
-        begin = time.perf_counter()
-        losses.append(float(step(*inputs)))  # waits for the loss, not for the update: that is in the next step's time
-        times.append(time.perf_counter() - begin)
-        if index == WARMUP - 1 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-    seconds = statistics.median(times[WARMUP:])
-    per_second = size.micro_batch * size.sequence / seconds
-    peak = peak_of(device, torch.bfloat16)
+    _, losses = timed(step, [batch(size, index, device) for index in range(WARMUP)], device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for index in range(ROUNDS):
+        begin = WARMUP + STEPS * index
+        taken, found = timed(step, [batch(size, begin + i, device) for i in range(STEPS)], device)
+        times.append(taken / STEPS)
+        losses += found
+    seconds, tokens = statistics.median(times), size.micro_batch * size.sequence
     row = {
         "name": name,
         "parameters": parameters,
-        "tokens_per_step": size.micro_batch * size.sequence,
+        "layers": size.layers,
+        "tokens_per_step": tokens,
         "ms": 1e3 * seconds,
-        "tokens_per_second": per_second,
-        "mfu": per_second * size.flops_per_token(parameters) / peak.per_second,
-        "peak_source": peak.source,
-        "losses": [losses[0], losses[-1]],
+        "ms_of_rounds": [1e3 * taken for taken in times],
+        "tokens_per_second": tokens / seconds,
+        "losses": [float(losses[0]), float(losses[-1])],
     }
     if device.type == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    return row
+        row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+    return row | rates(size.flops_per_token(parameters) * tokens / seconds, device)
+
+
+def rates(per_second: float, device: torch.device) -> dict[str, Any]:
+    """Model operations per second, as a part of the data sheet's peak where there is one, and of what products reach here."""
+    found: dict[str, Any] = {"tera_per_second": per_second / 1e12}
+    sheet = peaks.data_sheet(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
+    if sheet is not None:
+        found |= {"mfu": per_second / sheet.per_second, "peak": sheet.per_second, "peak_source": sheet.source}
+    products = peaks.measure(device, torch.bfloat16, synchronize=lambda: wait(device))
+    return found | {"of_products": per_second / products.per_second, "products_source": products.source}
 
 
 def main() -> None:

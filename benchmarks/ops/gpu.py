@@ -5,16 +5,18 @@
 
 `bytes` are those that the job needs per element: a 16-bit gradient read, fp32 parameter and state read and written, a 16-bit copy written.
 A contender that moves more has a lower percentage for the same job. Times are medians of device time between two events, on data that is
-not zero and far larger than the L2 cache; `host us` is what a call costs the host.
+not zero and far larger than the L2 cache, after reads that keep the GPU busy until the host has given it the whole call; `host us` is what
+a call costs the host. The copy is measured again at the end: it tells how steady the GPU was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,17 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import record
+from benchmarks.ops import gpu_exact
+from benchmarks.processes import BROKEN
 from zero_trial.ops.library import OPS
 
 MOST = 256 * 2**20  # elements
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 PIECES = 37  # tensors of the launches over many
+COVER, COVER_READS = (
+    2**28,
+    6,
+)  # fp32 elements, 1 GiB: about 1.5 ms at 4.3 TB/s; reads, for what is written stays in the L2 cache
 Job = Callable[[], Any]
 
 
@@ -47,13 +55,16 @@ def randn(n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> T
     return torch.randn(n, device=device).to(dtype)
 
 
-def step_of(op: str, states: int, numbers: tuple[Any, ...], low: bool) -> Callable[[int, torch.device], Job]:
-    """One op of ours; ``low``: bf16 gradient in and bf16 copy out."""
+def step_of(
+    op: str, states: int, numbers: tuple[Any, ...], low: bool, shift: int = 0
+) -> Callable[[int, torch.device], Job]:
+    """One op of ours; ``low``: bf16 gradient in and bf16 copy out; ``shift``: all tensors stand so far from an aligned address."""
 
     def prepare(n: int, device: torch.device) -> Job:
-        p, g = randn(n, device), randn(n, device, torch.bfloat16 if low else torch.float32)
-        state = [torch.zeros(n, device=device) for _ in range(states)]
-        out = torch.zeros(n, device=device, dtype=torch.bfloat16) if low else None
+        m, narrow = n + shift, torch.bfloat16 if low else torch.float32
+        p, g = randn(m, device)[shift:], randn(m, device, narrow)[shift:]
+        state = [torch.zeros(m, device=device)[shift:] for _ in range(states)]
+        out = torch.zeros(m, device=device, dtype=torch.bfloat16)[shift:] if low else None
         return lambda: getattr(OPS, op)(p, g, *state, out, None, *numbers)
 
     return prepare
@@ -170,15 +181,19 @@ CONTENDERS = [
     Contender("fp32 to bf16: torch copy_", 6, of_two(BF16, FP32, lambda x, y: x.copy_(y))),
     Contender("fp32 += bf16: ours", 10, of_two(FP32, BF16, lambda x, y: OPS.add_many_([x], [y]))),
     Contender("fp32 += bf16: torch add_", 10, of_two(FP32, BF16, lambda x, y: x.add_(y))),
+    Contender("AdamW bf16, views at an odd offset: ours", 28, step_of("adam_", 2, ADAM, True, shift=1)),
+    Contender("copy, once more", 8, of_two(FP32, FP32, lambda x, y: x.copy_(y))),
 ]
 LAST = Contender("AdamW fp32: DeepSpeed FusedAdam", 28, deepspeed_adam)
 
 
-def on_device(run: Job, device: torch.device, rounds: int) -> float:
-    """Median seconds of one call, after two that warm up."""
+def on_device(run: Job, device: torch.device, rounds: int, cover: Tensor | None = None) -> float:
+    """Median seconds of one call, after two that warm up. Reading ``cover`` first hides what the host takes to launch it."""
     times = []
     for turn in range(rounds + 2):
         if device.type == "cuda":
+            for _ in range(COVER_READS if cover is not None else 0):
+                torch.sum(cover)  # type: ignore[arg-type]
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()
@@ -207,12 +222,14 @@ def on_host(run: Job, device: torch.device, rounds: int = 200) -> float:
     return taken / rounds
 
 
-def measure(contender: Contender, n: int, device: torch.device, rounds: int) -> dict[str, Any]:
+def measure(
+    contender: Contender, n: int, device: torch.device, rounds: int, cover: Tensor | None = None
+) -> dict[str, Any]:
     """One row; ``why`` instead of numbers where it cannot be measured."""
     row: dict[str, Any] = {"name": contender.name, "bytes": contender.useful, "elements": n}
     try:
         with torch.no_grad():
-            seconds = on_device(contender.prepare(n, device), device, rounds)
+            seconds = on_device(contender.prepare(n, device), device, rounds, cover)
             row["host_us"] = 1e6 * on_host(
                 contender.prepare(PIECES * 64, device), device, 20 if device.type == "cpu" else 200
             )
@@ -232,20 +249,28 @@ def elements(device: torch.device) -> int:
     return min(MOST, int(free * 0.8) // 48 // 65536 * 65536)
 
 
-def run(device: torch.device, rounds: int, *, deepspeed: bool, deadline: float = float("inf")) -> list[dict[str, Any]]:
-    """All rows, the copy first, with percentages of it; stops at ``deadline`` (of time.monotonic)."""
+def contenders(names: Sequence[str]) -> list[Contender]:
+    """Those of that name, or all but DeepSpeed's."""
+    known = {each.name: each for each in [*CONTENDERS, LAST]}
+    return [known[name] for name in names] if names else CONTENDERS
+
+
+def run(device: torch.device, rounds: int, names: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> int:
+    """Tells the rows as they are measured; the exit code, BROKEN where an error left the device unusable."""
     n = elements(device)
-    rows: list[dict[str, Any]] = []
-    for contender in [*CONTENDERS, *([LAST] if deepspeed else [])]:
-        if time.monotonic() > deadline:
-            rows.append({"name": contender.name, "bytes": contender.useful, "why": "no time left"})
-            continue
-        rows.append(measure(contender, n, device, rounds))
-    copy = rows[0].get("gb_per_s")
-    for row in rows:
-        if copy and "gb_per_s" in row:
-            row["percent"] = 100 * row["gb_per_s"] / copy
-    return rows
+    cover = torch.ones(min(COVER, n), device=device) if device.type == "cuda" else None
+    for contender in contenders(names):
+        row = measure(contender, n, device, rounds, cover)
+        tell(row)
+        if "why" in row and not gpu_exact.alive(device):
+            return BROKEN
+    return 0
+
+
+def with_percentages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the first copy's bandwidth."""
+    copy = next((row["gb_per_s"] for row in rows if row["name"] == "copy" and "gb_per_s" in row), None)
+    return [row | ({"percent": 100 * row["gb_per_s"] / copy} if copy and "gb_per_s" in row else {}) for row in rows]
 
 
 COLUMNS: list[record.Column] = [
@@ -259,23 +284,33 @@ COLUMNS: list[record.Column] = [
 ]
 
 
-def main() -> None:
-    """Prints the table and writes ``results/ops-gpu.*``."""
+def main() -> int:
+    """Prints the table and writes ``results/ops-gpu.*``, or prints rows."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("contenders", nargs="*", help="these only")
     options.add_argument("--dry-run", action="store_true", help="on the CPU, tiny, nothing written")
     options.add_argument("--rounds", type=int, default=30)
+    options.add_argument("--rows", action="store_true", help="a row of JSON for each, nothing written")
     options.add_argument("--no-deepspeed", action="store_true")
     given = options.parse_args()
     if not given.dry_run and not torch.cuda.is_available():
         raise SystemExit("gpu.py: no CUDA device; --dry-run tries the script on the CPU")
     device = torch.device("cpu") if given.dry_run else torch.device("cuda", torch.cuda.current_device())
-    rows = run(device, 3 if given.dry_run else given.rounds, deepspeed=not (given.no_deepspeed or given.dry_run))
-    if given.dry_run:
-        print(record.markdown(rows, COLUMNS))
-        return
+    names = given.contenders or [each.name for each in CONTENDERS]
+    if not (given.contenders or given.no_deepspeed or given.dry_run):
+        names.append(LAST.name)
+    rounds = 3 if given.dry_run else given.rounds
+    if given.rows:
+        return run(device, rounds, names, lambda row: print(json.dumps(row), flush=True))
+    rows: list[dict[str, Any]] = []
+    code = run(device, rounds, names, rows.append)
+    if given.dry_run or given.contenders:
+        print(record.markdown(with_percentages(rows), COLUMNS))
+        return code
     settings = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "elements": elements(device)}
-    record.save("ops-gpu", settings, rows, COLUMNS, (__doc__ or "").strip())
+    record.save("ops-gpu", settings, with_percentages(rows), COLUMNS, (__doc__ or "").strip())
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,15 +1,19 @@
 """Every CUDA op against the CPU's kernels, bit for bit, and against float64: dtypes, odd sizes, views that start anywhere, NaN and infinity.
 
-python benchmarks/ops/gpu_exact.py                # needs a CUDA device; exits with 1 where a bit differs
-python benchmarks/ops/gpu_exact.py --dry-run      # CPU against CPU: that the script works
+    python benchmarks/ops/gpu_exact.py                # needs a CUDA device; exits with 1 where a bit differs
+    python benchmarks/ops/gpu_exact.py --dry-run      # CPU against CPU: that the script works
+
+A row of JSON per section, as soon as it is done. An error is a row too; after one that leaves the device unusable the exit code is 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,16 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.processes import BROKEN
 from zero_trial.ops import reference
 from zero_trial.ops.cuda_backend import cuda_backend
 from zero_trial.ops.library import OPS
 
 SIZES = (1, 15, 1023, 2047, 2048, 2049, 40_003, 1_000_003)
 SHIFTS = (0, 1, 4)
+# Elements that p, g, states and out stand after an aligned address: all aligned, all alike, the states elsewhere.
+PLACES = ((0, 0, 0, 0), (1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 0, 1))
+LARGE = 500_000  # from here on only one place
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LIMITS = (1e-7, 1e-7, 2e-7)  # of p, m, v after 10 steps, relative norm of the error against float64
 Row = dict[str, Any]
@@ -70,29 +78,29 @@ def row(name: str, what: str, equal: bool, **more: Any) -> Row:
     return {"op": name, "case": what, "equal": equal, **more}
 
 
-def steps(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
-    """Three steps of each optimizer from the same start on both devices."""
-    cpu = torch.device("cpu")
-    for name, (op, count, numbers) in STEPS.items():
-        for dtype in FLOATS:
-            for n in sizes:
-                for shift in SHIFTS:
-                    low = torch.bfloat16 if dtype == torch.float32 else dtype
-                    ends = []
-                    for where in (device, cpu):
-                        p = at(where, shift, spoiled(randn(n, 0), 1))
-                        state = [torch.zeros(n, device=where) for _ in range(count)]
-                        out = at(where, shift, torch.zeros(n, dtype=low))
-                        for t in (1, 2, 3):
-                            g = at(where, shift, spoiled(randn(n, t, dtype), t))
-                            getattr(OPS, op)(p, g, *state, out, torch.zeros(1, device=where), *numbers(t))
-                        ends.append((p, *state, out))
-                    equal = all(same(x, y) for x, y in zip(*ends, strict=True))
-                    yield row(name, f"{dtype} n={n} shift={shift}", equal)
+def steps(device: torch.device, sizes: Sequence[int], name: str) -> Iterator[Row]:
+    """Three steps of an optimizer from the same start on both devices."""
+    op, count, numbers = STEPS[name]
+    for dtype in FLOATS:
+        low = torch.bfloat16 if dtype == torch.float32 else dtype
+        for n in sizes:
+            start, gradients = spoiled(randn(n, 0), 1), [spoiled(randn(n, t, dtype), t) for t in (1, 2, 3)]
+            for place in PLACES if n < LARGE else PLACES[1:2]:
+                ends = []
+                for where in (device, torch.device("cpu")):
+                    p, out = at(where, place[0], start), at(where, place[3], torch.zeros(n, dtype=low))
+                    state = [at(where, place[2], torch.zeros(n)) for _ in range(count)]
+                    for t, gradient in enumerate(gradients, 1):
+                        g = at(where, place[1], gradient)
+                        getattr(OPS, op)(p, g, *state, out, torch.zeros(1, device=where), *numbers(t))
+                    ends.append((p, *state, out))
+                equal = all(same(x, y) for x, y in zip(*ends, strict=True))
+                yield row(name, f"{dtype} n={n} at {place}", equal)
 
 
-def exact_adamw(device: torch.device, n: int) -> Iterator[Row]:
+def exact_adamw(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
     """Ten steps against float64."""
+    n = max(3000, *sizes)
     for dtype in FLOATS[:2]:
         p, m, v = randn(n, 0).to(device), torch.zeros(n, device=device), torch.zeros(n, device=device)
         right: Any = tuple(x.cpu().double() for x in (p, m, v))
@@ -102,10 +110,10 @@ def exact_adamw(device: torch.device, n: int) -> Iterator[Row]:
             right = reference.adamw(right[0], g.double(), right[1], right[2], t, weight_decay=0.1)
         errors = [float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip((p, m, v), right, strict=True)]
         within = all(error <= limit for error, limit in zip(errors, LIMITS, strict=True))
-        yield row("AdamW and float64", f"{dtype} n={n}", within, errors=errors)
+        yield row("float64", f"{dtype} n={n}", within, errors=errors)
 
 
-def sums(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
+def sums(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
     """Sums of squares, to the last bit, and what one infinity does to them."""
     for dtype in FLOATS:
         for n in sizes:
@@ -113,14 +121,14 @@ def sums(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
                 x = randn(n, n, dtype)
                 got, want = OPS.square_sum(at(device, shift, x)), OPS.square_sum(x)
                 close = math.isclose(got.item(), x.double().square().sum().item(), rel_tol=1e-13)
-                yield row("square_sum", f"{dtype} n={n} shift={shift}", same(got, want) and close)
+                yield row("sums", f"{dtype} n={n} shift={shift}", same(got, want) and close)
         x = torch.ones(5000, dtype=dtype)
         x[4321] = math.inf
-        yield row("square_sum", f"{dtype} infinity", not math.isfinite(OPS.square_sum(x.to(device)).item()))
+        yield row("sums", f"{dtype} infinity", not math.isfinite(OPS.square_sum(x.to(device)).item()))
 
 
-def many(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
-    """Tables of tensors with flags in device memory, LAMB, casts, and the scalars of a step."""
+def many(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
+    """Tables of tensors with flags in device memory, and casts."""
     cpu, count = torch.device("cpu"), len(sizes)
     columns = [[x] * count for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0)]
     for dtype in FLOATS:
@@ -135,19 +143,28 @@ def many(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Row]:
             OPS.add_many_(m, g)
             OPS.copy_many_(out, m)
             ends.append([*p, *m, *v, *out])
-        yield row("adam_many_, add_many_, copy_many_", str(dtype), all(same(x, y) for x, y in zip(*ends, strict=True)))
-        yield lamb(device, sizes, dtype)
+        yield row("many", str(dtype), all(same(x, y) for x, y in zip(*ends, strict=True)))
+
+
+def control(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
+    """The scalars of a step."""
     for total in (0.0, 2.0, 1e60, math.inf, math.nan):
         controls = []
-        for where in (device, cpu):
-            control = torch.zeros(3, device=where)
+        for where in (device, torch.device("cpu")):
+            made = torch.zeros(3, device=where)
             squares = torch.tensor(total, dtype=torch.float64, device=where)
-            OPS.step_control_(squares, torch.full((1,), 1024.0, device=where), control, 0.25, 1.0)
-            controls.append(control)
-        yield row("step_control_", f"sum {total}", same(*controls))
+            OPS.step_control_(squares, torch.full((1,), 1024.0, device=where), made, 0.25, 1.0)
+            controls.append(made)
+        yield row("control", f"sum {total}", same(*controls))
 
 
-def lamb(device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> Row:
+def lambs(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
+    """Both passes of LAMB, for each dtype of gradients."""
+    for dtype in FLOATS:
+        yield lamb(device, sizes, dtype)
+
+
+def lamb(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> Row:
     """Against float64: its sums are added in another order than the CPU's."""
     p = [randn(n, i).to(device) for i, n in enumerate(sizes)]
     m, v = ([torch.zeros(n, device=device) for n in sizes] for _ in range(2))
@@ -161,10 +178,29 @@ def lamb(device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype) -> Ro
     ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
     OPS.lamb_apply_(p, m, v, [], None, ratio, [1e-3] * len(sizes), *columns, True)
     error = max(float((x.cpu().double() - y.p).norm() / y.p.norm()) for x, y in zip(p, right, strict=True))
-    return row("LAMB and float64", str(dtype), error <= 4e-7, errors=[error])
+    return row("lamb", str(dtype), error <= 4e-7, errors=[error])
 
 
-def graph(device: torch.device) -> Iterator[Row]:
+def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
+    """A step on a side stream comes after what that stream was given before, and tables are not overwritten while they wait."""
+    if device.type != "cuda":
+        return
+    n, count, ends = 100_003, 20, []
+    for turn in range(2):
+        tensors = [[randn(n, 4 * i + k).to(device).abs() for i in range(5)] for k in range(4)]
+        with torch.cuda.stream(torch.cuda.Stream(device) if turn else torch.cuda.current_stream(device)):
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+            for t in range(1, count + 1):
+                for gradient in tensors[1]:
+                    gradient.mul_(0.99)
+                columns = [[x] * 5 for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, float(t))]
+                OPS.adam_many_(*tensors, [], None, None, *columns, 1.0, True)
+        torch.cuda.synchronize(device)
+        ends.append([x for each in tensors for x in each])
+    yield row("streams", f"{count} steps", all(same(x, y) for x, y in zip(*ends, strict=True)))
+
+
+def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
     """A step captured once and replayed is the same step."""
     if device.type != "cuda":
         return
@@ -188,55 +224,80 @@ def graph(device: torch.device) -> Iterator[Row]:
                 step()
         torch.cuda.synchronize(device)
         ends.append((p, m, v, total))
-    yield row("CUDA graph", "square_sum and adam_", all(same(x, y) for x, y in zip(*ends, strict=True)))
+    yield row("graph", "square_sum and adam_", all(same(x, y) for x, y in zip(*ends, strict=True)))
 
 
-def run(device: torch.device, *, tiny: bool = False) -> list[Row]:
-    """All comparisons."""
-    sizes = SIZES[:6] if tiny else SIZES
-    rows = [
-        *(*steps(device, sizes), *exact_adamw(device, 3000 if tiny else 1_000_003)),
-        *(*sums(device, sizes), *many(device, sizes), *graph(device)),
-    ]
-    # Kernels that could not be had ran as plain torch: equal or not, that is no proof.
+SECTIONS: dict[str, Callable[[torch.device, Sequence[int]], Iterator[Row]]] = {
+    **{name: partial(steps, name=name) for name in STEPS},
+    "float64": exact_adamw,
+    "sums": sums,
+    "many": many,
+    "lamb": lambs,
+    "control": control,
+    "streams": streams,
+    "graph": graph,
+}
+
+
+def run(device: torch.device, name: str, *, tiny: bool = False) -> tuple[Row, bool]:
+    """One section in a row, and whether the device can be used afterwards."""
+    rows: list[Row] = []
+    try:
+        for each in SECTIONS[name](device, SIZES[:6] if tiny else SIZES):
+            rows.append(each)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as trouble:
+        rows.append(row(name, f"after {len(rows)} cases: {type(trouble).__name__}: {trouble}"[:400], False))
+        return summary(name, rows), alive(device)
+    return summary(name, rows), True
+
+
+def alive(device: torch.device) -> bool:
+    """An illegal access ends a process's use of the device: everything after it fails with the same error."""
+    try:
+        return bool(torch.ones(2, device=device).sum().item() == 2.0)
+    except Exception:
+        return False
+
+
+def not_native(device: torch.device) -> Row:
+    """Kernels that could not be had ran as plain torch: equal or not, that is no proof."""
     backend = cuda_backend().cuda
-    refused = [] if backend is None else [row(kernel.name, why, False) for kernel, why in backend.refused.items()]
+    refused = {} if backend is None else {kernel.name: why for kernel, why in backend.refused.items()}
     if device.type == "cuda" and backend is None:
-        refused.append(row("CUDA kernels", cuda_backend().why, False))
-    return rows + refused
+        refused = {"all": cuda_backend().why}
+    return summary("kernels", [row("kernels", f"{name}: {why}", False) for name, why in refused.items()])
 
 
-def summary(rows: list[Row]) -> list[Row]:
-    """Per op: how many cases, how many differ, and the first that does."""
-    found: dict[str, Row] = {}
-    for each in rows:
-        line = found.setdefault(each["op"], {"op": each["op"], "cases": 0, "different": 0, "first": ""})
-        line["cases"] += 1
-        if not each["equal"]:
-            line["different"] += 1
-            line["first"] = line["first"] or each["case"]
-        if "errors" in each:
-            line["errors"] = [
-                max(pair) for pair in zip(each["errors"], line.get("errors", each["errors"]), strict=True)
-            ]
-    return list(found.values())
+def summary(name: str, rows: Sequence[Row]) -> Row:
+    """How many cases, how many differ, the first that does, and the largest errors."""
+    different = [each["case"] for each in rows if not each["equal"]]
+    found: Row = {"name": name, "cases": len(rows), "different": len(different), "first": "; ".join(different[:1])}
+    errors = [each["errors"] for each in rows if "errors" in each]
+    return found | ({"errors": [max(column) for column in zip(*errors, strict=True)]} if errors else {})
 
 
 def main() -> None:
-    """Prints a line per op."""
+    """Prints a row per section."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="these only")
     options.add_argument("--dry-run", action="store_true", help="CPU against CPU")
     options.add_argument("--tiny", action="store_true", help="small sizes, as for a memory checker")
     given = options.parse_args()
     if not given.dry_run and not torch.cuda.is_available():
         raise SystemExit("gpu_exact.py: no CUDA device; --dry-run tries the script on the CPU")
     device = torch.device("cpu") if given.dry_run else torch.device("cuda", torch.cuda.current_device())
-    lines = summary(run(device, tiny=given.tiny or given.dry_run))
-    for line in lines:
-        said = f"{line['different']} differ, first {line['first']}" if line["different"] else "equal"
-        print(f"{line['op']}: {line['cases']} cases, {said}", *(f"{error:.1e}" for error in line.get("errors", [])))
-    if any(line["different"] for line in lines):
-        raise SystemExit(1)
+    different = 0
+    for name in given.sections or SECTIONS:
+        line, usable = run(device, name, tiny=given.tiny or given.dry_run)
+        print(json.dumps(line), flush=True)
+        different += line["different"]
+        if not usable:
+            raise SystemExit(BROKEN)
+    if refused := not_native(device)["different"]:
+        print(json.dumps(not_native(device)), flush=True)
+    raise SystemExit(1 if different or refused else 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +47,24 @@ def on_ranks(size: int, body: Callable[..., Any], *args: Any, seconds: float = 1
     try:
         for process in started:
             process.start()
-        found = sorted(answers.get(timeout=seconds) for _ in started)
+        found = sorted(answer(answers, started, time.monotonic() + seconds) for _ in started)
     finally:
         for process in started:
             process.kill()
             process.join()
     assert not any(trouble for *_, trouble in found), [trouble for *_, trouble in found]
     return [value for _, value, _ in found]
+
+
+def answer(answers: Any, started: list[Any], deadline: float) -> Any:
+    """The next answer; a process that crashed is not waited for."""
+    while True:
+        try:
+            return answers.get(timeout=1.0)
+        except queue.Empty:
+            crashed = [process.exitcode for process in started if process.exitcode]
+            if crashed or time.monotonic() > deadline:
+                raise RuntimeError(f"ranks ended with {crashed}" if crashed else "the ranks gave no answer") from None
 
 
 Losses = list[float]

@@ -16,6 +16,8 @@ from zero_trial.engine.peaks import data_sheet, measure, peak_of
         ("NVIDIA H100 80GB HBM3", torch.float32, True, 494.7),
         ("NVIDIA H100 PCIe", torch.float16, False, 756.0),
         ("NVIDIA A100-SXM4-40GB", torch.bfloat16, False, 312.0),
+        ("NVIDIA H100 NVL", torch.bfloat16, False, 835.5),
+        ("NVIDIA GH200 480GB", torch.bfloat16, False, 989.5),
         ("NVIDIA GB200", torch.bfloat16, False, 2500.0),
         ("NVIDIA L40S", torch.float16, False, 362.0),
         ("Tesla T4", torch.float16, False, 65.0),
@@ -28,7 +30,14 @@ def test_known_gpus(name: str, dtype: torch.dtype, tf32: bool, tera: float):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("Some New GPU", torch.float16), ("Tesla T4", torch.bfloat16), ("H100", torch.float64)]
+    ("name", "dtype"),
+    [
+        *(("Some New GPU", torch.float16), ("Tesla T4", torch.bfloat16), ("H100", torch.float64)),
+        # Names that hold a known one, of GPUs that are slower, and a slice of one.
+        *((name, torch.float16) for name in ("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA B300")),
+        *((name, torch.float16) for name in ("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU")),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16),
+    ],
 )
 def test_what_is_not_on_a_data_sheet(name: str, dtype: torch.dtype):
     assert data_sheet(name, dtype) is None

@@ -6,20 +6,25 @@ measured, and said so.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-# A part of torch's device name, in lower case -> TFLOP/s in fp16, bf16, tf32 and fp32. The first part that is found counts; 0: not offered.
+# Words of torch's device name -> TFLOP/s in fp16, bf16, tf32 and fp32. The first row whose words all occur counts; 0: not offered.
 _TERA: dict[str, tuple[float, float, float, float]] = {
     "gb200": (2500.0, 2500.0, 1250.0, 80.0),
     "b200": (2250.0, 2250.0, 1125.0, 75.0),
+    "h200 nvl": (835.5, 835.5, 417.5, 60.0),
     "h200": (989.5, 989.5, 494.7, 66.9),
+    "gh200": (989.5, 989.5, 494.7, 66.9),
     "h100 pcie": (756.0, 756.0, 378.0, 51.2),
+    "h100 nvl": (835.5, 835.5, 417.5, 60.0),
     "h100": (989.5, 989.5, 494.7, 66.9),
     "a100": (312.0, 312.0, 156.0, 19.5),
+    "v100 pcie": (112.0, 0.0, 0.0, 14.0),
     "v100": (125.0, 0.0, 0.0, 15.7),
     "l40s": (362.0, 362.0, 183.0, 91.6),
     "l40": (181.0, 181.0, 90.5, 90.5),
@@ -31,6 +36,8 @@ _TERA: dict[str, tuple[float, float, float, float]] = {
     "mi300x": (1307.4, 1307.4, 653.7, 163.4),
     "mi250x": (383.0, 383.0, 0.0, 47.9),
 }
+# A slice of a GPU, or a slower one of the same name: the data sheet's number would be wrong.
+_OTHERS = frozenset({"mig", "laptop", "mobile", "max", "d", "ti"})
 
 _SIDE, _ROUNDS = 512, 5
 
@@ -58,7 +65,12 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
 def data_sheet(name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | None:
     """The dense peak of the GPU called ``name``; None if it is not in the table."""
     column = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2 if tf32 else 3}.get(dtype)
-    row = next((tera for part, tera in _TERA.items() if part in name.lower()), None)
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    row = (
+        next((tera for key, tera in _TERA.items() if words.issuperset(key.split())), None)
+        if not words & _OTHERS
+        else None
+    )
     if row is None or column is None or not row[column]:
         return None
     what = "tf32" if tf32 else str(dtype).removeprefix("torch.")
@@ -74,7 +86,8 @@ def measure(
 ) -> Peak:
     """The best of a few square matrix products, with as many threads as torch has now."""
     side = _SIDE if device.type == "cpu" else 16 * _SIDE
-    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    # Random numbers: products of ones use less power, so that a GPU runs them at a higher clock than anybody's.
+    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
     for _ in range(_ROUNDS):
         synchronize()

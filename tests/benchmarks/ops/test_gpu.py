@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import time
+import json
+import sys
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import record
-from benchmarks.ops import gpu
+from benchmarks.ops import gpu, gpu_exact
 
 CPU = torch.device("cpu")
 
 
 def test_every_contender_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "elements", lambda device: 1000)
-    rows = gpu.run(CPU, 1, deepspeed=False)
+    rows: list[dict[str, Any]] = []
+    assert gpu.run(CPU, 1, [], rows.append) == 0
     assert [row["name"] for row in rows] == [contender.name for contender in gpu.CONTENDERS]
     assert [row for row in rows if "why" in row] == []
-    assert rows[0]["percent"] == pytest.approx(100.0)
+    assert gpu.with_percentages(rows)[0]["percent"] == pytest.approx(100.0)
     assert all(row["gb_per_s"] == pytest.approx(row["bytes"] * 1000 / row["ms"] / 1e6) for row in rows)
-    assert len(record.markdown(rows, gpu.COLUMNS).splitlines()) == len(rows) + 2
+    assert len(record.markdown(gpu.with_percentages(rows), gpu.COLUMNS).splitlines()) == len(rows) + 2
 
 
 def test_a_contender_that_cannot_run_is_named() -> None:
@@ -31,9 +34,29 @@ def test_a_contender_that_cannot_run_is_named() -> None:
     assert row["why"] == "ImportError: no such peer" and "ms" not in row
 
 
-def test_it_stops_in_time() -> None:
-    rows = gpu.run(CPU, 1, deepspeed=True, deadline=time.monotonic() - 1)
-    assert {row["why"] for row in rows} == {"no time left"}
+def test_where_the_device_is_lost_it_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row says why, and the exit code that another process must go on."""
+    monkeypatch.setattr(gpu, "elements", lambda device: 10)
+    monkeypatch.setattr(gpu, "measure", lambda contender, *_: {"name": contender.name, "why": "illegal access"})
+    monkeypatch.setattr(gpu_exact, "alive", lambda device: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--rows", "copy", "LAMB fp32, 37 tensors: ours"])
+    assert gpu.main() == 3
+    assert json.loads(capsys.readouterr().out) == {"name": "copy", "why": "illegal access"}
+
+
+def test_views_at_an_odd_offset_are_such_views() -> None:
+    seen: list[int] = []
+
+    class Ops:
+        @staticmethod
+        def adam_(*tensors: Any) -> None:
+            seen.extend(x.storage_offset() for x in tensors[:5])
+
+    step = gpu.step_of("adam_", 2, gpu.ADAM, True, shift=1)(10, CPU)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gpu, "OPS", Ops)
+        step()
+    assert seen == [1] * 5
 
 
 def test_contenders_do_the_same_job() -> None:

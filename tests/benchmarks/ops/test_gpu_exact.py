@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +16,37 @@ from zero_trial.ops import cuda, many
 CPU = torch.device("cpu")
 
 
-def test_equal_things_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", gpu_exact.SECTIONS)
+def test_equal_things_are_equal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(gpu_exact, "SIZES", (1, 33))
-    rows = gpu_exact.run(CPU, tiny=True)
-    lines = gpu_exact.summary(rows)
-    assert not any(line["different"] for line in lines)
-    assert {line["op"] for line in lines} >= {*gpu_exact.STEPS, "square_sum", "step_control_", "LAMB and float64"}
+    line, usable = gpu_exact.run(CPU, name, tiny=True)
+    assert usable and not line["different"] and line["name"] == name
+    assert line["cases"] or name in ("streams", "graph")  # of a GPU alone
+
+
+def test_an_error_is_a_row_and_the_device_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> Iterator[gpu_exact.Row]:
+        yield gpu_exact.row("sums", "n=1", True)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(gpu_exact.SECTIONS, "sums", breaks)
+    line, usable = gpu_exact.run(CPU, "sums")
+    assert usable and (line["cases"], line["different"]) == (2, 1)
+    assert line["first"] == "after 1 cases: RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_rows_are_printed_and_the_exit_code_tells(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_exact.py", "--dry-run", "control", "lamb"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_exact.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert ended.value.code == 0 and [row["name"] for row in rows] == ["control", "lamb"]
+    monkeypatch.setattr(gpu_exact, "run", lambda *_, **__: ({"name": "lamb", "different": 1}, False))
+    with pytest.raises(SystemExit) as ended:
+        gpu_exact.main()
+    assert ended.value.code == 3
 
 
 def test_one_bit_is_seen() -> None:
@@ -32,10 +60,10 @@ def test_one_bit_is_seen() -> None:
 
 def test_the_summary_names_the_first_difference() -> None:
     rows = [gpu_exact.row("a", "n=1", True), gpu_exact.row("a", "n=2", False), gpu_exact.row("a", "n=3", False)]
-    rows += [gpu_exact.row("b", "x", True, errors=[1e-8]), gpu_exact.row("b", "y", True, errors=[3e-8])]
-    first, second = gpu_exact.summary(rows)
-    assert (first["cases"], first["different"], first["first"]) == (3, 2, "n=2")
-    assert second["errors"] == [3e-8]
+    line = gpu_exact.summary("a", rows)
+    assert (line["cases"], line["different"], line["first"]) == (3, 2, "n=2")
+    rows = [gpu_exact.row("b", "x", True, errors=[1e-8, 3e-8]), gpu_exact.row("b", "y", True, errors=[2e-8, 2e-8])]
+    assert gpu_exact.summary("b", rows)["errors"] == [2e-8, 3e-8]
 
 
 def test_every_op_of_many_tensors_is_compared() -> None:

@@ -1,0 +1,124 @@
+"""Every CUDA kernel compiled for this GPU and loaded by its driver: times, registers, and how many blocks a multiprocessor holds.
+
+    python benchmarks/ops/gpu_load.py                 # needs a CUDA device
+    python benchmarks/ops/gpu_load.py --dry-run       # some, for sm_90, not loaded: that the script works
+
+A row of JSON per source, as soon as it is done, with what went wrong in it. Launches are as large as ``blocks`` of ops/cuda_kernels.py says a
+multiprocessor holds at once; where the GPU holds fewer, the row names the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.processes import BROKEN
+from zero_trial.errors import KernelUnavailable
+from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
+from zero_trial.ops._nvrtc_cache import KernelCache
+from zero_trial.ops.cuda_driver import THREADS, Driver, open_driver
+from zero_trial.ops.cuda_kernels import Kernel
+
+REGISTERS, LOCAL = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+Row = dict[str, Any]
+
+
+def sources() -> dict[str, list[Kernel]]:
+    """The kernels by the file that they are in."""
+    found: dict[str, list[Kernel]] = {}
+    for kernel in cuda_kernels.every_kernel():
+        found.setdefault(kernel.source, []).append(kernel)
+    return found
+
+
+def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None) -> Row:
+    """All kernels of one source; the first that fails does not hide the others."""
+    nvrtc = _nvrtc.open_nvrtc(majors=cuda_backend.majors())
+    folder = cuda_backend.kernel_cache(os.environ)
+    target, cold, cached, wrong = nvrtc.target(arch), list[float](), list[float](), list[str]()
+    most, fewer = 0, list[str]()
+    for kernel in kernels:
+        try:
+            times = []
+            for kept in (folder, KernelCache(folder.folder)):
+                begin = time.perf_counter()
+                image = cuda_backend.compiled(kernel, nvrtc, target, kept)
+                times.append(1e3 * (time.perf_counter() - begin))
+            if loads is not None:
+                registers, local, blocks = loads.usage(image, kernel.entry)
+                most = max(most, registers)
+                wrong += [f"{kernel.name}: {local} bytes of local memory"] if local else []
+                fewer += [f"{kernel.name}: {blocks} of {kernel.blocks}"] if blocks < kernel.blocks else []
+            cold.append(times[0])
+            cached.append(times[1])
+        except KernelUnavailable as trouble:
+            wrong.append(f"{kernel.name}: {trouble.what}"[:300])
+    made = {"nvrtc": ".".join(map(str, nvrtc.version)), "target": target.option.partition("=")[2], "kernels": len(cold)}
+    times_of = {"cold_ms": max(cold, default=0.0), "cold_ms_all": sum(cold), "cached_ms": max(cached, default=0.0)}
+    return {"name": name, **made, **times_of, "registers": most, "wrong": wrong, "fewer_blocks": fewer}
+
+
+class Loads:
+    """The driver's view of a kernel on the current device."""
+
+    def __init__(self, driver: Driver, library: ctypes.CDLL, device: int) -> None:
+        self._driver, self._library, self._device = driver, library, device
+
+    def usage(self, image: bytes, entry: str) -> tuple[int, int, int]:
+        """Registers, bytes of local memory, and blocks per multiprocessor. Raises KernelUnavailable where it does not load."""
+        function = ctypes.c_void_p(self._driver.function(image, entry, self._device))
+        values = []
+        for attribute in (REGISTERS, LOCAL):
+            value = ctypes.c_int()
+            self._ask("cuFuncGetAttribute", ctypes.byref(value), attribute, function)
+            values.append(value.value)
+        blocks = ctypes.c_int()
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        self._ask(name, ctypes.byref(blocks), function, THREADS, ctypes.c_size_t(0))
+        return values[0], values[1], blocks.value
+
+    def _ask(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise KernelUnavailable(f"{name}: error {status}")
+
+
+def main() -> None:
+    """Prints a row per source; exits with 1 where a kernel could not be had or uses local memory."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("sources", nargs="*", help="these files only")
+    options.add_argument("--dry-run", action="store_true")
+    given = options.parse_args()
+    if not given.dry_run and not torch.cuda.is_available():
+        raise SystemExit("gpu_load.py: no CUDA device; --dry-run compiles some kernels")
+    arch, loads = 90, None
+    if not given.dry_run:
+        torch.ones(1, device="cuda")  # torch's primary context is current in this thread from here on
+        arch = cuda_backend.device_of(torch.device("cuda", torch.cuda.current_device())).arch
+        loads = Loads(open_driver(), ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device())
+    wrong = 0
+    for name in given.sources or sources():
+        row = row_of(name, sources()[name][:: 12 if given.dry_run else 1], arch, loads)
+        print(json.dumps(row), flush=True)
+        wrong += len(row["wrong"])
+        if row["wrong"] and not given.dry_run:
+            try:
+                torch.ones(2, device="cuda").sum().item()
+            except RuntimeError:
+                raise SystemExit(BROKEN) from None
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
@@ -61,3 +62,80 @@ def test_a_checkpoint_goes_from_one_to_the_other(ranks: Pools, tmp_path: Path, f
     whole = [losses for _, losses in ranks(2).run(trace, 2, False)]
     for a, b in zip(ranks(2).run(interrupted, str(tmp_path), first_torch, not first_torch), whole, strict=True):
         assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= TOLERANCE
+
+
+# --- every stage, precision and optimizer -----------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "weight_decay": 0.01},
+    "Lion": {"lr": 1e-4, "weight_decay": 0.01},
+    "Lamb": {"lr": 1e-3},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+    "Adagrad": {"lr": 1e-3},
+}
+USES = {
+    "AdamW": ["adam_"],
+    "Lion": ["lion_"],
+    "Lamb": ["lamb_apply_", "lamb_moments_"],
+    "SGD": ["sgd_"],
+    "Adagrad": ["adagrad_"],
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+
+
+LIMITS = {"fp32": TOLERANCE, "bf16": 2.0**-5, "fp16": 2.0**-8}
+
+
+class Calls(TorchDispatchMode):
+    """Names of our ops that tensors go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "zero_trial":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def steps_of(name: str, stage: int, precision: str, native: bool) -> tuple[list[str], list[float]]:
+    """The ops that the steps of a run went through, and its losses; without the kernels where ``native`` is false."""
+    known, calls = backend(), Calls()
+    kept = known.native
+    try:
+        known.native = kept if native else None
+        more = {"optimizer": {"type": name, "params": OPTIMIZERS[name]}, **PRECISIONS[precision]}
+        engine = make_engine(TinyLM, config(stage, False) | more)
+        step = engine.step
+
+        def counted() -> None:
+            with calls:
+                step()
+
+        engine.step = counted  # type: ignore[method-assign, assignment]
+        losses = train_engine(engine, range(4), BATCH)
+        return sorted(calls.names), losses
+    finally:
+        known.native = kept
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_stage_and_precision_goes_through_the_kernels_and_learns_as_the_reference(
+    ranks: Pools, name: str
+) -> None:
+    """Tolerance of the losses of four steps: 2e-6 in fp32; in 16 bits a weight may be rounded to the other one of two neighbours, and so may
+    the loss, which lies between 4 and 8 and is a 16-bit number itself: by 2^-8 in fp16 and 2^-5 in bf16."""
+    cases = [(stage, precision) for stage in range(4) for precision in PRECISIONS]
+    if name != "AdamW":
+        cases = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16")]
+    for stage, precision in cases:
+        native = ranks(2).run(steps_of, name, stage, precision, True)
+        reference = ranks(2).run(steps_of, name, stage, precision, False)
+        for (used, a), (_, b) in zip(native, reference, strict=True):
+            assert set(USES[name]) <= set(used), (stage, precision)
+            assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= LIMITS[precision], (stage, precision)

@@ -140,6 +140,14 @@ def test_a_failure_is_known_by_what_a_rank_said_of_it(flock: Flock) -> None:
     assert (ended.code, ended.why) == (5, "searcher.metric: no such metric")
 
 
+def test_the_launcher_who_has_seen_all_ranks_has_the_last_word(flock: Flock) -> None:
+    lines = ("[rank=0] error   connection closed by peer", "error   rank 1: killed by SIGKILL; ended with it: rank 0")
+    ended = flock.run(
+        *py(f"import sys; print({lines[0]!r}, file=sys.stderr); print({lines[1]!r}, file=sys.stderr); sys.exit(1)")
+    )
+    assert ended.why == "rank 1: killed by SIGKILL; ended with it: rank 0"
+
+
 def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(flock: Flock) -> None:
     assert flock.run(*py("print('error   it was mended')")).why == ""
 

@@ -21,6 +21,10 @@ MEMORY = "by somebody or because memory ran out"
         ([Failed(3, 137), Failed(0, -15), Failed(1, -15)], "error   rank 3: killed by SIGKILL, " + MEMORY + "; ended with it: ranks 0, 1"),
         ([Failed(0, 241), Failed(1, 2, "x: bad", True)], "failed  rank 1 with exit code 2; ended with it: rank 0"),
         ([Failed(0, 1, "ValueError: boom\nand more", False)], "error   rank 0: ValueError: boom"),
+        (
+            [Failed(0, 1, "Connection closed by peer", True), Failed(1, 1, "ValueError: boom", True)],
+            "error   rank 1: ValueError: boom; ended with it: rank 0",
+        ),
         ([Failed(0, 1)], "failed  rank 0 with exit code 1"),
         ([Failed(0, -15)], "error   rank 0: killed by SIGTERM"),
     ],

@@ -27,6 +27,7 @@ _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255
 _LONGEST_CAUSE = 500  # characters
 _CAUSE = re.compile(r"(?:\[rank=\d+\] )?error   (?=\S)(.*)")
+_VERDICT = re.compile(r"error   (rank \d+: .*)")  # see verdict: of the launcher, which has seen all ranks
 _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 
@@ -54,9 +55,8 @@ class Lines:
         self._path = path
         self._rest = b""
         self._lost = False  # a line could not be written
-        self.cause = (
-            ""  # the first line with which a rank says why it fails; what launchers say after it is not about the trial
-        )
+        self.cause = ""  # the first line with which a rank says why it fails, unless the launcher knows better
+        self.verdict = ""
 
     def take(self, data: bytes) -> None:
         """Write all lines that are whole now."""
@@ -75,11 +75,18 @@ class Lines:
         if whole:
             at = time.time()
             texts = [line.decode("utf-8", errors="replace").rstrip("\r") for line in whole]
-            self.cause = self.cause or next((found[1] for text in texts if (found := _CAUSE.match(text))), "")
+            for text in texts:
+                self._note(text)
             try:
                 logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
             except OSError as error:  # a full disk: lines are lost, the trial is not
                 self._lament(error)
+
+    def _note(self, text: str) -> None:
+        if not self.cause and (found := _CAUSE.match(text)):
+            self.cause = found[1]
+        if found := _VERDICT.match(text):
+            self.verdict = found[1]
 
     def _lament(self, error: OSError) -> None:
         """Into the shepherd's own log, once, if that can be written."""
@@ -142,7 +149,8 @@ class Shepherd:
 
     def _cause(self) -> str:
         """What a rank said of its failure; empty if none said anything."""
-        said = next((stream.cause for stream in self._streams if stream.cause), "")
+        causes = [stream.verdict for stream in self._streams] + [stream.cause for stream in self._streams]
+        said = next((cause for cause in causes if cause), "")
         return said[:_LONGEST_CAUSE].rstrip(".")
 
     def _start(self) -> None:

@@ -1,6 +1,7 @@
 """The verdict: what torch.distributed.run knows of failed ranks, in one line where it prints a traceback of its own and a table.
 
-A line that begins with ``error   `` is the trial's cause; it is given only where no rank has said so itself.
+A line that begins with ``error   `` is the trial's cause, whatever ranks have said before; where one has said so itself, and no other
+has spoken, it need not be said again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 # How a rank says that somebody else went away.
 _ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused)|reset by peer|broken pipe|peer|socket|timed? ?out|process group",
+    r"another rank ended|connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed? ?out|process group",
     re.IGNORECASE,
 )
 
@@ -64,7 +65,8 @@ def verdict(failed: Sequence[Failed]) -> str:
     ended = (
         f"; ended with it: {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}" if others else ""
     )
-    if first.words and not first.printed:
+    spoke = [one for one in failed if one.words]
+    if first.words and (not first.printed or len(spoke) > 1):  # of several it is not clear who began
         return f"error   rank {first.rank}: {first.words.splitlines()[0]}{ended}"
     if not first.words and first.signal:
         return f"error   rank {first.rank}: {_killed(first.signal)}{ended}"

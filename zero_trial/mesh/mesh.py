@@ -33,6 +33,7 @@ class Mesh:
         counters: CommCounters,
         board: Board,
         coordinates: dict[str, int] | None = None,
+        model_part: tuple[int, int] | None = None,
     ) -> None:
         self.shape = shape
         self.rank = rank
@@ -42,6 +43,8 @@ class Mesh:
         self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
         self.data = axes["data"]
         self.world = axes["world"]
+        # Which part of a model that is parallel itself this rank has, of how many: ranks with other parts have other tensors of the same names.
+        self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
 
 
 def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, shared_memory: bool = True) -> Mesh:
@@ -88,7 +91,8 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
 def mesh_around(group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
     """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
 
-    The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right.
+    The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right. Each data-parallel group of the
+    client is taken for a part of the model of its own. Collective over the world.
     """
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
@@ -102,7 +106,10 @@ def mesh_around(group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIM
     axes["world"] = comm("world", tuple(range(world)), dist.group.WORLD if world > 1 else None)
     shape = MeshShape(shard=len(ranks), model=model_size)
     coordinates = dict.fromkeys(AXES, 0) | {"shard": ranks.index(rank)}
-    return Mesh(shape, rank, axes, counters, board, coordinates)
+    groups = sorted(
+        {tuple(found) for found in axes["world"].gather_json(list(ranks), "data-parallel groups of the mpu")}
+    )
+    return Mesh(shape, rank, axes, counters, board, coordinates, (groups.index(ranks), len(groups)))
 
 
 def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:

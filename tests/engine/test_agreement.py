@@ -1,0 +1,39 @@
+"""A fault of one rank is raised by all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.pool import Pools
+from zero_trial.engine.agreement import agree, together
+from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.mesh import MeshShape, build_mesh
+
+
+def act(broken: int) -> Any:
+    world = build_mesh(MeshShape(shard=2)).world
+
+    def work() -> int:
+        if dist.get_rank() == broken:
+            raise ConfigError("it broke", where=f"rank {broken}")
+        return dist.get_rank()
+
+    try:
+        return together(world, work, "work")
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_all_get_their_result_or_the_first_fault(ranks: Pools) -> None:
+    assert ranks(2).run(act, -1) == [0, 1]
+    assert ranks(2).run(act, 1) == ["rank 1: it broke."] * 2
+
+
+def test_a_mistake_in_the_program_is_not_dressed_up() -> None:
+    world = build_mesh(MeshShape()).world
+    agree(world, None, "nothing")
+    with pytest.raises(ZeroDivisionError):
+        together(world, lambda: 1 // 0, "work")

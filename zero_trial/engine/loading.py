@@ -1,0 +1,223 @@
+"""Reads a checkpoint into an engine, on any number of ranks and at any ZeRO stage.
+
+Random generators are put back when the number of ranks is the same; then a resumed run has the bits of the unbroken one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint
+from zero_trial.checkpoint.catalog import checkpoint_folder
+from zero_trial.checkpoint.dtypes import dtype_name
+from zero_trial.checkpoint.rng import restore_rng
+from zero_trial.checkpoint.tree import decode
+from zero_trial.engine.agreement import together
+from zero_trial.engine.contents import Contents
+from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.zero.facts import parameter_names
+
+if TYPE_CHECKING:
+    from zero_trial.engine.engine import Engine
+
+log = logging.getLogger("zero_trial")
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class Loader:
+    """Loading into one engine. Every method is collective over the world: every rank must call it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._contents = Contents(engine)
+
+    def load(
+        self,
+        directory: Path,
+        tag: str | None,
+        strict: bool,
+        with_optimizer: bool,
+        with_schedule: bool,
+        with_counters: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Reads ``directory/tag``, or the newest checkpoint that verifies; ``(None, None)`` if there is none."""
+        engine = self._engine
+        found = self._find(directory, tag)
+        if found is None:
+            return None, None
+        folder, verified = found
+        reader = together(engine.mesh.world, lambda: self._open(folder, verified), "open checkpoint")
+        state = decode(reader.manifest.state, reader.read)
+        engine.sharded.settle()
+        together(engine.mesh.world, lambda: self._read_weights(reader, strict), "read weights")
+        engine.zero_grad()
+        if with_optimizer and engine.optimizer is not None:
+            together(engine.mesh.world, lambda: self._read_optimizer(reader, state), "read optimizer state")
+        engine.sharded.publish()
+        engine.sharded.publish_frozen()
+        engine.sharded.wait()
+        if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+            engine.lr_scheduler.load_state_dict(state["scheduler"])
+        if with_counters:
+            for name in COUNTERS:
+                setattr(engine, name, state["counters"][name])
+            if engine.micro_steps % engine.gradient_accumulation_steps():  # saved with another accumulation
+                engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+            engine.loss_scaler = engine.loss_scaler.restored(state["loss_scaler"])
+            engine.sharded.reducer.take_order(state["reduction_order"])
+            together(engine.mesh.world, lambda: self._read_own(reader), "read rank state")
+        return str(folder), state["client"]
+
+    def _find(self, directory: Path, tag: str | None) -> tuple[Path, bool] | None:
+        """Where the checkpoint is, the same answer on every rank, and whether rank 0 has verified its sums already."""
+        answer: dict[str, Any] = {}
+        if self._engine.mesh.rank == 0:
+            try:
+                if tag is not None:
+                    answer = {"folder": str(checkpoint_folder(directory, tag))}
+                else:
+                    newest = latest_checkpoint(directory, lambda line: log.warning("passed over: %s", line))
+                    answer = {"folder": str(newest.folder) if newest is not None else None}
+            except ZeroTrialError as fault:
+                answer = {"fault": str(fault)}
+        answer = self._engine.mesh.world.gather_json(answer, "find checkpoint")[0]
+        if "fault" in answer:
+            raise CheckpointError(answer["fault"])
+        return (Path(answer["folder"]), tag is None) if answer["folder"] is not None else None
+
+    def _open(self, folder: Path, verified: bool) -> CheckpointReader:
+        reader = CheckpointReader(folder)
+        if not verified:
+            reader.verify(self._engine.mesh.world.index, self._engine.mesh.world.size)
+        parts = reader.manifest.world.get("model_parts", 1)
+        if parts != self._contents.parts:
+            raise CheckpointError(
+                "the checkpoint holds a model in another number of parallel parts",
+                where=str(folder),
+                got=parts,
+                expected=self._contents.parts,
+                fix=f"Start with mesh.model: {parts}. Parts of a model that is parallel itself can only be joined by its own code.",
+            )
+        return reader
+
+    def _read_weights(self, reader: CheckpointReader, strict: bool) -> None:
+        engine, names = self._engine, self._contents
+        known = reader.shapes
+        wanted: dict[str, tuple[int, ...]] = {
+            names.param(name): tuple(param.shape) for name, (param, _) in parameter_names(engine.module).items()
+        }
+        buffers = dict(names.buffers())
+        wanted |= {names.buffer(name): tuple(buffer.shape) for name, buffer in buffers.items()}
+        for stage in engine.mesh.pipe.gather_json(wanted, "parts of the model"):
+            wanted |= {name: tuple(shape) for name, shape in stage.items()}
+        for prefix in (names.param(""), names.buffer("")):
+            mine = {name: shape for name, shape in wanted.items() if name.startswith(prefix)}
+            reader.require(mine, prefix, allow_missing=not strict, allow_extra=not strict)
+        slices: list[Slice] = []
+        managed: set[int] = set()
+        for unit in engine.sharded.units:
+            managed.update(id(param) for param in unit.params)
+            for piece in unit.layout.pieces(unit.comm.index):
+                part = unit.master[piece.offset : piece.offset + piece.numel]
+                slices.append(Slice(names.param(piece.slot.name), piece.slot.shape, piece.start, piece.stop, part))
+        rest = {names.buffer(name): buffer for name, buffer in buffers.items()}
+        rest |= {
+            names.param(name): param.data
+            for name, (param, _) in parameter_names(engine.module).items()
+            if id(param) not in managed
+        }
+        flat = {name: tensor.contiguous() for name, tensor in rest.items()}  # a copy, where it is not
+        slices += [Slice.whole(name, tensor) for name, tensor in flat.items()]
+        self._say_rounding(reader, slices)
+        with torch.no_grad():
+            reader.read_into([part for part in slices if part.name in known])
+            for name, tensor in rest.items():
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat[name])
+
+    def _say_rounding(self, reader: CheckpointReader, slices: list[Slice]) -> None:
+        stored = reader.manifest.tensors
+        rounded = sorted(
+            part.name
+            for part in slices
+            if part.name in stored and stored[part.name].dtype == "float64" != dtype_name(part.dtype)
+        )
+        if rounded and self._engine.mesh.rank == 0:
+            more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+            log.warning("the checkpoint's float64 values of %s%s are rounded to float32", rounded[0], more)
+
+    def _read_optimizer(self, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
+        optimizer, names = self._engine.optimizer, self._contents
+        if optimizer is None:
+            return
+        self._require_same_optimizer(reader, state)
+        for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+            group.update(
+                {
+                    key: value
+                    for key, value in saved.items()
+                    if key in group and key not in ("fused", "foreach", "capturable")
+                }
+            )
+        known = reader.shapes
+        optimizer.make_state(state["kinds"], state["scalars"], lambda kind, name: known.get(names.state(kind, name)))
+        slices = [
+            Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
+            for view in optimizer.views()
+            if view.kind != "master"
+        ]
+        absent = sorted({part.name for part in slices} - known.keys())
+        if absent:
+            raise CheckpointError(
+                "the checkpoint lacks optimizer state",
+                where=str(reader.folder),
+                got=f"none for {absent[0]}" + (f" and {len(absent) - 1} more" if len(absent) > 1 else ""),
+                fix="Load with load_optimizer_states=False to start the optimizer afresh.",
+            )
+        reader.read_into(slices)
+
+    def _require_same_optimizer(self, reader: CheckpointReader, state: Mapping[str, Any]) -> None:
+        optimizer = self._engine.optimizer
+        fix = "Load with load_optimizer_states=False to start the optimizer afresh."
+        if optimizer is None:
+            return
+        mine, stored = optimizer.identity(), state["optimizer"]
+        if stored is not None and mine["settings"] != stored["settings"]:
+            raise CheckpointError(
+                "the checkpoint holds the state of another optimizer",
+                where=str(reader.folder),
+                got=stored["class"],
+                expected=mine["class"],
+                fix=fix,
+            )
+        if len(state["groups"]) != len(optimizer.param_groups):
+            raise CheckpointError(
+                "the checkpoint has another number of optimizer groups",
+                where=str(reader.folder),
+                got=len(state["groups"]),
+                expected=len(optimizer.param_groups),
+                fix=fix,
+            )
+
+    def _read_own(self, reader: CheckpointReader) -> None:
+        """Random generators and own buffers; they mean something only for as many ranks as wrote them."""
+        engine = self._engine
+        if len(reader.manifest.rank_state) != engine.mesh.world.size:
+            if engine.mesh.rank == 0:
+                log.info(
+                    "checkpoint of %d ranks loaded on %d: random generators start from this run's seed",
+                    len(reader.manifest.rank_state),
+                    engine.mesh.world.size,
+                )
+            return
+        own = decode(reader.manifest.rank_state[engine.mesh.rank], reader.read)
+        buffers = dict(engine.module.named_buffers())
+        for name, value in own["buffers"].items():
+            buffers[name].copy_(value)
+        restore_rng(own["rng"], engine.device)

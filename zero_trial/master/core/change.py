@@ -6,59 +6,24 @@ leaves a state from which the same orders are given again.
 
 from __future__ import annotations
 
-import logging
 import sqlite3
-import uuid
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from zero_trial.master import pruning, scheduler, tokens
-from zero_trial.master.agent.order import StartOrder
-from zero_trial.master.core.search import MAX_PRUNED, LiveSearch
-from zero_trial.master.core.sources import source_of
+from zero_trial.master.core.runs import Runs
+from zero_trial.master.core.searching import Ended, SearchEvent, Searching
 from zero_trial.master.lifecycle import experiment as experiment_life
 from zero_trial.master.lifecycle import trial as trial_life
 from zero_trial.master.lifecycle.trial import Run, TrialLife
 from zero_trial.master.records import Allocation, AllocationState, Experiment, ExperimentState, Trial, TrialState
-from zero_trial.master.searchers import Action, Create, ExitReason, MetricMissing, Shutdown, Stop
-from zero_trial.master.store import accounts, checkpoints, experiments, metrics, trials
+from zero_trial.master.store import experiments, trials
 from zero_trial.master.verbs import NotFound
 
 if TYPE_CHECKING:
     from zero_trial.master.core.hub import Hub
 
-log = logging.getLogger(__name__)
-
 EARLY_EXIT_SECONDS = 60.0
 """How long a trial that said that it ends may take for it."""
-
-
-@dataclass(frozen=True)
-class Validated:
-    """A trial has reported a validation."""
-
-    trial: Trial
-    metrics: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A trial is over."""
-
-    trial: Trial
-    reason: ExitReason
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The search begins."""
-
-    experiment_id: int
-
-
-SearchEvent: TypeAlias = Validated | Ended | Begun
 
 
 class Change:
@@ -74,18 +39,19 @@ class Change:
         self.queue_changed = False
         self.touched: set[int] = set()  # experiments whose search has moved
         self._hub = hub
-        self._events: deque[SearchEvent] = deque()
+        self.runs = Runs(self, hub)
+        self._searching = Searching(self, hub)
 
     # -- events
 
     def trial(self, trial_id: int, event: trial_life.Event) -> None:
         """An event of a trial and what follows for its run."""
-        trial = self._trial(trial_id)
+        trial = self.trial_of(trial_id)
         run = trials.newest_allocation(self.connection, trial_id)
         before = self._life(trial, run)
         after, effects = trial_life.step(before, event)
         if isinstance(event, trial_life.Exited) and run is not None:
-            self._end_run(run, event.code)
+            self.runs.end(run, event.code)
         self._write(trial_id, run, before, after)
         for effect in effects:
             self._do(effect, trial_id, run, after)
@@ -103,51 +69,22 @@ class Change:
 
     def search(self, event: SearchEvent) -> None:
         """Something that the search is told before the commit."""
-        self._events.append(event)
+        self._searching.put(event)
 
     def settle(self) -> None:
         """Tell the searches what happened until nothing follows any more, then give out free slots."""
-        while self._events:
-            self._tell(self._events.popleft())
-        for experiment_id in sorted(self.touched):
-            live = self._hub.searches.get(experiment_id)
-            if live is not None:
-                experiments.change(self.connection, experiment_id, snapshot=live.searcher.snapshot())
+        self._searching.settle()
         if self.queue_changed and self._hub.serving:
-            self._schedule()
+            self.runs.schedule()
 
     def state_of(self, experiment_id: int) -> ExperimentState:
         """NotFound if there is no such experiment."""
-        return self._experiment(experiment_id).state
-
-    def restart_order(self, run: Allocation) -> None:
-        """Order the start of an allocation that has its slots, with a token of its own."""
-        trial = self._trial(run.trial_id)
-        experiment = self._experiment(run.experiment_id)
-        token = tokens.new_token()
-        accounts.add_token(self.connection, tokens.digest(token), allocation_id=run.id)
-        order = StartOrder(
-            allocation=run,
-            config=experiment.config,
-            hparams=trial.hparams,
-            seed=trial.seed,
-            steps_completed=trial.steps_completed,
-            latest_checkpoint=trial.latest_checkpoint or trial.warm_start_checkpoint,
-            owner=experiment.owner,
-            token=token,
-            master_url=self._hub.master_url,
-            cluster_id=self._hub.info.cluster_id,
-            agent_id=self._hub.agent_id,
-            visible_devices=self._hub.devices.visible(run.slots),
-            threads=self._hub.devices.threads,
-            has_hook=self._hub.context_of(self.connection, run.experiment_id).has_hook,
-        )
-        self.orders.append(lambda: self._hub.workers.start(order))
+        return self.experiment_of(experiment_id).state
 
     # -- trials
 
     def _life(self, trial: Trial, run: Allocation | None) -> TrialLife:
-        config = self._experiment(trial.experiment_id).config
+        config = self.experiment_of(trial.experiment_id).config
         if run is None or run.state is AllocationState.TERMINATED:
             stage = Run.NONE
         else:
@@ -179,15 +116,15 @@ class Change:
 
     def _do(self, effect: trial_life.Effect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
         if effect is trial_life.Effect.REQUEST:
-            self._request(trial_id)
+            self.runs.request(trial_id)
         elif effect is trial_life.Effect.END:
             self._end_trial(trial_id, life)
         elif run is None:
             return
         elif effect is trial_life.Effect.WITHDRAW:
-            self._end_run(run, None)
+            self.runs.end(run, None)
         elif effect is trial_life.Effect.PREEMPT:
-            config = self._experiment(run.experiment_id).config
+            config = self.experiment_of(run.experiment_id).config
             seconds = float(config.get("preemption_timeout") or 3600)
             trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
             self.signal = True
@@ -198,51 +135,9 @@ class Change:
             self.orders.append(lambda: self._hub.workers.kill(name))
             self.notes.append((trial_id, "WARNING", "the master ends this run"))
 
-    def _request(self, trial_id: int) -> None:
-        """A new run goes into the queue. It starts from the newest checkpoint, and what was reported after that is archived."""
-        trial = self._trial(trial_id)
-        saved = checkpoints.latest(self.connection, trial_id)
-        steps = saved.steps_completed if saved else 0
-        if trial.run_id:
-            metrics.archive_after(self.connection, trial_id, steps)
-        run_id = trial.run_id + 1
-        trials.change(
-            self.connection,
-            trial_id,
-            run_id=run_id,
-            steps_completed=steps,
-            latest_checkpoint=saved.uuid if saved else None,
-            early_exit="",
-            runner_state="",
-        )
-        name = f"{trial.task_id}.{run_id}"
-        trials.add_allocation(
-            self.connection,
-            Allocation(
-                id=name,
-                trial_id=trial_id,
-                experiment_id=trial.experiment_id,
-                task_id=trial.task_id,
-                run_id=run_id,
-                state=AllocationState.QUEUED,
-                slots=(),
-                created=self.now,
-                resources_id=str(uuid.uuid4()),
-                container_id=str(uuid.uuid4()),
-            ),
-        )
-        self.queue_changed = True
-
-    def _end_run(self, run: Allocation, code: int | None) -> None:
-        trials.change_allocation(
-            self.connection, run.id, state=AllocationState.TERMINATED, ended=self.now, exit_code=code, deadline=None
-        )
-        accounts.drop_tokens_of(self.connection, run.id)
-        self.queue_changed = self.signal = True
-
     def _end_trial(self, trial_id: int, life: TrialLife) -> None:
         trials.change(self.connection, trial_id, ended=self.now)
-        trial = self._trial(trial_id)
+        trial = self.trial_of(trial_id)
         if life.state is not TrialState.COMPLETED or life.reason:
             level = "ERROR" if life.state is TrialState.ERROR else "INFO"
             self.notes.append((trial_id, level, f"trial {trial_id} is {life.state.value}: {life.reason}"))
@@ -272,173 +167,23 @@ class Change:
         if self.state_of(experiment_id).stopping and not trials.live(self.connection, experiment_id):
             self.experiment(experiment_id, experiment_life.Settled())
 
-    # -- the search
-
-    def _tell(self, event: SearchEvent) -> None:
-        experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
-        experiment = self._experiment(experiment_id)
-        if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
-            return  # it is stopping: there is nothing left to decide
-        live = self._hub.search_of(self.connection, experiment)
-        self.touched.add(experiment_id)
-        try:
-            actions = self._ask(live, event)
-        except MetricMissing as error:
-            if isinstance(event, Validated):
-                self.trial(event.trial.id, trial_life.Fail(str(error)))
-            return
-        except Exception as error:  # a fault of ours ends this experiment, not the master
-            log.exception("the search of experiment %d failed", experiment_id)
-            self._give_up(experiment_id, f"the search failed: {type(error).__name__}: {error}")
-            return
-        for action in actions:
-            self._act(experiment_id, live, action)
-
-    def _ask(self, live: LiveSearch, event: SearchEvent) -> list[Action]:
-        if isinstance(event, Begun):
-            return live.searcher.start()
-        if isinstance(event, Validated):
-            return live.searcher.on_validation(event.trial.request_id, event.metrics)
-        return live.searcher.on_exited(event.trial.request_id, event.reason)
-
-    def _act(self, experiment_id: int, live: LiveSearch, action: Action) -> None:
-        if isinstance(action, Create):
-            self._create(experiment_id, live, action)
-        elif isinstance(action, Stop):
-            trial = trials.of_request(self.connection, experiment_id, action.request_id)
-            if trial is not None:
-                self.trial(trial.id, trial_life.StopBySearch())
-        elif isinstance(action, Shutdown):
-            if action.failed:
-                self._explain_failure(experiment_id)
-            self.experiment(experiment_id, experiment_life.SearchOver(action.failed))
-
-    def _create(self, experiment_id: int, live: LiveSearch, action: Create) -> None:
-        experiment = self._experiment(experiment_id)
-        if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
-            return
-        trial_id = self._add_trial(experiment, action)
-        why = self._why_not(experiment, live, action)
-        if why is not None:
-            self._prune(experiment_id, live, trial_id, why)
-            return
-        live.pruned = 0
-        if experiment.state is ExperimentState.ACTIVE:
-            self.trial(trial_id, trial_life.Start())
-
-    def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
-        try:
-            return pruning.reason(experiment.config, action.hparams, live.context.files)
-        except Exception:  # we cannot tell, so the trial will
-            log.exception("a point of experiment %d cannot be looked at before launch", experiment.id)
-            return None
-
-    def _give_up(self, experiment_id: int, error: str) -> None:
+    def give_up(self, experiment_id: int, error: str) -> None:
         """Nothing more can be decided: the experiment ends as failed, with its trials."""
         experiments.change(self.connection, experiment_id, error=error)
         self.experiment(experiment_id, experiment_life.SearchOver(failed=True))
         for trial in trials.live(self.connection, experiment_id):
             self.trial(trial.id, trial_life.Fail(error))
 
-    def _add_trial(self, experiment: Experiment, action: Create) -> int:
-        return trials.add(
-            self.connection,
-            Trial(
-                id=0,
-                experiment_id=experiment.id,
-                request_id=action.request_id,
-                task_id=f"{experiment.id}.{uuid.uuid4()}",  # /tmp knows runs by it, so it is unique beyond this master
-                state=TrialState.ACTIVE if experiment.state is ExperimentState.ACTIVE else TrialState.PAUSED,
-                hparams=action.hparams,
-                seed=action.seed,
-                created=self.now,
-                warm_start_checkpoint=source_of(self.connection, experiment.config),
-            ),
-        )
-
-    def _prune(self, experiment_id: int, live: LiveSearch, trial_id: int, why: str) -> None:
-        """A point that cannot be trained ends before it begins; the search goes on without it."""
-        trials.change(
-            self.connection,
-            trial_id,
-            state=TrialState.ERROR,
-            ended=self.now,
-            pruned=1,
-            reason=f"pruned before launch: {why}",
-        )
-        self.notes.append((trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}"))
-        live.pruned += 1
-        if live.pruned >= MAX_PRUNED:
-            self._give_up(
-                experiment_id, f"{live.pruned} points in a row cannot be trained, the last one because: {why}"
-            )
-            return
-        self.search(Ended(self._trial(trial_id), ExitReason.INVALID_HP))
-
-    def _explain_failure(self, experiment_id: int) -> None:
-        """What the experiment says about its end: the reason of the last trial that failed."""
-        reasons = [trial.reason for trial in trials.of_experiment(self.connection, experiment_id) if trial.reason]
-        if reasons:
-            experiments.change(self.connection, experiment_id, error=reasons[-1])
-
-    # -- slots
-
-    def _schedule(self) -> None:
-        self.queue_changed = False
-        runs = trials.allocations(self.connection)
-        holding = {slot for run in runs for slot in run.slots}
-        off = accounts.disabled_slots(self.connection)
-        free = [slot for slot in range(self._hub.devices.count) if slot not in holding and slot not in off]
-        used: dict[int, int] = {}
-        for run in runs:
-            used[run.experiment_id] = used.get(run.experiment_id, 0) + len(run.slots)
-        for made in scheduler.place(self._waiting(runs), free, used):
-            self._give(made)
-
-    def _waiting(self, runs: list[Allocation]) -> list[scheduler.Waiting]:
-        known: dict[int, Mapping[str, Any]] = {}
-        queue = []
-        for run in runs:
-            if run.state is not AllocationState.QUEUED:
-                continue
-            if run.experiment_id not in known:
-                known[run.experiment_id] = self._experiment(run.experiment_id).config.get("resources") or {}
-            queue.append(waiting(run, known[run.experiment_id]))
-        return queue
-
-    def _give(self, made: scheduler.Placement) -> None:
-        trials.change_allocation(
-            self.connection, made.allocation_id, state=AllocationState.STARTING, slots=made.slots, started=self.now
-        )
-        run = trials.allocation(self.connection, made.allocation_id)
-        if run is None:
-            raise NotFound(f"allocation {made.allocation_id} is gone")
-        self.restart_order(run)
-
     # -- reading
 
-    def _trial(self, trial_id: int) -> Trial:
+    def trial_of(self, trial_id: int) -> Trial:
         trial = trials.get(self.connection, trial_id)
         if trial is None:
             raise NotFound(f"trial {trial_id} not found")
         return trial
 
-    def _experiment(self, experiment_id: int) -> Experiment:
+    def experiment_of(self, experiment_id: int) -> Experiment:
         found = experiments.get(self.connection, experiment_id, derived=False)
         if found is None:
             raise NotFound(f"experiment {experiment_id} not found")
         return found
-
-
-def waiting(run: Allocation, resources: Mapping[str, Any]) -> scheduler.Waiting:
-    """A queued allocation as the scheduler sees it; ``resources`` is its experiment's section."""
-    slots = resources.get("slots_per_trial")
-    priority = resources.get("priority")
-    return scheduler.Waiting(
-        allocation_id=run.id,
-        experiment_id=run.experiment_id,
-        slots=1 if slots is None else int(slots),
-        priority=42 if priority is None else int(priority),
-        order=(run.experiment_id, run.trial_id),
-        max_slots=resources.get("max_slots"),
-    )

@@ -13,10 +13,11 @@ from zero_trial.errors import ConfigError
 from zero_trial.master import expconf
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
-from zero_trial.master.core.change import Begun, Change
+from zero_trial.master.core.change import Change
 from zero_trial.master.core.collect import superfluous
 from zero_trial.master.core.hub import Hub
 from zero_trial.master.core.search import new_searcher, read_context
+from zero_trial.master.core.searching import Begun
 from zero_trial.master.core.sources import check_source, require_unneeded
 from zero_trial.master.lifecycle import experiment as life
 from zero_trial.master.lifecycle import trial as trial_life

@@ -63,7 +63,7 @@ class Hub:
                 if run.state is AllocationState.QUEUED:
                     continue
                 if self.workers.adopt(run.id) is Found.NOTHING:
-                    change.restart_order(run)
+                    change.runs.order_start(run)
                 if trials.killing(change.connection, run.id):
                     name = run.id
                     change.orders.append(lambda name=name: self.workers.kill(name))  # type: ignore[misc]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero_trial.master import scheduler
-from zero_trial.master.core.change import waiting
 from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.runs import waiting
 from zero_trial.master.records import (
     Agent,
     Allocation,

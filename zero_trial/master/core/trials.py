@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zero_trial.master import logs
-from zero_trial.master.core.change import Change, Validated
+from zero_trial.master.core.change import Change
 from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.searching import Validated
 from zero_trial.master.lifecycle import trial as life
 from zero_trial.master.records import Checkpoint, Json, LogLine, MetricReport, Trial, Workload
 from zero_trial.master.store import checkpoints, experiments, metrics, trials

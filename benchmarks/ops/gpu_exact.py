@@ -34,6 +34,7 @@ PLACES = ((0, 0, 0, 0), (1, 1, 1, 1), (3, 3, 3, 3), (1, 1, 0, 1))
 LARGE = 500_000  # from here on only one place
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LIMITS = (1e-7, 1e-7, 2e-7)  # of p, m, v after 10 steps, relative norm of the error against float64
+ONE_STEP = (1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
 Row = dict[str, Any]
 
 # Name -> (op, number of states, numbers of step t).
@@ -201,30 +202,40 @@ def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
-    """A step captured once and replayed is the same step."""
+    """A step captured once and replayed is the same step, also where a kernel is used for the first time in the capture."""
     if device.type != "cuda":
         return
-    n, ends = 100_003, []
-    for replayed in (False, True):
-        p, g, m, v = (randn(n, seed).to(device).abs() for seed in range(4))
-        total = torch.zeros((), dtype=torch.float64, device=device)
+    columns = [[x] * 3 for x in (1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0)]
+    for what in ("square_sum and adam_", "adam_many_", "first use"):
+        ends = []
+        for replayed in (True, False):
+            p, g, m, v = ([randn(n, seed).to(device).abs() for n in (100_003, 7, 4096)] for seed in range(4))
+            total = torch.zeros((), dtype=torch.float64, device=device)
 
-        def step(p: Tensor = p, g: Tensor = g, m: Tensor = m, v: Tensor = v, total: Tensor = total) -> None:
-            total.copy_(OPS.square_sum(g))
-            OPS.adam_(p, g, m, v, None, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
+            def step(p: Any = p, g: Any = g, m: Any = m, v: Any = v, total: Tensor = total, what: str = what) -> None:
+                if what == "adam_many_":
+                    OPS.adam_many_(p, g, m, v, [], None, None, *columns, 1.0, True)
+                    return
+                total.copy_(OPS.square_sum(g[0]))
+                # Nobody else writes fp32 copies: the kernel is loaded here.
+                out = torch.empty_like(p[0]) if what == "first use" else None
+                OPS.adam_(p[0], g[0], m[0], v[0], out, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
 
-        if replayed:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                step()
-            for _ in range(3):
-                captured.replay()
-        else:
-            for _ in range(3):
-                step()
-        torch.cuda.synchronize(device)
-        ends.append((p, m, v, total))
-    yield row("graph", "square_sum and adam_", all(same(x, y) for x, y in zip(*ends, strict=True)))
+            if replayed:
+                if what != "first use":
+                    OPS.adam_(*(randn(9, i).to(device).abs() for i in range(4)), None, None, *ONE_STEP)
+                    OPS.square_sum(g[0])
+                captured = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(captured):
+                    step()
+                for _ in range(3):
+                    captured.replay()
+            else:
+                for _ in range(3):
+                    step()
+            torch.cuda.synchronize(device)
+            ends.append([*p, *m, *v, total])
+        yield row("graph", what, all(same(x, y) for x, y in zip(*ends, strict=True)))
 
 
 SECTIONS: dict[str, Callable[[torch.device, Sequence[int]], Iterator[Row]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -285,6 +286,51 @@ def test_other_dtypes_go_in_launches_of_their_own_and_what_no_kernel_takes_in_pl
     assert all(
         same(x, y) for mine, theirs in zip((p, m, v), copies, strict=True) for x, y in zip(mine, theirs, strict=True)
     )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tensors_of_another_device_stay_out_of_the_launch(emulator: Emulator, first: int) -> None:
+    """Whichever comes first: a kernel cannot reach them."""
+    there = torch.device("meta")
+    p, g, m, v = ([randn(50, k).abs(), randn(50, k).to(there)] for k in range(4))
+    lists = [each[::-1] if first else each for each in (p, g, m, v)]
+    want = [x[0].clone() for x in (p, m, v)]
+    numbers = [list(column) for column in zip(*(NUMBERS["adam_"](0) for _ in range(2)), strict=True)]
+    with emulator.watching(p[0], m[0], v[0], read_only=[g[0]]):
+        cuda.adam_many_(*lists, [], None, None, *numbers, 1.0, True)
+        stepped = [x[0].clone() for x in (p, m, v)]
+        assert emulator.library.launch_count() == 1
+        cuda.add_many_(lists[0], lists[1])
+        cuda.copy_many_(lists[0], lists[0])
+        with contextlib.suppress(NotImplementedError):  # of plain torch, which cannot read that device
+            cuda.lamb_moments_(*lists, None, None, *numbers[1:], 1.0, True)
+    assert emulator.library.launch_count() == 3
+    ops.adam_many_(want[:1], g[:1], want[1:2], want[2:], [], None, None, *(x[:1] for x in numbers), 1.0, True)
+    assert all(same(x, y) for x, y in zip(stepped, want, strict=True)) and same(p[0], want[0] + g[0])
+
+
+def test_what_a_cuda_graph_captures_reads_nothing_of_the_hosts_later(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No table is uploaded: a replay would read what lies there by then."""
+    backend = emulated_cuda.install(emulator, monkeypatch)
+    backend.capturing = lambda: True
+    monkeypatch.setattr(cuda, "upload", lambda *_: pytest.fail("a table"))
+    lengths, low = (5, TILE + 1, 40), torch.bfloat16
+    columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
+    ends = []
+    for step, add, moments in ((cuda.adam_many_, cuda.add_many_, cuda.lamb_moments_), (ops.adam_many_,) * 3):
+        p, g, m, v = ([randn(n, k).abs() for n in lengths] for k in range(4))
+        out, flags = [torch.zeros(n, dtype=low) for n in lengths], (torch.zeros(1), torch.tensor([0.4]))
+        with emulator.watching(*p, *m, *v, *out, *flags, read_only=g):
+            step(p, g, m, v, out, *flags, *columns, 0.7, True)
+            if step is cuda.adam_many_:
+                assert emulator.library.launch_count() == 3
+                add([x.clone() for x in p], out)
+                moments(p, g, [x.clone() for x in m], [x.clone() for x in v], None, None, *columns[1:], 1.0, True)
+                assert emulator.library.launch_count() == 3
+        ends.append([*p, *m, *v, *out])
+    assert all(same(x, y) for x, y in zip(*ends, strict=True))
 
 
 # --- LAMB -------------------------------------------------------------------------------------------------------------

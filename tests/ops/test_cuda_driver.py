@@ -28,6 +28,7 @@ def test_load_and_launch(emulator: Emulator) -> None:
     driver.launch(function, 0, 3, 0, struct.pack("2Pq", 0, 0, 0))  # three blocks with nothing to do
     assert emulator.library.launch_count() == 1 and emulator.library.blocks_of_last() == 3
     assert emulator.library.contexts_pushed() == 0  # every push has its pop
+    assert emulator.library.mode_of_captures() == 0  # relaxed while loading, and as it was again
     assert emulator.library.fault() == b""
 
 
@@ -42,7 +43,7 @@ def test_refusals_are_quoted_and_leave_no_context(emulator: Emulator) -> None:
         driver.launch(driver.function(image, "zt_sum", 0), 0, 0, 0, b"")
     with pytest.raises(KernelUnavailable, match="cuDeviceGet"):
         driver.function(image, "zt_sum", 5)
-    assert emulator.library.contexts_pushed() == 0
+    assert emulator.library.contexts_pushed() == 0 and emulator.library.mode_of_captures() == 0
 
 
 def test_no_driver() -> None:

@@ -62,7 +62,8 @@ class Emulator:
             return str(self.built[kernel]).encode()
 
         device = cuda_backend.Device(0, 90, self.multiprocessors)
-        return cuda_backend.Cuda(Driver(self.library), image, lambda _: device, lambda _: 0, strict=True)
+        given = (Driver(self.library), image, lambda _: device, lambda _: 0)
+        return cuda_backend.Cuda(*given, strict=True, kind="cpu", capturing=lambda: False)
 
     @contextmanager
     def watching(self, *tensors: Tensor | None, read_only: Sequence[Tensor] = ()) -> Iterator[None]:

@@ -5,6 +5,8 @@ and, in a launch over many tensors, the table of pointers and scalars, which is 
 
     launches    adam_, lion_, adagrad_, sgd_ 1 · the same over many tensors 1 (per pair of gradient's and copy's dtype; one alone needs no table) ·
                 square_sum 1 + 1 per factor 1024 of chunks · LAMB 2 and 1
+
+A CUDA graph cannot hold a table: while one is captured each tensor is a launch of its own, and casts and LAMB are plain torch.
 """
 
 from __future__ import annotations
@@ -109,12 +111,13 @@ def _update(op: str, pieces: Sequence[Piece], found_inf: Tensor | None, factor: 
     left = [index for index, piece in enumerate(pieces) if piece.p.numel()]
     if not left:
         return left
-    cuda, where = cuda_backend().cuda, pieces[left[0]].p.device
-    if cuda is None or not (_one_float(found_inf, where) and _one_float(factor, where)):
+    cuda = cuda_backend().cuda
+    if cuda is None:
         return left
-    for (gradient, out), mine in _by_kind(pieces, lambda q: (_code(q.g), _code(q.out))).items():
+    for (gradient, out, where), mine in _by_kind(pieces, lambda q: (_code(q.g), _code(q.out), q.p.device)).items():
         kernel = cuda_kernels.update(op, gradient, out)
-        if cuda.has(kernel, where):
+        reachable = where.type == cuda.kind and _one_float(found_inf, where) and _one_float(factor, where)
+        if reachable and cuda.has(kernel, where):
             _launch_update(cuda, kernel, [pieces[index] for index in mine], found_inf, factor)
             left = [index for index in left if index not in set(mine)]
     return left
@@ -124,11 +127,12 @@ def _launch_update(
     cuda: Cuda, kernel: Kernel, pieces: Sequence[Piece], found_inf: Tensor | None, factor: Tensor | None
 ) -> None:
     where, flags = pieces[0].p.device, (_pointer(found_inf), _pointer(factor))
-    if len(pieces) == 1:  # no table to make and to copy
-        (one,), tiles = pieces, tiles_of(pieces[0].p.numel())
-        pointers = (one.p.data_ptr(), *(_pointer(x) for x in (one.g, one.a, one.b, one.out)))
-        arguments = _ONE.pack(0, 0, *flags, 1, tiles, *pointers, one.p.numel(), 0, 0) + one.scalars
-        cuda.launch(kernel, where, _blocks(cuda, kernel, where, tiles), _padded(arguments))
+    if len(pieces) == 1 or cuda.capturing():  # no table to make and to copy
+        for one in pieces:
+            tiles = tiles_of(one.p.numel())
+            pointers = (one.p.data_ptr(), *(_pointer(x) for x in (one.g, one.a, one.b, one.out)))
+            arguments = _ONE.pack(0, 0, *flags, 1, tiles, *pointers, one.p.numel(), 0, 0) + one.scalars
+            cuda.launch(kernel, where, _blocks(cuda, kernel, where, tiles), _padded(arguments))
         return
     table = table_of(pieces)
     held = upload(table.content, where)
@@ -272,9 +276,9 @@ def _lamb_ready(
     pieces: Sequence[Piece], kernels: Sequence[Kernel], flags: Sequence[Tensor | None], where: torch.device
 ) -> Cuda | None:
     cuda = cuda_backend().cuda
-    alike = len({(_code(q.g), _code(q.out)) for q in pieces if _takes(q)}) == 1 and all(map(_takes, pieces))
-    full = all(piece.p.numel() for piece in pieces)
-    if cuda is None or not alike or not full or not all(_one_float(flag, where) for flag in flags):
+    kinds = {(_code(q.g), _code(q.out), q.p.device) if _takes(q) and q.p.numel() else None for q in pieces}
+    alike = len(kinds) == 1 and None not in kinds and all(_one_float(flag, where) for flag in flags)
+    if cuda is None or where.type != cuda.kind or not alike or cuda.capturing():
         return None
     return cuda if all(cuda.has(kernel, where) for kernel in kernels) else None
 
@@ -395,7 +399,7 @@ def _copy(into: Sequence[Tensor], source: Sequence[Tensor], *, add: bool) -> Non
             kinds.setdefault((_code(values), _code(target), target.device), []).append(index)
     for (stored, target_stored, where), mine in kinds.items():
         kernel = cuda_kernels.copy(stored, target_stored, add)
-        if cuda is None or not cuda.has(kernel, where):
+        if cuda is None or where.type != cuda.kind or cuda.capturing() or not cuda.has(kernel, where):
             continue
         table = table_of([Piece(into[index], source[index]) for index in mine])
         held = upload(table.content, where)

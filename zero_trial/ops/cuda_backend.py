@@ -35,7 +35,11 @@ class Device:
 
 @dataclass
 class Cuda:
-    """An opened driver with a compiler behind it. ``refused``: kernels that could not be had, and why."""
+    """An opened driver with a compiler behind it. ``refused``: kernels that could not be had, and why.
+
+    ``kind`` of devices whose memory kernels can reach. ``capturing``: whether the current stream is being captured into a CUDA graph,
+    which replays copies from host memory that is somebody else's by then: launches that need such copies must do without.
+    """
 
     driver: Driver
     image: Callable[[Kernel, int], bytes]  # of a kernel for an architecture
@@ -43,6 +47,8 @@ class Cuda:
     stream: Callable[[torch.device], int]
     strict: bool = False
     description: str = "native"
+    kind: str = "cuda"
+    capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
     refused: dict[Kernel, str] = field(default_factory=dict)
     _functions: dict[tuple[Kernel, torch.device], int] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from zero_trial.errors import KernelUnavailable
 
 NAMES = ("libcuda.so.1", "libcuda.so")
 THREADS = 256  # per block, in all kernels
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver:
@@ -25,6 +26,7 @@ class Driver:
         library.cuCtxPopCurrent_v2.argtypes = [ctypes.POINTER(pointer)]
         library.cuModuleLoadData.argtypes = [ctypes.POINTER(pointer), ctypes.c_char_p]
         library.cuModuleGetFunction.argtypes = [ctypes.POINTER(pointer), pointer, text]
+        library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
         numbers = [number] * 7  # grid, block, dynamic shared memory
         # function, ..., stream, arguments, extra
         library.cuLaunchKernel.argtypes = [pointer, *numbers, pointer, ctypes.c_void_p, ctypes.c_void_p]
@@ -33,12 +35,16 @@ class Driver:
     def function(self, image: bytes, entry: str, device: int) -> int:
         """Loads machine code or PTX and finds one kernel in it. Raises KernelUnavailable where the driver refuses it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        # Loading allocates, which would spoil a CUDA graph that a stream is being captured into: not where this thread says so.
+        mode = ctypes.c_int(_RELAXED)
         self._enter(device)
+        self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:
             self._check(self._library.cuModuleLoadData(ctypes.byref(module), image), f"{entry}: cuModuleLoadData")
             found = self._library.cuModuleGetFunction(ctypes.byref(function), module, entry.encode())
             self._check(found, f"{entry}: cuModuleGetFunction")
         finally:
+            self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             self._leave()
         return int(function.value or 0)
 

@@ -23,14 +23,15 @@ struct Launch {
 
 static std::vector<Range> ranges;
 static char first_fault[256];
-static int depth, launches;
+static int depth, launches, capture_mode;
 static long wide;
 static unsigned last_blocks;
 static bool initialised;
 static int context;
 enum { kHandle = 7 };  // of device 0
 
-enum { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500 };
+enum { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500, kCaptureUnsupported = 900 };
+enum { kRelaxed = 2 };
 
 extern "C" {
 
@@ -46,6 +47,7 @@ int launch_count() { return launches; }
 int wide_accesses() { return (int)wide; }
 int blocks_of_last() { return (int)last_blocks; }
 int contexts_pushed() { return depth; }
+int mode_of_captures() { return capture_mode; }
 
 int cuInit(unsigned flags) {
   initialised = flags == 0;
@@ -77,8 +79,15 @@ int cuCtxPopCurrent_v2(void** out) {
   *out = &context;
   return kSuccess;
 }
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  const int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return kSuccess;
+}
 int cuModuleLoadData(void** out, const char* image) {
   if (!depth) return kInvalidContext;
+  if (capture_mode != kRelaxed) return kCaptureUnsupported;
   if (image[0] != '/') return kInvalidImage;
   *out = dlopen(image, RTLD_NOW | RTLD_LOCAL);
   return *out ? kSuccess : kInvalidImage;

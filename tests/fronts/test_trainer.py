@@ -76,7 +76,7 @@ def test_a_folder_that_is_given_goes_on_and_so_does_a_checkpoint(folder: Path) -
     assert losses(folder / "other") == losses(folder / "whole")[3:]
 
 
-def test_asked_to_stop_it_saves_and_the_script_exits_with_75(folder: Path) -> None:
+def test_asked_to_stop_it_saves_and_the_script_exits_with_75(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Asked(LineTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:
             if batch_idx == 2:
@@ -86,6 +86,7 @@ def test_asked_to_stop_it_saves_and_the_script_exits_with_75(folder: Path) -> No
     with pytest.raises(SystemExit) as ended:
         fit(6, Asked, "run", reporting_period={"batches": 1})
     assert ended.value.code == 75
+    assert capsys.readouterr().err.startswith("stopped at step 3 of 6 and saved step-000003.")  # and no error
     assert json.loads((folder / "run" / "errors" / "rank-0.json").read_text())["type"] == "Preempted"
     assert fit(6, run_dir="run").step == 6
     assert not list((folder / "run" / "errors").iterdir())

@@ -247,6 +247,27 @@ def test_shutdown_is_called_after_an_error_too() -> None:
     assert trials[0].recorder.calls[-1] == "shutdown"
 
 
+@pytest.mark.parametrize("returned", [[TrialCallback()], {"a": 1}, None])
+def test_callbacks_that_are_none_are_named(returned: Any) -> None:
+    class Wrong(LineTrial):
+        def build_callbacks(self) -> Any:
+            return returned
+
+    with pytest.raises(TrialError, match="build_callbacks must return callbacks by name"):
+        run_rank(Wrong, steps(1))
+
+
+def test_metrics_with_the_counters_names_are_said_to_be_replaced() -> None:
+    class Counts(LineTrial):
+        def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+            return {**super().evaluate_batch(dataloader_iter, batch_idx), "epochs": 77}
+
+    run = run_rank(Counts, steps(4, validation_period=Batch(2)))
+    assert run.outcome.final_metrics["epochs"] == 0
+    notes = [event["message"] for event in run.record.events if event["kind"] == "note"]
+    assert sum("['epochs']" in note for note in notes) == 1
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_shutdown_that_fails_hides_no_cause_and_keeps_nobody_from_his_own(fails: bool) -> None:
     calls: list[str] = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
-from zero_trial.errors import InvalidHP
+from zero_trial.errors import InvalidHP, TrialError
+from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.checkpointing import Checkpointer, TrialState
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.loop import StepRunner
@@ -40,7 +42,7 @@ class Controller:
         self._context = context
         self._settings = settings
         self._clock = clock
-        self._callbacks = trial.build_callbacks()
+        self._callbacks = _checked(trial.build_callbacks())
         self._checkpointer = Checkpointer(trial, context, self._callbacks)
         self._state = TrialState(trial_id=context.platform.trial_id)
         self._score = Score(settings.metric, settings.smaller_is_better)
@@ -233,6 +235,9 @@ class Controller:
         """Collective. Validates and reports; whether the checkpoint policy wants a checkpoint of it."""
         context, state = self._context, self._state
         metrics = self._validator.run()
+        taken = [name for name in COUNTERS if name in metrics]
+        if taken and state.last_validation is None:
+            context.note(f"the validation metrics {taken} of the trial are replaced by its counters of these names")
         # The searcher's time metric is looked up among the validation metrics.
         metrics |= dict(zip(COUNTERS, (state.step, state.step // state.epoch_length), strict=True))
         value = self._score.of(metrics)
@@ -264,3 +269,16 @@ class Controller:
         storage_id = self._checkpointer.save(state, position.loader, value, settings.keep, settings.smaller_is_better)
         self._saved = (state.step, storage_id)
         self._reporter.last_checkpoint = storage_id
+
+
+def _checked(callbacks: object) -> Mapping[str, TrialCallback]:
+    """What ``build_callbacks`` has returned. Raises TrialError for anything but callbacks by name."""
+    if isinstance(callbacks, Mapping) and all(hasattr(value, "on_trial_shutdown") for value in callbacks.values()):
+        return callbacks
+    values = callbacks.values() if isinstance(callbacks, Mapping) else [callbacks]
+    raise TrialError(
+        "build_callbacks must return callbacks by name",
+        where="build_callbacks",
+        got=", ".join(sorted({type(value).__name__ for value in values})),
+        expected='{"name": callback}, each derived from zero_trial.trial.TrialCallback',
+    )

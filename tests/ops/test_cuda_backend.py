@@ -89,3 +89,11 @@ def test_the_library_is_found_where_it_is_installed() -> None:
         pytest.skip(trouble.what)
     since = {80: (11, 0), 90: (11, 8), 100: (12, 8)}  # NVRTC's version
     assert {arch for arch in cuda_kernels.ARCHS if since[arch] <= nvrtc.version} <= set(nvrtc.archs)
+
+
+def test_kernels_are_not_read_from_where_others_can_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cuda_backend.kernel_cache({"XDG_CACHE_HOME": str(tmp_path)}).folder == tmp_path / "zero_trial"
+    (tmp_path / "zero_trial").mkdir()
+    (tmp_path / "zero_trial").chmod(0o777)
+    assert cuda_backend.kernel_cache({"XDG_CACHE_HOME": str(tmp_path)}).folder is None
+    assert "can be written by other users" in caplog.text

@@ -79,6 +79,15 @@ def test_lists_that_do_not_fit() -> None:
         ops.copy_many_([torch.zeros(3), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)])
     with pytest.raises(ConfigError, match="different lengths"):
         many.same_sizes([torch.zeros(3)], [])
+    p, g, m, v = ([torch.zeros(3)] for _ in range(4))
+    one, two = [[0.5]] * 6, [[0.5]] * 5 + [[1.0, 2.0]]
+    for numbers, out in ((two, []), (one, [torch.zeros(3, dtype=torch.bfloat16)] * 2)):
+        with pytest.raises(ConfigError, match="different lengths"):
+            ops.adam_many_(p, g, m, v, out, None, None, *numbers, 1.0, True)
+    with pytest.raises(ConfigError, match="different lengths"):
+        ops.lamb_moments_(p, g, m, v, None, None, *two[1:], 1.0, True)
+    with pytest.raises(ConfigError, match="different lengths"):
+        ops.lamb_apply_(p, m, v, [], None, torch.ones(2), *one, True)
 
 
 def samples() -> dict[str, tuple[Any, ...]]:

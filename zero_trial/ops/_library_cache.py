@@ -37,13 +37,16 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
         raise RuntimeError(f"user {os.getuid()} has no home folder, and $XDG_CACHE_HOME is not set") from None
 
 
+def open_to_others(folder: Path) -> str:
+    """Who else could have put something into an existing folder; empty if nobody."""
+    fault = _open_to_others(os.stat(folder))
+    return f"{folder} {fault}" if fault else ""
+
+
 def why_not(folder: Path) -> str:
     """Why libraries are not to be kept in an existing folder; empty if they may."""
-    found = os.stat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is not a folder"
-    if fault := _open_to_others(found):
-        return f"{folder} {fault}"
+    if fault := open_to_others(folder):
+        return fault
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         return f"{folder} lies on a file system that runs no programs (noexec)"
     return ""

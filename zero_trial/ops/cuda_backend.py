@@ -146,11 +146,17 @@ def majors() -> list[int]:
 
 
 def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
-    """Where compiled kernels are kept between processes; in memory where there is no home."""
+    """Where compiled kernels are kept between processes; in memory where there is no home, or others could have put kernels there."""
     try:
-        return KernelCache(_library_cache.cache_folder(environ))
-    except RuntimeError:
+        folder = _library_cache.cache_folder(environ)
+        trouble = _library_cache.open_to_others(folder)
+    except FileNotFoundError:
+        trouble = ""
+    except (RuntimeError, OSError):
         return KernelCache(None)
+    if trouble:
+        log.warning("CUDA kernels are compiled anew in every process, as they cannot be kept: %s", trouble)
+    return KernelCache(None if trouble else folder)
 
 
 def compiled(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:

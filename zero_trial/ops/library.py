@@ -220,6 +220,7 @@ def lamb_moments_(
     native = backend().native
     numbers = (beta1, beta2, eps, weight_decay, step)
     many.same_sizes(p, g, m, v)
+    many.same_lengths(p, *numbers)
     if native is None or not all(takes(x, h, (y, z), None, found_inf) for x, h, y, z in zip(p, g, m, v, strict=True)):
         return many.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
     multiplier = many.times(multiplier, factor)
@@ -242,6 +243,7 @@ def lamb_apply_(
     native = backend().native
     numbers = (lr, beta1, beta2, eps, weight_decay, step)
     many.same_sizes(p, m, v, *([out] if out else []))
+    many.same_lengths(p, ratio, *numbers)
     low: Sequence[Tensor | None] = out or [None] * len(p)
     if (
         native is None

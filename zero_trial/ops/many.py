@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ def in_turn(
     *rest: Any,
 ) -> None:
     """``step`` on each tensor with its numbers. Reads ``factor`` on the host."""
+    same_lengths(*tensors, *numbers, *([out] if out else []))
     multiplier = times(multiplier, factor)
     for index, (each, own) in enumerate(zip(zip(*tensors, strict=True), zip(*numbers, strict=True), strict=True)):
         step(*each, out[index] if out else None, found_inf, *own, *(v(multiplier) if callable(v) else v for v in rest))
@@ -114,6 +115,7 @@ def lamb_moments_(
 ) -> Tensor:  # fmt: skip
     """Moments of each tensor in place; returns the sums of p^2 and of direction^2, (2, tensors) in float64, 0 where skipped."""
     same_sizes(p, g, m, v)
+    same_lengths(p, beta1, beta2, eps, weight_decay, step)
     squares = torch.zeros(2, len(p), dtype=torch.float64, device=p[0].device if p else None)
     if plain.skips(found_inf):
         return squares
@@ -194,11 +196,15 @@ def add_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
             target.add_(values.view_as(target))
 
 
+def same_lengths(*lists: Sized) -> None:
+    """Raises ConfigError unless the lists, of tensors or of a number for each, are as long as each other."""
+    if len({len(each) for each in lists}) > 1:
+        raise ConfigError("lists of an op have different lengths", got=", ".join(str(len(each)) for each in lists))
+
+
 def same_sizes(*lists: Sequence[Tensor]) -> None:
     """Raises ConfigError unless the lists are as long as each other and their tensors as large."""
-    lengths = {len(each) for each in lists}
-    if len(lengths) > 1:
-        raise ConfigError("lists of tensors of different lengths", got=", ".join(str(len(each)) for each in lists))
+    same_lengths(*lists)
     for index, row in enumerate(zip(*lists, strict=True)):
         sizes = [tensor.numel() for tensor in row]
         if len(set(sizes)) > 1:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from zero_trial.errors import TrialError
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 4,
@@ -127,3 +128,50 @@ def test_persistent_bytes(stage: int, bytes_per_parameter: int):
     found.backward(found(torch.ones(1, 3)).sum())
     found.step()
     assert sum(found.persistent_bytes().values()) == 32 * bytes_per_parameter
+
+
+NO_GRADIENTS = r"engine\.step: there are no gradients to step with: got no backward pass since step \d\. Call engine\.backward\(loss\)"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_step_without_gradients_is_refused_and_changes_nothing(stage: int, managed: bool) -> None:
+    """Weight decay and momentum would move the weights."""
+    sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    config = {"train_batch_size": 2, "optimizer": sgd, "zero_optimization": {"stage": stage}}
+    engine, *_ = zero_trial.initialize(
+        model=nn.Linear(3, 2), config=config | {"managed_gradient_accumulation": managed}
+    )
+    with pytest.raises(TrialError, match=NO_GRADIENTS):
+        engine.step()
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    for forget in (False, True):
+        if forget:
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            engine.zero_grad()
+        with pytest.raises(TrialError, match=NO_GRADIENTS):
+            engine.step()
+    assert all(torch.equal(before[name], value) for name, value in engine.module_state_dict().items())
+    assert (engine.global_steps, engine.micro_steps) == (1, 1)
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    assert engine.global_steps == 2
+
+
+def test_gradients_from_elsewhere_and_without_sync_are_enough_for_a_step() -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    generator, *_ = zero_trial.initialize(model=nn.Linear(3, 3), config=config)
+    critic, *_ = zero_trial.initialize(model=nn.Linear(3, 1), config=config)
+    critic.backward(critic(generator(torch.ones(2, 3))).sum())  # the critic's loss reaches both
+    generator.step()
+    with pytest.raises(TrialError, match=NO_GRADIENTS):
+        generator.step()
+    critic.step()
+    with generator.no_sync():
+        generator.backward(generator(torch.ones(2, 3)).sum())
+    generator.step()
+    generator(torch.ones(2, 3)).sum().backward()  # by autograd itself
+    generator.step()
+    assert (generator.global_steps, critic.global_steps) == (3, 1)

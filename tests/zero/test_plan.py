@@ -76,3 +76,8 @@ def test_a_plan_describes_itself() -> None:
     assert plan_for_stage(3).describe() == (
         "parameters live use, gradients until reduced (reduced at micro), optimizer state one shard per rank"
     )
+
+
+def test_only_stage_3_frees_parameters():
+    assert [plan_for_stage(stage).frees_parameters for stage in range(4)] == [False, False, False, True]
+    assert not plan_for_stage(3).persistent().frees_parameters

@@ -115,9 +115,12 @@ class Engine(EngineSurface):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, publish, advance the schedule; before it: nothing but counting. Collective.
 
-        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one.
+        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one. Raises TrialError at a boundary to
+        which no gradient has come: weight decay and momentum would move the weights all the same.
         """
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        if boundary and self.optimizer is not None:
+            self._require_gradients()
         micro_batches = self._batch.accumulation if self._managed else self._pending
         self.micro_steps += 1 if self._managed else micro_batches
         self._updated = False
@@ -148,6 +151,16 @@ class Engine(EngineSurface):
         self._pending = 0
         for param in self.module.parameters():
             param.grad = None
+
+    def _require_gradients(self) -> None:
+        """Of this engine's own losses since the last step, or of another's."""
+        if not self._pending and not any(landing.touched or landing.shard_filled for landing in self.sharded.landings):
+            raise TrialError(
+                "there are no gradients to step with",
+                where="engine.step",
+                got=f"no backward pass since step {self.global_steps}",
+                fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+            )
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

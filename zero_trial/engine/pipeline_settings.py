@@ -14,7 +14,7 @@ from zero_trial.pipeline.schedule import Parameters, Reduction, Schedule
 from zero_trial.pipeline.schedules import RECIPES, build
 from zero_trial.pipeline.validate import validate
 from zero_trial.precision.policy import DtypePolicy
-from zero_trial.zero.plan import Lifetime, ZeroPlan
+from zero_trial.zero.plan import Lifetime, ZeroPlan, plan_for_stage
 
 ROOM = 0.75
 """The part of a rank's memory that states and full copies may take where the policy is open; the rest is for activations."""
@@ -44,7 +44,7 @@ def pipeline_settings(config: DsConfig) -> PipelineSettings:
         stages=config.mesh.pipe,
         schedule=section.schedule,
         chunks_per_rank=chunks if isinstance(chunks, int) else RECIPES[section.schedule].chunks,
-        parameters=Parameters(held) if held is not None and zero.stage == 3 else None,
+        parameters=Parameters(held) if held is not None and plan_for_stage(zero.stage).frees_parameters else None,
         reduction=Reduction(when) if when is not None else None,
         partition_method=section.partition_method,
         activation_checkpoint_interval=section.activation_checkpoint_interval,
@@ -56,7 +56,7 @@ def sharding_of(plan: ZeroPlan) -> Sharding:
     return Sharding(
         optimizer=plan.shard_optimizer,
         gradients=plan.grads is Lifetime.USE,
-        parameters=plan.params is not Lifetime.ALWAYS,
+        parameters=plan.frees_parameters,
     )
 
 

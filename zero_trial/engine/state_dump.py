@@ -60,4 +60,4 @@ def units_table(units: list[Unit]) -> str:
 
 def _dtypes(policy: object) -> dict[str, object]:
     names = {"parameters": "param", "gradients": "grad", "wire": "comm", "masters": "master", "buffers": "buffer"}
-    return {word: getattr(policy, name) for word, name in names.items()}
+    return {word: getattr(policy, name) or "as they are" for word, name in names.items()}

@@ -110,7 +110,10 @@ def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
         loss_scale=scale if fp16.enabled else None,
     )
     buffer = config.data_types.buffer_dtype
-    policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype") if buffer is not None else None)
+    if buffer is not None:
+        policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"))
+    elif policy.param != torch.float32:  # else every tensor keeps its own
+        policy = replace(policy, buffer=policy.param)
     # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can underflow.
     return replace(policy, loss_scale=scale) if scale is not None else policy
 

@@ -66,6 +66,11 @@ class ZeroPlan:
         return ZeroPlan(self.shard_optimizer, self.params, self.grads, reduce_at, Reshard.WHEN_TOLD)
 
     @property
+    def frees_parameters(self) -> bool:
+        """Full parameters do not always live, so that there is something to say about when they are gathered and freed."""
+        return self.params is not Lifetime.ALWAYS
+
+    @property
     def frees_memory(self) -> bool:
         """Some full copies are freed and revived in every step."""
         return Lifetime.USE in (self.params, self.grads)

@@ -143,6 +143,17 @@ def test_the_listing_is_read() -> None:
     assert cubins.read(LISTING, "zt_one") == cubins.Usage(40, 8, 1, 1, 1, 1, 0)
 
 
+def test_a_kernel_is_a_row_of_the_table() -> None:
+    rows = [
+        {"kernel": name, "arch": arch, "registers": arch // 2 if name == "a" else 7}
+        for arch in (80, 90)
+        for name in "ab"
+    ]
+    first, second = cubins.by_kernel(rows)
+    assert first == {"kernel": "a", "arch": [80, 90], "registers": [40, 45]}
+    assert [cubins.each("registers")(row) for row in (first, second)] == ["40 / 45", "7"]
+
+
 def test_a_spill_is_seen(cuobjdump: str) -> None:
     """A kernel whose array is indexed by what it reads has a stack."""
     try:

@@ -125,6 +125,13 @@ def test_the_example_of_the_guide() -> None:
     torch.testing.assert_close(m, want.m)
 
 
+def test_the_optimizer_of_the_guide() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "kernels.md").read_text(encoding="utf-8")
+    given: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
+    exec(text.split("```python\n", 2)[2].split("```", 1)[0], given)
+    assert given["optimizer"].param_groups[0]["lr"] == 3e-4
+
+
 def test_the_guide_names_every_op() -> None:
     text = (Path(__file__).parents[2] / "docs" / "guide" / "kernels.md").read_text(encoding="utf-8")
     assert [name for name in (*library.SCHEMAS, *many.SCHEMAS) if f"`{name}`" not in text] == []

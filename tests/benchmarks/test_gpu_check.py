@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import torch
 from benchmarks import gpu_check, gpu_train
 from benchmarks.gpu_check import Check, carry_out, describe
 from benchmarks.ops import gpu, gpu_exact, gpu_load
-from benchmarks.processes import Ended
+from benchmarks.processes import ROOT, Ended
 from zero_trial.engine.peaks import Peak
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -92,6 +94,28 @@ def test_the_exit_code_and_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert written["results"]["speed"]["rows"] == [] and written["versions"]["torch"] and written["seconds"] >= 0
     monkeypatch.setattr(gpu_check, "STEPS", {"speed": lambda _: {"rows": []}})
     assert gpu_check.main(["--dry-run", "--only", "speed"]) == 0
+
+
+def test_who_is_stopped_ends_the_step_under_way() -> None:
+    """A step is a process group of its own: it would go on."""
+    code = (
+        "import runpy, sys; sys.argv = ['gpu_check.py', '--dry-run', '--only', 'exact'];"
+        "from benchmarks import processes;"
+        "processes._watch = lambda process, *_: (print(process.pid, flush=True), process.wait())[1];"
+        f"runpy.run_path({gpu_check.__file__!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        try:
+            assert started.stdout is not None
+            step = int(started.stdout.readline())
+            os.kill(step, signal.SIGSTOP)  # it does not end by itself
+            started.terminate()
+            assert started.wait(120) == 143
+        finally:
+            started.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(step, 0)
 
 
 def test_what_the_steps_find_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,8 +171,13 @@ def both(
     return differences(*found)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stage", STAGES)
+EVERYWHERE = ("AdamW", "SGD", "Lamb")  # the others differ from these in no way that a stage could see
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"),
+    [(stage, name) for name in OPTIMIZERS for stage in (STAGES if name in EVERYWHERE else ("zero0", "zero3"))],
+)
 def test_the_same_bits_for_every_optimizer_and_stage(ranks: Pools, stage: str, optimizer: str) -> None:
     """fp16 with a dynamic scale; the first and the last step overflow, and two in a row between them."""
     assert ranks(2).run(both, stage, FP16, optimizer) == [[], []]

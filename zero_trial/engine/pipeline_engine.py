@@ -159,8 +159,10 @@ class PipelineEngine(Engine):
 
     def destroy(self) -> None:
         """As of any engine; shared memory for messages is given back."""
-        super().destroy()
-        self.mesh.pipe.drop_lanes()
+        try:
+            super().destroy()
+        finally:
+            self.mesh.pipe.drop_lanes()
 
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk = self._chunks[number]

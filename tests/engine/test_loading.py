@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import zero_trial
+from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.engine.loading import COUNTERS, Loader
 from zero_trial.errors import CheckpointError
 
@@ -40,3 +43,39 @@ def test_a_damaged_newest_is_passed_over_in_words(tmp_path: Path, caplog: pytest
     assert path == str(tmp_path / "a")
     (line,) = [text for text in caplog.messages if "passed over" in text]
     assert shard.name in line and "cut short" in line
+
+
+def test_a_checkpoint_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:
+    """It holds no checkpoints, and a run that starts afresh was not meant to."""
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    engine.save_checkpoint(tmp_path, tag="a")
+    with pytest.raises(
+        CheckpointError,
+        match=r"this is a checkpoint, not a folder of checkpoints\. Call load_checkpoint\('.*', tag='a'\)",
+    ):
+        engine.load_checkpoint(tmp_path / "a")
+
+
+def test_where_nothing_is_whole_nobody_starts_afresh(tmp_path: Path) -> None:
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    engine.save_checkpoint(tmp_path, tag="a")
+    (tmp_path / "a" / "manifest.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is whole: got .*a/manifest\.json: not a manifest.*move the damaged"
+    ):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_what_no_engine_wrote(tmp_path: Path) -> None:
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    for state in (None, {"counters": {}}):
+        save_checkpoint(tmp_path, "other", [Slice.whole("w", torch.ones(3))], step=1, state=state)
+        with pytest.raises(CheckpointError, match=r"other: this checkpoint was not written by an engine"):
+            engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tag", [7, 0, Path("step-7")])
+def test_a_tag_is_taken_as_text(tmp_path: Path, tag: Any) -> None:
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    engine.save_checkpoint(tmp_path, tag=tag)
+    assert engine.load_checkpoint(tmp_path, tag=tag)[0] == str(tmp_path / str(tag))

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_trial.checkpoint.leftovers import REPLACED, TEMPORARY
 from zero_trial.checkpoint.manifest import MANIFEST_NAME
 from zero_trial.checkpoint.reader import CheckpointReader
-from zero_trial.checkpoint.writer import REPLACED, TEMPORARY, check_tag
+from zero_trial.checkpoint.writer import check_tag
 from zero_trial.errors import CheckpointError
 
 

@@ -12,21 +12,20 @@ missing, and removed at the end.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_trial.checkpoint.disk import Disk
 from zero_trial.checkpoint.dtypes import dtype_name
+from zero_trial.checkpoint.leftovers import REPLACED, TEMPORARY, is_abandoned, temporary_name
 from zero_trial.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, Piece, TensorEntry, same_tensor
 from zero_trial.checkpoint.ranks import Alone, Ranks
 from zero_trial.checkpoint.shard_file import piece_key, shard_chunks
 from zero_trial.checkpoint.slice import Slice
 from zero_trial.errors import CheckpointError
 
-TEMPORARY = ".tmp-"
-REPLACED = ".old-"
+LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
 
 
 def save_checkpoint(
@@ -60,13 +59,25 @@ def save_checkpoint(
 
 def check_tag(tag: str) -> str:
     """A plain folder name that no temporary folder has. Raises CheckpointError."""
-    if tag in ("", ".", "..") or "/" in tag or "\\" in tag or TEMPORARY in tag or REPLACED in tag or "\0" in tag:
+    plain = (
+        tag not in ("", ".", "..")
+        and tag.isprintable()
+        and not any(part in tag for part in ("/", "\\", TEMPORARY, REPLACED))
+    )
+    if not plain:
         raise CheckpointError("not a tag", where="tag", got=repr(tag), expected="a plain folder name")
+    if len(tag.encode()) > LONGEST_TAG:
+        raise CheckpointError(
+            "the tag is too long",
+            where="tag",
+            got=f"{tag[:20]!r}... of {len(tag.encode())} bytes",
+            expected=f"at most {LONGEST_TAG}",
+        )
     return tag
 
 
 def begin(final: Path, disk: Disk) -> Path:
-    """Step 1, rank 0: a new temporary folder; those that a killed save of the same tag left are removed.
+    """Step 1, rank 0: a new temporary folder; those that killed saves of the same tag left are removed.
 
     Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it would destroy.
     """
@@ -79,9 +90,9 @@ def begin(final: Path, disk: Disk) -> Path:
         )
     if final.parent.is_dir():
         for leftover in final.parent.iterdir():
-            if leftover.name.startswith(final.name + TEMPORARY):
+            if leftover.name.startswith(final.name + TEMPORARY) and is_abandoned(leftover):
                 disk.remove_folder(leftover)
-    folder = final.with_name(f"{final.name}{TEMPORARY}{uuid.uuid4().hex[:12]}")
+    folder = final.with_name(temporary_name(final.name))
     disk.make_folder(folder)
     return folder
 

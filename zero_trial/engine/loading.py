@@ -15,6 +15,7 @@ import torch
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint
 from zero_trial.checkpoint.catalog import checkpoint_folder
 from zero_trial.checkpoint.dtypes import dtype_name
+from zero_trial.checkpoint.manifest import MANIFEST_NAME
 from zero_trial.checkpoint.rng import restore_rng
 from zero_trial.checkpoint.tree import decode
 from zero_trial.engine.agreement import together
@@ -48,12 +49,12 @@ class Loader:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Reads ``directory/tag``, or the newest checkpoint that verifies; ``(None, None)`` if there is none."""
         engine = self._engine
-        found = self._find(directory, tag)
+        found = self._find(directory, None if tag is None else str(tag))
         if found is None:
             return None, None
         folder, verified = found
         reader = together(engine.mesh.world, lambda: self._open(folder, verified), "open checkpoint")
-        state = decode(reader.manifest.state, reader.read)
+        state = together(engine.mesh.world, lambda: engine_state(reader), "engine state")
         engine.sharded.settle()
         together(engine.mesh.world, lambda: self._read_weights(reader, strict), "read weights")
         engine.zero_grad()
@@ -82,9 +83,9 @@ class Loader:
                 if tag is not None:
                     answer = {"folder": str(checkpoint_folder(directory, tag))}
                 else:
-                    newest = latest_checkpoint(directory, lambda line: log.warning("passed over: %s", line))
-                    answer = {"folder": str(newest.folder) if newest is not None else None}
-            except ZeroTrialError as fault:
+                    newest = newest_whole(directory)
+                    answer = {"folder": str(newest) if newest is not None else None}
+            except (ZeroTrialError, OSError) as fault:
                 answer = {"fault": str(fault)}
         answer = self._engine.mesh.world.gather_json(answer, "find checkpoint")[0]
         if "fault" in answer:
@@ -221,3 +222,51 @@ class Loader:
         for name, value in own["buffers"].items():
             buffers[name].copy_(value)
         restore_rng(own["rng"], engine.device)
+
+
+def newest_whole(directory: Path) -> Path | None:
+    """The newest checkpoint of ``directory`` that verifies; None, with a warning, where there is none at all.
+
+    Raises CheckpointError where all are damaged, or ``directory`` is a checkpoint itself: a run that starts afresh then was not meant to.
+    """
+    if (directory / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            "this is a checkpoint, not a folder of checkpoints",
+            where=f"load_checkpoint({str(directory)!r})",
+            fix=f"Call load_checkpoint({str(directory.parent)!r}, tag={directory.name!r}).",
+        )
+    faults: list[str] = []
+    newest = latest_checkpoint(directory, faults.append)
+    for fault in faults:
+        log.warning("passed over: %s", fault)
+    if newest is not None:
+        return newest.folder
+    if faults:
+        raise CheckpointError(
+            "no checkpoint is whole",
+            where=str(directory),
+            got=faults[-1],
+            fix="Load from another folder, or move the damaged checkpoints away to start afresh.",
+        )
+    log.warning("there is no checkpoint in %s: nothing is loaded", directory)
+    return None
+
+
+def engine_state(reader: CheckpointReader) -> dict[str, Any]:
+    """What the engine wrote beside its tensors. Raises CheckpointError for a checkpoint that no engine wrote."""
+    state = decode(reader.manifest.state, reader.read)
+    keys = {
+        "counters",
+        "loss_scaler",
+        "scheduler",
+        "optimizer",
+        "groups",
+        "scalars",
+        "kinds",
+        "reduction_order",
+        "client",
+    }
+    counters = state.get("counters") if isinstance(state, dict) and keys <= state.keys() else None
+    if not isinstance(counters, dict) or not all(isinstance(counters.get(name), int) for name in COUNTERS):
+        raise CheckpointError("this checkpoint was not written by an engine", where=str(reader.folder))
+    return dict(state)

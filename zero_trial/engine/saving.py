@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.checkpoint.rng import capture_rng
 from zero_trial.checkpoint.tree import encode
+from zero_trial.checkpoint.weights_file import write_weights
 from zero_trial.engine.agreement import agree, together
 from zero_trial.engine.contents import Contents
 from zero_trial.engine.loading import COUNTERS, Loader
@@ -64,8 +65,7 @@ class Saver:
                 fix="Save when engine.is_gradient_accumulation_boundary() was True for the step before.",
             )
         engine.sharded.wait()
-        tag = tag or f"global_step{engine.global_steps}"
-        tag = self._same_everywhere(tag)
+        tag = self._same_everywhere(f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
         state = self._state(client_state)
         state, state_tensors = together(engine.mesh.world, lambda: encode(state, "engine"), "engine state")
         own, own_tensors = encode(self._own_state(), f"rank{engine.mesh.rank}")
@@ -120,13 +120,10 @@ class Saver:
                     for name, tensor in state.items()
                     if name not in aliases
                 }
-                save_file(
-                    kept,
-                    str(directory / filename),
-                    metadata={"format": "pt", **{f"alias:{k}": v for k, v in aliases.items()}},
-                )
-            except OSError as error:
-                fault = str(error)
+                metadata = {"format": "pt", **{f"alias:{alias}": name for alias, name in aliases.items()}}
+                write_weights(directory / filename, kept, metadata)
+            except (OSError, SafetensorError) as error:
+                fault = f"save_16bit_model: {directory / filename} was not written: {error}"
         agree(engine.mesh.world, fault, "save_16bit_model")
         return True
 

@@ -4,9 +4,10 @@
     python benchmarks/comm.py --ops reduce_scatter --bytes 16777216
 
 Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the least, as a plain copy that all ranks make at
-the same time: n (N-1)/N elements for reduce-scatter and all-gather, twice that for all-reduce, n for a broadcast. `shared` is what the engine
-uses (payloads below 32 KiB go as messages there); `direct` the same collectives by messages of gloo; `gloo` torch.distributed's own. Times
-are medians over interleaved rounds of the slower rank, in microseconds per call; CPU is a rank's mean processor time per call, with all its threads.
+the same time: n (N-1)/N elements for reduce-scatter and all-gather, twice that for all-reduce, n for a broadcast. `mapped` is what the engine
+uses: tensors that lie where peers read them in place; `staged` the same on ordinary tensors, which are copied out first; `direct` the same
+collectives by messages of gloo; `gloo` torch.distributed's own. Times are medians over interleaved rounds of the slower rank, in microseconds per
+call; CPU is a rank's mean processor time per call, with all its threads. Each call ends when its tensors may be overwritten.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ from zero_trial.mesh.transport import NativeTransport
 SIZES = (16, 1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "small_sum", "barrier")
 SIZELESS = ("small_sum", "barrier")
-WAYS = ("copy", "shared", "direct", "gloo")
+WAYS = ("copy", "mapped", "staged", "direct", "gloo")
 ABOUT_BYTES = 1 << 22  # how much a measurement moves at least, by repeating small ones
 MOST_REPEATS = 200
 COLUMNS: list[record.Column] = [
     ("collective", lambda row: row["op"]),
     ("bytes", lambda row: f"{row['bytes']:,}" if row["bytes"] else ""),
     *((f"{way} us", record.number(way, 1)) for way in WAYS),
-    ("shared / copy", record.number("shared_by_copy", 2)),
-    ("gloo / shared", record.number("gloo_by_shared", 1)),
+    ("mapped / copy", record.number("mapped_by_copy", 2)),
+    ("staged / copy", record.number("staged_by_copy", 2)),
+    ("gloo / mapped", record.number("gloo_by_mapped", 1)),
     *((f"{way} CPU us", record.number(f"{way}_cpu", 1)) for way in WAYS),
 ]
 
@@ -117,38 +119,50 @@ def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
 def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm) -> dict[str, Call]:
     """The collective by each way, on tensors of its own; and the copy."""
     if op == "barrier":
-        return {"shared": lambda: shared.barrier("b"), "direct": lambda: direct.barrier("b"), "gloo": dist.barrier}
+        return {"mapped": lambda: shared.barrier("b"), "direct": lambda: direct.barrier("b"), "gloo": dist.barrier}
     if op == "small_sum":
         few = torch.zeros(4, dtype=torch.float64)
         found: dict[str, Call] = {
-            "shared": lambda: shared.all_reduce_small(few, "s"),
+            "mapped": lambda: shared.all_reduce_small(few, "s"),
             "direct": lambda: direct.all_reduce_small(few, "s"),
         }
         return found | {"gloo": lambda: dist.all_reduce(few)}
-    full = torch.zeros(max(nbytes // 4, shared.size))
-    part = full.numel() // shared.size
-    own, out = full.view(shared.size, -1)[shared.index], torch.zeros(part)
+    numel = max(nbytes // 4, shared.size)
+    full, mapped = torch.zeros(numel), shared.buffer(numel, torch.float32, torch.device("cpu"))
+    out = torch.zeros(numel // shared.size)
     native = NativeTransport(dist.group.WORLD)
-    by_comm: dict[str, Callable[[AxisComm], Any]] = {
-        "reduce_scatter": lambda comm: comm.reduce_scatter(full, out, "r").wait(),
-        "all_gather": lambda comm: comm.all_gather(full, own, "g").wait(),
-        "all_reduce": lambda comm: comm.all_reduce(full, "a").wait(),
-        "broadcast": lambda comm: comm.broadcast(full, "b"),
+    source, target = (torch.zeros(moved(op, numel, shared.size)) for _ in range(2))
+    return {
+        "copy": lambda: target.copy_(source),
+        "mapped": by(shared, op, mapped, out),
+        "staged": by(shared, op, full, out),
+        "direct": by(direct, op, full, out),
+        "gloo": by_gloo(native, op, full, out),
     }
-    by_gloo: dict[str, Call] = {
+
+
+def by(comm: AxisComm, op: str, full: Tensor, out: Tensor) -> Call:
+    """One of ours."""
+    own = full.view(comm.size, -1)[comm.index]
+    found: dict[str, Call] = {
+        "reduce_scatter": lambda: comm.reduce_scatter(full, out, "r").wait(),
+        "all_gather": lambda: comm.all_gather(full, own, "g").wait(),
+        "all_reduce": lambda: comm.all_reduce(full, "a").wait(),
+        "broadcast": lambda: comm.broadcast(full, "b"),
+    }
+    return found[op]
+
+
+def by_gloo(native: NativeTransport, op: str, full: Tensor, out: Tensor) -> Call:
+    """torch.distributed's."""
+    own = full.view(dist.get_world_size(), -1)[dist.get_rank()]
+    found: dict[str, Call] = {
         "reduce_scatter": lambda: finish(native.reduce_scatter(full, out, 0)),
         "all_gather": lambda: finish(native.all_gather(full, own, 0)),
         "all_reduce": lambda: dist.all_reduce(full),
         "broadcast": lambda: dist.broadcast(full, 0),
     }
-    source, target = (torch.zeros(moved(op, full.numel(), shared.size)) for _ in range(2))
-    run = by_comm[op]
-    return {
-        "copy": lambda: target.copy_(source),
-        "shared": lambda: run(shared),
-        "direct": lambda: run(direct),
-        "gloo": by_gloo[op],
-    }
+    return found[op]
 
 
 def moved(op: str, numel: int, ranks: int) -> int:
@@ -185,8 +199,8 @@ def measure(runs: dict[str, Call], nbytes: int, rounds: int, meet: AxisComm) -> 
     row = {name: statistics.median(times) for name, times in taken.items()}
     row |= {f"{name}_cpu": statistics.median(times) for name, times in used.items()}
     if "copy" in row:
-        row["shared_by_copy"] = row["shared"] / row["copy"]
-    return row | {"gloo_by_shared": row["gloo"] / row["shared"]}
+        row |= {f"{way}_by_copy": row[way] / row["copy"] for way in ("mapped", "staged")}
+    return row | {"gloo_by_mapped": row["gloo"] / row["mapped"]}
 
 
 def slowest_and_total(both: Tensor, meet: AxisComm) -> tuple[float, float]:

@@ -63,9 +63,7 @@ def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[st
         model = build(folder)
         live.hold([*model.parameters(), *model.buffers(), *given])
         engine = zero_trial.initialize(model=model, config=config)[0]
-        live.follow(
-            [unit.full for unit in engine.sharded.units] + [landing.full for landing in engine.sharded.landings]
-        )
+        live.follow(engine.sharded.buffers)
         for _ in range(steps):
             live.restart()
             for _ in range(engine.gradient_accumulation_steps()):
@@ -73,5 +71,8 @@ def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[st
                     engine.backward(engine(*given))
                     engine.step()
     found = {**engine.persistent_bytes(), "peak": live.peak, "activations": live.saved_peak, "live": live.live}
+    found["rooms"] = (
+        sum(room.nbytes for room in engine.sharded.rooms.buffers()) if engine.sharded.rooms is not None else 0
+    )
     engine.destroy()
     return found

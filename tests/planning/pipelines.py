@@ -78,9 +78,7 @@ def watched_step(config: dict[str, Any], steps: int = 2) -> dict[str, int]:
         torch.manual_seed(1)
         engine = zero_trial.initialize(model=pipeline(), config=config)[0]
         live.hold([*engine.module.parameters(), *engine.module.buffers(), *given])
-        live.follow(
-            [unit.full for unit in engine.sharded.units] + [landing.full for landing in engine.sharded.landings]
-        )
+        live.follow(engine.sharded.buffers)
         for _ in range(steps):
             live.restart()
             with live.saving():

@@ -37,7 +37,7 @@ def test_storages_that_are_resized() -> None:
     live = LiveBytes()
     with live:
         full = torch.zeros(100)
-        live.follow([full])
+        live.follow(lambda: [full])
         full.untyped_storage().resize_(0)
         live.restart()
         assert (live.live, live.peak) == (0, 0)

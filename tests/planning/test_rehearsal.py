@@ -44,7 +44,9 @@ def test_the_plan_is_what_real_ranks_need(ranks: Pools, folder: str, stage: int,
         )
         assert figures.peak == pytest.approx(real["peak"], rel=0.10)
         assert figures.activations == pytest.approx(real["activations"], rel=0.10)
-        assert states <= real["live"] <= 1.02 * states + 8192  # the watcher misses nothing, and little else lives on
+        assert (
+            states <= real["live"] - real["rooms"] <= 1.02 * states + 8192
+        )  # the watcher misses nothing, and little else lives on
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -134,10 +136,10 @@ def test_the_ways_to_rehearse() -> None:
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch can imagine a GPU")
 def test_a_gpu_is_imagined_on_the_cpu_where_torch_knows_none() -> None:
-    """NCCL receives into no tensor and no shared memory; the states are the same."""
+    """NCCL receives into no tensor and no segment; between CPU ranks gradients are read where they are. The states are the same."""
     on_cpu, on_gpu = (memory_plan(build("gpt"), ds_config(0), 2, batch(), device=device) for device in ("cpu", "cuda"))
     assert on_gpu.how == "imagined on the CPU" and on_gpu.figures.states == on_cpu.figures.states
-    assert on_gpu.figures.exchange == 0 < on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak
+    assert on_gpu.figures.exchange == 0 == on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak
 
 
 @pytest.mark.gpu

@@ -162,6 +162,7 @@ def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
     unit.finish_gather()
     gathered = mesh.counters.get("all_gather", "shard").elements
     whole = torch.equal(unit.full, flat.to(dtype))
+    unit.settle()
     unit.master.add_(1.0)
     mesh.counters.reset()
     pending = unit.publish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.mesh.comm import AxisComm, Message, Pending
+from zero_trial.mesh.comm import AxisComm, Message, Pending, wait_all
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.directions import open_directions
 from zero_trial.mesh.env import RankEnv, read_rank_env
@@ -37,5 +37,6 @@ __all__ = [
     "part_of_pipe",
     "rank_and_size",
     "read_rank_env",
+    "wait_all",
     "world_size",
 ]

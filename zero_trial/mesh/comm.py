@@ -9,7 +9,7 @@ import ctypes
 import datetime
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -19,10 +19,14 @@ from zero_trial.mesh.board import Board
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.diagnosis import explain
 from zero_trial.mesh.shared_control import CAPACITY, SharedControl
+from zero_trial.mesh.shared_homes import Home, Homes
 from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory
 from zero_trial.mesh.shared_transport import MessageMail, SharedTransport
 from zero_trial.mesh.transport import DirectTransport, Finish, NativeTransport, Received, Transport, Works
+
+# Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
+Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 
 
 class Lanes(Protocol):
@@ -34,13 +38,27 @@ class Lanes(Protocol):
 
 
 class Pending:
-    """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched."""
+    """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched.
 
-    def __init__(self, comm: AxisComm | None, label: str, works: Works, finish: Finish | None) -> None:
+    On CPU peers may read the input where it lies (:meth:`AxisComm.buffer`). So there are two ends:
+
+        arrive   the result is there; peers may still be reading the input
+        wait     and they have read it: it may be overwritten
+
+    ``wait`` thus needs the other ranks to come as far as ``arrive`` for the same collective. That is no deadlock as long as ranks wait for
+    what they have started in the same order, or where they :meth:`arrive` at all of it before they settle any (:func:`wait_all`). Who cannot
+    promise that arrives, and calls :meth:`AxisComm.settle` when it is about to overwrite the input, at a point that all ranks pass after the
+    collective's arrival.
+    """
+
+    def __init__(
+        self, comm: AxisComm | None, label: str, works: Works, finish: Finish | None, source: torch.Tensor | None = None
+    ) -> None:
         self._comm = comm
         self._label = label
         self._works = works
         self._finish = finish
+        self._source = source
         self._next: Pending | None = None
         self.received = Received({})  # what peers contributed to a sum on CPU, if it was asked for
 
@@ -55,19 +73,26 @@ class Pending:
             result = finish()
         except OSError as error:  # memory of a peer that is gone
             self._comm._fail(self._label, RuntimeError(f"closed: {error}"))
-        if isinstance(result, tuple):
-            result, self._next = result
-        if isinstance(result, Received):
+        if isinstance(result, Pending):
+            self._next = result
+        elif isinstance(result, Received):
             self.received = result
             if not keep:
                 result.release()
 
-    def wait(self, *, keep: bool = False) -> None:
-        """Returns when the result is there. May be called again. ``keep``: ``received`` stays readable until it is released."""
+    def arrive(self, *, keep: bool = False) -> None:
+        """Returns when the result is there; the input may not be overwritten yet. ``keep``: ``received`` stays readable until it is released."""
         self.turn(keep=keep)
         if self._next is not None:
-            self._next.wait()
+            self._next.arrive()
             self._next = None
+
+    def wait(self) -> None:
+        """Returns when the result is there and input and output are the caller's again. May be called again."""
+        self.arrive()
+        source, self._source = self._source, None
+        if source is not None and self._comm is not None:
+            self._comm.settle(source)
 
 
 class Message:
@@ -132,12 +157,57 @@ class AxisComm:
         ] = {}  # (from index, to index) -> a group for messages that way alone
         self._lanes: Lanes | None = None  # how messages between two ranks travel, if not through the backend
 
-    def share_memory(self, memory: SharedMemory, control: SharedControl | None, mail: SharedMail | None) -> None:
+    def share_memory(
+        self, memory: SharedMemory, control: SharedControl | None, mail: SharedMail | None, homes: Homes | None = None
+    ) -> None:
         """From now on CPU tensors go through ``memory``, announced by ``mail`` (or messages), and small values through ``control`` (or gloo):
-        every rank of the axis is on this host. All ranks must do so alike."""
+        every rank of the axis is on this host. ``homes``: where :meth:`buffer` puts tensors. All ranks must do so alike."""
         tickets = mail if mail is not None else MessageMail(self.group, self.ranks)
-        self._on_host = SharedTransport(self.index, self.size, memory, tickets, self._direct)
+        self._on_host = SharedTransport(self.index, self.size, memory, tickets, self._direct, homes)
         self._small = control
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of zeros for what this rank will often send. Local.
+
+        Where CPU ranks share memory, peers read it in place: a collective on it, or on any part of it, saves the copy out. It is an ordinary
+        tensor but for its storage, which cannot be resized, and which processes forked later share instead of getting a copy.
+        """
+        homes = self._homes
+        if homes is None or not self.reads_in_place(device):
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return homes.empty(numel, dtype)
+
+    def reads_in_place(self, device: torch.device) -> bool:
+        """Whether peers read this rank's :meth:`buffer` s on ``device`` where they lie."""
+        return device.type == "cpu" and self._homes is not None
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Returns when no peer reads any more from the buffer in which ``tensor`` lies: it may be overwritten. At once for any other tensor.
+
+        Needs the peers to arrive at the collective that it was given to. Raises MeshError where they do not.
+        """
+        home = self._home_of(tensor)
+        if home is not None and not home.settled:
+            name = f"the readers of a buffer over {self.name}"
+            self.board.waiting(name)
+            try:
+                home.settle(self.timeout)
+            except RuntimeError as error:
+                self._fail(name, error)
+            self.board.leave()
+
+    def settled(self, tensor: torch.Tensor) -> bool:
+        """Whether :meth:`settle` would return at once."""
+        home = self._home_of(tensor)
+        return home is None or home.settled
+
+    @property
+    def _homes(self) -> Homes | None:
+        return self._on_host.homes if isinstance(self._on_host, SharedTransport) else None
+
+    def _home_of(self, tensor: torch.Tensor) -> Home | None:
+        homes = self._homes
+        return None if homes is None or tensor.device.type != "cpu" else homes.find(tensor)
 
     def use_lanes(self, lanes: Lanes) -> None:
         """From now on CPU messages between two ranks go through ``lanes``. All ranks must do so alike."""
@@ -165,13 +235,25 @@ class AxisComm:
         """Puts every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this rank's part of ``full``. Moves n (N-1)/N."""
         return self._start("all_gather", full, shard, label, 1)
 
-    def all_reduce(self, full: torch.Tensor, label: str) -> Pending:
-        """Sums ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, so that its bits are theirs. Moves 2n (N-1)/N."""
+    def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
+        """Sums ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, so that its bits are theirs. Moves 2n (N-1)/N.
+
+        ``look(sum, contributions)`` is called with this rank's part of the sum and, on CPU, with what each peer (by axis index) put in, before the
+        sum is passed on, which overwrites all of them.
+        """
         if self.size == 1:
             return _DONE
         own = full.view(self.size, -1)[self.index]
         self.counters.add("all_reduce", self.name, 2 * full.numel() * (self.size - 1) // self.size, full.element_size())
-        return self._launch("all_reduce", full, own, label, then=lambda: self._launch("all_gather", full, own, label))
+
+        def pass_on(received: Received | None) -> Pending:
+            if look is not None:
+                look(own, received if received is not None else {})
+            if received is not None:
+                received.release()
+            return self._launch("all_gather", full, own, label, again=True)
+
+        return self._launch("all_reduce", full, own, label, then=pass_on)
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
         """Sum, max or min of a few numbers in place, waited for. Sums are made in rank order in shared memory; gloo's ring is fixed, too."""
@@ -273,23 +355,37 @@ class AxisComm:
         return self._launch(kind, full, part, label)
 
     def _launch(
-        self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, then: Callable[[], Pending] | None = None
+        self,
+        kind: str,
+        full: torch.Tensor,
+        part: torch.Tensor,
+        label: str,
+        then: Callable[[Received | None], Pending] | None = None,
+        again: bool = False,
     ) -> Pending:
-        """Starts a collective; ``then`` starts the one that follows when the first is done."""
+        """Starts a collective; ``then`` starts the one that follows when the first is done, and is that one (``again``)."""
         transport: Transport = self._on_host if full.device.type == "cpu" else self._native
         name = f"{kind}({label}) over {self.name}"
         self.board.enter(name)
         self._sequence += 1
-        verb = transport.all_gather if kind == "all_gather" else transport.reduce_scatter
+        tag = message_tag(self._sequence, name)
         try:
-            works, finish = verb(full, part, message_tag(self._sequence, name))
+            if kind == "all_gather":
+                works, finish = transport.all_gather(full, part, tag, again)
+            else:
+                works, finish = transport.reduce_scatter(full, part, tag)
         except (RuntimeError, OSError) as error:
             self._fail(name, error)
         self.board.leave()
+        source = part if kind == "all_gather" else full
         if then is None:
-            return Pending(self, name, works, finish)
+            return Pending(self, name, works, finish, source)
 
-        return Pending(self, name, works, lambda: (finish(), then()))
+        def go_on() -> Pending:
+            result = finish()
+            return then(result if isinstance(result, Received) else None)
+
+        return Pending(self, name, works, go_on, source)
 
     def _broadcast_shared(self, transport: SharedTransport, raw: torch.Tensor, label: str, source: int) -> None:
         name = f"broadcast({label}) over {self.name}"
@@ -299,7 +395,7 @@ class AxisComm:
             works, finish = transport.broadcast(raw, source, message_tag(self._sequence, name))
         except (RuntimeError, OSError) as error:
             self._fail(name, error)
-        Pending(self, name, works, finish).wait()
+        Pending(self, name, works, finish, raw).wait()
         self.board.leave()
 
     def _exchange_small(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor]:
@@ -371,8 +467,10 @@ _DONE = _Done()
 
 
 def wait_all(pendings: Sequence[Pending]) -> None:
-    """Waits for several collectives, starting the second halves of all before waiting for any."""
+    """Waits for several collectives: starts the second halves of all, arrives at all, and then settles them."""
     for pending in pendings:
         pending.turn()
+    for pending in pendings:
+        pending.arrive()
     for pending in pendings:
         pending.wait()

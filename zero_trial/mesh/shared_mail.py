@@ -21,7 +21,9 @@ from zero_trial.mesh.peers import Peers
 from zero_trial.mesh.shared_memory import Ticket
 
 SLOTS = 1024
-_SLOT = struct.Struct("=qqqqqq")  # number, tag, process, descriptor, generation, offset
+_SLOT = struct.Struct(
+    "=qqqqqqqq"
+)  # number, tag, process, descriptor, generation, offset, gap, nothing: 64 bytes, a line of the cache
 _FIRST = 64
 BLOCK_BYTES = _FIRST + SLOTS * _SLOT.size
 
@@ -34,7 +36,7 @@ class SharedMail:
         self._others = dict(others)
         self._numbers = {index: memoryview(block).cast("q") for index, block in others.items()}
         self._own_numbers = memoryview(own).cast("q")
-        self._peers = peers
+        self.peers = peers
         self._timeout = timeout
         self._number = 0
         self._unread: set[int] = set()  # collectives whose tickets this rank has not read yet
@@ -44,10 +46,10 @@ class SharedMail:
         self._number += 1
         number = self._number
         for index, numbers in self._numbers.items():
-            self._peers.await_(index, lambda numbers=numbers: numbers[0] >= number - SLOTS, self._timeout)  # type: ignore[misc]
+            self.peers.await_(index, lambda numbers=numbers: numbers[0] >= number - SLOTS, self._timeout)  # type: ignore[misc]
         if ticket is not None:
             start = _FIRST + number % SLOTS * _SLOT.size
-            fields = (ticket.process, ticket.descriptor, ticket.generation, ticket.offset)
+            fields = (ticket.process, ticket.descriptor, ticket.generation, ticket.offset, ticket.gap, 0)
             _SLOT.pack_into(self._own, start, -1, tag, *fields)
             self._own_numbers[start // 8] = number  # last: who sees it sees the rest
         self._unread.add(number)
@@ -59,8 +61,8 @@ class SharedMail:
         found = {}
         for index in sources:
             numbers = self._numbers[index]
-            self._peers.await_(index, lambda numbers=numbers: numbers[start // 8] == number, timeout)  # type: ignore[misc]
-            _, other_tag, *fields = _SLOT.unpack_from(self._others[index], start)
+            self.peers.await_(index, lambda numbers=numbers: numbers[start // 8] == number, timeout)  # type: ignore[misc]
+            _, other_tag, *fields, _ = _SLOT.unpack_from(self._others[index], start)
             if other_tag != tag:
                 raise RuntimeError(f"timed out: another rank of this axis (index {index}) is at another operation")
             found[index] = Ticket(*fields)

@@ -6,17 +6,18 @@ A segment is a memfd: it has no name in any folder, so nothing is left behind wh
     | acknowledgements: one int64 per reader | payload ........................ |
     0                                        HEADER bytes
 
-The owner writes a payload under a new generation number and tells readers (by message) where it is; each reader writes that number into its
+The owner writes a payload under a new generation number and tells readers (by ticket) where it is; each reader writes that number into its
 acknowledgement when it has read. A segment whose readers have all acknowledged is free for the next payload. Nobody ever waits for that: if
-none is free, another segment is made.
+none is free, another segment is made. (Tensors that live in a segment and are read in place: :mod:`zero_trial.mesh.shared_homes`.)
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -25,42 +26,63 @@ READERS = HEADER // 8
 SMALLEST = 1 << 16
 
 
+class Window:
+    """A mapped segment: one mark (int64) per reader, and the payload as bytes."""
+
+    def __init__(self, block: memoryview) -> None:
+        self.block = block
+        self.marks = block[:HEADER].cast("q")
+
+    def values(self, dtype: torch.dtype, numel: int, offset: int) -> torch.Tensor:
+        """``numel`` elements from ``offset`` bytes behind the start of the payload on, as a view."""
+        return torch.frombuffer(self.block, dtype=dtype, count=numel, offset=HEADER + offset)
+
+
 @dataclass
 class Segment:
     """One rank's shared buffer as seen by its owner."""
 
     descriptor: int
     capacity: int  # bytes of payload
-    bytes_: torch.Tensor  # (HEADER + capacity,) uint8
+    window: Window
     generation: int = 0
     readers: tuple[int, ...] = ()
 
     @property
     def free(self) -> bool:
         """All readers of the last payload have read it."""
-        marks = self.bytes_[:HEADER].view(torch.int64)
-        return all(int(marks[reader]) == self.generation for reader in self.readers)
+        return all(self.window.marks[reader] == self.generation for reader in self.readers)
+
+    def lend(self, readers: Sequence[int]) -> None:
+        """What lies here is from now on a new payload, for these readers."""
+        self.generation += 1
+        self.readers = tuple(readers)
 
     def payload(self, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
-        start = HEADER + offset
-        return self.bytes_[start : start + numel * dtype.itemsize].view(dtype)
+        return self.window.values(dtype, numel, offset)
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a message says about a payload: where it lies and under which generation; sent as four int64."""
+    """What a message says about a payload: where it lies and under which generation; sent as five int64."""
 
     process: int
     descriptor: int
     generation: int
     offset: int  # bytes from the start of the payload area
+    gap: int = (
+        0  # bytes that are left out where the owner's own part would be; 0 where the owner's tensor lies there whole
+    )
 
     def to_tensor(self) -> torch.Tensor:
-        return torch.tensor([self.process, self.descriptor, self.generation, self.offset], dtype=torch.int64)
+        return torch.tensor([getattr(self, name) for name in FIELDS], dtype=torch.int64)
 
     @classmethod
     def from_tensor(cls, values: torch.Tensor) -> Ticket:
         return cls(*(int(value) for value in values.tolist()))
+
+
+FIELDS = tuple(field.name for field in fields(Ticket))
 
 
 @dataclass
@@ -71,7 +93,7 @@ class SharedMemory:
     """
 
     segments: list[Segment] = field(default_factory=list)
-    _mapped: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _mapped: dict[tuple[int, int], Window] = field(default_factory=dict)
 
     def acquire(self, nbytes: int, readers: Sequence[int]) -> Segment:
         """A segment for ``nbytes`` of payload that the ranks ``readers`` will read; its generation is new."""
@@ -79,24 +101,21 @@ class SharedMemory:
         if found is None:
             found = create_segment(capacity_for(nbytes))
             self.segments.append(found)
-        found.generation += 1
-        found.readers = tuple(readers)
+        found.lend(readers)
         return found
 
     def read(self, ticket: Ticket, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
         """A peer's payload, from ``offset`` bytes behind the ticket's place on, as a view of its memory: valid until :meth:`acknowledge`."""
-        whole = self._map(ticket)
-        start = HEADER + ticket.offset + offset
-        return whole[start : start + numel * dtype.itemsize].view(dtype)
+        return self._map(ticket).values(dtype, numel, ticket.offset + offset)
 
     def acknowledge(self, ticket: Ticket, reader: int) -> None:
         """``reader`` has read the payload; its owner may write there again."""
-        self._map(ticket)[:HEADER].view(torch.int64)[reader] = ticket.generation
+        self._map(ticket).marks[reader] = ticket.generation
 
-    def _map(self, ticket: Ticket) -> torch.Tensor:
+    def _map(self, ticket: Ticket) -> Window:
         key = (ticket.process, ticket.descriptor)
         if key not in self._mapped:
-            self._mapped[key] = map_descriptor(ticket.process, ticket.descriptor)
+            self._mapped[key] = map_segment(*key)
         return self._mapped[key]
 
 
@@ -108,13 +127,28 @@ def capacity_for(nbytes: int) -> int:
 def create_segment(capacity: int) -> Segment:
     """A new anonymous segment of ``capacity`` payload bytes. Raises OSError where the system has none to give."""
     descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, HEADER + capacity)
-    return Segment(descriptor, capacity, _bytes_of(descriptor))
+    try:
+        os.ftruncate(descriptor, HEADER + capacity)
+        return Segment(descriptor, capacity, map_segment(os.getpid(), descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
-def map_descriptor(process: int, descriptor: int) -> torch.Tensor:
-    """Another process's segment, whole. Raises OSError where it cannot be reached."""
-    return torch.frombuffer(map_file(open_descriptor(process, descriptor)), dtype=torch.uint8)
+def map_segment(process: int, descriptor: int) -> Window:
+    """A process's segment, whole. Raises OSError where it cannot be reached.
+
+    Mapped by torch, because Python's ``mmap`` would keep a descriptor open for every segment of every peer.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    size = os.stat(path).st_size
+    try:
+        storage = torch.UntypedStorage.from_file(path, True, size)
+    except RuntimeError as trouble:
+        raise OSError(f"{path} cannot be mapped: {str(trouble).splitlines()[0]}") from trouble
+    block = (ctypes.c_char * size).from_address(storage.data_ptr())
+    block.storage = storage  # type: ignore[attr-defined]  # views of the block keep the mapping alive
+    return Window(memoryview(block).cast("B"))
 
 
 def open_descriptor(process: int, descriptor: int) -> int:
@@ -128,7 +162,3 @@ def map_file(descriptor: int) -> mmap.mmap:
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
-
-
-def _bytes_of(descriptor: int) -> torch.Tensor:
-    return torch.frombuffer(map_file(os.dup(descriptor)), dtype=torch.uint8)

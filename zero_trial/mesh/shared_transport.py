@@ -1,11 +1,15 @@
-"""Collectives between ranks of one host through memory that they share: one copy out, one read in, and a ticket of 32 bytes.
+"""Collectives between ranks of one host through memory that they share: one read in, a ticket, and a copy out where a tensor is not at home.
 
-    reduce_scatter   each rank copies what others need into its segment and tells where; the owner of a part adds the parts where they lie
-    all_gather       each rank copies its shard out once; peers copy it in
-    broadcast        the source copies its tensor out once; peers copy it in
+    reduce_scatter   each rank tells where its tensor lies; the owner of a part adds the parts where they lie
+    all_gather       each rank tells where its shard lies; peers copy it in
+    broadcast        the source tells where its tensor lies; peers copy it in
 
-Price per rank, n elements on N ranks: writes n (N-1)/N (reduce_scatter) or n/N (all_gather) elements and reads n (N-1)/N; no payload passes through
-a socket. A peer that ended is noticed by whoever waits for its ticket. Sums are made in rank order, as in direct exchange.
+A tensor lies where its peers can read it if it is in a home (:mod:`zero_trial.mesh.shared_homes`); what they need of any other is copied into a
+segment first. Every rank decides for itself: the ticket says which.
+
+Price per rank, n elements on N ranks: reads n (N-1)/N; writes as many sums or copies, and out of ordinary memory n (N-1)/N (reduce_scatter) or n/N
+(all_gather) elements more; no payload passes through a socket. A peer that ended is noticed by whoever waits for its ticket, or for it to have
+read. Sums are made in rank order, as in direct exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zero_trial.mesh.shared_memory import Segment, SharedMemory, Ticket
+from zero_trial.mesh.shared_homes import Homes
+from zero_trial.mesh.shared_mail import SharedMail
+from zero_trial.mesh.shared_memory import FIELDS, SharedMemory, Ticket
 from zero_trial.mesh.transport import DirectTransport, Finish, Received, Works, sum_in_order
 
 WORTH_BYTES = 1  # from the first byte on: a message with the payload in it costs two to three times the processor time, also at 16 bytes
@@ -39,30 +45,48 @@ class Mail(Protocol):
 
 
 class SharedTransport:
-    """Exchange on one axis whose ranks are all on this host. What has no elements goes through ``direct``."""
+    """Exchange on one axis whose ranks are all on this host. What has no elements goes through ``direct``.
 
-    def __init__(self, index: int, size: int, memory: SharedMemory, mail: Mail, direct: DirectTransport) -> None:
+    ``homes``: where tensors can live that are read in place; None where ranks cannot wait for one another in shared memory.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        size: int,
+        memory: SharedMemory,
+        mail: Mail,
+        direct: DirectTransport,
+        homes: Homes | None = None,
+    ) -> None:
         self._index = index
         self._size = size
         self._memory = memory
         self._mail = mail
         self._direct = direct
+        self._peers = mail.peers if isinstance(mail, SharedMail) else None
+        self.homes = homes if self._peers is not None else None
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
         if full.numel() * full.element_size() < WORTH_BYTES:
             return self._direct.reduce_scatter(full, out, tag)
         parts = full.view(self._size, -1)
         peers, part_bytes = self._direct.peers(), parts[0].numel() * full.element_size()
-        segment = self._memory.acquire(part_bytes * len(peers), peers)
-        for peer in peers:
-            payload = segment.payload(full.dtype, parts[peer].numel(), place(peer, self._index) * part_bytes)
-            payload.copy_(parts[peer])
-        letters = self._mail.post(self._ticket(segment), tag, peers)
+        ticket = self._lent(full)
+        if ticket is None:
+            segment = self._memory.acquire(part_bytes * len(peers), peers)
+            for peer in peers:
+                payload = segment.payload(full.dtype, parts[peer].numel(), place(peer, self._index) * part_bytes)
+                payload.copy_(parts[peer])
+            ticket = Ticket(os.getpid(), segment.descriptor, segment.generation, 0, gap=part_bytes)
+        letters = self._mail.post(ticket, tag, peers)
 
         def add_in_rank_order() -> Received:
             found = letters.tickets
             received = {
-                peer: self._memory.read(ticket, full.dtype, parts[peer].numel(), place(self._index, peer) * part_bytes)
+                peer: self._memory.read(
+                    ticket, full.dtype, parts[peer].numel(), self._start(peer, part_bytes, ticket.gap)
+                )
                 for peer, ticket in found.items()
             }
             own = parts[self._index]
@@ -71,11 +95,13 @@ class SharedTransport:
 
         return [letters], add_in_rank_order
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+    ) -> tuple[Works, Finish]:
         if full.numel() * full.element_size() < WORTH_BYTES:
             return self._direct.all_gather(full, shard, tag)
         parts, peers = full.view(self._size, -1), self._direct.peers()
-        letters = self._mail.post(self._ticket(self._filled(shard, peers)), tag, peers)
+        letters = self._mail.post(self._lent(shard, again) or self._copied(shard), tag, peers)
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -88,9 +114,9 @@ class SharedTransport:
         return [letters], copy_in
 
     def broadcast(self, values: torch.Tensor, source: int, tag: int) -> tuple[Works, Finish]:
-        """``values`` (flat) of axis index ``source`` into everyone else's. The source writes n elements, a peer reads n."""
+        """``values`` (flat) of axis index ``source`` into everyone else's. The source writes n elements (none from a home), a peer reads n."""
         if self._index == source:
-            return [self._mail.post(self._ticket(self._filled(values, self._direct.peers())), tag, [])], _nothing
+            return [self._mail.post(self._lent(values) or self._copied(values), tag, [])], _nothing
         letters = self._mail.post(None, tag, [source])
 
         def copy_in() -> None:
@@ -100,13 +126,25 @@ class SharedTransport:
 
         return [letters], copy_in
 
-    def _filled(self, values: torch.Tensor, readers: list[int]) -> Segment:
-        segment = self._memory.acquire(values.numel() * values.element_size(), readers)
-        segment.payload(values.dtype, values.numel()).copy_(values)
-        return segment
+    def _lent(self, values: torch.Tensor, again: bool = False) -> Ticket | None:
+        """A ticket to where ``values`` lies, if peers can read it there now."""
+        if self.homes is None or self._peers is None:
+            return None
+        found = self.homes.lend(values, self._direct.peers(), self._peers, again=again)
+        if found is None:
+            return None
+        segment, offset = found
+        return Ticket(os.getpid(), segment.descriptor, segment.generation, offset)
 
-    def _ticket(self, segment: Segment) -> Ticket:
+    def _copied(self, values: torch.Tensor) -> Ticket:
+        """A ticket to a copy of ``values``."""
+        segment = self._memory.acquire(values.numel() * values.element_size(), self._direct.peers())
+        segment.payload(values.dtype, values.numel()).copy_(values)
         return Ticket(os.getpid(), segment.descriptor, segment.generation, 0)
+
+    def _start(self, owner: int, part_bytes: int, gap: int) -> int:
+        """Where this rank's part begins behind the ticket's place."""
+        return self._index * part_bytes if gap == 0 else place(self._index, owner) * gap
 
     def _acknowledge(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
@@ -127,7 +165,7 @@ class MessageMail:
         self._index = ranks.index(dist.get_rank())
 
     def post(self, ticket: Ticket | None, tag: int, sources: Iterable[int]) -> MessageTickets:
-        arrived = {peer: torch.empty(4, dtype=torch.int64) for peer in sources}
+        arrived = {peer: torch.empty(len(FIELDS), dtype=torch.int64) for peer in sources}
         works: Works = [dist.irecv(arrived[peer], self._ranks[peer], group=self._group, tag=tag) for peer in arrived]
         if ticket is not None:
             values = ticket.to_tensor()

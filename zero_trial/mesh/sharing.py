@@ -16,6 +16,7 @@ from zero_trial.mesh.comm import AxisComm
 from zero_trial.mesh.lanes import open_lanes
 from zero_trial.mesh.peers import Peers
 from zero_trial.mesh.shared_control import SharedControl
+from zero_trial.mesh.shared_homes import Homes
 from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory, Ticket, map_file, open_descriptor
 
@@ -25,12 +26,14 @@ class Shared:
     """What the ranks of one axis share: segments for tensors; and blocks for small values and for tickets where this machine can have them."""
 
     memory: SharedMemory
+    homes: Homes
     control: SharedControl | None
     mail: SharedMail | None
 
 
-# One SharedMemory per process and world, and what the ranks of each axis found out: the answer costs two exchanges.
+# One SharedMemory per process and world, its homes, and what the ranks of each axis found out: the answer costs two exchanges.
 _MEMORIES: WeakKeyDictionary[Any, SharedMemory] = WeakKeyDictionary()
+_HOMES: WeakKeyDictionary[Any, Homes] = WeakKeyDictionary()
 _ANSWERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Shared | None]] = WeakKeyDictionary()
 
 
@@ -45,10 +48,10 @@ def share_if_possible(comm: AxisComm) -> bool:
     memory = _MEMORIES.setdefault(world, SharedMemory())
     answers = _ANSWERS.setdefault(world, {})
     if comm.ranks not in answers:
-        answers[comm.ranks] = _try(comm, memory)
+        answers[comm.ranks] = _try(comm, memory, _HOMES.setdefault(world, Homes()))
     shared = answers[comm.ranks]
     if shared is not None:
-        comm.share_memory(shared.memory, shared.control, shared.mail)
+        comm.share_memory(shared.memory, shared.control, shared.mail, shared.homes)
     return shared is not None
 
 
@@ -62,7 +65,7 @@ def lanes_if_possible(comm: AxisComm) -> bool:
     return lanes is not None
 
 
-def _try(comm: AxisComm, memory: SharedMemory) -> Shared | None:
+def _try(comm: AxisComm, memory: SharedMemory, homes: Homes) -> Shared | None:
     secret = secrets.randbits(62)
     try:
         segment = memory.acquire(8, [])
@@ -73,11 +76,11 @@ def _try(comm: AxisComm, memory: SharedMemory) -> Shared | None:
         mine = []
     everyone = comm.gather_json(mine, "can memory be shared?")
     readable = all(row and _reads(memory, row[:5]) for row in everyone)
-    shared = _open(memory, comm, everyone) if readable else Shared(memory, None, None)
+    shared = _open(memory, homes, comm, everyone) if readable else Shared(memory, homes, None, None)
     answers = comm.gather_json([readable, shared.mail is not None], "can all share memory?")
     if not all(readable for readable, _ in answers):
         return None
-    return shared if all(has for _, has in answers) else Shared(memory, None, None)
+    return shared if all(has for _, has in answers) else Shared(memory, homes, None, None)
 
 
 def _block(nbytes: int) -> int:
@@ -87,7 +90,7 @@ def _block(nbytes: int) -> int:
     return descriptor
 
 
-def _open(memory: SharedMemory, comm: AxisComm, everyone: list[list[int]]) -> Shared:
+def _open(memory: SharedMemory, homes: Homes, comm: AxisComm, everyone: list[list[int]]) -> Shared:
     """The blocks for small values and tickets, opened; None where a process cannot be reached or watched."""
     others = {at: row for at, row in enumerate(everyone) if at != comm.index}
     own = everyone[comm.index]
@@ -95,11 +98,11 @@ def _open(memory: SharedMemory, comm: AxisComm, everyone: list[list[int]]) -> Sh
         watched = Peers({at: row[0] for at, row in others.items()}) if peers.offered() else None
         small, tickets = ({at: map_file(open_descriptor(row[0], row[k])) for at, row in others.items()} for k in (5, 6))
         if watched is None:
-            return Shared(memory, None, None)
+            return Shared(memory, homes, None, None)
         control = SharedControl(map_file(os.dup(own[5])), small, watched)
-        return Shared(memory, control, SharedMail(map_file(os.dup(own[6])), tickets, watched, comm.timeout))
+        return Shared(memory, homes, control, SharedMail(map_file(os.dup(own[6])), tickets, watched, comm.timeout))
     except OSError:
-        return Shared(memory, None, None)
+        return Shared(memory, homes, None, None)
 
 
 def _reads(memory: SharedMemory, row: list[int]) -> bool:

@@ -36,7 +36,11 @@ class Transport(Protocol):
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]: ...
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]: ...
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+    ) -> tuple[Works, Finish]:
+        """``again``: the second half of an all-reduce, whose first half had the same source."""
+        ...
 
 
 class NativeTransport:
@@ -51,7 +55,9 @@ class NativeTransport:
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
         return [self._scatter(out, full, group=self._group, async_op=True)], _nothing
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+    ) -> tuple[Works, Finish]:
         return [self._gather(full, shard, group=self._group, async_op=True)], _nothing
 
 
@@ -84,7 +90,9 @@ class DirectTransport:
 
         return works, add_in_rank_order
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+    ) -> tuple[Works, Finish]:
         parts = full.view(len(self._ranks), -1)
         works: Works = []
         for peer in self.peers():

@@ -2,7 +2,8 @@
 
 What a collective of n elements on N ranks holds until its result is there, by how the ranks exchange:
 
-    SHARED    ranks of one host      n (N-1)/N (reduce-scatter) or n/N (all-gather) in segments that peers read; segments stay for the next payload
+    SHARED    ranks of one host      nothing where the source is a buffer that peers read in place; else n (N-1)/N (reduce-scatter) or n/N
+                                     (all-gather) in segments that peers read; segments stay for the next payload
     DIRECT    CPU ranks over gloo    n (N-1)/N received contributions (reduce-scatter); small payloads go this way on one host too
     NATIVE    NCCL                   nothing that is a tensor
 """
@@ -13,11 +14,13 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from zero_trial.mesh import AxisComm, CommCounters, Mesh, MeshShape, Pending
 from zero_trial.mesh.board import Board
+from zero_trial.mesh.comm import Look
 from zero_trial.mesh.shared_memory import HEADER, SMALLEST, capacity_for
 from zero_trial.mesh.shared_transport import WORTH_BYTES
 from zero_trial.mesh.topology import AXES
@@ -46,11 +49,20 @@ class Segments:
     """
 
     made: list[_Segment] = field(default_factory=list)
+    _homes: WeakSet[Any] = field(default_factory=WeakSet)  # storages that peers read in place
 
     @property
     def total(self) -> int:
         """Bytes."""
         return sum(HEADER + segment.capacity for segment in self.made)
+
+    def settle_down(self, tensor: torch.Tensor) -> None:
+        """``tensor`` lives where peers read it in place."""
+        self._homes.add(tensor.untyped_storage())
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is part of one that lives so."""
+        return tensor.untyped_storage() in self._homes
 
     def acquire(self, nbytes: int) -> _Segment:
         found = next((s for s in self.made if not s.used and nbytes <= s.capacity <= max(4 * nbytes, SMALLEST)), None)
@@ -77,7 +89,9 @@ class ImaginedComm(AxisComm):
         own = full.view(self.size, -1)[0]
         parts: dict[int, torch.Tensor] = {}
         segment = None
-        if self._shares(full):
+        if self._segments.has(full):
+            pass
+        elif self._shares(full):
             segment = self._segments.acquire(own.numel() * own.element_size() * (self.size - 1))
         elif self._exchange is not Exchange.NATIVE:
             parts = {peer: torch.zeros_like(own) for peer in range(1, self.size)}
@@ -99,10 +113,26 @@ class ImaginedComm(AxisComm):
         parts = full.view(self.size, -1)
         parts[0].copy_(shard)
         parts[1:].zero_()
-        segment = self._segments.acquire(shard.numel() * shard.element_size()) if self._shares(full) else None
+        copied_out = self._shares(full) and not self._segments.has(shard)
+        segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
         return Pending(self, label, [], lambda: _free(segment))
 
-    def all_reduce(self, full: torch.Tensor, label: str) -> Pending:
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.zeros(numel, dtype=dtype, device=device)
+        if self.reads_in_place(device):
+            self._segments.settle_down(made)
+        return made
+
+    def reads_in_place(self, device: torch.device) -> bool:
+        return self.size > 1 and device.type == "cpu" and self._exchange is Exchange.SHARED
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Nobody reads."""
+
+    def settled(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         if self.size == 1:
             return _copied(full, full)
         own = full.view(self.size, -1)[0]
@@ -110,7 +140,6 @@ class ImaginedComm(AxisComm):
 
         def gather() -> Pending:
             scatter.wait()
-            scatter.received.release()
             return self.all_gather(full, own, label)
 
         return Pending(self, label, [], gather)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, _Storage] = {}
-        self._resized: list[torch.Tensor] = []
+        self._followed: Callable[[], Iterable[torch.Tensor]] = tuple
         self._made = 0
         self._before = 0
         self._saved_from = 0
@@ -50,10 +50,11 @@ class LiveBytes(TorchDispatchMode):
             self._see(tensor)
         self.peak = max(self.peak, self.live)
 
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors' storages are resized in place (freed and brought back): they are looked at again at every operation."""
-        self._resized = list(tensors)
-        self.hold(self._resized)
+    def follow(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """These tensors' storages come and go without an operation (resized in place, or mapped): they are asked for, and looked at again, at
+        every operation."""
+        self._followed = tensors
+        self.hold(tensors())
 
     def restart(self) -> None:
         """Peaks are of what comes from now on."""
@@ -89,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
         return known is not None and known.ref() is not None
 
     def _look_again(self) -> None:
-        for tensor in self._resized:
+        for tensor in self._followed():
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:

@@ -87,10 +87,7 @@ def rehearse(
             for role, options in zip(roles, cast, strict=True)
         ]
         cast.clear()
-        live.follow(
-            [unit.full for e in engines for unit in e.sharded.units]
-            + [land.full for e in engines for land in e.sharded.landings]
-        )
+        live.follow(lambda: [buffer for engine in engines for buffer in engine.sharded.buffers()])
         if micro is None:
             for engine in engines:
                 _empty_step(engine)

@@ -132,8 +132,8 @@ class MemoryWatch:
     def _start(self, engine: Engine, inputs: Any) -> None:
         live = self._live = LiveBytes()
         model = engine.sharded
-        live.follow([unit.full for unit in model.units] + [landing.full for landing in model.landings])
-        live.hold(tensor for unit in model.units for tensor in (unit.shard, unit.master))
+        live.follow(model.buffers)
+        live.hold(unit.master for unit in model.units)
         live.hold(landing.shard for landing in model.landings)
         live.hold([*engine.module.parameters(), *engine.module.buffers(), *_tensors(inputs)])
         if engine.optimizer is not None:

@@ -70,7 +70,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
     _, unit, index = _find(param)
-    unit.finish_gather()  # one under way reads the shard
+    unit.settle()  # a gather under way reads the shard, and so may peers
     write_to_shard(unit, index, unit.master, value)
     pending = unit.publish()
     if pending is not None:

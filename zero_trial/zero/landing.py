@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_trial.mesh import AxisComm
 from zero_trial.ops.accumulate import accumulate
+from zero_trial.zero.gradient_memory import Rooms, gradient_memory
 from zero_trial.zero.plan import Lifetime, ReduceAt
 from zero_trial.zero.unit import Unit
 
@@ -30,22 +32,30 @@ class Landing:
     """
 
     def __init__(
-        self, unit: Unit, *, dtype: torch.dtype, shard_dtype: torch.dtype, on_complete: Callable[[Landing], None]
+        self,
+        unit: Unit,
+        *,
+        dtype: torch.dtype,
+        shard_dtype: torch.dtype,
+        on_complete: Callable[[Landing], None],
+        comm: AxisComm | None = None,
+        rooms: Rooms | None = None,
     ) -> None:
         self.unit = unit
         self.dtype = dtype
         layout, device = unit.layout, unit.full.device
-        self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
-        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
-        self._padding = [self.full[start:stop] for start, stop in layout.gaps()]
+        kept = unit.plan.grads is not Lifetime.USE
+        self._memory = gradient_memory(layout, dtype, device, unit.plan, comm if comm is not None else unit.comm, rooms)
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
         low, high = layout.shard_range(unit.comm.index)
-        self.own = self.full[low:high]
-        self.in_place = (
-            unit.plan.grads is not Lifetime.USE and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        self.in_place = kept and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        self.shard = (
+            self.full[low:high] if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
         )
-        self.shard = self.own if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
         self.shard_filled = False  # holds a reduced sum of this step
-        self.live = True
+        self.live = kept
+        self._owned = False  # nobody else reads the full buffer
         self._stale = False  # padding may hold anything
         self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
         self.late = False  # a gradient came after the unit was complete (re-entrant checkpointing): reduce only when backward has ended
@@ -63,18 +73,28 @@ class Landing:
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
             for index, param in enumerate(unit.params)
         ]
-        if unit.plan.grads is Lifetime.USE:
-            self.free()
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer (n,); has no elements while it has no memory at all."""
+        place = self._memory.place
+        return place.full if place is not None else self._nothing
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part of the full buffer; only while live."""
+        low, high = self.unit.layout.shard_range(self.unit.comm.index)
+        return self.full[low:high]
 
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
-        view, seen, queued, waiting = self.views[index], self._seen, self._queued, self._waiting
+        views, seen, queued, waiting = self.views, self._seen, self._queued, self._waiting
 
         def land(param: nn.Parameter) -> None:
             if small or self.sealed:
                 if not queued[index]:
                     queued[index] = True
                     waiting.append(index)
-            elif param.grad is not view:
+            elif param.grad is not views[index]:
                 self._take(index, param)
             if not self._counting:
                 return
@@ -151,11 +171,21 @@ class Landing:
         self._counting = False
 
     def materialise(self) -> None:
-        """Brings the full buffer to life, with whatever the memory held: :meth:`close` zeroes what nothing landed on."""
-        if not self.live:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-            self._stale = True
-            self.live = True
+        """Brings the full buffer to life, with whatever the memory held: :meth:`close` zeroes what nothing landed on.
+
+        Waits for peers that still read an earlier sum's parts there.
+        """
+        if self._owned:
+            return
+        place = self._memory.borrow()
+        self.views[:] = place.views
+        self._stale = self._stale or not self.live
+        self.live = self._owned = True
+
+    def await_readers(self) -> None:
+        """The reduced gradient may be written: where it lies in the full buffer, no peer reads that any more. Peers must come as far."""
+        if self.in_place:
+            self._memory.borrow()
 
     def close(self) -> torch.Tensor:
         """Seals the full buffer for its reduction: what did not land is zero, and autograd no longer writes into it."""
@@ -163,13 +193,14 @@ class Landing:
         self.settle(show=False)
         self.materialise()
         empty = [view for view, landed in zip(self.views, self.landed, strict=True) if not landed and view.numel()]
-        if self._stale:
-            empty += self._padding
+        if self._stale and (place := self._memory.place) is not None:
+            empty += place.padding
             self._stale = False
         if empty:
             torch._foreach_zero_(empty)
         self.detach()
         self.sealed = True
+        self._owned = False
         return self.full
 
     def detach(self) -> None:
@@ -180,10 +211,11 @@ class Landing:
         self.landed[:] = [False] * count
 
     def free(self) -> None:
-        """Gives the full buffer's memory back (its shard has its own)."""
-        if not self.in_place and self.live:
-            self.full.untyped_storage().resize_(0)
-            self.live = False
+        """Gives the full buffer's memory back, where full gradients do not live until the step (the shard has its own)."""
+        if self.unit.plan.grads is Lifetime.USE and self.live:
+            self.views[:] = [self._nothing] * len(self.views)
+            self._memory.give_back()
+            self.live = self._owned = False
 
     def reset(self) -> None:
         """Forgets every gradient of this accumulation, reduced or not."""
@@ -192,8 +224,7 @@ class Landing:
         self._waiting.clear()
         self.detach()
         self.sealed = self.shard_filled = False
-        if self.unit.plan.grads is Lifetime.USE:
-            self.free()
+        self.free()
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -201,8 +232,8 @@ class Landing:
         self.handles.clear()
 
     def persistent_bytes(self) -> int:
-        """Bytes of gradients that outlive a backward pass on this rank."""
-        full = self.full.numel() * self.full.element_size() if self.unit.plan.grads is not Lifetime.USE else 0
+        """Bytes of gradients that outlive a backward pass on this rank; without the rooms of what is in flight."""
+        full = self.unit.layout.numel * self.dtype.itemsize if self.unit.plan.grads is not Lifetime.USE else 0
         return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())
 
 

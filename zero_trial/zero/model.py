@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zero_trial.errors import TrialError
-from zero_trial.mesh import Mesh, Pending
+from zero_trial.mesh import Mesh, Pending, wait_all
 from zero_trial.ops.optimizers import Gate
 from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero import directory
@@ -21,6 +21,7 @@ from zero_trial.zero.domain import Domain
 from zero_trial.zero.dtypes import living_dtype, wide_dtype
 from zero_trial.zero.facts import by_domain, members_of
 from zero_trial.zero.gatherer import Gatherer, LiveLimits
+from zero_trial.zero.gradient_memory import Rooms
 from zero_trial.zero.heap import keep_freed_memory
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import lay_out
@@ -102,12 +103,19 @@ class ShardedModel:
         }
         self.gatherer = Gatherer(inside, freed, plan.reshard, settings.live)
         wide = policy.grad if plan.reduce_at is ReduceAt.BOUNDARY else policy.comm
+        in_flight = 2 if settings.overlap else 0
+        # Where peers sum up the full gradients: along shard, or along replica where nothing is sharded.
+        along = mesh.shard if mesh.shard.size > 1 else mesh.replica
+        in_place = bool(self.units) and along.reads_in_place(self.units[0].full.device)
+        self.rooms = Rooms(along, in_flight + 2) if in_place else None
         self.landings = [
             Landing(
                 unit,
                 dtype=wide_dtype(unit.dtype, wide),
                 shard_dtype=wide_dtype(unit.dtype, policy.grad),
                 on_complete=self._complete,
+                comm=along,
+                rooms=self.rooms,
             )
             for unit in self.units
             if unit.trainable
@@ -118,7 +126,7 @@ class ShardedModel:
             mesh.replica,
             wire_dtype=policy.comm,
             wire_scale=settings.wire_scale,
-            in_flight=2 if settings.overlap else 0,
+            in_flight=in_flight,
         )
         self._landings_of: dict[str, list[Landing]] = {domain.name: [] for domain in domains}
         for landing in self.landings:
@@ -139,7 +147,7 @@ class ShardedModel:
         ] = []  # for each open() without its close(), innermost last: the units that it brought to life
         self._alarm: Any = None
         directory.register((param for unit in self.units for param in unit.params), self)
-        self._whole_state = WholeState(module, self.units, self.wait)
+        self._whole_state = WholeState(module, self.units, self.arrive)
 
     def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter]) -> Unit:
         first = params[grouping.members[0].name]
@@ -216,9 +224,18 @@ class ShardedModel:
         self.reducer.finish()
 
     def settle(self) -> None:
-        """Waits for gathers under way (fetched ahead and never used): they read the shards that are about to be written."""
+        """Shards are about to be written: waits for gathers under way (fetched ahead and never used), and for peers that read parameters or
+        gradients in place.
+
+        Every rank must call it at the same place, between a step's collectives and the next step's.
+        """
+        self.arrive()
         for unit in self.units:
             unit.finish_gather()
+        for unit in self.units:
+            unit.settle()
+        for landing in self.landings:
+            landing.await_readers()
 
     def publish(self) -> None:
         """The masters are updated: rounds them into parameters and starts to give every rank the full copies that always live.
@@ -234,6 +251,7 @@ class ShardedModel:
         publishes the values that were there. Collective over shard."""
         if self.optimizer is None:
             raise TrialError("there is no optimizer to step", where="ShardedModel.update")
+        self.settle()
         publication = Publication(self.units, self.optimizer.pieces, self._publishing)
         self.optimizer.step(multiplier, publication.updated, gate)
         publication.finish()
@@ -246,23 +264,28 @@ class ShardedModel:
                 self._publishing.append(pending)
 
     def wait(self) -> None:
-        """Returns when every parameter that always lives is whole again."""
+        """Returns when every parameter that always lives is whole again, here and on the other ranks of the shard axis, which must come as far."""
+        wait_all(self.arrive())
+
+    def arrive(self) -> list[Pending]:
+        """Returns when every parameter that always lives is whole again here; with what peers may still be reading."""
         if self._alarm is not None:
             self._alarm.remove()
             self._alarm = None
-        if self._publishing:
-            pendings, self._publishing = self._publishing, []
-            for pending in pendings:
-                pending.wait()
+        pendings, self._publishing = self._publishing, []
+        for pending in pendings:
+            pending.arrive()
+        return pendings
 
     def wait_when_called(self) -> None:
-        """Whoever calls the module next, or any part of it, :meth:`wait`s first. The hook is torch's global one and goes after that call."""
+        """Whoever calls the module next, or any part of it, waits first until its parameters are whole here: that rank may be the only one that calls
+        it. Other ranks may read this one's part until :meth:`settle`. The hook is torch's global one and goes after that call."""
         if self._publishing and self._alarm is None:
             parts, this = {id(part) for part in self.module.modules()}, weakref.ref(self)
 
             def ring(module: nn.Module, _: object) -> None:
                 if id(module) in parts and (model := this()) is not None:
-                    model.wait()
+                    model.arrive()
 
             self._alarm = register_module_forward_pre_hook(ring)
 
@@ -360,6 +383,12 @@ class ShardedModel:
             "parameters": sum(unit.persistent_bytes() for unit in self.units),
             "gradients": sum(landing.persistent_bytes() for landing in self.landings),
         }
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The flat buffers whose memory comes and goes, or is not of torch's making: parameters, shards, and gradients in flight."""
+        rooms = self.rooms.buffers() if self.rooms is not None else []
+        of_units = [buffer for unit in self.units for buffer in (unit.full, unit.shard)]
+        return [*of_units, *(landing.full for landing in self.landings), *rooms]
 
     def remove_hooks(self) -> None:
         """Takes every hook off the module; its parameters become whole, ordinary parameters again. Collective over shard."""

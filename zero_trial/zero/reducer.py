@@ -8,8 +8,8 @@ reduced with zeros when backward has ended: a missing gradient never leaves anot
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +18,7 @@ from zero_trial.ops.accumulate import accumulate
 from zero_trial.zero.dtypes import wide_dtype
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.norm import square_sum
-from zero_trial.zero.plan import Lifetime, ReduceAt
+from zero_trial.zero.plan import ReduceAt
 
 
 @dataclass
@@ -31,6 +31,9 @@ class _Flight:
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     scatter: Pending
     reduce: Pending | None = None
+    bad_replicas: dict[int, int] = field(
+        default_factory=dict
+    )  # replica index -> first position that is not finite, in its slice
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Reducer:
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
+        landing.await_readers()
         copies.all_reduce(landing.shard, landing.unit.name).wait()
         self.square_sums[self._index[id(landing)]] = square_sum(landing.shard)
 
@@ -189,7 +193,7 @@ class Reducer:
         flight = _Flight(landing, wire, out, stash, scatter)
         self._flights.append(flight)
         if self._shard.size == 1:
-            flight.reduce = self._replica.all_reduce(out, landing.unit.name)
+            self._over_replicas(flight)
         waiting = [f for f in self._flights if f.reduce is None]
         if len(waiting) > self._in_flight:
             self._turn(waiting[0])
@@ -199,18 +203,28 @@ class Reducer:
 
     def _turn(self, flight: _Flight) -> None:
         if flight.reduce is None:
-            flight.scatter.wait(keep=True)
-            flight.reduce = self._replica.all_reduce(flight.out, flight.landing.unit.name)
+            flight.scatter.arrive(keep=True)
+            self._over_replicas(flight)
+
+    def _over_replicas(self, flight: _Flight) -> None:
+        """Starts the sum over ``replica``, and takes note of whose part spoils it: the sum is passed on over what was put in."""
+
+        def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
+            if total.device.type == "cpu" and not math.isfinite(square_sum(total).item()):
+                found = {index: first_bad(part) for index, part in contributions.items()}
+                flight.bad_replicas = {index: position for index, position in found.items() if position is not None}
+
+        flight.reduce = self._replica.all_reduce(flight.out, flight.landing.unit.name, look)
 
     def _land_all(self) -> None:
         for flight in self._flights:
             self._turn(flight)
         for flight in self._flights:
             if flight.reduce is not None:
-                flight.reduce.turn(keep=True)
+                flight.reduce.turn()
         for flight in self._flights:
             if flight.reduce is not None:
-                flight.reduce.wait()
+                flight.reduce.arrive()
             self._store(flight)
         self._flights.clear()
 
@@ -220,6 +234,8 @@ class Reducer:
             if out.data_ptr() != landing.own.data_ptr():
                 landing.own.copy_(out)
             if flight.stash is not None:
+                if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
+                    landing.await_readers()
                 landing.own.add_(flight.stash)
         elif landing.shard_filled:
             accumulate(landing.shard, out)
@@ -232,10 +248,7 @@ class Reducer:
         if total.device.type == "cpu" and not math.isfinite(total.item()) and not self._is_bad(landing):
             self.culprits.extend(self._find(flight))
         flight.scatter.received.release()
-        if flight.reduce is not None:
-            flight.reduce.received.release()
-        if landing.unit.plan.grads is Lifetime.USE:
-            landing.free()
+        landing.free()
         if landing.unit.plan.reduce_at is ReduceAt.MICRO:
             landing.sealed = False
 
@@ -256,14 +269,13 @@ class Reducer:
             for index, part in flight.scatter.received.items()
             if (position := first_bad(part)) is not None
         ]
-        between = flight.reduce.received if flight.reduce is not None else {}
+        between = landing.shard.device.type == "cpu" and replica.size > 1
         length = landing.unit.layout.shard_numel // replica.size
         start = length * replica.index if between else 0
         if not found:
             found = [
                 Culprit(replica.ranks[index], landing, low + start + position, exact=shard.size == 1)
-                for index, part in between.items()
-                if (position := first_bad(part)) is not None
+                for index, position in flight.bad_replicas.items()
             ]
         if not found:
             position = first_bad(landing.shard[start : start + length] if between else landing.shard)

@@ -55,20 +55,24 @@ class Unit:
         self.trainable = trainable
         self.comm = comm
         low, high = layout.shard_range(comm.index)
-        self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
+        always = plan.params is Lifetime.ALWAYS
+        # What is sent again and again is a buffer that peers can read in place; what comes and goes is ordinary memory.
+        self.full = (
+            comm.buffer(layout.numel, dtype, device)
+            if always
+            else torch.zeros(layout.numel, dtype=dtype, device=device)
+        )
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
         self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
         self._gathering: Pending | None = None
-        self._freed = (
-            [absent(s.shape, dtype, device) for s in layout.slots] if plan.params is not Lifetime.ALWAYS else []
-        )
+        self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
         master = self._fill(read, agree)[low:high]
         own = self.full[low:high]
-        self.shard = own if plan.params is Lifetime.ALWAYS else own.clone()
+        self.shard = own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(own)
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         self.master = self.shard if has_own_master(dtype) or not trainable else master.float().clone()
-        if plan.params is Lifetime.ALWAYS:
+        if always:
             self._attach()
         else:
             self.free()
@@ -107,10 +111,18 @@ class Unit:
     def finish_gather(self) -> None:
         """Waits until the full parameters are there and lets the modules see them."""
         if self._gathering is not None:
-            self._gathering.wait()
+            self._gathering.arrive()
             self._gathering = None
             self._attach()
             self.live = True
+
+    def settle(self) -> None:
+        """The shard may be written: a gather under way is finished, and no peer reads it in place any more.
+
+        Peers must come as far: all ranks call this at the same place between their collectives.
+        """
+        self.finish_gather()
+        self.comm.settle(self.shard)
 
     @property
     def gathering(self) -> bool:
@@ -146,6 +158,7 @@ class Unit:
 
     def take_full(self, params: Collection[int] | None = None) -> None:
         """The full copy was set, alike on all ranks: shard and master follow it. ``params`` (ids): only these parameters' elements do."""
+        self.settle()
         if params is None:
             parts = [slice(None)]
         else:
@@ -162,6 +175,7 @@ class Unit:
 
     def take_edits(self) -> None:
         """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
+        self.settle()
         if self.master is not self.shard:
             edited = self.own != self.master.to(self.dtype)
             self.master.copy_(torch.where(edited, self.own.float(), self.master))

@@ -21,7 +21,7 @@ from zero_trial.zero.unit import Unit
 class WholeState:
     """Collective over shard: every rank must ask the same part. Tensors of freed parameters are handed out as copies of their own."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], wait: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], wait: Callable[[], object]) -> None:
         self._wait = wait
         self._scope: nn.Module | None = None  # the part that was asked
         self._opened: list[Unit] = []

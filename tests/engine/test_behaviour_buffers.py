@@ -1,0 +1,187 @@
+"""Engines whose parameters and gradients lie where peers read them: the same bits as through gloo, ordinary tensors to user code, no leak."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.models import TinyLM, make_engine, tokens, train_engine
+from tests.support.pool import Pools
+from zero_trial.mesh.shared_homes import Homes
+from zero_trial.mesh.sharing import _HOMES
+
+CPU = torch.device("cpu")
+STEPS = 4
+# Each keeps other things in such buffers.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"zero_optimization": {"stage": 0}},
+    "stage 1, torch's Adam scales gradients in place": {
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    },
+    "stage 0, torch's Adam scales gradients in place": {
+        "zero_optimization": {"stage": 0},
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    },
+    "stage 2, small buckets": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 3000}},
+    "stage 2, bf16, accumulated": {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 9000},
+        "bf16": {"enabled": True},
+        "gradient_accumulation_steps": 2,
+    },
+    "stage 3": {"zero_optimization": {"stage": 3, "param_persistence_threshold": 100}},
+    "stage 3, overlapped": {
+        "zero_optimization": {"stage": 3, "param_persistence_threshold": 100, "overlap_comm": True}
+    },
+    "stage 1, overlapped": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+}
+
+
+def losses(config: dict[str, Any], transport: str) -> tuple[list[float], int]:
+    """The loss trace, and the bytes that peers could read in place meanwhile."""
+    engine = make_engine(TinyLM, {"comm_transport": transport, **config})
+    found = train_engine(engine, range(STEPS))
+    held = homes_bytes()
+    engine.destroy()
+    return found, held
+
+
+def homes_bytes() -> int:
+    homes = _HOMES.get(dist.group.WORLD)
+    return 0 if homes is None else homes.taken_bytes
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_same_bits_as_through_gloo(ranks: Pools, name: str) -> None:
+    shared, direct = (ranks(2).run(losses, CONFIGS[name], transport) for transport in ("auto", "gloo"))
+    assert [trace for trace, _ in shared] == [trace for trace, _ in direct]
+    assert all(held > 0 for _, held in shared)
+
+
+def hybrid(transport: str) -> list[float]:
+    """Two shards, two replicas."""
+    config = {"zero_optimization": {"stage": 2, "mics_shard_size": 2}, "comm_transport": transport}
+    return losses(config, transport)[0]
+
+
+def test_hybrid_sharding_on_four_ranks(ranks: Pools) -> None:
+    assert ranks(4).run(hybrid, "auto") == ranks(4).run(hybrid, "gloo")
+
+
+def shortage(poor_rank: int) -> tuple[list[float], int]:
+    """One rank gets no memory to share while its engine is built: its tensors are ordinary, the others' are not."""
+
+    def none_left(homes: Homes, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    gc.collect()  # earlier engines
+    patch = pytest.MonkeyPatch()
+    if dist.get_rank() == poor_rank:
+        patch.setattr(Homes, "_vacant", none_left)
+    with patch.context():
+        engine = make_engine(TinyLM, CONFIGS["stage 1, torch's Adam scales gradients in place"])
+    patch.undo()
+    found = train_engine(engine, range(STEPS)), homes_bytes()
+    engine.destroy()
+    del engine
+    gc.collect()
+    return found
+
+
+def test_ranks_may_mix(ranks: Pools) -> None:
+    plenty, short = (ranks(2).run(shortage, rank) for rank in (-1, 1))
+    assert [trace for trace, _ in plenty] == [trace for trace, _ in short]
+    assert short[1][1] == 0 < short[0][1] == plenty[0][1]
+
+
+def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int, int]]:
+    """After each engine: bytes of living tensors that peers can read, bytes of their pages, segments, and descriptors of this process."""
+    found = []
+    for _ in range(count):
+        engine = make_engine(
+            TinyLM,
+            {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0, "reduce_bucket_size": 9000}},
+        )
+        train_engine(engine, range(2))
+        engine.destroy()
+        del engine
+        gc.collect()
+        homes = _HOMES[dist.group.WORLD]
+        pages = sum(os.fstat(home.segment.descriptor).st_blocks * 512 for home in homes._homes.values())
+        found.append((homes.taken_bytes, pages, len(homes._homes), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None:
+    for rows in ranks(2).run(engines_come_and_go, stage, 20):
+        assert all(taken == 0 for taken, *_ in rows)
+        assert all(pages == 4096 * segments for _, pages, segments, _ in rows), "nothing but headers"
+        assert len({row[2:] for row in rows[2:]}) == 1, rows
+
+
+def user_code(stage: int) -> dict[str, bool]:
+    """What user code does with a model whose parameters lie in such buffers."""
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": stage}})
+    train_engine(engine, range(1))
+    before = engine.module.embed.weight.detach().clone()
+    twin = copy.deepcopy(engine.module)
+    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    written = io.BytesIO()
+    torch.save(engine.module.state_dict(), written)
+    data = TensorDataset(torch.arange(16))
+    loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=60)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a pool's rank may have no children otherwise
+    rows = [int(value) for (batch,) in loader for value in batch]
+    train_engine(engine, range(1, 3))
+    read = torch.load(io.BytesIO(written.getvalue()))
+    return {
+        "moved on": not torch.equal(engine.module.embed.weight, before),
+        "twin kept": torch.equal(twin.embed.weight, before),
+        "state kept": torch.equal(state["embed.weight"], before),
+        "file kept": torch.equal(read["embed.weight"], before),
+        "workers": rows == list(range(16)),
+        "twin computes": bool(torch.isfinite(twin(tokens(0, 2)))),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_user_code_meets_ordinary_tensors(ranks: Pools, stage: int) -> None:
+    for found in ranks(2).run(user_code, stage):
+        assert all(found.values()), found
+
+
+def edits() -> list[float]:
+    """Parameters are edited in place right after the step and by the safe ways, again and again, while peers could still be reading."""
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0}})
+    import zero_trial
+
+    found = []
+    weight = engine.module.blocks[0].up.weight
+    for step in range(6):
+        found += train_engine(engine, range(step, step + 1))
+        value = zero_trial.zero.safe_get_full_fp32_param(weight)
+        zero_trial.zero.safe_set_full_fp32_param(weight, value * 0.5)
+        with zero_trial.zero.GatheredParameters([weight], modifier_rank=0):
+            if engine.global_rank == 0:
+                weight.data.mul_(2.0)
+    with zero_trial.zero.GatheredParameters([weight]):
+        found.append(float(weight.double().sum()))
+    return found
+
+
+def test_edits_wait_for_peers(ranks: Pools) -> None:
+    first, second = ranks(2).run(edits)
+    assert first[-1] == second[-1]
+    assert ranks(2).run(edits) == [first, second]

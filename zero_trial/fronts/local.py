@@ -161,16 +161,16 @@ def print_error(error: BaseException) -> None:
     """Into the log: the message of an error that a user may meet; the traceback of any other. In both cases a line that begins with
     ``error   ``: launchers print much after it, and that is how it is found. A run that was asked to stop, and has saved, is no error.
     """
+    text = words_of(error)
+    leave_last_words(text, printed=True)  # before they are printed: who has printed something has left it too
     if not isinstance(error, ZeroTrialError):
         traceback.print_exception(error, file=sys.stderr)
-    text = words_of(error)
     first, *rest = text.splitlines()
     label = "stopped" if isinstance(error, Preempted) else "error  "
     sys.stderr.write(
         "\n".join([f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]) + "\n"
     )
     sys.stderr.flush()
-    leave_last_words(text, printed=True)
 
 
 def words_of(error: BaseException) -> str:

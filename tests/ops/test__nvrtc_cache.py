@@ -32,6 +32,15 @@ def test_made_once_per_folder(tmp_path: Path) -> None:
     assert make.times == 2
 
 
+def test_what_others_could_have_put_there_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    KernelCache(folder).get("key", Counting(b"theirs"))
+    folder.chmod(0o777)
+    cache, make = KernelCache(folder), Counting(b"ours")
+    assert cache.get("key", make) == b"ours" and make.times == 1
+    assert str(folder) in cache.trouble
+
+
 def cut(content: bytes) -> bytes:
     return content[:-1]
 

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from zero_trial.ops._library_cache import open_to_others
+
 _MARK = b"zero_trial kernel 1\n"
 _DIGEST = hashlib.sha256().digest_size
 
@@ -25,7 +27,7 @@ def unsealed(content: bytes) -> bytes | None:
 
 
 class KernelCache:
-    """``folder`` may be unwritable, or None: then images live as long as the process."""
+    """``folder`` may be unwritable, writable by other users, or None: then images live as long as the process."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -48,7 +50,9 @@ class KernelCache:
     def _read(self, key: str) -> bytes | None:
         path = self._path(key)
         try:
-            return None if path is None else unsealed(path.read_bytes())
+            if path is None or open_to_others(path.parent):  # the checksum is not a signature
+                return None
+            return unsealed(path.read_bytes())
         except OSError:
             return None
 
@@ -58,6 +62,8 @@ class KernelCache:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if fault := open_to_others(path.parent):
+                raise OSError(fault)
             handle, scratch = tempfile.mkstemp(dir=path.parent, prefix="cuda-", suffix=".part")
             try:
                 with os.fdopen(handle, "wb") as file:

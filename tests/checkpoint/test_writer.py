@@ -132,7 +132,7 @@ def test_state_that_is_not_json_is_refused_before_anything_is_replaced(tmp_path:
     "tag", ["", ".", "..", "a/b", "x.tmp-1", "x.old-1", "a\\b", "a\0", "a\nb", "\ud800", "x" * 201]
 )
 def test_tags_are_plain_names(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(CheckpointError, match="not a tag|the tag is too long"):
+    with pytest.raises(CheckpointError, match=r"not a tag|the tag is too long"):
         save_alone(tmp_path, tag, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,22 @@ def test_names() -> None:
     names = Contents(engine)
     assert (names.param("w"), names.state("m", "w"), names.buffer("b")) == ("param/w", "state/m/w", "buffer/b")
     assert names.twins is engine.mesh.world and names.aliases() == {} and names.buffers() == []
+
+
+def clipped() -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_trial").addHandler(handler)
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "mesh": {"model": 2}, "gradient_clipping": 1.0}
+    zero_trial.initialize(model=Columns(0), config=config)
+    logging.getLogger("zero_trial").removeHandler(handler)
+    return [line for line in heard if "parallel parts" in line]
+
+
+def test_that_norms_are_each_part_s_own_is_said(ranks: Pools) -> None:
+    first, second = ranks(2).run(clipped)
+    assert first == [
+        "2 parallel parts of the model: each clips by its own gradient norm, so that weights which all parts hold can drift apart"
+    ]
+    assert second == []

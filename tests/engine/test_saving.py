@@ -460,3 +460,9 @@ def test_one_rank_saves_alone(tmp_path: Path) -> None:
     assert "rank 1" in text
     assert "step 2" in text
     assert "1.5 s" in text
+
+
+def test_client_state_is_a_dict(tmp_path: Path) -> None:
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+    with pytest.raises(TrialError, match=r"client_state is not a dict: got list, expected a dict or None"):
+        engine.save_checkpoint(tmp_path, client_state=[1])  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.schedules import build_scheduler
 from zero_trial.engine.watch import watch
-from zero_trial.engine.wiring import mesh_shape, wire
+from zero_trial.engine.wiring import Wiring, mesh_shape, wire
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, world_size
 from zero_trial.mesh.mesh import mesh_around
@@ -116,6 +116,7 @@ def build_engine(
     if isinstance(model, PipelineModule):
         wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)
     _say_dtypes(model, wiring.policy.param, mesh)
+    _say_parts(mesh, wiring)
     sharded = ShardedModel(
         model,
         [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
@@ -139,6 +140,16 @@ def _say_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
     trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
     for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
         log.warning(line)
+
+
+def _say_parts(mesh: Mesh, wiring: Wiring) -> None:
+    """A line where parts of a model decide for themselves what concerns them all."""
+    parts = mesh.model_part[1]
+    if parts > 1 and mesh.rank == 0 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
+        what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
+        log.warning(
+            "%d parallel parts of the model: each %s, so that weights which all parts hold can drift apart", parts, what
+        )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -182,6 +182,13 @@ class EngineSurface(nn.Module):
     ) -> bool:
         """Writes ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call. See :class:`Saver`."""
         self.verdict.conclude()
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise TrialError(
+                "client_state is not a dict",
+                where="engine.save_checkpoint",
+                got=type(client_state).__name__,
+                expected="a dict or None",
+            )
         return self._saver.save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(

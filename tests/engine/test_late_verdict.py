@@ -309,7 +309,7 @@ ASKERS: dict[str, Any] = {
     "step counts": lambda engine: engine.optimizer.scalars(),
     "schedule": lambda engine: engine.lr_scheduler,
     "backward": lambda engine: engine.backward(loss(engine, Turn(1, 0, 0))),
-    "step": lambda engine: engine.step(),
+    "step after another's loss": lambda engine: (loss(engine, Turn(1, 0, 0)).backward(), engine.step()),
     "destroy": lambda engine: engine.destroy(),
 }
 LEAVES_OPEN: dict[str, Any] = {

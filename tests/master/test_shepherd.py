@@ -21,14 +21,17 @@ from zero_trial.master.verbs import LogQuery
 
 ESCAPE = """
 import os, signal, sys, time
+there, tell = os.pipe()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:  # a daemon of its own, whose parent is gone, and which will not hear
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("daemon", os.getpid(), flush=True)
+        os.write(tell, b"x")
         time.sleep(60)
     os._exit(0)
 os.wait()
+os.read(there, 1)  # main ends after the daemon has spoken
 print("main", os.getpid(), flush=True)
 """
 

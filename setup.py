@@ -68,7 +68,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",
-        "safetensors",
+        "safetensors[torch]",  # saving through its torch part needs numpy
         "pyyaml",
         "tqdm",
         # The package `attrdict` does not import on Python >= 3.10; this fork provides the module of that name.

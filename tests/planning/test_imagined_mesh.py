@@ -69,6 +69,20 @@ def test_segments_stay_and_are_used_again() -> None:
     assert len(segments.made) == 2
 
 
+@pytest.mark.parametrize(("exchange", "in_place"), [(Exchange.SHARED, True), (Exchange.DIRECT, False)])
+def test_what_is_read_in_place_needs_no_segment(exchange: Exchange, in_place: bool) -> None:
+    segments, cpu = Segments(), torch.device("cpu")
+    shard = imagined_mesh(MeshShape(shard=2), exchange, segments).shard
+    assert shard.reads_in_place(cpu) is in_place
+    full, out = shard.buffer(BIG, torch.float32, cpu), torch.zeros(BIG // 2)
+    shard.reduce_scatter(full, out, "gradients").wait()
+    shard.all_gather(full, full[: BIG // 2], "parameters").wait()
+    shard.all_reduce(full[BIG // 2 :], "replicas").wait()
+    assert segments.total == 0 and shard.settled(full)
+    shard.all_gather(full, out, "from elsewhere").wait()
+    assert (segments.total > 0) is in_place
+
+
 def test_an_axis_of_one_rank_copies() -> None:
     comm = imagined_mesh(MeshShape()).shard
     out = torch.zeros(4)

@@ -109,6 +109,12 @@ class CheckpointError(ZeroTrialError):
     exit_code = 5
 
 
+class StorageError(ZeroTrialError):
+    """The disk that holds offloaded state failed."""
+
+    exit_code = 5
+
+
 class KernelUnavailable(ZeroTrialError):
     """A native kernel cannot be built or loaded here; the pure-torch reference is used instead, and said so."""
 

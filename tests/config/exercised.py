@@ -28,6 +28,7 @@ _COMET, _WANDB, _MONITOR = (
 _PROFILER, _VOLUME = "engine/test_step_profiler.py", "zero/test_volume.py"
 _PIPELINE = "engine/test_pipeline_settings.py"
 _CHECKPOINTING = "activation/test_checkpointing.py"
+_OFFLOAD = "engine/test_offload.py"
 
 
 def _below(section: str, test: str, *names: str) -> dict[str, str]:
@@ -86,6 +87,16 @@ EXERCISED: dict[str, str] = {
     "zero_optimization.reduce_every": f"{_VOLUME}::test_reducing_every_micro_batch_moves_g_plus_1_psi",
     "zero_optimization.reshard_after": f"{_VOLUME}::test_stage_3_that_frees_after_forward_moves_at_most_3_psi",
     "zero_optimization.mics_shard_size": _MESHED,
+    **_below(
+        "zero_optimization",
+        f"{_OFFLOAD}::test_what_the_sections_say",
+        "offload_optimizer.device",
+        "offload_optimizer.nvme_path",
+        "offload_optimizer.buffer_count",
+        "sub_group_size",
+    ),
+    "zero_optimization.offload_param.device": f"{_OFFLOAD}::test_host_memory_is_where_it_lives_already",
+    **_below("aio", f"{_OFFLOAD}::test_what_the_sections_say", "block_size", "queue_depth"),
     **_below("mesh", _MESHED, "shard", "replica", "model", "pipe"),
     **_below(
         "pipeline",

@@ -18,7 +18,8 @@ GOOD: list[dict[str, Any]] = [
     {"activation_checkpointing.contiguous_memory_optimization": True, "activation_checkpointing.number_checkpoints": 4},
     {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 3},
     {"zero_optimization.reshard_after": "auto"},
-    {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "x"},
+    {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_optimizer.nvme_path": "x"},
+    {"zero_optimization.offload_param.device": "cpu"},
     {"torch_autocast.enabled": True},
     {"pipeline.schedule": "interleaved", "pipeline.chunks_per_rank": 4},
     {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 2},
@@ -61,6 +62,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"zero_optimization.offload_optimizer.device": "nvme"},
         "zero_optimization.offload_optimizer.device: nvme needs a folder.",
+    ),
+    (
+        {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "x"},
+        'zero_optimization.offload_param.device: parameters on NVMe do not exist here yet; optimizer state on NVMe does: got "nvme". Remove it;',
     ),
     (
         {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 2},

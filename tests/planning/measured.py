@@ -64,6 +64,7 @@ def watched_step(folder: str, config: dict[str, Any], steps: int = 3) -> dict[st
         live.hold([*model.parameters(), *model.buffers(), *given])
         engine = zero_trial.initialize(model=model, config=config)[0]
         live.follow(engine.sharded.buffers)
+        live.hold(engine.optimizer.store.buffers)
         for _ in range(steps):
             live.restart()
             for _ in range(engine.gradient_accumulation_steps()):

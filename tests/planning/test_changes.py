@@ -89,10 +89,11 @@ def test_nothing_fits() -> None:
     )
 
 
-def test_the_table_has_every_stage_every_halving_and_offload() -> None:
+def test_the_table_has_every_stage_every_halving_and_state_on_nvme() -> None:
     lines = comparison_table(planner(refused=(0,)).compare(), 25 * GIB).splitlines()
     assert lines[0].split() == ["states", "activations", "temporary", "peak", "exchange"]
     names = [line[:6] for line in lines[1:]]
-    assert names == ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2", "ZeRO-2", "offloa"]
-    assert "this stage cannot be" in lines[1] and lines[-1].endswith("not available yet")
+    assert names == ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2", "ZeRO-2", "ZeRO-2"]
+    assert "this stage cannot be" in lines[1]
+    assert "ZeRO-2, micro batch 4 x accumulation 1, state on NVMe" in lines[-1] and "GiB" in lines[-1]
     assert lines[2].endswith("does not fit") and lines[4].endswith("fits") and "(as configured)" in lines[3]

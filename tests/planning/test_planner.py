@@ -49,7 +49,15 @@ def test_each_plan_is_rehearsed_once() -> None:
     chosen.compare()
     chosen.compare()
     subject = chosen._subject
-    assert isinstance(subject, Formula) and sorted(subject.asked) == [(0, 4), (1, 4), (2, 1), (2, 2), (2, 4), (3, 4)]
+    assert isinstance(subject, Formula) and sorted(subject.asked) == [
+        (0, 4),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+        (2, 4),
+        (2, 4),
+        (3, 4),
+    ]
 
 
 def test_halvings() -> None:

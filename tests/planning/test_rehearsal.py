@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,24 @@ def test_every_optimizer_makes_its_own_state(ranks: Pools, name: str) -> None:
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert figures.optimizer == real["optimizer"]
     assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool) -> None:
+    config = ds_config(stage, bf16=bf16)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
+    config["zero_optimization"] |= {"offload_optimizer": offload, "sub_group_size": 4096}
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert (figures.parameters, figures.gradients, figures.optimizer) == (
+        real["parameters"],
+        real["gradients"],
+        real["optimizer"],
+    )
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+    assert figures.optimizer < planned("gpt", ds_config(stage, bf16=bf16), imagined=True).optimizer
+    assert planned("gpt", config, imagined=False).states == figures.states
 
 
 def test_states_alone_are_the_papers_figures() -> None:

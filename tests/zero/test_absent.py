@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.zero.absent import absent
+from zero_trial.zero.absent import absent, is_absent
 
 CPU = torch.device("cpu")
 
@@ -33,3 +33,9 @@ def test_scalars_empty_tensors_and_truth_values() -> None:
     assert absent((), torch.float32, CPU).shape == ()
     assert absent((0, 3), torch.float32, CPU).shape == (0, 3)
     assert absent((3,), torch.bool, CPU).dtype == torch.bool
+
+
+def test_what_is_absent_is_known() -> None:
+    assert is_absent(absent((2, 3), torch.float32, torch.device("cpu")))
+    assert not is_absent(torch.zeros(2, 3)) and not is_absent(torch.zeros(1)) and not is_absent(torch.zeros(0))
+    assert not is_absent(torch.zeros(6)[::2])

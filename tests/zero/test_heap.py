@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from zero_trial.zero.heap import keep_freed_memory
+from zero_trial.zero.heap import give_freed_memory_back, keep_freed_memory
 
 PAGES = (8 << 20) // resource.getpagesize()
 
@@ -36,3 +36,27 @@ def test_reviving_a_buffer_costs_no_page_faults() -> None:
         pytest.skip("this C library has no mallopt")
     # the first few may fault, until the block has found its place in the heap; if all did it would be 40 * PAGES
     assert kept < 20 * PAGES
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def resident_before_and_after() -> tuple[int, int]:
+    """64 MiB in freed blocks between which something small lives on."""
+    keep_freed_memory()
+    blocks = [torch.ones(1 << 20) for _ in range(32)]
+    del blocks[::2]
+    before = resident()
+    give_freed_memory_back()
+    return before, resident()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
+def test_pages_between_living_blocks_go_back() -> None:
+    if not keep_freed_memory():
+        pytest.skip("this C library has no mallopt")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        before, after = pool.apply(resident_before_and_after)
+    assert before - after > 48 << 20

@@ -102,6 +102,18 @@ def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
     return None
 
 
+def _params_stay_off_nvme(values: Values, where: Where) -> ConfigError | None:
+    path = "zero_optimization.offload_param.device"
+    if values.get(path) != "nvme":
+        return None
+    return ConfigError(
+        "parameters on NVMe do not exist here yet; optimizer state on NVMe does",
+        where=where(path),
+        got='"nvme"',
+        fix="Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.",
+    )
+
+
 def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
     path = "zero_optimization.reshard_after"
     stage = _get(values, "zero_optimization.stage")
@@ -173,6 +185,7 @@ _RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
     _contiguous_needs_number,
     _states_need_masters,
     _nvme_needs_a_path,
+    _params_stay_off_nvme,
     _reshard_is_for_stage_3,
     _chunks_fit_the_schedule,
     _policy_is_for_the_stage,

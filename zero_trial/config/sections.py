@@ -285,6 +285,14 @@ class MeshSection:
 
 
 @dataclass(frozen=True)
+class AioSection:
+    """``aio``: reads and writes of state that lives on an NVMe disk."""
+
+    block_size: int = 1048576
+    queue_depth: int = 8
+
+
+@dataclass(frozen=True)
 class DsConfig:
     """A whole ds_config after checking; batch sizes stand as given (``solve_batch`` fills them).
 
@@ -321,6 +329,7 @@ class DsConfig:
     wandb: WandbSection = WandbSection()
     comet: CometSection = CometSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
+    aio: AioSection = AioSection()
     timers: TimersSection = TimersSection()
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False

@@ -71,7 +71,7 @@ OPTIMIZER = (
         NO_EFFECT,
         "every optimizer that works element by element is sharded; none is called untested",
     ),
-    Key("zero_force_ds_cpu_optimizer", Bool(), NO_EFFECT, "optimizer offload does not exist here yet"),
+    Key("zero_force_ds_cpu_optimizer", Bool(), NO_EFFECT, "any elementwise optimizer can be offloaded"),
 )
 
 PRECISION = (

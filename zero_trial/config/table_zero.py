@@ -7,12 +7,8 @@ from zero_trial.config.kinds import Bool, Float, Int, Names, Opaque, Section, Te
 
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
 
-# Turn this to HONOURED (and OFFLOAD_SIZE too) with the commit that brings offload.
-OFFLOAD = REFUSED
-OFFLOAD_SIZE = NOT_YET
-_NO_OFFLOAD = "offload does not exist here yet; everything stays on the device of its rank"
-_OFFLOAD_FIX = "Remove it, or use a higher ZeRO stage or more ranks to save device memory."
-_SIZE = "it belongs to offload, which does not exist here yet"
+_PARAMS = "it belongs to parameters on NVMe, which do not exist here yet"
+_NO_UPLOAD = "it belongs to offload from a GPU, which does not exist here yet"
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
 
@@ -265,21 +261,31 @@ _DEVICES = Text(("none", "cpu", "nvme"))
 
 OFFLOADS = (
     Key(f"{_Z}.offload_optimizer", Section(), HONOURED, "where optimizer state lives between steps"),
-    Key(f"{_Z}.offload_optimizer.device", _DEVICES, OFFLOAD, _NO_OFFLOAD, instead=_OFFLOAD_FIX),
-    *alike(
-        f"{_Z}.offload_optimizer",
-        OFFLOAD_SIZE,
-        _SIZE,
-        nvme_path=Text(),
-        buffer_count=Int(1),
-        pipeline_read=Bool(),
-        pipeline_write=Bool(),
-        fast_init=Bool(),
-        ratio=Float(low=0, high=1),
-        super_offload=Bool(),
-        cpuadam_cores_perc=Float(above=0, high=1),
+    Key(
+        f"{_Z}.offload_optimizer.device",
+        _DEVICES,
+        HONOURED,
+        "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU ranks have them anyway; from a GPU not yet",
     ),
-    Key(f"{_Z}.offload_optimizer.pin_memory", Bool(), OFFLOAD_SIZE, _SIZE, was="false"),
+    Key(f"{_Z}.offload_optimizer.nvme_path", Text(), HONOURED, "the folder of the files, one for each rank"),
+    Key(
+        f"{_Z}.offload_optimizer.buffer_count",
+        Int(1),
+        HONOURED,
+        "buffers through which state on NVMe passes; 3 let reading, updating and writing overlap",
+    ),
+    Key(f"{_Z}.offload_optimizer.pin_memory", Bool(), NOT_YET, _NO_UPLOAD, was="false"),
+    Key(f"{_Z}.offload_optimizer.pipeline_read", Bool(), NO_EFFECT, "reads always run ahead of the update"),
+    Key(f"{_Z}.offload_optimizer.pipeline_write", Bool(), NO_EFFECT, "writes always run behind the update"),
+    Key(f"{_Z}.offload_optimizer.fast_init", Bool(), NO_EFFECT, "masters go to NVMe while the model is built"),
+    Key(f"{_Z}.offload_optimizer.ratio", Float(low=0, high=1), NOT_YET, "all of the state is offloaded"),
+    Key(f"{_Z}.offload_optimizer.super_offload", Bool(), NO_EFFECT, "there is one way of offloading"),
+    Key(
+        f"{_Z}.offload_optimizer.cpuadam_cores_perc",
+        Float(above=0, high=1),
+        NO_EFFECT,
+        "it tunes super_offload; updates use the threads that torch has",
+    ),
     Key(
         f"{_Z}.offload_optimizer.pipeline",
         Bool(),
@@ -288,18 +294,28 @@ OFFLOADS = (
         default=False,
     ),
     Key(f"{_Z}.offload_param", Section(), HONOURED, "where parameter shards live between uses"),
-    Key(f"{_Z}.offload_param.device", _DEVICES, OFFLOAD, _NO_OFFLOAD, instead=_OFFLOAD_FIX),
+    Key(
+        f"{_Z}.offload_param.device",
+        _DEVICES,
+        HONOURED,
+        "cpu: in host memory, where CPU ranks have them anyway; nvme, and cpu from a GPU, are refused",
+    ),
     *alike(
         f"{_Z}.offload_param",
-        OFFLOAD_SIZE,
-        _SIZE,
+        NOT_YET,
+        _PARAMS,
         nvme_path=Text(),
         buffer_count=Int(1),
         buffer_size=Int(1, unit="elements"),
         max_in_cpu=Int(0, unit="elements"),
     ),
-    Key(f"{_Z}.offload_param.pin_memory", Bool(), OFFLOAD_SIZE, _SIZE, was="false"),
-    Key(f"{_Z}.sub_group_size", Int(1, unit="elements"), OFFLOAD_SIZE, _SIZE),
+    Key(f"{_Z}.offload_param.pin_memory", Bool(), NOT_YET, _NO_UPLOAD, was="false"),
+    Key(
+        f"{_Z}.sub_group_size",
+        Int(1, unit="elements"),
+        HONOURED,
+        "at most so many elements of offloaded state in a buffer; smaller where all buffers would hold more than a quarter of it",
+    ),
     Key(
         f"{_Z}.cpu_offload",
         Bool(),
@@ -343,12 +359,30 @@ OFFLOADS = (
         instead="Remove the section.",
     ),
     Key("aio", Section(), HONOURED, "it tunes reads and writes of NVMe offload"),
-    Key("aio.block_size", Int(1, unit="bytes"), OFFLOAD_SIZE, _SIZE, default=1048576),
-    Key("aio.queue_depth", Int(1), OFFLOAD_SIZE, _SIZE, default=8),
-    Key("aio.intra_op_parallelism", Int(1), OFFLOAD_SIZE, _SIZE, default=1, aliases=("thread_count",)),
-    Key("aio.single_submit", Bool(), OFFLOAD_SIZE, _SIZE, default=False),
-    Key("aio.overlap_events", Bool(), OFFLOAD_SIZE, _SIZE, default=True),
-    Key("aio.use_gds", Bool(), OFFLOAD_SIZE, _SIZE, default=False),
+    Key("aio.block_size", Int(1, unit="bytes"), HONOURED, "bytes of one request; rounded up to blocks of 4096"),
+    Key(
+        "aio.queue_depth",
+        Int(1, high=1024),
+        HONOURED,
+        "requests of a rank under way at once, each in a thread of its own",
+    ),
+    Key(
+        "aio.intra_op_parallelism",
+        Int(1),
+        NO_EFFECT,
+        "queue_depth says how many threads there are",
+        default=1,
+        aliases=("thread_count",),
+    ),
+    Key("aio.single_submit", Bool(), NO_EFFECT, "every request is a call of its own", default=False),
+    Key("aio.overlap_events", Bool(), NO_EFFECT, "requests are always under way while others are made", default=True),
+    Key(
+        "aio.use_gds",
+        Bool(),
+        NO_EFFECT,
+        "the update runs on the CPU, so nothing goes from the disk to a GPU",
+        default=False,
+    ),
 )
 
 ZERO = STAGE + HYBRID + OFFLOADS

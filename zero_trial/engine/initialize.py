@@ -18,6 +18,7 @@ from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.kernels import agree_on_kernels
 from zero_trial.engine.late_verdict import choose_verdict
+from zero_trial.engine.offload import Offload, OpenShelf, offload_line, open_shelf, plan_offload
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -73,6 +74,8 @@ def initialize(
         agree_on_kernels(mesh.world)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
     engine.verdict = choose_verdict(engine.sharded, engine.wiring, engine.device, engine.optimizer)
+    if mesh.rank == 0 and (line := offload_line(settings, engine.optimizer)) is not None:
+        log.info("%s", line)
     watch(engine)
     _configure_checkpointing(settings, mesh)
     if training_data is not None:
@@ -103,8 +106,12 @@ def build_engine(
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     mpu: Any = None,
+    shelf: OpenShelf = open_shelf,
 ) -> Engine:
-    """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh."""
+    """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh.
+
+    ``shelf`` opens the place of offloaded state; a rehearsal has one without a disk.
+    """
     wiring = wire(settings, mesh.data.size)
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
@@ -117,6 +124,8 @@ def build_engine(
         wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)
     _say_dtypes(model, wiring.policy.param, mesh)
     _say_parts(mesh, wiring)
+    trained = _trained(groups) if _optimizes(optimizer, settings) else []
+    offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, shelf)
     sharded = ShardedModel(
         model,
         [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
@@ -125,11 +134,12 @@ def build_engine(
         wiring.policy,
         wiring.sharding,
         pipeline.domains if pipeline is not None else (),
+        offload.house,
     )
     parts = (model, sharded, None, None, wiring, settings, mesh, device)
     place: dict[str, Any] = {"local_rank": read_rank_env().local_rank, "client_mpu": mpu}
     engine = Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, wired=pipeline)
-    wrapped = _build_optimizer(engine, optimizer, groups, settings)
+    wrapped = _build_optimizer(engine, optimizer, groups, settings, offload)
     engine.optimizer = sharded.optimizer = wrapped
     engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
     return engine
@@ -234,18 +244,30 @@ def _parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterab
     return groups
 
 
-def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: DsConfig) -> ShardedOptimizer | None:
+def _trained(groups: Groups) -> list[torch.Tensor]:
+    return [param for group in groups for param in group["params"]]
+
+
+def _build_optimizer(
+    engine: Engine, optimizer: Any, groups: Groups, settings: DsConfig, offload: Offload
+) -> ShardedOptimizer | None:
     if not _optimizes(optimizer, settings):
         return None
     landings = engine.sharded.landings
     if isinstance(optimizer, torch.optim.Optimizer):
         base = optimizer
-        pieces = cut_pieces(landings, whole_tensors=not is_elementwise(type(base)) and not isinstance(base, FusedLamb))
+        pieces = cut_pieces(
+            landings,
+            whole_tensors=not is_elementwise(type(base)) and not isinstance(base, FusedLamb),
+            most=offload.most,
+        )
         rebind(base, pieces)
     else:
         spec = None if optimizer is not None else resolve_optimizer(settings.optimizer.type, settings.optimizer.params)  # type: ignore[union-attr]
         pieces = cut_pieces(
-            landings, whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors
+            landings,
+            whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors,
+            most=offload.most,
         )
         build = spec.build if spec is not None else optimizer
         base = build(_groups_over(pieces, groups))
@@ -254,7 +276,8 @@ def _build_optimizer(engine: Engine, optimizer: Any, groups: Groups, settings: D
         ):  # a callable does not say before what it gives
             pieces = cut_pieces(landings, whole_tensors=True)
             base = build(_groups_over(pieces, groups))
-    wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale)
+    store = offload.store(base, pieces, is_elementwise(type(base)))
+    wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale, store=store)
     comm = engine.mesh.shard
     wrapped.bind_tensors(
         [landing.unit for landing in landings], lambda sums: comm.all_reduce_small(sums, "tensor norms")

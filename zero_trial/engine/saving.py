@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +27,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zero_trial")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_state_at_hand(method: Callable[Concatenate[Saver, P], T]) -> Callable[Concatenate[Saver, P], T]:
+    """Masters and optimizer state can be read and written while ``method`` runs, wherever they live."""
+
+    @functools.wraps(method)
+    def run(saver: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        optimizer = saver._engine.optimizer
+        with optimizer.lent() if optimizer is not None else nullcontext():
+            return method(saver, *args, **kwargs)
+
+    return run
+
 
 class Saver:
     """Saving and loading of one engine. Every method is collective over the world: every rank must call it."""
@@ -36,6 +53,7 @@ class Saver:
     def _contents(self) -> Contents:
         return Contents(self._engine)
 
+    @_with_state_at_hand
     def load(
         self,
         directory: Path,
@@ -48,6 +66,7 @@ class Saver:
         """See :meth:`Loader.load`."""
         return Loader(self._engine).load(directory, tag, strict, with_optimizer, with_schedule, with_counters)
 
+    @_with_state_at_hand
     def save(
         self, directory: Path, tag: str | None, client_state: dict[str, Any], check_latest: bool, without_frozen: bool
     ) -> bool:

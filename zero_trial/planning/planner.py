@@ -10,13 +10,15 @@ from typing import Any
 from torch import nn
 
 from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.sections import OffloadOptimizerSection
 from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.plan import MemoryPlan
-from zero_trial.planning.rehearsal import MOST_ACCUMULATION, variant
+from zero_trial.planning.rehearsal import MOST_ACCUMULATION, variant, with_state_at
 from zero_trial.planning.subject import ModelSubject, Subject
 
 STAGES = (0, 1, 2, 3)
+_NVME = OffloadOptimizerSection(device="nvme", nvme_path=".")
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,20 @@ class Planner:
         self.stage = settings.zero_optimization.stage
         self.micro_batch = batch.micro_batch_size
         self.accumulation = batch.accumulation
-        self._known: dict[tuple[int, int], MemoryPlan] = {}
+        offload = settings.zero_optimization.offload_optimizer
+        self.on_nvme = offload is not None and offload.device == "nvme"
+        self._known: dict[tuple[int, int, bool], MemoryPlan] = {}
 
-    def plan(self, stage: int | None = None, micro_batch: int | None = None) -> MemoryPlan:
-        """The plan at another stage or micro-batch; the global batch stays, so half the micro-batch is twice the accumulation."""
-        key = (self.stage if stage is None else stage, self.micro_batch if micro_batch is None else micro_batch)
+    def plan(self, stage: int | None = None, micro_batch: int | None = None, on_nvme: bool | None = None) -> MemoryPlan:
+        """The plan at another stage or micro-batch; the global batch stays, so half the micro-batch is twice the accumulation.
+
+        ``on_nvme``: with masters and optimizer state on a disk, or in memory.
+        """
+        key = (
+            self.stage if stage is None else stage,
+            self.micro_batch if micro_batch is None else micro_batch,
+            self.on_nvme if on_nvme is None else on_nvme,
+        )
         if key not in self._known:
             self._known[key] = self._make(*key)
         return self._known[key]
@@ -58,16 +69,18 @@ class Planner:
         return found
 
     def compare(self) -> list[Choice]:
-        """Every stage at the run's micro-batch, every halving at the run's stage, and offload, which does not exist yet."""
+        """Every stage at the run's micro-batch, every halving at the run's stage, and the run with optimizer state elsewhere: on NVMe, or not."""
         rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
         rows += [self._choice(self.stage, size) for size in self.halvings()]
-        return [*rows, Choice("offload of optimizer state or parameters", None, "not available yet")]
+        return [*rows, self._choice(self.stage, self.micro_batch, not self.on_nvme)]
 
-    def _choice(self, stage: int, micro_batch: int) -> Choice:
-        here = " (as configured)" if (stage, micro_batch) == (self.stage, self.micro_batch) else ""
-        name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}{here}"
+    def _choice(self, stage: int, micro_batch: int, on_nvme: bool | None = None) -> Choice:
+        on_nvme = self.on_nvme if on_nvme is None else on_nvme
+        here = (stage, micro_batch, on_nvme) == (self.stage, self.micro_batch, self.on_nvme)
+        name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}"
+        name += (", state on NVMe" if on_nvme else "") + (" (as configured)" if here else "")
         try:
-            return Choice(name, self.plan(stage, micro_batch))
+            return Choice(name, self.plan(stage, micro_batch, on_nvme))
         except (ConfigError, TrialError) as error:
             if here:
                 raise
@@ -76,10 +89,12 @@ class Planner:
     def _accumulation(self, micro_batch: int) -> int:
         return self.micro_batch * self.accumulation // micro_batch
 
-    def _make(self, stage: int, micro_batch: int) -> MemoryPlan:
+    def _make(self, stage: int, micro_batch: int, on_nvme: bool) -> MemoryPlan:
         accumulation = self._accumulation(micro_batch)
         rehearsed = min(accumulation, MOST_ACCUMULATION)
         settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=rehearsed)
+        if on_nvme != self.on_nvme:
+            settings = with_state_at(settings, _NVME if on_nvme else None)
         figures, how = self._subject.rehearse(settings, self.ranks, micro_batch, self._one_host)
         precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
         return MemoryPlan(

@@ -22,6 +22,7 @@ from zero_trial.config.sections import (
     CommsLoggerSection,
     CsvMonitorSection,
     FlopsProfilerSection,
+    OffloadOptimizerSection,
     TensorBoardSection,
     WandbSection,
 )
@@ -31,6 +32,7 @@ from zero_trial.engine.wiring import mesh_shape
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.imagined_mesh import Exchange, Segments, imagined_mesh
+from zero_trial.planning.imagined_shelf import imagined_shelf
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.plan import Figures
 
@@ -176,6 +178,11 @@ def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: i
     )
 
 
+def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> DsConfig:
+    """``settings`` with optimizer state somewhere else."""
+    return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
+
+
 _SILENT: dict[str, Any] = {
     "tensorboard": TensorBoardSection(),
     "csv_monitor": CsvMonitorSection(),
@@ -195,7 +202,7 @@ def _engine(role: Role, options: dict[str, Any], world: World, live: LiveBytes) 
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
     mesh = imagined_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
-    return build_engine(model, role.settings, mesh, role.blueprint.device, **options)
+    return build_engine(model, role.settings, mesh, role.blueprint.device, shelf=imagined_shelf, **options)
 
 
 def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]) -> None:

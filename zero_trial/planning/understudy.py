@@ -16,8 +16,9 @@ from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.imagined_mesh import imagined_mesh
+from zero_trial.planning.imagined_shelf import imagined_shelf
 from zero_trial.planning.plan import Figures
-from zero_trial.planning.rehearsal import Role, rehearse_either, variant
+from zero_trial.planning.rehearsal import Role, rehearse_either, variant, with_state_at
 from zero_trial.planning.subject import first_rows, rows_of
 
 
@@ -84,6 +85,7 @@ class TrialSubject:
                 _quiet(settings, self.ranks),
                 imagined_mesh(mesh_shape(settings, self.ranks)),
                 self._device,
+                shelf=imagined_shelf,
                 **given,
             )
         understudy = Understudy(engine)
@@ -114,9 +116,16 @@ class TrialSubject:
 
     def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
+        place = settings.zero_optimization.offload_optimizer
         roles = [
             Role(
-                part.blueprint, variant(part.settings, stage=stage, micro_batch=micro_batch, accumulation=accumulation)
+                part.blueprint,
+                variant(
+                    with_state_at(part.settings, place),
+                    stage=stage,
+                    micro_batch=micro_batch,
+                    accumulation=accumulation,
+                ),
             )
             for part in self._parts
         ]

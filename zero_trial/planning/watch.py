@@ -137,6 +137,7 @@ class MemoryWatch:
         live.hold(landing.shard for landing in model.landings)
         live.hold([*engine.module.parameters(), *engine.module.buffers(), *_tensors(inputs)])
         if engine.optimizer is not None:
+            live.hold(engine.optimizer.store.buffers)
             live.hold(_tensors([dict(state) for state in engine.optimizer.base.state.values()]))
         live.restart()
         live.__enter__()  # type: ignore[no-untyped-call]

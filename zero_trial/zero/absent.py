@@ -12,3 +12,8 @@ def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     value = float("nan") if numbers else torch.iinfo(dtype).max
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
+    return tensor.numel() > 1 and not any(tensor.stride())

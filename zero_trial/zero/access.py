@@ -64,14 +64,16 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The fp32 master weight, whole. Collective over shard: every rank must call."""
     _, unit, index = _find(param)
-    return _wide(full_of_shard(unit, index, unit.master))
+    with unit.lend():
+        return _wide(full_of_shard(unit, index, unit.master))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
     _, unit, index = _find(param)
     unit.settle()  # a gather under way reads the shard, and so may peers
-    write_to_shard(unit, index, unit.master, value)
+    with unit.lend():
+        write_to_shard(unit, index, unit.master, value)
     pending = unit.publish()
     if pending is not None:
         pending.wait()
@@ -106,7 +108,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """This rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
     _, unit, index = _find(param)
-    return _wide(_local(unit, index, unit.master))
+    with unit.lend():
+        return _wide(_local(unit, index, unit.master))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:

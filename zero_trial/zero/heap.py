@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
@@ -18,10 +19,27 @@ def keep_freed_memory() -> bool:
 
     Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not shrink after it.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_freed_memory_back() -> bool:
+    """Gives the kernel every page of the heap that nothing lives on; True if there were any.
+
+    For moments at which much is freed that does not come again. A large block that is freed is seldom whole for the next one: some small thing
+    gets a place in it, and the heap grows by another block.
+    """
+    trim = _glibc("malloc_trim")
+    return trim is not None and bool(trim(0))
+
+
+def _glibc(name: str) -> Any:
+    """A function of the C library; None where that is another one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None

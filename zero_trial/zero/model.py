@@ -58,7 +58,8 @@ class ShardingSettings:
 class ShardedModel:
     """``module`` with its trainable parameters in units. ``groups``: for each optimizer group, its parameters.
 
-    Construction makes all ranks start from rank 0's values. Collective over data.
+    Construction makes all ranks start from rank 0's values. Collective over data. ``house(unit)`` hears of each trainable unit as soon as it
+    is built, before the next one is: it may take the master elsewhere.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ShardedModel:
         policy: DtypePolicy,
         settings: ShardingSettings = ShardingSettings(),
         domains: Sequence[Domain] = (),
+        house: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -90,7 +92,7 @@ class ShardedModel:
             group_of = {block: group for group, inside in merged.items() for block in inside}
             members = [replace(member, block=group_of.get(member.block, member.block)) for member in members]
         groupings = into_blocks(members, settings.limits) if per_unit else into_buckets(members, settings.limits)
-        self.units = [self._unit(grouping, params) for grouping in groupings]
+        self.units = [self._unit(grouping, params, house) for grouping in groupings]
         self._agree_on_the_rest({id(param) for unit in self.units for param in unit.params})
         freed: dict[str, list[Unit]] = {}
         for unit in self.units:
@@ -149,7 +151,7 @@ class ShardedModel:
         directory.register((param for unit in self.units for param in unit.params), self)
         self._whole_state = WholeState(module, self.units, self.arrive)
 
-    def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter]) -> Unit:
+    def _unit(self, grouping: Grouping, params: Mapping[str, nn.Parameter], house: Callable[[Unit], None]) -> Unit:
         first = params[grouping.members[0].name]
         dtype = grouping.members[0].key[0]
         domain = self.domains.get(str(grouping.members[0].key[-1]))
@@ -166,7 +168,7 @@ class ShardedModel:
 
         offsets = [(slot.offset, member.group) for slot, member in zip(layout.slots, grouping.members, strict=True)]
         trainable = grouping.members[0].group >= 0
-        return Unit(
+        unit = Unit(
             grouping.name,
             layout,
             [params[m.name] for m in grouping.members],
@@ -180,6 +182,9 @@ class ShardedModel:
             read=read_first_values,
             agree=agree,
         )
+        if trainable:
+            house(unit)
+        return unit
 
     def _domain_of(self, unit: Unit) -> str | None:
         found = (domain.name for domain in self.domains.values() if unit.params and id(unit.params[0]) in domain.params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,9 @@ class StateView:
     tensor: torch.Tensor
 
 
-def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool) -> list[ShardPiece]:
+def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool, most: int | None = None) -> list[ShardPiece]:
     """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape (a scalar as (1,)), for optimizers that need
-    whole tensors.
+    whole tensors. ``most``: the former are cut at its multiples, counted from the shard's start.
 
     The latter is possible only where nothing is sharded; otherwise ConfigError.
     """
@@ -76,8 +77,10 @@ def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool) -> list[Shar
             continue
         for group, (start, stop) in sorted(unit.runs.items()):
             a, b = max(start, low) - low, min(stop, high) - low
-            if a < b:
-                pieces.append(ShardPiece(unit, landing, group, a, b, nn.Parameter(unit.master[a:b])))
+            while a < b:
+                end = b if most is None else min((a // most + 1) * most, b)
+                pieces.append(ShardPiece(unit, landing, group, a, end, nn.Parameter(unit.master[a:end])))
+                a = end
     return pieces
 
 
@@ -164,8 +167,7 @@ class ShardedOptimizer:
         for batch in self._store.batches():
             self._store.borrow(batch)
             rounded = self._update(batch, multiplier, gate)
-            self._store.give_back(batch)
-            updated(batch, rounded)
+            updated(batch, self._store.give_back(batch, rounded))
 
     def _update(self, batch: Sequence[ShardPiece], multiplier: float, gate: Gate | None) -> bool:
         if isinstance(self.base, PieceOptimizer) and self.base.fuses:
@@ -189,8 +191,16 @@ class ShardedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do here: gradients live in the units, and :meth:`Engine.zero_grad` forgets them."""
 
+    def lent(self) -> AbstractContextManager[None]:
+        """Inside, masters and state can be read and written wherever they live; only between steps. May be nested."""
+        return self._store.lent()
+
+    @property
+    def store(self) -> StateStore:
+        return self._store
+
     def views(self) -> Iterator[StateView]:
-        """Every tensor of master weights and state on this rank, by logical tensor.
+        """Every tensor of master weights and state on this rank, by logical tensor. Their values are there only inside :meth:`lent`.
 
         State that is not one value per element (rows and columns of Adafactor) exists for whole tensors only and has its own shape.
         """
@@ -237,6 +247,7 @@ class ShardedOptimizer:
         """Replaces all state by zeros of the named kinds and the scalar state, so that a checkpoint can be read into :meth:`views`.
 
         ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece of that tensor gets none either.
+        Only inside :meth:`lent`.
         """
         self.when_asked()
         self.base.state.clear()
@@ -253,7 +264,8 @@ class ShardedOptimizer:
                 shape = next((found for name in names if (found := shape_of(kind, name)) is not None), None)
                 if shape is not None:
                     own_shape = slot is not None and shape != slot.shape
-                    state[kind] = weight.new_zeros(shape if own_shape else weight.shape)
+                    kept = None if own_shape else self._store.zeros(piece, kind)
+                    state[kind] = weight.new_zeros(shape if own_shape else weight.shape) if kept is None else kept
             for key, value in scalars.get(str(piece.group), {}).items():
                 state[key] = torch.tensor(
                     value, dtype=torch.float32, device=weight.device if _fused(self.base) else "cpu"
@@ -287,29 +299,32 @@ class ShardedOptimizer:
         """The unit's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
         self.when_asked()
         out: torch.Tensor | None = None
-        for piece in self.pieces:
-            value = self.base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
-            if torch.is_tensor(value) and is_elementwise_state(value, piece):
-                out = value.new_zeros(unit.layout.shard_numel) if out is None else out
-                out[piece.low : piece.high].copy_(value.reshape(-1))
+        with self.lent():
+            for piece in self.pieces:
+                value = self.base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
+                if torch.is_tensor(value) and is_elementwise_state(value, piece):
+                    out = value.new_zeros(unit.layout.shard_numel) if out is None else out
+                    out[piece.low : piece.high].copy_(value.reshape(-1))
         return out
 
     def set_state_shard(self, unit: Unit, kind: str, shard: torch.Tensor) -> None:
         """Writes ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
         self.when_asked()
-        for piece in self.pieces:
-            if piece.unit is unit:
-                self.base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
+        with self.lent():
+            for piece in self.pieces:
+                if piece.unit is unit:
+                    self.base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
 
     def persistent_bytes(self) -> int:
-        """Bytes of optimizer state, masters left out, on this rank."""
+        """Bytes of memory for optimizer state on this rank, masters left out, and for what moves it from elsewhere."""
         self.when_asked()
-        return sum(
-            value.numel() * value.element_size()
+        states = sum(
+            self._store.resident_bytes(value, kind)
             for piece in self.pieces
-            for value in self.base.state.get(piece.weight, {}).values()
+            for kind, value in self.base.state.get(piece.weight, {}).items()
             if torch.is_tensor(value) and is_elementwise_state(value, piece)
         )
+        return states + sum(buffer.numel() * buffer.element_size() for buffer in self._store.buffers)
 
 
 # Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.

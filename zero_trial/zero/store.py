@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,7 +52,26 @@ class StateStore(Protocol):
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None: ...
 
-    def give_back(self, batch: Sequence[ShardPiece]) -> None: ...
+    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
+        """``rounded``: the update has made the 16-bit copies. Whether they are there now."""
+        ...
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Inside, all masters and all state can be read and written; only between steps."""
+        ...
+
+    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
+        """State of zeros for a piece where the store keeps that kind, None where it keeps none of it; only inside :meth:`lent`."""
+        ...
+
+    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+        """Bytes of memory that a state tensor takes between steps."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Memory of the store's own."""
+        ...
 
 
 class DeviceStore:
@@ -84,5 +104,18 @@ class DeviceStore:
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
         return None
 
-    def give_back(self, batch: Sequence[ShardPiece]) -> None:
+    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
+        return rounded
+
+    def lent(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
         return None
+
+    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+        return value.numel() * value.element_size()
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        return ()

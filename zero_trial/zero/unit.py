@@ -10,12 +10,13 @@ Memory of one unit of n elements on N shards (p bytes per parameter element: 2 f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from zero_trial.mesh import AxisComm, Pending
-from zero_trial.zero.absent import absent
+from zero_trial.zero.absent import absent, is_absent
 from zero_trial.zero.dtypes import has_own_master
 from zero_trial.zero.layout import Layout
 from zero_trial.zero.plan import Lifetime, ZeroPlan
@@ -64,6 +65,8 @@ class Unit:
         )
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
+        # Inside, the master is there, wherever it lives.
+        self.lend: Callable[[], AbstractContextManager[None]] = nullcontext
         self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
         self._gathering: Pending | None = None
         self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
@@ -71,7 +74,8 @@ class Unit:
         own = self.full[low:high]
         self.shard = own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(own)
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
-        self.master = self.shard if has_own_master(dtype) or not trainable else master.float().clone()
+        own_master = has_own_master(dtype) or not trainable
+        self.master = self.shard if own_master else master.to(torch.float32, copy=True)
         if always:
             self._attach()
         else:
@@ -148,7 +152,8 @@ class Unit:
         Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
         """
         if self.master is not self.shard and not rounded:
-            self.shard.copy_(self.master)
+            with self.lend():
+                self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
             self.free(stale=True)
             return None
@@ -167,18 +172,20 @@ class Unit:
             }
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
-        for part in parts:
-            if self.plan.params is not Lifetime.ALWAYS:
-                self.shard[part].copy_(self.own[part])
-            if self.master is not self.shard:
-                self.master[part].copy_(self.shard[part])
+        with self.lend():
+            for part in parts:
+                if self.plan.params is not Lifetime.ALWAYS:
+                    self.shard[part].copy_(self.own[part])
+                if self.master is not self.shard:
+                    self.master[part].copy_(self.shard[part])
 
     def take_edits(self) -> None:
         """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
         self.settle()
         if self.master is not self.shard:
-            edited = self.own != self.master.to(self.dtype)
-            self.master.copy_(torch.where(edited, self.own.float(), self.master))
+            with self.lend():
+                edited = self.own != self.master.to(self.dtype)
+                self.master.copy_(torch.where(edited, self.own.float(), self.master))
         if self.plan.params is not Lifetime.ALWAYS:
             self.shard.copy_(self.own)
 
@@ -191,4 +198,4 @@ class Unit:
         low = self.shard.element_size() * (
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
-        return low + (0 if self.master is self.shard else self.master.numel() * 4)
+        return low + (0 if self.master is self.shard or is_absent(self.master) else self.master.numel() * 4)

@@ -1,0 +1,422 @@
+"""Tests for zero_trial/engine/offload.py: state on NVMe trains the same bits, moves the bytes that it should, and says what it cannot do."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.pool import Pools
+from zero_trial import zero
+from zero_trial.config import read_ds_config
+from zero_trial.engine.offload import offload_line, plan_offload
+from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.zero.spill import SpillStore
+from zero_trial.zero.spill_file import SpillFile
+
+ROOT = Path(__file__).parents[2]
+
+
+class Net(nn.Module):
+    """Weights of more than one buffer, tied, frozen and empty ones, dropout, and sizes that fill no block of a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 91)
+        self.blocks = nn.ModuleList([nn.Linear(91, 91) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.frozen = nn.Linear(91, 91).requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.last = nn.Linear(91, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + nn.functional.dropout(torch.tanh(block(x)), 0.2)
+        return self.last(self.frozen(x))
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return (model(turn.normal(4, 6)) - 1).float().square().mean()
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases without decay: groups that end inside a block of the disk."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1}},
+}
+PLAIN = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+
+
+def engine_of(stage: str, config: dict[str, Any], folder: str | None, count: int = 3, **kwargs: Any) -> Any:
+    zero_config = dict(STAGES[stage]) | {"reduce_bucket_size": 20_000}
+    if folder is not None:
+        offload = {"device": "nvme", "nvme_path": folder, "buffer_count": count}
+        zero_config |= {"offload_optimizer": offload, "sub_group_size": 4096}
+    case = Case(Net, loss, groups=two_groups, config=PLAIN | config)
+    return build_engine(case, zero_config, **kwargs)
+
+
+def train(engine: Any, steps: range) -> list[tuple[float, float | None, float]]:
+    """(loss, gradient norm, loss scale); in fp16 the gradient of step 1 overflows on the last rank."""
+    trace = []
+    for step in steps:
+        for number in range(engine.gradient_accumulation_steps()):
+            value = loss(engine, Turn(step, number, engine.global_rank))
+            bad = step == 1 and engine.global_rank == engine.world_size - 1 and engine.fp16_enabled()
+            engine.backward(value * float("inf") if bad else value)
+            engine.step()
+        trace.append((value.item(), engine.get_global_grad_norm() if not bad else 0.0, engine.loss_scale))
+    return trace
+
+
+def values_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Parameters, masters and moments by name. Collective."""
+    found = {f"param {name}": value.clone() for name, value in engine.module_state_dict().items()}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and param.numel():
+            found[f"master {name}"] = zero.safe_get_full_fp32_param(param)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                if (state := zero.safe_get_full_optimizer_state(param, kind)) is not None:
+                    found[f"{kind} {name}"] = state
+    return found
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    return sorted(
+        name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
+    )
+
+
+def run_both(stage: str, precision: str, folder: str, save: str) -> int:
+    """Bits of three steps, of the checkpoints, and of runs that go on from each other's checkpoint."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    config = PRECISIONS[precision]
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.manual_seed(50 + rank)
+    here = engine_of(stage, config, None)
+    torch.manual_seed(50 + rank)
+    away = engine_of(stage, config, folder)
+    for engine, place in ((here, "here"), (away, "away")):
+        torch.manual_seed(70 + rank)
+        engine.trace = train(engine, range(3))
+        engine.save_checkpoint(save, tag=place)
+        engine.trace += train(engine, range(3, 5))
+    assert here.trace == away.trace
+    known = values_of(here)
+    assert len([name for name in known if name.startswith("exp_avg ")]) >= 7
+    assert differing(known, values_of(away)) == []
+    for place, target in (("here", folder), ("away", None)):
+        again = engine_of(stage, config, target, count=1)
+        again.load_checkpoint(save, tag=place)
+        assert train(again, range(3, 5)) == here.trace[3:]
+        assert differing(known, values_of(again)) == []
+        again.destroy()
+    pieces = len(away.optimizer.pieces)
+    assert away.skipped_steps == (precision == "fp16")
+    here.destroy()
+    away.destroy()
+    return pieces
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_train_the_same_bits(ranks: Pools, tmp_path: Path, stage: str, precision: str) -> None:
+    save = tmp_path / "save"
+    pieces = ranks(2).run(run_both, stage, precision, str(tmp_path), str(save))
+    assert all(count > 1 for count in pieces)
+    assert [entry for entry in tmp_path.iterdir() if entry != save] == [], "no file has a name"
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero3"])
+def test_one_rank_trains_the_same_bits(tmp_path: Path, stage: str) -> None:
+    assert run_both(stage, "bf16", str(tmp_path), str(tmp_path / "save")) > 5
+
+
+def spill_file(engine: Any) -> SpillFile:
+    store = engine.optimizer.store
+    assert isinstance(store, SpillStore) and isinstance(store.shelf, SpillFile)
+    return store.shelf
+
+
+@pytest.mark.parametrize(("precision", "each"), [("fp32", 8), ("bf16", 12)])
+def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int) -> None:
+    """2 x 12 bytes per 16-bit parameter with Adam, 2 x 8 per fp32 one, which is its own master."""
+    engine = engine_of("zero2", PRECISIONS[precision], str(tmp_path))
+    file = spill_file(engine)
+    count = sum(unit.layout.shard_numel for unit in engine.sharded.units if unit.trainable)
+    train(engine, range(1))
+    before = file.bytes_read, file.bytes_written
+    train(engine, range(1, 4))
+    assert (file.bytes_read - before[0], file.bytes_written - before[1]) == (3 * each * count, 3 * each * count)
+    kept, width = engine.persistent_bytes(), 4 if precision == "fp32" else 2
+    assert kept["parameters"] == width * count, "no masters"
+    assert kept["optimizer"] == sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
+    before = file.bytes_read, file.bytes_written
+    engine.backward(loss(engine, Turn(9, 0, 0)) * float("nan"))
+    engine.step()
+    engine.backward(loss(engine, Turn(9, 1, 0)))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert (file.bytes_read, file.bytes_written) == before, "a step that is skipped reads nothing"
+
+
+def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """device and nvme_path say where, buffer_count and sub_group_size how much memory, block_size and queue_depth how it is read."""
+    made: list[tuple[Path, dict[str, int]]] = []
+
+    class Seen(SpillFile):
+        def __init__(self, folder: Path, nbytes: int, **named: int) -> None:
+            made.append((folder, named))
+            super().__init__(folder, nbytes, **named)
+
+    monkeypatch.setattr("zero_trial.engine.offload.SpillFile", Seen)
+    config = {"bf16": {"enabled": True}, "aio": {"block_size": 8192, "queue_depth": 3}}
+    engine = engine_of("zero1", config, str(tmp_path), count=2)
+    assert made == [(tmp_path, {"block_size": 8192, "depth": 3})]
+    store = engine.optimizer.store
+    assert isinstance(store, SpillStore)
+    assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
+    assert max(piece.numel for piece in engine.optimizer.pieces) == 4096
+    assert isinstance(engine_of("zero1", config, None).optimizer.store, SpillStore) is False
+
+
+def test_the_line_at_the_start(tmp_path: Path) -> None:
+    engine = engine_of("zero1", {}, str(tmp_path))
+    line = offload_line(engine.config, engine.optimizer)
+    assert line is not None and line.startswith("offload: 0.")
+    assert f"MiB of masters and optimizer state per rank in {tmp_path} (" in line and "; 3 buffers of 0.0 MiB" in line
+    assert offload_line(read_ds_config({}), engine.optimizer) != offload_line(read_ds_config({}), None) is None
+
+
+def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture) -> None:
+    """offload_param and offload_optimizer with device cpu, on a rank that computes there."""
+    given = {"offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}
+    case = Case(Net, loss)
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        away = build_engine(case, STAGES["zero3"] | given)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("offload")]
+    assert said == [
+        "offload: optimizer state and parameters live in host memory already, because this rank computes there"
+    ]
+    here = build_engine(case, STAGES["zero3"])
+    for engine in (here, away):
+        torch.manual_seed(3)
+        engine.trace = train(engine, range(2))
+    assert here.trace == away.trace and differing(values_of(here), values_of(away)) == []
+    assert here.persistent_bytes() == away.persistent_bytes()
+
+
+def test_edits_from_outside_arrive(tmp_path: Path) -> None:
+    """load_state_dict, GatheredParameters and safe_set act on masters in a file as on those in memory."""
+    results = []
+    for folder in (None, str(tmp_path)):
+        engine = engine_of("zero3", {"bf16": {"enabled": True}}, folder)
+        torch.manual_seed(4)
+        train(engine, range(2))
+        weight, bias = engine.module.first.weight, engine.module.first.bias
+        zero.safe_set_full_fp32_param(weight, torch.full((91, 6), 0.123456))
+        zero.safe_set_full_optimizer_state(weight, torch.full((91, 6), 0.5), "exp_avg")
+        with zero.GatheredParameters([bias], modifier_rank=0), torch.no_grad():
+            bias[:7] = 0.25
+        state = engine.module_state_dict()
+        state["last.bias"] = torch.full_like(state["last.bias"], -0.5)
+        engine.load_module_state_dict(state)
+        assert torch.equal(zero.safe_get_local_fp32_param(weight), torch.full((91 * 6,), weight_value(engine, weight)))
+        train(engine, range(2, 4))
+        results.append(values_of(engine))
+    assert differing(*results) == []
+
+
+def weight_value(engine: Any, weight: nn.Parameter) -> float:
+    return zero.safe_get_full_fp32_param(weight)[0, 0].item()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Lion", "Adagrad", "RMSprop", "Adam"])
+def test_every_elementwise_optimizer(tmp_path: Path, name: str) -> None:
+    params: dict[str, Any] = {"lr": 1e-3} | ({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
+    traces = []
+    for folder in (None, str(tmp_path)):
+        config = {"optimizer": {"type": name, "params": params}, "bf16": {"enabled": True}}
+        engine = engine_of("zero2", config, folder)
+        torch.manual_seed(4)
+        traces.append((train(engine, range(3)), values_of(engine)))
+    assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
+
+
+def test_a_client_optimizer_and_its_schedule(tmp_path: Path) -> None:
+    traces = []
+    for folder in (None, str(tmp_path)):
+        engine = engine_of(
+            "zero1",
+            {"bf16": {"enabled": True}},
+            folder,
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
+            lr_scheduler=lambda base: torch.optim.lr_scheduler.ExponentialLR(base, 0.5),
+        )
+        torch.manual_seed(4)
+        traces.append((train(engine, range(3)), values_of(engine), engine.get_lr()))
+    assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
+    assert traces[0][2] == traces[1][2] == [1.25e-3, 1.25e-3]
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor"])
+def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_of("zero0", {"optimizer": {"type": name, "params": {"lr": 1e-3}}}, str(tmp_path))
+    assert str(error.value).startswith(
+        "zero_optimization.offload_optimizer.device: this optimizer needs whole tensors or their norms, and offloaded "
+        'state comes in pieces: got "nvme" with '
+    )
+
+
+def test_a_gpu_is_refused_with_a_plain_reason() -> None:
+    for section in ("offload_optimizer", "offload_param"):
+        config = read_ds_config({"zero_optimization": {"stage": 3, section: {"device": "cpu"}}})
+        with pytest.raises(ConfigError) as error:
+            plan_offload(config, SimpleNamespace(), torch.device("cuda"), [], torch.float32)  # type: ignore[arg-type]
+        assert str(error.value) == (
+            f"zero_optimization.{section}.device: offload from cuda does not exist here yet; it does for ranks that compute on "
+            'the CPU: got "cpu". Remove it, or use a higher ZeRO stage or more ranks to save device memory.'
+        )
+
+
+def no_folder_on_one_rank(folder: str) -> str:
+    rank = torch.distributed.get_rank()
+    try:
+        engine_of("zero1", {}, folder if rank == 0 else f"{folder}/none")
+    except (ConfigError, StorageError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def test_a_folder_that_one_rank_lacks_stops_all(ranks: Pools, tmp_path: Path) -> None:
+    first, second = ranks(2).run(no_folder_on_one_rank, str(tmp_path))
+    assert second.startswith("ConfigError: zero_optimization.offload_optimizer.nvme_path: there is no such folder")
+    assert first.startswith(
+        "StorageError: file for optimizer state: another rank has no place for its state: got zero_opt"
+    )
+
+
+def test_room_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        DoesNotFit, match=r"the disk has not enough room for offloaded state: got .* free \(No space left"
+    ):
+        engine_of("zero1", {"bf16": {"enabled": True}}, str(tmp_path))
+
+
+def test_a_disk_that_fails_in_training_ends_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    engine = engine_of("zero1", {}, str(tmp_path))
+    train(engine, range(1))
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", broken)
+        with pytest.raises(StorageError, match="offloaded state could not be read or written"):
+            train(engine, range(1, 2))
+
+
+PEAK = """
+import json, sys, torch, zero_trial
+from torch import nn
+
+folder = sys.argv[1]
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+model.to_empty(device="cpu")
+for param in model.parameters():
+    param.data.fill_(1e-4)
+offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 3} if folder else {"device": "none"}
+config = {
+    "train_batch_size": 2, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 1 << 24, "sub_group_size": 1 << 20, "offload_optimizer": offload},
+}
+engine = zero_trial.initialize(model=model, config=config)[0]
+for _ in range(2):
+    engine.backward(engine(torch.ones(2, 4096)).float().square().mean())
+    engine.step()
+ring = sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
+status = open("/proc/self/status").read()  # getrusage would also count the process that started this one
+peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+print(json.dumps([3 * 4096 * 4096, ring, peak]))
+"""
+
+
+def test_a_rank_needs_12_bytes_less_for_each_parameter(tmp_path: Path) -> None:
+    """The process's own peak, model building included: 50 M parameters, 604 MB of masters and moments, 38 MB of buffers.
+
+    Tensors are so large that the allocator maps each of them: what is freed is gone, and the peak is what was needed.
+    """
+    import json
+    import os
+
+    found = []
+    for folder in ("", str(tmp_path)):
+        command = [sys.executable, "-c", PEAK, folder]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (count, _, here), (_, ring, away) = found
+    assert ring == 3 * 3 * (4 * (1 << 20) + 4096)
+    saved = here - away
+    assert saved >= 0.95 * (12 * count - ring), f"{saved / count:.2f} bytes per parameter"
+
+
+def test_initialize_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        engine = engine_of("zero1", {}, str(tmp_path))
+    assert offload_line(engine.config, engine.optimizer) in [record.getMessage() for record in caplog.records]
+    assert isinstance(engine, zero_trial.Engine)
+
+
+def test_every_dtype_by_itself(tmp_path: Path) -> None:
+    """A model of float64, float32 and bfloat16 parameters, none of which ds_config casts: columns are as wide as their weights."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.usual = nn.Linear(6, 91, dtype=torch.float64), nn.Linear(91, 91)
+            self.small = nn.Linear(91, 91, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.small(torch.tanh(self.usual(torch.tanh(self.wide(x.double())).float())).bfloat16())
+
+    results = []
+    for folder in (None, str(tmp_path)):
+        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder, "buffer_count": 2}} if folder else {}
+        case = Case(Mixed, loss)
+        engine = build_engine(case, {"stage": 1, "sub_group_size": 4096} | offload)
+        results.append((train(engine, range(3)), values_of(engine)))
+    assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
+    assert results[1][1]["exp_avg wide.weight"].dtype == torch.float64
+    assert engine.persistent_bytes()["optimizer"] == sum(buffer.numel() for buffer in engine.optimizer.store.buffers)

@@ -1,0 +1,273 @@
+"""One rank's file for state that does not fit into memory: unnamed, allocated in advance, read and written past the page cache where that works.
+
+requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release the interpreter lock)
+direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends inside a block goes through the page cache
+unnamed    the name is removed as soon as the file is open: whatever ends the process, also SIGKILL, gives the space back
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.zero.layout import round_up
+
+BLOCK = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of, on every disk we know of
+
+Transfer = Callable[[int, memoryview, int], int]
+
+
+class Ticket:
+    """A transfer under way. Nobody may write to the tensor, or read it, until :meth:`wait` has returned."""
+
+    def __init__(self, where: str, futures: list[Future[None]], memory: list[torch.Tensor] | None = None) -> None:
+        self._where = where
+        self._futures = futures
+        # The threads hold it too, so that the memory outlives a ticket that is dropped. They let go of it a little after the transfer, which
+        # would leave what is freed next to what comes after it: who has waited finds it free.
+        self._memory = memory if memory is not None else []
+
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """Returns when all of it is there. Raises StorageError if the disk failed."""
+        faults = [fault for future in self._futures if (fault := future.exception()) is not None]
+        self._futures = []
+        self._memory.clear()
+        if faults:
+            raise StorageError(
+                "offloaded state could not be read or written",
+                where=self._where,
+                got=str(faults[0]),
+                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
+            ) from faults[0]
+
+
+class Shelf(Protocol):
+    """Where a store puts bytes: a file, or in a rehearsal nothing at all."""
+
+    bytes_read: int
+    bytes_written: int
+
+    def reserve(self, nbytes: int) -> int: ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor: ...
+
+    def read(self, offset: int, into: torch.Tensor) -> Ticket: ...
+
+    def write(self, offset: int, source: torch.Tensor) -> Ticket: ...
+
+    def mapped(self) -> AbstractContextManager[torch.Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+class SpillFile:
+    """An unnamed file in ``folder`` of at least ``nbytes``. ``bytes_read`` and ``bytes_written`` count what was asked for.
+
+    Raises ConfigError for a folder that cannot be used, and DoesNotFit where the disk has not so much room.
+    """
+
+    def __init__(
+        self, folder: Path, nbytes: int = 0, *, block_size: int = 1 << 20, depth: int = 8, direct: bool = True
+    ) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._block = max(round_up(block_size, BLOCK), BLOCK)
+        self._end = self._size = 0
+        self._cached, self._direct = _open(folder, direct)
+        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zero_trial-disk")
+        self._finalizer = weakref.finalize(self, _close, self._pool, [self._cached, self._direct])
+        self._allocate(nbytes)
+        if self._direct is not None and not self._direct_works():
+            self._direct = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return self._direct is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes that are allocated."""
+        return self._size
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of ``nbytes`` (rounded up to whole blocks) that nobody else has; the file grows where it must."""
+        offset = self._end
+        self._end += round_up(nbytes, BLOCK)
+        self._allocate(self._end)
+        return offset
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory that transfers can go to past the page cache: (nbytes,) uint8 of zeros, at the start of a page."""
+        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
+
+    def read(self, offset: int, into: torch.Tensor) -> Ticket:
+        """Starts to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
+        self.bytes_read += into.numel() * into.element_size()
+        return self._start(offset, into, _pread)
+
+    def write(self, offset: int, source: torch.Tensor) -> Ticket:
+        """Starts to write ``source`` (contiguous, on the host) at ``offset``."""
+        self.bytes_written += source.numel() * source.element_size()
+        return self._start(offset, source, _pwrite)
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        """The whole file as (size,) uint8, to read and to write inside the block; no transfer may be under way.
+
+        The kernel brings in pages as they are touched and may drop them again: this is no memory of the process's own.
+        """
+        try:
+            area = mmap.mmap(self._cached, self._size)
+        except (OSError, ValueError) as fault:
+            raise StorageError(
+                "offloaded state cannot be mapped into memory",
+                where=str(self.folder),
+                got=str(fault),
+                fix="Name a local disk in nvme_path.",
+            ) from fault
+        try:
+            yield torch.frombuffer(area, dtype=torch.uint8)
+        finally:
+            area.flush()
+            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Gives the space back. Transfers must be waited for before."""
+        self._finalizer()
+
+    def _allocate(self, nbytes: int) -> None:
+        """Makes the file at least so large, with blocks on the disk: afterwards no write can find it full."""
+        wanted = round_up(nbytes, BLOCK)
+        if wanted <= self._size:
+            return
+        try:
+            os.posix_fallocate(self._cached, self._size, wanted - self._size)
+        except OSError as fault:
+            if fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StorageError(
+                    "no space could be allocated for offloaded state", where=str(self.folder), got=str(fault)
+                ) from fault
+            raise DoesNotFit(
+                "the disk has not enough room for offloaded state",
+                where=str(self.folder),
+                got=f"{_mib(_free(self.folder))} free ({fault.strerror})",
+                expected=f"{_mib(wanted)} for this rank",
+                fix="Free some space, name another disk in nvme_path, or use more ranks: each keeps its part only.",
+            ) from fault
+        self._size = wanted
+
+    def _direct_works(self) -> bool:
+        """One block there and back. Some file systems open a file with O_DIRECT and refuse to transfer."""
+        if self._direct is None or self._size < BLOCK:
+            return self._direct is not None
+        try:
+            page = memoryview(mmap.mmap(-1, BLOCK))
+            return os.pwritev(self._direct, [page], 0) == BLOCK and os.preadv(self._direct, [page], 0) == BLOCK
+        except OSError:
+            return False
+
+    def _start(self, offset: int, tensor: torch.Tensor, transfer: Transfer) -> Ticket:
+        memory, held = _bytes_of(tensor), [tensor]
+        futures = [
+            self._pool.submit(_all_of, transfer, fd, memory[low:high], offset + low, held)
+            for fd, low, high in self._requests(offset, tensor.data_ptr(), len(memory))
+        ]
+        return Ticket(str(self.folder), futures, held)
+
+    def _requests(self, offset: int, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(descriptor, low, high) of the blocks of one transfer: the middle direct where that is possible, the edges not."""
+        low, high = min(round_up(offset, BLOCK) - offset, nbytes), nbytes
+        if self._direct is None or (address + low) % BLOCK:
+            yield from ((self._cached, *span) for span in _spans(0, nbytes, self._block))
+            return
+        high = max(low, (offset + nbytes) // BLOCK * BLOCK - offset)
+        yield from ((self._cached, *span) for span in _spans(0, low, BLOCK))
+        yield from ((self._direct, *span) for span in _spans(low, high, self._block))
+        yield from ((self._cached, *span) for span in _spans(high, nbytes, BLOCK))
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of ``folder`` has left for this user."""
+    return _free(folder)
+
+
+def _open(folder: Path, direct: bool) -> tuple[int, int | None]:
+    """Two descriptors of one unnamed file: through the page cache, and past it (None where that is not possible)."""
+    path = folder / f"zero_trial-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    where = "zero_optimization.offload_optimizer.nvme_path"
+    if not folder.is_dir():
+        fix = "Make it, or name another one."
+        raise ConfigError("there is no such folder", where=where, got=str(folder), expected="a folder", fix=fix)
+    try:
+        cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as fault:
+        raise ConfigError(
+            "nothing can be written to this folder", where=where, got=f"{folder}: {fault.strerror}", fix="Name another."
+        ) from fault
+    try:
+        past = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT) if direct and hasattr(os, "O_DIRECT") else None
+    except OSError:
+        past = None
+    os.unlink(path)
+    return cached, past
+
+
+def _close(pool: ThreadPoolExecutor, descriptors: list[int | None]) -> None:
+    pool.shutdown(wait=True)
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _spans(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, high)) for start in range(low, high, step))
+
+
+def _pread(fd: int, memory: memoryview, offset: int) -> int:
+    return os.preadv(fd, [memory], offset)
+
+
+def _pwrite(fd: int, memory: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [memory], offset)
+
+
+def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[torch.Tensor]) -> None:
+    """Repeats a call that did only part of its work; none of it is the end of the file or of the disk. ``held`` keeps the memory alive."""
+    done = 0
+    while done < len(memory):
+        now = transfer(fd, memory[done:], offset + done)
+        if now <= 0:
+            raise OSError(errno.EIO, f"{done} of {len(memory)} bytes at offset {offset}")
+        done += now
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own memory."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"

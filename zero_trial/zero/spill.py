@@ -191,6 +191,12 @@ class SpillStore:
                 loaded.tickets.append(self._shelf.read(place.offset, place.of(slot, place.start)))
         self._loaded.append(loaded)
 
+    def wait(self) -> None:
+        """Returns when all that was given back is on the disk; nothing needs that but a clock."""
+        for _, tickets in self._writing:
+            for ticket in tickets:
+                ticket.wait()
+
     # --- between steps --------------------------------------------------------------------------------------------
 
     @contextmanager

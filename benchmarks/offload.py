@@ -1,0 +1,156 @@
+"""Optimizer state on NVMe against state in memory, and against the disk's own speed.
+
+    python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
+
+One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time of `engine.step()` alone, with state in memory
+and in a file; `disk` is the same traffic through the same buffers with no update in between, and so the least that a step can take; `read` and
+`write` are the disk alone in one direction, in the same requests. All are medians over rounds that take turns, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import zero_trial
+from benchmarks import record
+from zero_trial.zero.spill import SpillStore
+from zero_trial.zero.spill_file import SpillFile, Ticket
+
+WIDTH = 2048
+COLUMNS: list[record.Column] = [
+    ("buffers", lambda row: str(row["buffers"])),
+    ("elements each", lambda row: f"{row['elements']:,}"),
+    ("memory ms", record.number("memory")),
+    ("nvme ms", record.number("nvme")),
+    ("disk ms", record.number("disk")),
+    ("nvme / disk", record.number("nvme_by_disk", 2)),
+    ("nvme MB/s", record.number("rate", 0)),
+    ("read MB/s", record.number("read_rate", 0)),
+    ("write MB/s", record.number("write_rate", 0)),
+]
+
+
+def main() -> None:
+    """Prints and saves a row for each number of buffers."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--folder", default=".", help="a folder on the disk")
+    options.add_argument("--parameters", type=float, default=50, help="millions")
+    options.add_argument("--buffers", type=int, nargs="+", default=[1, 2, 3, 4])
+    options.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a buffer at most")
+    options.add_argument("--queue-depth", type=int, default=8)
+    options.add_argument("--rounds", type=int, default=5)
+    given = options.parse_args()
+    rows = [measure(given, count) for count in given.buffers]
+    settings = {key: value for key, value in vars(given).items() if key not in ("folder", "buffers")}
+    settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"]}
+    note = "Time of `engine.step()` with bf16 parameters and AdamW; see `benchmarks/offload.py`."
+    record.save("offload", settings, rows, COLUMNS, note)
+
+
+def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
+    """One row: medians over rounds."""
+    here, away = engine(given, 0), engine(given, buffers)
+    store = away.optimizer.store if away.optimizer is not None else None
+    if not isinstance(store, SpillStore) or not isinstance(store.shelf, SpillFile):
+        raise SystemExit("nothing was offloaded")
+    ways: dict[str, Callable[[], float]] = {
+        "memory": lambda: step(here),
+        "nvme": lambda: step(away, store),
+        "disk": lambda: traffic(store),
+    }
+    file = store.shelf
+    step(away, store)  # the first step makes the moments
+    before = file.bytes_read + file.bytes_written
+    step(away, store)
+    moved = file.bytes_read + file.bytes_written - before
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    rates: dict[str, list[float]] = {"read": [], "write": []}
+    for _ in range(given.rounds):
+        for name, way in ways.items():
+            times[name].append(way())
+        for name, found_rates in rates.items():
+            found_rates.append(one_way(store, name, moved // 2))
+    found = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {
+        "buffers": buffers,
+        "elements": max(piece.numel for piece in away.optimizer.pieces),
+        **found,
+        "nvme_by_disk": found["nvme"] / found["disk"],
+        "rate": moved / found["nvme"] / 1e3,
+        "read_rate": statistics.median(rates["read"]) / 1e6,
+        "write_rate": statistics.median(rates["write"]) / 1e6,
+        "direct": file.direct,
+    }
+
+
+def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
+    """State in memory where there are no buffers."""
+    layers = max(1, round(given.parameters * 1e6 / WIDTH**2))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+    zero: dict[str, Any] = {"stage": 1, "sub_group_size": given.sub_group}
+    if buffers:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": given.folder, "buffer_count": buffers}
+    config = {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+        "aio": {"queue_depth": given.queue_depth},
+    }
+    return zero_trial.initialize(model=model, config=config)[0]
+
+
+def step(trained: zero_trial.Engine, store: SpillStore | None = None) -> float:
+    """Seconds of the update, until the last byte is on its way and, with a ``store``, there."""
+    trained.backward(trained(torch.ones(4, WIDTH)).float().square().mean())
+    start = time.perf_counter()
+    trained.step()
+    if store is not None:
+        store.wait()
+    return time.perf_counter() - start
+
+
+def traffic(store: SpillStore) -> float:
+    """Seconds of a step that updates nothing."""
+    start = time.perf_counter()
+    for batch in store.batches():
+        store.borrow(batch)
+        store.give_back(batch, True)
+    store.wait()
+    return time.perf_counter() - start
+
+
+def one_way(store: SpillStore, name: str, nbytes: int) -> float:
+    """Bytes per second of reads or writes through all buffers in turn, in a file of their own that was written before."""
+    buffers = store.buffers
+    size = buffers[0].numel() // 4096 * 4096
+    offsets = range(0, nbytes, size)
+    scratch = SpillFile(store.shelf.folder if isinstance(store.shelf, SpillFile) else Path(), len(offsets) * size)
+    for offset in offsets:  # a block's first write costs more
+        scratch.write(offset, buffers[0][:size]).wait()
+    tickets: list[Ticket] = []
+    start = time.perf_counter()
+    for number, offset in enumerate(offsets):
+        if len(tickets) == len(buffers):
+            tickets.pop(0).wait()
+        tickets.append(getattr(scratch, name)(offset, buffers[number % len(buffers)][:size]))
+    for ticket in tickets:
+        ticket.wait()
+    seconds = time.perf_counter() - start
+    scratch.close()
+    return len(offsets) * size / seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -95,6 +95,7 @@ EXERCISED: dict[str, str] = {
         "offload_optimizer.buffer_count",
         "sub_group_size",
     ),
+    "zero_optimization.offload_optimizer.pin_memory": f"{_OFFLOAD}::test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked",
     "zero_optimization.offload_param.device": f"{_OFFLOAD}::test_host_memory_is_where_it_lives_already",
     **_below("aio", f"{_OFFLOAD}::test_what_the_sections_say", "block_size", "queue_depth"),
     **_below("mesh", _MESHED, "shard", "replica", "model", "pipe"),

@@ -77,3 +77,11 @@ def test_what_imagined_tensors_answer() -> None:
         assert not bool((x == x).all())
         with pytest.raises(LookupError, match="an integer is read"):
             torch.zeros(3, dtype=torch.int64).sum().item()
+
+
+def test_memory_of_one_device_only() -> None:
+    with LiveBytes("cpu") as live:
+        here = torch.ones(1000)
+        there = torch.ones(1000, device="meta")
+        live.hold([here, there])
+    assert live.live == here.numel() * 4

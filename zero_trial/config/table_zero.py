@@ -8,7 +8,7 @@ from zero_trial.config.kinds import Bool, Float, Int, Names, Opaque, Section, Te
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
 
 _PARAMS = "it belongs to parameters on NVMe, which do not exist here yet"
-_NO_UPLOAD = "it belongs to offload from a GPU, which does not exist here yet"
+_NO_UPLOAD = "parameters are not offloaded from a GPU"
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
 
@@ -265,16 +265,22 @@ OFFLOADS = (
         f"{_Z}.offload_optimizer.device",
         _DEVICES,
         HONOURED,
-        "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU ranks have them anyway; from a GPU not yet",
+        "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU ranks have them anyway. Updates run on the CPU",
     ),
     Key(f"{_Z}.offload_optimizer.nvme_path", Text(), HONOURED, "the folder of the files, one for each rank"),
     Key(
         f"{_Z}.offload_optimizer.buffer_count",
         Int(1),
         HONOURED,
-        "buffers through which state on NVMe passes; 3 let reading, updating and writing overlap",
+        "buffers through which offloaded state passes; 3 let reading, updating and writing overlap",
     ),
-    Key(f"{_Z}.offload_optimizer.pin_memory", Bool(), NOT_YET, _NO_UPLOAD, was="false"),
+    Key(
+        f"{_Z}.offload_optimizer.pin_memory",
+        Bool(),
+        HONOURED,
+        "the buffers between a GPU and its host are pinned; there are none where ranks compute on the CPU",
+        was="false",
+    ),
     Key(f"{_Z}.offload_optimizer.pipeline_read", Bool(), NO_EFFECT, "reads always run ahead of the update"),
     Key(f"{_Z}.offload_optimizer.pipeline_write", Bool(), NO_EFFECT, "writes always run behind the update"),
     Key(f"{_Z}.offload_optimizer.fast_init", Bool(), NO_EFFECT, "masters go to NVMe while the model is built"),

@@ -18,7 +18,7 @@ from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.kernels import agree_on_kernels
 from zero_trial.engine.late_verdict import choose_verdict
-from zero_trial.engine.offload import Offload, OpenShelf, offload_line, open_shelf, plan_offload
+from zero_trial.engine.offload import REAL, Offload, Places, offload_line, offloads, plan_offload
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -70,11 +70,11 @@ def initialize(
     settings = with_stages(settings, model)
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
-    if _device().type == "cpu":
+    if _device().type == "cpu" or offloads(settings):
         agree_on_kernels(mesh.world)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
     engine.verdict = choose_verdict(engine.sharded, engine.wiring, engine.device, engine.optimizer)
-    if mesh.rank == 0 and (line := offload_line(settings, engine.optimizer)) is not None:
+    if mesh.rank == 0 and (line := offload_line(engine)) is not None:
         log.info("%s", line)
     watch(engine)
     _configure_checkpointing(settings, mesh)
@@ -106,11 +106,11 @@ def build_engine(
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     mpu: Any = None,
-    shelf: OpenShelf = open_shelf,
+    places: Places = REAL,
 ) -> Engine:
     """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh.
 
-    ``shelf`` opens the place of offloaded state; a rehearsal has one without a disk.
+    ``places`` are those of offloaded state; a rehearsal has some without a disk.
     """
     wiring = wire(settings, mesh.data.size)
     if isinstance(model, PipelineModule):
@@ -125,7 +125,7 @@ def build_engine(
     _say_dtypes(model, wiring.policy.param, mesh)
     _say_parts(mesh, wiring)
     trained = _trained(groups) if _optimizes(optimizer, settings) else []
-    offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, shelf)
+    offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, places)
     sharded = ShardedModel(
         model,
         [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
@@ -260,6 +260,7 @@ def _build_optimizer(
             landings,
             whole_tensors=not is_elementwise(type(base)) and not isinstance(base, FusedLamb),
             most=offload.most,
+            make=offload.piece,
         )
         rebind(base, pieces)
     else:
@@ -268,6 +269,7 @@ def _build_optimizer(
             landings,
             whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors,
             most=offload.most,
+            make=offload.piece,
         )
         build = spec.build if spec is not None else optimizer
         base = build(_groups_over(pieces, groups))

@@ -29,11 +29,12 @@ class LiveBytes(TorchDispatchMode):
 
     ``live`` bytes now, ``peak`` the most since :meth:`restart`. Views of one storage count once; a storage that is resized counts with its new
     size from the next operation on. Not seen: memory that no tensor holds (libraries, kernels' own workspace, caches of an allocator), and
-    tensors over memory that no operation made (shared memory, files) unless they are held.
+    tensors over memory that no operation made (shared memory, files) unless they are held. ``only``: the type of the device whose memory counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._only = only
         self._storages: dict[int, _Storage] = {}
         self._followed: Callable[[], Iterable[torch.Tensor]] = tuple
         self._made = 0
@@ -94,6 +95,8 @@ class LiveBytes(TorchDispatchMode):
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
+        if self._only is not None and tensor.device.type != self._only:
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)

@@ -32,7 +32,7 @@ from zero_trial.engine.wiring import mesh_shape
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.imagined_mesh import Exchange, Segments, imagined_mesh
-from zero_trial.planning.imagined_shelf import imagined_shelf
+from zero_trial.planning.imagined_shelf import IMAGINED
 from zero_trial.planning.live_bytes import LiveBytes
 from zero_trial.planning.plan import Figures
 
@@ -77,8 +77,8 @@ def rehearse(
     ``imagined``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
     memory as the rank itself would need. torch's random state is left as it was.
     """
-    live, segments = LiveBytes(), Segments()
     first = roles[0].blueprint
+    live, segments = LiveBytes(first.device.type), Segments()
     given = [first.batch(batch, imagined=imagined) for batch in batches]
     live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
     cast = [role.blueprint.options(imagined=imagined) for role in roles]
@@ -202,7 +202,7 @@ def _engine(role: Role, options: dict[str, Any], world: World, live: LiveBytes) 
     model = options.pop("model")
     live.hold([*model.parameters(), *model.buffers()])
     mesh = imagined_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
-    return build_engine(model, role.settings, mesh, role.blueprint.device, shelf=imagined_shelf, **options)
+    return build_engine(model, role.settings, mesh, role.blueprint.device, places=IMAGINED, **options)
 
 
 def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.imagined_mesh import imagined_mesh
-from zero_trial.planning.imagined_shelf import imagined_shelf
+from zero_trial.planning.imagined_shelf import IMAGINED
 from zero_trial.planning.plan import Figures
 from zero_trial.planning.rehearsal import Role, rehearse_either, variant, with_state_at
 from zero_trial.planning.subject import first_rows, rows_of
@@ -85,7 +85,7 @@ class TrialSubject:
                 _quiet(settings, self.ranks),
                 imagined_mesh(mesh_shape(settings, self.ranks)),
                 self._device,
-                shelf=imagined_shelf,
+                places=IMAGINED,
                 **given,
             )
         understudy = Understudy(engine)

@@ -130,7 +130,7 @@ class MemoryWatch:
             self._say({"kind": "note", "message": remedy})
 
     def _start(self, engine: Engine, inputs: Any) -> None:
-        live = self._live = LiveBytes()
+        live = self._live = LiveBytes(engine.device.type)
         model = engine.sharded
         live.follow(model.buffers)
         live.hold(unit.master for unit in model.units)

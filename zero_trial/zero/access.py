@@ -15,6 +15,7 @@ from zero_trial.zero.unit import Unit
 
 def full_of_shard(unit: Unit, index: int, shard: torch.Tensor) -> torch.Tensor:
     """The full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
+    shard = shard.to(unit.shard.device)  # where the ranks exchange
     full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
     unit.comm.all_gather(full, shard.contiguous(), f"full value from {unit.name}").wait()
     slot = unit.layout.slots[index]

@@ -43,9 +43,15 @@ class StateView:
     tensor: torch.Tensor
 
 
-def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool, most: int | None = None) -> list[ShardPiece]:
+def cut_pieces(
+    landings: Sequence[Landing],
+    *,
+    whole_tensors: bool,
+    most: int | None = None,
+    make: Callable[..., ShardPiece] = ShardPiece,
+) -> list[ShardPiece]:
     """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape (a scalar as (1,)), for optimizers that need
-    whole tensors. ``most``: the former are cut at its multiples, counted from the shard's start.
+    whole tensors. ``most``: the former are cut at its multiples, counted from the shard's start. ``make`` builds each from ShardPiece's fields.
 
     The latter is possible only where nothing is sharded; otherwise ConfigError.
     """
@@ -70,7 +76,7 @@ def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool, most: int | 
                 if slot.numel:
                     view = unit.master[slot.offset : slot.offset + slot.numel].view(slot.shape or (1,))
                     pieces.append(
-                        ShardPiece(
+                        make(
                             unit, landing, groups[slot.name], slot.offset, slot.offset + slot.numel, nn.Parameter(view)
                         )
                     )
@@ -79,7 +85,7 @@ def cut_pieces(landings: Sequence[Landing], *, whole_tensors: bool, most: int | 
             a, b = max(start, low) - low, min(stop, high) - low
             while a < b:
                 end = b if most is None else min((a // most + 1) * most, b)
-                pieces.append(ShardPiece(unit, landing, group, a, end, nn.Parameter(unit.master[a:end])))
+                pieces.append(make(unit, landing, group, a, end, nn.Parameter(unit.master[a:end])))
                 a = end
     return pieces
 

@@ -256,7 +256,8 @@ class SpillStore:
         for unit in self._units:
             if (id(unit), MASTER) in self._regions:
                 start = self._regions[id(unit), MASTER]
-                unit.master = area[start : start + 4 * unit.layout.shard_numel].view(torch.float32)
+                dtype = unit.master.dtype
+                unit.master = area[start : start + dtype.itemsize * unit.layout.shard_numel].view(dtype)
         for piece in self._pieces:
             for kind, place in self._places[id(piece)].items():
                 if (id(piece), kind) in self._stored:
@@ -271,7 +272,7 @@ class SpillStore:
                     self._put(piece, kind, place.of(area, place.offset))
         for unit in self._units:
             if (id(unit), MASTER) in self._regions:
-                unit.master = absent((unit.layout.shard_numel,), torch.float32, unit.master.device)
+                unit.master = absent((unit.layout.shard_numel,), unit.master.dtype, unit.master.device)
         del self._area
 
     # --- one tensor -----------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ class SpillStore:
 
     def _places_of(self, piece: ShardPiece, slot_numel: int) -> dict[str, _Place]:
         places, start = {}, 0
-        kinds = {MASTER: torch.float32} if (id(piece.unit), MASTER) in self._regions else {}
+        kinds = {MASTER: piece.weight.dtype} if (id(piece.unit), MASTER) in self._regions else {}
         for kind, dtype in (kinds | self._columns[piece.weight.dtype]).items():
             offset = self._regions[id(piece.unit), kind] + piece.low * dtype.itemsize
             places[kind] = _Place(offset, start + offset % BLOCK, dtype, piece.numel)
@@ -314,11 +315,12 @@ class SpillStore:
         return places
 
     def _slot_bytes(self, slot_numel: int) -> int:
-        masters = _room(slot_numel, torch.float32) if any(kind == MASTER for _, kind in self._regions) else 0
-        widest = max(
-            (sum(_room(slot_numel, dtype) for dtype in own.values()) for own in self._columns.values()), default=0
-        )
-        return masters + widest
+        away = any(kind == MASTER for _, kind in self._regions)
+        widths = [
+            sum(_room(slot_numel, each) for each in [*([dtype] if away else []), *own.values()])
+            for dtype, own in self._columns.items()
+        ]
+        return max(widths, default=0)
 
 
 def _room(numel: int, dtype: torch.dtype) -> int:

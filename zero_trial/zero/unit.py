@@ -184,8 +184,9 @@ class Unit:
         self.settle()
         if self.master is not self.shard:
             with self.lend():
-                edited = self.own != self.master.to(self.dtype)
-                self.master.copy_(torch.where(edited, self.own.float(), self.master))
+                master = self.master.to(self.own.device)
+                edited = self.own != master.to(self.dtype)
+                self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
         if self.plan.params is not Lifetime.ALWAYS:
             self.shard.copy_(self.own)
 
@@ -194,8 +195,9 @@ class Unit:
             param.data = view
 
     def persistent_bytes(self) -> int:
-        """Bytes of parameters and master weights that outlive a step on this rank."""
+        """Bytes of parameters and master weights that outlive a step on this rank's device."""
         low = self.shard.element_size() * (
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
-        return low + (0 if self.master is self.shard or is_absent(self.master) else self.master.numel() * 4)
+        elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
+        return low + (0 if elsewhere else self.master.numel() * 4)

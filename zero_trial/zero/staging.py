@@ -1,0 +1,181 @@
+"""Updates on the host for parameters on a device: gradients come down piece by piece, new values go up, and both pass through a few buffers.
+
+    buffer 0   gradient 0 down | update 0 on the CPU | values 0 up | gradient 2 down ...
+    buffer 1        gradient 1 down    | wait        | update 1 on the CPU | values 1 up
+                                                        time -->
+
+Traffic per step of a shard of n elements: a gradient down (2 or 4 bytes) and a parameter up (2 or 4 bytes). Host memory: the buffers, never a second
+copy of the model; masters and moments lie where the store behind keeps them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from zero_trial.zero.mover import Mover, Wait
+from zero_trial.zero.store import DeviceStore, ShardPiece, StateStore
+from zero_trial.zero.unit import Unit
+
+
+def master_to_host(unit: Unit) -> None:
+    """The unit's master lives in the host's memory from now on, beside the shard on the device, also where the shard is as wide."""
+    unit.master = unit.master.detach().to("cpu", copy=True)
+
+
+@dataclass
+class _Buffer:
+    """Room for one piece's gradient and its new values."""
+
+    gradient: torch.Tensor
+    out: torch.Tensor
+    wait: Wait
+
+
+class Desk:
+    """The buffers, and which piece lies in which."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self.free: deque[_Buffer] = deque()
+        self._of: dict[int, _Buffer] = {}
+
+    def furnish(self, pieces: Sequence[ShardPiece], count: int) -> None:
+        """``count`` buffers in which every one of ``pieces`` has room."""
+        down = max((piece.numel * piece.landing.shard.element_size() for piece in pieces), default=0)
+        up = max((piece.numel * piece.unit.shard.element_size() for piece in pieces), default=0)
+        for _ in range(count if pieces else 0):
+            self.free.append(_Buffer(self.mover.buffer(down), self.mover.buffer(up), _at_once))
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [area for buffer in (*self.free, *self._of.values()) for area in (buffer.gradient, buffer.out)]
+
+    def fetch(self, piece: StagedPiece) -> None:
+        """Starts to bring the piece's gradient down."""
+        buffer = self.free.popleft()
+        buffer.wait()  # its last values have gone up
+        self._of[id(piece)] = buffer
+        buffer.wait = self.mover.down(piece.gradient_on_device, self.gradient(piece))
+
+    def arrived(self, piece: StagedPiece) -> None:
+        """Returns when the gradient is there."""
+        self._of[id(piece)].wait()
+
+    def send(self, piece: StagedPiece) -> None:
+        """Starts to bring the piece's new values up; its buffer is the next piece's."""
+        out = self.out(piece)
+        buffer = self._of.pop(id(piece))
+        buffer.wait = self.mover.up(out, piece.values_on_device)
+        self.free.append(buffer)
+
+    def clear(self) -> None:
+        """All buffers are free, also where a step was broken off."""
+        for buffer in self._of.values():
+            buffer.wait()
+            buffer.wait = _at_once
+            self.free.append(buffer)
+        self._of.clear()
+
+    def gradient(self, piece: StagedPiece) -> torch.Tensor:
+        return _view(self._of[id(piece)].gradient, piece.numel, piece.landing.shard.dtype)
+
+    def out(self, piece: StagedPiece) -> torch.Tensor:
+        return _view(self._of[id(piece)].out, piece.numel, piece.unit.shard.dtype)
+
+
+@dataclass(frozen=True)
+class StagedPiece(ShardPiece):
+    """A piece whose weight is on the host and whose unit is on a device; gradient and new values are in the desk's buffers during its update."""
+
+    desk: Desk
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        return self.desk.gradient(self)
+
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """None where nothing is rounded: updates make copies of 16 bits only."""
+        return None if self.unit.shard.dtype == self.weight.dtype else self.desk.out(self)
+
+    @property
+    def gradient_on_device(self) -> torch.Tensor:
+        return self.landing.shard[self.low : self.high]
+
+    @property
+    def values_on_device(self) -> torch.Tensor:
+        return self.unit.shard[self.low : self.high]
+
+
+class StagedStore:
+    """The :class:`StateStore` of staged ``pieces``. ``behind`` keeps masters and state: host memory, or a store of its own in the same order."""
+
+    def __init__(self, pieces: Sequence[StagedPiece], desk: Desk, behind: StateStore | None, *, buffers: int) -> None:
+        self._pieces = list(pieces)
+        self._desk = desk
+        self.behind = behind if behind is not None else DeviceStore(self._pieces)
+        self._in_memory = behind is None
+        self._coming: deque[StagedPiece] = deque()
+        desk.furnish(self._pieces, buffers)
+
+    def batches(self) -> Iterator[Sequence[ShardPiece]]:
+        self._desk.clear()
+        self._desk.mover.begin()
+        self._coming = deque(self._pieces)
+        if self._in_memory:
+            yield from ([piece] for piece in self._pieces)
+        else:
+            yield from self.behind.batches()
+
+    def borrow(self, batch: Sequence[ShardPiece]) -> None:
+        """The batch's gradients are on the host when this returns, and its weights and state wherever the update runs."""
+        while self._coming and self._desk.free:
+            self._desk.fetch(self._coming.popleft())
+        self.behind.borrow(batch)
+        for piece in batch:
+            if isinstance(piece, StagedPiece):
+                self._desk.arrived(piece)
+
+    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
+        """The new values are on their way to the device, which waits for them."""
+        staged = [piece for piece in batch if isinstance(piece, StagedPiece)]
+        for piece in staged:
+            if not rounded or piece.rounded is None:
+                self._desk.out(piece).copy_(piece.weight.detach())
+        self.behind.give_back(batch, True)
+        for piece in staged:
+            self._desk.send(piece)
+        return True
+
+    def lent(self) -> AbstractContextManager[None]:
+        return self.behind.lent()
+
+    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
+        return self.behind.zeros(piece, kind)
+
+    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+        """None: what is counted is the device's memory."""
+        return 0
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """None on the device."""
+        return ()
+
+    @property
+    def host_buffers(self) -> Sequence[torch.Tensor]:
+        """The desk's, and those of the store behind."""
+        return [*self._desk.buffers, *self.behind.buffers]
+
+
+def _view(area: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return area[: numel * dtype.itemsize].view(dtype)
+
+
+def _at_once() -> None:
+    return None

@@ -183,7 +183,7 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
 
 
 def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """device and nvme_path say where, buffer_count and sub_group_size how much memory, block_size and queue_depth how it is read."""
+    """device and nvme_path say where, buffer_count how much memory, block_size and queue_depth how it is read."""
     made: list[tuple[Path, dict[str, int]]] = []
 
     class Seen(SpillFile):
@@ -316,6 +316,16 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
         made = plan_offload(config, mesh, torch.device("cuda"), params, torch.float32, Places(open_shelf, mover))
         assert isinstance(made, StateElsewhere) and made.most == 1 << 16
     assert asked == [("cuda", True), ("cuda", False)]
+
+
+@pytest.mark.parametrize(("given", "elements"), [(10**9, 1 << 16), (20_000, 4 * 4096)])
+def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
+    zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": {"device": "cpu", "buffer_count": 2}}
+    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
+    places = Places(open_shelf, lambda device, pinned: StrictMover())
+    config = read_ds_config({"zero_optimization": zero_config})
+    made = plan_offload(config, mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places)
+    assert made.most == elements
 
 
 def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any) -> Offload:

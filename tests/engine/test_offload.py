@@ -495,6 +495,20 @@ def test_a_rank_needs_12_bytes_less_for_each_parameter(tmp_path: Path) -> None:
     assert saved >= 0.95 * (12 * count - ring), f"{saved / count:.2f} bytes per parameter"
 
 
+def test_an_engine_that_is_destroyed_gives_the_disk_back(tmp_path: Path) -> None:
+    import os
+
+    engine = engine_of("zero2", PRECISIONS["bf16"], str(tmp_path))
+    train(engine, range(1))
+    descriptor = spill_file(engine)._cached
+    assert os.fstat(descriptor).st_size > 0
+    engine.destroy()
+    engine.destroy()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    assert engine.module(torch.ones(1, 6).bfloat16()).isfinite().all()
+
+
 def test_initialize_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zero_trial"):
         engine = engine_of("zero1", {}, str(tmp_path))

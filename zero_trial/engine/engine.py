@@ -211,13 +211,15 @@ class Engine(EngineSurface):
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def destroy(self) -> None:
-        """Takes all hooks off; the module is an ordinary one again, and monitors are closed. Collective over shard."""
+        """Takes all hooks off; the module is an ordinary one again, monitors are closed, and offloaded state is gone. Collective over shard."""
         try:
             self.verdict.close()
         finally:
             self.sharded.remove_hooks()
             self.reporter.close()
             self.monitor.close()
+            if self.optimizer is not None:
+                self.optimizer.close()
             COLLECTOR.release(self)
 
     def __getattr__(self, name: str) -> Any:

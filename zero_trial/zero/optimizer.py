@@ -201,6 +201,10 @@ class ShardedOptimizer:
         """Inside, masters and state can be read and written wherever they live; only between steps. May be nested."""
         return self._store.lent()
 
+    def close(self) -> None:
+        """There will be no step any more: space outside of memory is given back."""
+        self._store.close()
+
     @property
     def store(self) -> StateStore:
         return self._store

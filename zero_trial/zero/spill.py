@@ -232,9 +232,11 @@ class SpillStore:
         return 0 if is_absent(value) else value.numel() * value.element_size()
 
     def close(self) -> None:
-        """Waits for what is under way and gives the disk's space back; nothing can be borrowed any more."""
-        self._drain()
-        self._shelf.close()
+        """Waits for what is under way and gives the disk's space back; masters and state read as NaN from now on."""
+        try:
+            self._drain()
+        finally:
+            self._shelf.close()
 
     def _drain(self) -> None:
         """Nothing is under way afterwards, and all buffers are free."""

@@ -167,6 +167,10 @@ class StagedStore:
         """None on the device."""
         return ()
 
+    def close(self) -> None:
+        self._desk.clear()
+        self.behind.close()
+
     @property
     def host_buffers(self) -> Sequence[torch.Tensor]:
         """The desk's, and those of the store behind."""

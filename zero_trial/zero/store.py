@@ -73,6 +73,10 @@ class StateStore(Protocol):
         """Memory of the store's own."""
         ...
 
+    def close(self) -> None:
+        """Nothing will be borrowed any more: space outside of memory is given back, and what lay there is lost."""
+        ...
+
 
 class DeviceStore:
     """Everything stays on the compute device. Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
@@ -119,3 +123,6 @@ class DeviceStore:
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
         return ()
+
+    def close(self) -> None:
+        return None

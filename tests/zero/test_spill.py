@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,66 @@ def units(dtype: torch.dtype, groups: int = 1) -> list[Unit]:
     return found
 
 
+class LateTicket:
+    """Done when it is waited for, and not before."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act
+
+    def done(self) -> bool:
+        return self._act is None
+
+    def wait(self) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+
+
+class LateShelf:
+    """Reads see the file as it was when they began and arrive when they are waited for; writes take what is there when they are waited for."""
+
+    def __init__(self) -> None:
+        self.bytes_read = self.bytes_written = 0
+        self._area = torch.zeros(1 << 21, dtype=torch.uint8)
+        self._end = 0
+
+    def reserve(self, nbytes: int) -> int:
+        offset, self._end = self._end, self._end + -(-nbytes // 4096) * 4096
+        return offset
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def read(self, offset: int, into: torch.Tensor) -> Any:
+        bits = into.view(torch.uint8)
+        seen = self._area[offset : offset + bits.numel()].clone()
+        bits.fill_(255)
+        return LateTicket(lambda: bits.copy_(seen))
+
+    def write(self, offset: int, source: torch.Tensor) -> Any:
+        bits = source.view(torch.uint8)
+        return LateTicket(lambda: self._area[offset : offset + bits.numel()].copy_(bits))
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        yield self._area
+
+    def close(self) -> None:
+        pass
+
+
 class Training:
     """Some steps of an optimizer on units, in memory or through a file."""
 
     def __init__(
-        self, build: Any, dtype: torch.dtype, folder: Path | None = None, *, slots: int = 3, groups: int = 1
+        self, build: Any, dtype: torch.dtype, folder: Path | LateShelf | None = None, *, slots: int = 3, groups: int = 1
     ) -> None:
         self.units = units(dtype, groups)
         self.landings = [make_landing(unit)[0] for unit in self.units]
-        self.file = None
+        self.file: Any = None
         if folder is not None:
-            self.file = SpillFile(folder, 1 << 16, block_size=1 << 14)
+            late = isinstance(folder, LateShelf)
+            self.file = folder if late else SpillFile(folder, 1 << 16, block_size=1 << 14)
             masters = MasterShelf(self.file)
             for unit in self.units:
                 masters.take(unit)
@@ -130,6 +180,20 @@ def test_any_number_of_buffers(tmp_path: Path, slots: int) -> None:
         here.step(number)
         away.step(number)
         assert away.store is not None and len(away.store.buffers) == slots
+    assert equal(here.values(), away.values())
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 40])
+@pytest.mark.parametrize("name", ["fused", "torch"])
+def test_nothing_is_used_before_it_is_there(name: str, slots: int) -> None:
+    """With a disk that is as late as it may be: what was written is waited for before it is read, and before its buffer is used again."""
+    here, away = (
+        Training(BUILDS[name], torch.bfloat16),
+        Training(BUILDS[name], torch.bfloat16, LateShelf(), slots=slots),
+    )
+    for number in range(4):
+        here.step(number)
+        away.step(number)
     assert equal(here.values(), away.values())
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from tests.support.strict_mover import StrictMover
 from zero_trial import zero
@@ -507,6 +508,25 @@ def test_an_engine_that_is_destroyed_gives_the_disk_back(tmp_path: Path) -> None
     with pytest.raises(OSError):
         os.fstat(descriptor)
     assert engine.module(torch.ones(1, 6).bfloat16()).isfinite().all()
+
+
+def run_pipelines(stage: int, folder: str) -> int:
+    """Two pipeline stages with a tied weight; the state of each stage's own layers in a file of its rank."""
+    traces = []
+    for section in ({"device": "none"}, {"device": "nvme", "nvme_path": folder, "buffer_count": 2}):
+        zero_config = {"stage": stage, "offload_optimizer": section}
+        engine = make_engine(layers(blocks=3), 2, zero_config, 2, bf16={"enabled": True})
+        losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
+        pieces = len(engine.optimizer.pieces)
+        traces.append((losses, {name: value.clone() for name, value in engine.module_state_dict().items()}))
+        engine.destroy()
+    assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
+    return pieces
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    assert all(count > 1 for count in ranks(2).run(run_pipelines, stage, str(tmp_path)))
 
 
 def test_initialize_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -211,6 +211,13 @@ def test_the_line_at_the_start(tmp_path: Path) -> None:
     assert offload_line(engine_of("zero1", {}, None)) is None
 
 
+def test_a_ratio_is_not_ignored_in_silence(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "ratio": 0.5}
+    line = offload_line(build_engine(Case(Net, loss), {"stage": 1, "offload_optimizer": offload}))
+    assert line is not None
+    assert line.endswith("\noffload: ratio 0.5 has no effect yet: all of the state is offloaded")
+
+
 def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture) -> None:
     """offload_param and offload_optimizer with device cpu, on a rank that computes there."""
     given = {"offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.zero.parts import make_landing, make_unit, parameters
+from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.zero.absent import is_absent
 from zero_trial.zero.optimizer import ShardedOptimizer, cut_pieces
@@ -281,6 +283,74 @@ def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path)
     after = away.values()
     assert len(after) == len(before) and all(value.isfinite().all() for value in after)
     away.step(1)
+
+
+@pytest.mark.parametrize("name", ["fused", "torch"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_step_that_is_broken_off_is_followed_by_a_whole_one(tmp_path: Path, slots: int, name: str) -> None:
+    """An exception, or Ctrl-C, between borrow and give_back: nothing that was read ahead for the old step is taken for the new one's."""
+    here, away = Training(BUILDS[name], torch.bfloat16), Training(BUILDS[name], torch.bfloat16, tmp_path, slots=slots)
+    for training in (here, away):
+        training.step(0)
+    assert away.store is not None
+    batches = away.store.batches()
+    away.store.borrow(next(batches))
+    for training in (here, away):
+        training.step(1)
+    assert equal(here.values(), away.values())
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    here = Training(BUILDS["fused"], torch.bfloat16)
+    away = Training(BUILDS["fused"], torch.bfloat16, LateShelf(), slots=slots)
+    for training in (here, away):
+        training.step(0)
+    once = LateTicket.wait
+
+    def interrupt(ticket: LateTicket) -> None:
+        monkeypatch.setattr(LateTicket, "wait", once)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LateTicket, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        away.step(1)
+    for training in (here, away):
+        training.step(1)
+    assert equal(here.values(), away.values())
+
+
+def test_state_that_is_cleared_begins_anew(tmp_path: Path) -> None:
+    here, away = Training(BUILDS["torch"], torch.bfloat16), Training(BUILDS["torch"], torch.bfloat16, tmp_path)
+    for training in (here, away):
+        training.step(0)
+        training.base.state.clear()
+        training.step(1)
+        training.step(2)
+    assert equal(here.values(), away.values())
+
+
+def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write fails behind the step's back. Whoever asks twice must not get half a step the second time."""
+    away = Training(BUILDS["torch"], torch.bfloat16, tmp_path)
+    away.step(0)
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", broken)
+        with pytest.raises(StorageError, match="could not be read or written"):
+            away.step(1)
+            away.values()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost: .* in a new engine"):
+            away.values()
+        with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
+            away.step(2)
+    away.optimizer.close()
 
 
 def test_columns_of_one_byte(tmp_path: Path) -> None:

@@ -163,3 +163,23 @@ def test_where_direct_transfers_fail_the_page_cache_serves(tmp_path: Path, monke
     found = file.buffer(1 << 16)
     file.read(0, found).wait()
     assert torch.equal(found, values)
+
+
+def test_a_closed_file_is_never_mistaken_for_another(tmp_path: Path) -> None:
+    """The system gives the numbers of closed descriptors to the next files."""
+    old = SpillFile(tmp_path, 1 << 16)
+    old.close()
+    new = SpillFile(tmp_path, 1 << 16)
+    new.write(0, numbers(1 << 16)).wait()
+    with pytest.raises(StorageError, match="offloaded state is gone: got an engine that was destroyed"), old.mapped():
+        pass
+    for act in (
+        lambda: old.read(0, old.buffer(BLOCK)),
+        lambda: old.write(0, old.buffer(BLOCK)),
+        lambda: old.reserve(1),
+    ):
+        with pytest.raises(StorageError, match="offloaded state is gone"):
+            act()
+    old.close()
+    with new.mapped() as area:
+        assert torch.equal(area[: 1 << 16], numbers(1 << 16))

@@ -171,6 +171,9 @@ def offload_line(engine: Engine) -> str | None:
             f"offload: {file.size / 2**20:.1f} MiB of masters and optimizer state per rank in {file.folder} ({how}); "
             f"{len(store.buffers)} buffers of {store.buffers[0].numel() / 2**20:.1f} MiB"
         )
+    ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
+    if lines and ratio < 1:
+        lines.append(f"offload: ratio {ratio:g} has no effect yet: all of the state is offloaded")
     return "\n".join(lines) or None
 
 

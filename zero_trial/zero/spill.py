@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from zero_trial.errors import StorageError
 from zero_trial.zero.absent import absent, is_absent
 from zero_trial.zero.heap import give_freed_memory_back
 from zero_trial.zero.layout import round_up
@@ -118,6 +119,7 @@ class SpillStore:
         self._writing: deque[tuple[torch.Tensor, list[Ticket]]] = deque()
         self._coming: deque[ShardPiece] = deque()
         self._depth = 0
+        self._lost: StorageError | None = None
         self.buffer_bytes = sum(slot.numel() for slot in self._free)
         for piece in self._pieces:
             if id(piece.unit) in masters.offsets:
@@ -137,6 +139,9 @@ class SpillStore:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
+        self._require_whole()
+        if self._loaded:  # the step before was broken off
+            self._drain()
         self._coming = deque(self._pieces)
         for piece in self._pieces:
             yield [piece]
@@ -145,10 +150,9 @@ class SpillStore:
         """The batch's tensors are in a buffer when this returns; the next ones are on their way. Raises StorageError."""
         self._read_ahead()
         now = self._loaded[0]
-        for ticket in now.tickets:
-            ticket.wait()
+        self._wait(now.tickets)
         for kind, place in self._places[id(now.piece)].items():
-            if (id(now.piece), kind) in self._stored:
+            if self._keeps(now.piece, kind):
                 self._tensor(now.piece, kind).data = place.of(now.slot, place.start)
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
@@ -174,34 +178,58 @@ class SpillStore:
         """Reads as many pieces as there are free buffers; waits for a buffer that is being written only if nothing else is left."""
         while self._coming:
             if not self._free and self._writing and (not self._loaded or _done(self._writing[0][1])):
-                slot, tickets = self._writing.popleft()
-                for ticket in tickets:
-                    ticket.wait()
-                self._free.append(slot)
+                self._wait(self._writing[0][1])  # which may be interrupted
+                self._free.append(self._writing.popleft()[0])
             if not self._free:
                 return
+            self._wait(
+                self._written.get(id(self._coming[0]), [])
+            )  # what the step before wrote must be there before it is read
             self._read(self._coming.popleft(), self._free.popleft())
 
     def _read(self, piece: ShardPiece, slot: torch.Tensor) -> None:
-        for ticket in self._written.pop(id(piece), []):  # what the step before wrote must be there before it is read
-            ticket.wait()
+        self._written.pop(id(piece), None)
         loaded = _Loaded(piece, slot)
         for kind, place in self._places[id(piece)].items():
-            if (id(piece), kind) in self._stored:
+            if self._keeps(piece, kind):
                 loaded.tickets.append(self._shelf.read(place.offset, place.of(slot, place.start)))
         self._loaded.append(loaded)
 
     def wait(self) -> None:
         """Returns when all that was given back is on the disk; nothing needs that but a clock."""
         for _, tickets in self._writing:
-            for ticket in tickets:
+            self._wait(tickets)
+
+    def _wait(self, tickets: Sequence[Ticket]) -> None:
+        """For all of them. Raises StorageError, and remembers it: what did not reach the disk, or a step that ended there, is not to be mended."""
+        fault: StorageError | None = None
+        for ticket in tickets:
+            try:
                 ticket.wait()
+            except StorageError as found:
+                fault = fault or found
+        if fault is not None:
+            self._lost = self._lost or fault
+            raise fault
+
+    def _require_whole(self) -> None:
+        """A checkpoint of half a step, or a step from it, would be wrong without a word."""
+        if self._lost is not None:
+            raise StorageError(
+                "the disk has failed, and offloaded state is lost",
+                where=self._lost.where,
+                got=self._lost.got,
+                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
+            ) from self._lost
 
     # --- between steps --------------------------------------------------------------------------------------------
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, all masters and all state are whole, to read and to write, in pages that the kernel may drop. May be nested."""
+        """Inside, all masters and all state are whole, to read and to write, in pages that the kernel may drop. May be nested.
+
+        Raises StorageError, also if the disk has failed before.
+        """
         self._depth += 1
         if self._depth > 1:
             try:
@@ -210,6 +238,7 @@ class SpillStore:
                 self._depth -= 1
             return
         try:
+            self._require_whole()
             self._drain()
             with self._shelf.mapped() as area:
                 self._lay_open(area)
@@ -235,22 +264,20 @@ class SpillStore:
         """Waits for what is under way and gives the disk's space back; masters and state read as NaN from now on."""
         try:
             self._drain()
+        except StorageError:
+            pass  # nobody needs any more what did not get there
         finally:
             self._shelf.close()
 
     def _drain(self) -> None:
         """Nothing is under way afterwards, and all buffers are free."""
         self._coming.clear()
-        while self._loaded:  # only where a step was broken off
-            left = self._loaded.popleft()
-            self._free.append(left.slot)
-            for ticket in left.tickets:
-                ticket.wait()
-        while self._writing:
-            slot, tickets = self._writing.popleft()
-            self._free.append(slot)
-            for ticket in tickets:
-                ticket.wait()
+        under_way = [(left.slot, left.tickets) for left in self._loaded]  # only where a step was broken off
+        under_way += self._writing
+        self._wait([ticket for _, tickets in under_way for ticket in tickets])
+        self._free.extend(slot for slot, _ in under_way)
+        self._loaded.clear()
+        self._writing.clear()
         self._written.clear()
 
     def _lay_open(self, area: torch.Tensor) -> None:
@@ -262,7 +289,7 @@ class SpillStore:
                 unit.master = area[start : start + dtype.itemsize * unit.layout.shard_numel].view(dtype)
         for piece in self._pieces:
             for kind, place in self._places[id(piece)].items():
-                if (id(piece), kind) in self._stored:
+                if self._keeps(piece, kind):
                     self._tensor(piece, kind).data = place.of(area, place.offset)
 
     def _put_away(self, area: torch.Tensor) -> None:
@@ -282,6 +309,10 @@ class SpillStore:
     def _tensor(self, piece: ShardPiece, kind: str) -> torch.Tensor:
         tensor: torch.Tensor = piece.weight if kind == MASTER else self._state[piece.weight][kind]
         return tensor
+
+    def _keeps(self, piece: ShardPiece, kind: str) -> bool:
+        """Whether the file holds it, and somebody still wants it: state may be cleared between steps."""
+        return (id(piece), kind) in self._stored and self._has(piece, kind)
 
     def _has(self, piece: ShardPiece, kind: str) -> bool:
         if kind == MASTER:

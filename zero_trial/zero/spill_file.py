@@ -133,6 +133,7 @@ class SpillFile:
 
         The kernel brings in pages as they are touched and may drop them again: this is no memory of the process's own.
         """
+        self._require_open()
         try:
             area = mmap.mmap(self._cached, self._size)
         except (OSError, ValueError) as fault:
@@ -152,8 +153,19 @@ class SpillFile:
         """Gives the space back. Transfers must be waited for before."""
         self._finalizer()
 
+    def _require_open(self) -> None:
+        """The numbers of closed descriptors may be another file's by now."""
+        if not self._finalizer.alive:
+            raise StorageError(
+                "offloaded state is gone",
+                where=str(self.folder),
+                got="an engine that was destroyed",
+                fix="Build a new one.",
+            )
+
     def _allocate(self, nbytes: int) -> None:
         """Makes the file at least so large, with blocks on the disk: afterwards no write can find it full."""
+        self._require_open()
         wanted = round_up(nbytes, BLOCK)
         if wanted <= self._size:
             return
@@ -184,6 +196,7 @@ class SpillFile:
             return False
 
     def _start(self, offset: int, tensor: torch.Tensor, transfer: Transfer) -> Ticket:
+        self._require_open()
         memory, held = _bytes_of(tensor), [tensor]
         futures = [
             self._pool.submit(_all_of, transfer, fd, memory[low:high], offset + low, held)

@@ -57,8 +57,8 @@ class Desk:
 
     def fetch(self, piece: StagedPiece) -> None:
         """Starts to bring the piece's gradient down."""
+        self.free[0].wait()  # its last values have gone up
         buffer = self.free.popleft()
-        buffer.wait()  # its last values have gone up
         self._of[id(piece)] = buffer
         buffer.wait = self.mover.down(piece.gradient_on_device, self.gradient(piece))
 

@@ -346,7 +346,7 @@ def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: 
             away.step(1)
             away.values()
     for _ in range(2):
-        with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost: .* in a new engine"):
+        with pytest.raises(StorageError, match=r"state is lost: .* in a new engine"):
             away.values()
         with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
             away.step(2)

@@ -182,9 +182,8 @@ class SpillStore:
                 self._free.append(self._writing.popleft()[0])
             if not self._free:
                 return
-            self._wait(
-                self._written.get(id(self._coming[0]), [])
-            )  # what the step before wrote must be there before it is read
+            # What the step before wrote must be there before it is read.
+            self._wait(self._written.get(id(self._coming[0]), []))
             self._read(self._coming.popleft(), self._free.popleft())
 
     def _read(self, piece: ShardPiece, slot: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ def test_units_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     optimizer = add_optimizer(model, FusedAdam, lr=0.1)
     published: list[str] = []
     for unit in model.units:
-        unit.publish = lambda rounded=False, unit=unit: published.append(unit.name)  # type: ignore[method-assign]
+        unit.publish = lambda rounded=False, lend=True, unit=unit: published.append(unit.name)  # type: ignore[method-assign]
     publication = Publication(model.units, optimizer.pieces, [])
     names = [unit.name for unit in model.units]
     assert len(names) > 2
@@ -48,7 +48,7 @@ def test_a_unit_without_pieces_goes_in_its_turn() -> None:
     model = build(1)
     published: list[str] = []
     for unit in model.units:
-        unit.publish = lambda rounded=False, unit=unit: published.append(f"{unit.name} {rounded}")  # type: ignore[method-assign]
+        unit.publish = lambda rounded=False, lend=True, unit=unit: published.append(f"{unit.name} {rounded}")  # type: ignore[method-assign]
     Publication(model.units, (), []).finish()
     assert published == [f"{unit.name} False" for unit in model.units]
 

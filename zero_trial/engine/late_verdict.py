@@ -135,7 +135,7 @@ class LateVerdict(Verdict):
         unused = {unit.block for unit in model.units if not model.gatherer.was_used(unit.block)}
         go_back = [self._optimizer.take_back]
         opened = _Open(step, unscale, go_back, list(reducer.culprits), dict(reducer.square_sums), frozenset(unused))
-        self._update(lambda: model.update(1.0, gate))
+        self._update(lambda: model.update(1.0, gate, defer=self._wiring.defer_publish))
         self._open = opened
         reducer.reset()
         if schedule is None:

@@ -77,7 +77,7 @@ class Verdict:
         self.applied = finite or not self._wiring.skip_nonfinite
         if self.applied:
             factor = clip_factor(self.norm, self._wiring.clip) if finite else 1.0
-            self._update(lambda: self._sharded.update(self.unscale() * factor))
+            self._update(lambda: self._sharded.update(self.unscale() * factor, defer=self._wiring.defer_publish))
             if schedule is not None:
                 schedule.step(**arguments)
         else:

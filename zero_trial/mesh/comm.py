@@ -231,9 +231,12 @@ class AxisComm:
         """Sums ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that part of ``full``. Moves n (N-1)/N elements."""
         return self._start("reduce_scatter", full, out, label, 1)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
-        """Puts every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this rank's part of ``full``. Moves n (N-1)/N."""
-        return self._start("all_gather", full, shard, label, 1)
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
+        """Puts every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this rank's part of ``full``. Moves n (N-1)/N.
+
+        ``lend=False``: peers read no buffer in place here, so that ``shard`` may be written as soon as the result has arrived. Costs a copy.
+        """
+        return self._start("all_gather", full, shard, label, 1, lend)
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         """Sums ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, so that its bits are theirs. Moves 2n (N-1)/N.
@@ -344,7 +347,9 @@ class AxisComm:
         way = (self.index, peer) if kind == "send" else (peer, self.index)
         return verb(values, self.ranks[peer], group=self.directions.get(way, self.group), tag=tag)
 
-    def _start(self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int) -> Pending:
+    def _start(
+        self, kind: str, full: torch.Tensor, part: torch.Tensor, label: str, factor: int, lend: bool = True
+    ) -> Pending:
         if self.size == 1:
             if part.data_ptr() != full.data_ptr():
                 source, target = (full, part) if kind == "reduce_scatter" else (part, full)
@@ -352,7 +357,7 @@ class AxisComm:
             return _DONE
         moved = factor * full.numel() * (self.size - 1) // self.size
         self.counters.add(kind, self.name, moved, full.element_size())
-        return self._launch(kind, full, part, label)
+        return self._launch(kind, full, part, label, lend=lend)
 
     def _launch(
         self,
@@ -362,6 +367,7 @@ class AxisComm:
         label: str,
         then: Callable[[Received | None], Pending] | None = None,
         again: bool = False,
+        lend: bool = True,
     ) -> Pending:
         """Starts a collective; ``then`` starts the one that follows when the first is done, and is that one (``again``)."""
         transport: Transport = self._on_host if full.device.type == "cpu" else self._native
@@ -371,7 +377,7 @@ class AxisComm:
         tag = message_tag(self._sequence, name)
         try:
             if kind == "all_gather":
-                works, finish = transport.all_gather(full, part, tag, again)
+                works, finish = transport.all_gather(full, part, tag, again, lend)
             else:
                 works, finish = transport.reduce_scatter(full, part, tag)
         except (RuntimeError, OSError) as error:

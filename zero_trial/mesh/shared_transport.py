@@ -96,12 +96,13 @@ class SharedTransport:
         return [letters], add_in_rank_order
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False, lend: bool = True
     ) -> tuple[Works, Finish]:
         if full.numel() * full.element_size() < WORTH_BYTES:
             return self._direct.all_gather(full, shard, tag)
         parts, peers = full.view(self._size, -1), self._direct.peers()
-        letters = self._mail.post(self._lent(shard, again) or self._copied(shard), tag, peers)
+        lent = self._lent(shard, again) if lend else None
+        letters = self._mail.post(lent or self._copied(shard), tag, peers)
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)

@@ -37,9 +37,9 @@ class Transport(Protocol):
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]: ...
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False, lend: bool = True
     ) -> tuple[Works, Finish]:
-        """``again``: the second half of an all-reduce, whose first half had the same source."""
+        """``again``: the second half of an all-reduce, whose first half had the same source. ``lend``: peers may read ``shard`` where it lies."""
         ...
 
 
@@ -56,7 +56,7 @@ class NativeTransport:
         return [self._scatter(out, full, group=self._group, async_op=True)], _nothing
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False, lend: bool = True
     ) -> tuple[Works, Finish]:
         return [self._gather(full, shard, group=self._group, async_op=True)], _nothing
 
@@ -91,7 +91,7 @@ class DirectTransport:
         return works, add_in_rank_order
 
     def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, again: bool = False, lend: bool = True
     ) -> tuple[Works, Finish]:
         parts = full.view(len(self._ranks), -1)
         works: Works = []

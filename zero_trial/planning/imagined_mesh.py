@@ -107,7 +107,7 @@ class ImaginedComm(AxisComm):
 
         return Pending(self, label, [], add)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str) -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
         if self.size == 1:
             return _copied(shard, full)
         parts = full.view(self.size, -1)

@@ -219,8 +219,7 @@ class ShardedModel:
         self.gatherer.last_micro_batch = last
         for landing in self.landings:
             landing.begin_pass()
-        if reduce:
-            self.reducer.begin()
+        self.reducer.begin(reduce=reduce)
 
     def end_backward(self) -> None:
         """The backward pass has returned; afterwards the gradients that were to be reduced are. Collective over shard and replica if so."""
@@ -250,14 +249,14 @@ class ShardedModel:
         Publication(self.units, (), self._publishing).finish()
         self.gatherer.start_step()
 
-    def update(self, multiplier: float, gate: Gate | None = None) -> None:
+    def update(self, multiplier: float, gate: Gate | None = None, *, defer: bool = False) -> None:
         """One optimizer step with ``multiplier`` times the reduced gradients, and :meth:`publish` of each unit as soon as it is done, while
         the next one is updated. What is said there holds here. ``gate``: see :meth:`ShardedOptimizer.step`; a step that the device skips
-        publishes the values that were there. Collective over shard."""
+        publishes the values that were there. ``defer``: :meth:`wait_when_called` will follow. Collective over shard."""
         if self.optimizer is None:
             raise TrialError("there is no optimizer to step", where="ShardedModel.update")
         self.settle()
-        publication = Publication(self.units, self.optimizer.pieces, self._publishing)
+        publication = Publication(self.units, self.optimizer.pieces, self._publishing, lend=not defer)
         self.optimizer.step(multiplier, publication.updated, gate)
         publication.finish()
         self.gatherer.start_step()
@@ -284,7 +283,7 @@ class ShardedModel:
 
     def wait_when_called(self) -> None:
         """Whoever calls the module next, or any part of it, waits first until its parameters are whole here: that rank may be the only one that calls
-        it. Other ranks may read this one's part until :meth:`settle`. The hook is torch's global one and goes after that call."""
+        it. What was published with ``defer`` may then be edited. The hook is torch's global one and goes after that call."""
         if self._publishing and self._alarm is None:
             parts, this = {id(part) for part in self.module.modules()}, weakref.ref(self)
 

@@ -16,9 +16,12 @@ class Publication:
     A rank may have no piece of a unit at all (its part is padding): the unit goes when its turn comes.
     """
 
-    def __init__(self, units: Sequence[Unit], pieces: Sequence[ShardPiece], pending: list[Pending]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], pieces: Sequence[ShardPiece], pending: list[Pending], *, lend: bool = True
+    ) -> None:
         self._waiting = deque(units)
         self._pending = pending
+        self._lend = lend
         self._left: dict[int, int] = {}
         self._unrounded: set[int] = set()
         for piece in pieces:
@@ -43,5 +46,5 @@ class Publication:
             unit.free()
             return
         rounded = id(unit) in self._left and id(unit) not in self._unrounded
-        if (pending := unit.publish(rounded=rounded)) is not None:
+        if (pending := unit.publish(rounded=rounded, lend=self._lend)) is not None:
             self._pending.append(pending)

@@ -87,9 +87,10 @@ class Reducer:
         self.square_sums: dict[int, torch.Tensor] = {}  # by unit index, of the finished shards
         self.culprits: list[Culprit] = []
 
-    def begin(self) -> None:
-        """The backward pass that now starts is to be reduced."""
-        self.active = True
+    def begin(self, *, reduce: bool = True) -> None:
+        """A backward pass starts; ``reduce``: it is to be reduced. What one that ended in an exception left under way is waited for."""
+        self._land_all()
+        self.active = reduce
         self._cursor = 0
         self._ready.clear()
 
@@ -234,7 +235,8 @@ class Reducer:
             if out.data_ptr() != landing.own.data_ptr():
                 landing.own.copy_(out)
             if flight.stash is not None:
-                if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
+                # Along shard peers read only their own parts, and this rank's is its own; along replica they read that.
+                if self._shard.size == 1 or self._replica.size > 1:
                     landing.await_readers()
                 landing.own.add_(flight.stash)
         elif landing.shard_filled:

@@ -145,9 +145,9 @@ class Unit:
             param.data = nothing
         self.full.untyped_storage().resize_(0)
 
-    def publish(self, *, rounded: bool = False) -> Pending | None:
+    def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
         """After an update of the master: rounds it into the shard (unless that is ``rounded``), and gives every rank the new full copy
-        where one always lives.
+        where one always lives. ``lend=False``: where that has arrived here it may be edited, though peers are not as far.
 
         Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
         """
@@ -159,7 +159,7 @@ class Unit:
             return None
         if self.comm.size == 1:
             return None
-        return self.comm.all_gather(self.full, self.own, self.name)
+        return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
 
     def take_full(self, params: Collection[int] | None = None) -> None:
         """The full copy was set, alike on all ranks: shard and master follow it. ``params`` (ids): only these parameters' elements do."""

@@ -1,0 +1,151 @@
+"""A rank that reads late what its peers lend it sees what they lent: whatever they do to parameters and gradients in the meantime.
+
+Every read of rank 1 is held up until rank 0 has come as far as it can. Each against plain torch with the same edits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
+from tests.support.pool import Pools
+from zero_trial.mesh.shared_transport import SharedTransport
+from zero_trial.zero.gathered import GatheredParameters
+
+LATE_SECONDS = 0.003  # in which rank 0 is far ahead, if nothing stops it
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 40)
+        self.blocks = nn.ModuleList([nn.Linear(40, 40) for _ in range(3)])
+        self.last = nn.Linear(40, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return model(turn.normal(3, 4)).square().mean()
+
+
+@contextmanager
+def slow_reader(rank: int, index: int = 1) -> Iterator[None]:
+    """``rank``'s reads from its peers' memory come late, if it is ``index``."""
+    verbs = ("all_gather", "reduce_scatter", "broadcast") if rank == index else ()
+    kept = {verb: getattr(SharedTransport, verb) for verb in verbs}
+
+    def held_up(start: Callable[..., Any]) -> Callable[..., Any]:
+        def starts(*args: Any, **kwargs: Any) -> Any:
+            works, finish = start(*args, **kwargs)
+
+            def late() -> Any:
+                time.sleep(LATE_SECONDS)
+                return finish()
+
+            return works, late
+
+        return starts
+
+    for verb, start in kept.items():
+        setattr(SharedTransport, verb, held_up(start))
+    try:
+        yield
+    finally:
+        for verb, start in kept.items():
+            setattr(SharedTransport, verb, start)
+
+
+def clamp(module: nn.Module) -> None:
+    """As a critic's weights are clipped."""
+    for param in module.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def shrink(module: nn.Module) -> None:
+    """After a look at what the module makes of the new values."""
+    with torch.no_grad():
+        module(torch.ones(1, 4))
+        for param in module.parameters():
+            param.mul_(0.9)
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict({name: value * 0.9 for name, value in module.state_dict().items()})
+
+
+EDITS = {"clamp": clamp, "shrink": shrink, "load": load}
+
+
+def edited(stage: str, zero: dict[str, Any], edit: str) -> float:
+    """The largest difference after steps with two micro-batches, each followed by ``edit``."""
+    case = Case(Tower, loss, accumulation=2, steps=3)
+    engine = build_engine(case, STAGES[stage] | zero)
+    with slow_reader(engine.global_rank):
+        steps = zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True)
+        for dense, _ in steps:
+            EDITS[edit](dense)
+            frees = engine.sharded.frees_parameters and edit != "load"
+            with GatheredParameters(engine.module.parameters() if frees else [], modifier_rank=0):
+                EDITS[edit](engine.module)
+        gap = difference(engine, dense)
+        engine.destroy()
+    return gap
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3", "zero3-free"])
+def test_edits_between_steps(ranks: Pools, stage: str, edit: str) -> None:
+    assert max(ranks(2).run(edited, stage, {}, edit)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_edits_after_values_that_were_waited_for_late(ranks: Pools, stage: str) -> None:
+    """overlap_comm: this rank has called its module, so its parameters are its own again; its peers are not there yet."""
+    assert max(ranks(2).run(edited, stage, {"overlap_comm": True}, "shrink")) <= TOLERANCE
+
+
+def gone_on(stage: str) -> float:
+    """A backward pass that raises with reductions under way, and another one in its place. What the first one left counts, as in plain torch:
+    it is forgotten by zero_grad, or is nothing because its loss is."""
+    case = Case(Tower, loss, steps=2)
+    engine = build_engine(case, STAGES[stage])
+    armed = [False]
+
+    def fail(grad: torch.Tensor) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise RuntimeError("no memory")
+
+    engine.module.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    with slow_reader(engine.global_rank):
+        steps = list(zip(train_dense(case, engine.dp_world_size), (1.0, 0.0), strict=True))
+        for _, scale in steps:
+            turn = Turn(engine.global_steps, 0, engine.global_rank)
+            failing = loss(engine, turn) * scale
+            armed[0] = True
+            with pytest.raises(RuntimeError, match="no memory"):
+                engine.backward(failing)
+            if scale:
+                engine.zero_grad()
+            engine.backward(loss(engine, turn))
+            engine.step()
+        gap = difference(engine, steps[-1][0])
+        engine.destroy()
+    return gap
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3", "zero3-free"])
+def test_a_step_after_a_backward_pass_that_raised(ranks: Pools, stage: str) -> None:
+    assert max(ranks(2).run(gone_on, stage)) <= TOLERANCE

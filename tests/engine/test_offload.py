@@ -211,6 +211,13 @@ def test_the_line_at_the_start(tmp_path: Path) -> None:
     assert offload_line(engine_of("zero1", {}, None)) is None
 
 
+def test_a_relative_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    line = offload_line(engine_of("zero1", {}, "disk"))
+    assert line is not None and f" in {tmp_path}/disk (" in line
+
+
 def test_a_ratio_is_not_ignored_in_silence(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "ratio": 0.5}
     line = offload_line(build_engine(Case(Net, loss), {"stage": 1, "offload_optimizer": offload}))

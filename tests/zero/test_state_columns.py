@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_trial.ops.optimizers import FusedAdam, Lion
 from zero_trial.zero.state_columns import Column, state_columns
@@ -64,3 +65,11 @@ def test_state_of_another_width() -> None:
                     self.state[weight] = {"q": torch.zeros_like(weight, dtype=torch.uint8), "rows": torch.zeros(3)}
 
     assert state_columns(Small(weights())) == [Column("q", torch.uint8)]
+
+
+@pytest.mark.parametrize("build", [FusedAdam, torch.optim.AdamW])
+def test_a_rehearsal_with_imagined_tensors_finds_them_too(build: Any) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        base = build(weights())
+        assert [column.kind for column in state_columns(base)] == ["exp_avg", "exp_avg_sq"]
+    assert not base.state

@@ -143,7 +143,7 @@ def plan_offload(
     if section.device == "nvme":
         lacking = [param for param in params if mover or not has_own_master(living_dtype(param.dtype, dtype))]
         masters = 4 * sum(round_up(param.numel(), ALIGN) for param in lacking) // mesh.shard.size
-        folder = Path(section.nvme_path or "")
+        folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
         wanted = masters + (1 << 16)
         shelf = _together(mesh, lambda: places.shelf(folder, wanted, config.aio), "file for optimizer state")
     slot_numel = slot_elements(elements, zero.sub_group_size, section.buffer_count)

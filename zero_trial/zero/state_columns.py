@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _PROBE = 96  # elements: no count or factor of a state is so long
 _OWN = ("step", "zero_grad")  # schedulers put wrappers of these on the object, which would step the real one
@@ -24,15 +25,20 @@ class Column:
 def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> list[Column]:
     """The columns of all groups of ``base`` for weights in ``dtype``, in the order in which it makes them; ``base`` stays as it is.
 
-    It must be elementwise.
+    It must be elementwise. The step is a real one also where a rehearsal imagines its tensors: optimizers read their counts of steps.
     """
+    with _disable_current_modes():
+        return _columns_of_twin(base, dtype)
+
+
+def _columns_of_twin(base: torch.optim.Optimizer, dtype: torch.dtype) -> list[Column]:
     twin: torch.optim.Optimizer = object.__new__(type(base))
     twin.__dict__.update({key: value for key, value in base.__dict__.items() if key not in _OWN})
     twin.__dict__.update({key: OrderedDict() for key in _HOOKS})
     twin.state = defaultdict(dict)
     twin.param_groups = []
     for group in base.param_groups:
-        weight = nn.Parameter(torch.zeros(_PROBE, dtype=dtype))
+        weight = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
         weight.grad = torch.zeros_like(weight)
         twin.param_groups.append({**group, "params": [weight]})
         if isinstance(base, torch.optim.Adagrad):  # the one that makes its state when it is built

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from zero_trial.mesh import shared_memory
 from zero_trial.mesh.peers import Peers
 from zero_trial.mesh.shared_homes import Homes
 from zero_trial.mesh.shared_memory import HEADER, SMALLEST, SharedMemory, Ticket
@@ -165,3 +166,31 @@ def test_without_memory_to_share_tensors_are_ordinary_and_it_is_said_once(caplog
     ]
     assert len(caplog.records) == 1
     assert homes.find(homes.empty(1 << 20, torch.float32)) is not None
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_homes_leave_descriptors_to_others(
+    more: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the system allows ``more`` of them, there are more; else tensors lie in ordinary memory."""
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4 * (lowest + 3):
+        pytest.skip("this process may have few descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * (lowest + 3), hard))
+    homes = Homes()
+    try:
+        if not more:
+            monkeypatch.setattr(shared_memory, "allow_more", lambda: None)
+        with caplog.at_level(logging.WARNING, logger="zero_trial"):
+            tensors = [homes.empty(64, torch.float32) for _ in range(20)]
+        others = [os.open("/dev/null", os.O_RDONLY) for _ in range(lowest)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for descriptor in others:
+        os.close(descriptor)
+    found = sum(homes.find(tensor) is not None for tensor in tensors)
+    assert found == 20 if more else 1 <= found <= 3
+    assert all(torch.equal(tensor, torch.zeros(64)) for tensor in tensors)
+    assert sum("open files" in record.message for record in caplog.records) == (0 if more else 1)

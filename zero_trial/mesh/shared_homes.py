@@ -6,7 +6,8 @@
 
 A home is lent to one collective at a time, because a reader has one mark in it: a source in a home that is still lent is copied out, as any
 other tensor is. So nobody waits when a collective starts. When the tensor is gone the home's pages go back to the system at once, for all who
-have mapped it, and the empty segment waits for the next tensor.
+have mapped it, and the empty segment waits for the next tensor. Homes leave half of the process's descriptors to others: mapping a peer's takes
+one, too.
 
 Price: a home's bytes are those of its tensor, rounded up to 64 KiB, and 4 KiB; peers map the same pages. One descriptor per home.
 """
@@ -14,6 +15,7 @@ Price: a home's bytes are those of its tensor, rounded up to 64 KiB, and 4 KiB; 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import weakref
@@ -24,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_trial.mesh.peers import Peers
-from zero_trial.mesh.shared_memory import HEADER, Segment, capacity_for, create_segment
+from zero_trial.mesh.shared_memory import HEADER, Segment, capacity_for, create_segment, many_open
 
 log = logging.getLogger("zero_trial")
 
@@ -136,6 +138,9 @@ class Homes:
             _vacate(home)  # again: readers may have been at it when its tensor went
             return home
         segment = create_segment(capacity_for(nbytes))
+        if many_open(segment.descriptor):
+            os.close(segment.descriptor)
+            raise OSError(errno.EMFILE, "half of the open files that `ulimit -Hn` allows are in use")
         home = Home(segment, segment.payload(torch.uint8, 1).data_ptr())
         self._homes[home.start] = home
         self._starts = sorted(self._homes)

@@ -16,7 +16,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -127,12 +129,27 @@ def capacity_for(nbytes: int) -> int:
 def create_segment(capacity: int) -> Segment:
     """A new anonymous segment of ``capacity`` payload bytes. Raises OSError where the system has none to give."""
     descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
+    if many_open(descriptor):
+        allow_more()
     try:
         os.ftruncate(descriptor, HEADER + capacity)
         return Segment(descriptor, capacity, map_segment(os.getpid(), descriptor))
     except OSError:
         os.close(descriptor)
         raise
+
+
+def many_open(descriptor: int) -> bool:
+    """Whether half of the descriptors that this process may have are in use: a new one's number is the lowest that is free."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most != resource.RLIM_INFINITY and descriptor >= most // 2
+
+
+def allow_more() -> None:
+    """This process may have as many descriptors as the system allows it without asking anybody (`ulimit -Hn`)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def map_segment(process: int, descriptor: int) -> Window:

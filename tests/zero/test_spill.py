@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -351,6 +352,21 @@ def test_a_disk_that_has_failed_gives_nothing_back(tmp_path: Path, monkeypatch: 
         with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
             away.step(2)
     away.optimizer.close()
+
+
+def test_edits_that_do_not_reach_the_disk_are_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = Training(BUILDS["torch"], torch.bfloat16, tmp_path)
+
+    class Broken(mmap.mmap):
+        def flush(self, *span: int) -> None:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mmap, "mmap", Broken)
+        with pytest.raises(StorageError, match=r"could not be read or written: got .*Input/output error"):
+            away.values()
+    with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
+        away.step(1)
 
 
 def test_columns_of_one_byte(tmp_path: Path) -> None:

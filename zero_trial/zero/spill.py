@@ -236,6 +236,7 @@ class SpillStore:
             finally:
                 self._depth -= 1
             return
+        edited = False
         try:
             self._require_whole()
             self._drain()
@@ -245,6 +246,11 @@ class SpillStore:
                     yield
                 finally:
                     self._put_away(area)
+                    edited = True
+        except StorageError as fault:
+            if edited:  # what was edited may not have reached the disk
+                self._lost = self._lost or fault
+            raise
         finally:
             self._depth -= 1
 

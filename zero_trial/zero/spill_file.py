@@ -146,7 +146,15 @@ class SpillFile:
         try:
             yield torch.frombuffer(area, dtype=torch.uint8)
         finally:
-            area.flush()
+            try:
+                area.flush()
+            except OSError as fault:
+                raise StorageError(
+                    "offloaded state could not be read or written",
+                    where=str(self.folder),
+                    got=str(fault),
+                    fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
+                ) from fault
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:

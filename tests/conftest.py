@@ -1,7 +1,8 @@
-"""Fixtures for all tests: the pools of ranks."""
+"""Fixtures for all tests: the pools of ranks, and a log that one test does not silence for the next."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,12 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """Engines and tests set the level of the package's logger, which belongs to the process."""
+    log = logging.getLogger("zero_trial")
+    before = log.level
+    yield
+    log.setLevel(before)

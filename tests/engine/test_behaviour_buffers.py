@@ -7,6 +7,7 @@ import gc
 import io
 import multiprocessing
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -129,6 +130,23 @@ def test_twenty_engines_leave_no_more_than_one(ranks: Pools, stage: int) -> None
         assert all(taken == 0 for taken, *_ in rows)
         assert all(pages == 4096 * segments for _, pages, segments, _ in rows), "nothing but headers"
         assert len({row[2:] for row in rows[2:]}) == 1, rows
+
+
+def forgotten(stage: int) -> tuple[bool, int]:
+    """An engine that nobody destroyed: whether it is gone, and bytes of living tensors that peers can read."""
+    gc.collect()
+    before = homes_bytes()
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": stage, "param_persistence_threshold": 0}})
+    train_engine(engine, range(2))
+    watch = weakref.ref(engine)
+    del engine
+    gc.collect()
+    return watch() is None, homes_bytes() - before
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_nobody_destroyed_goes_too(ranks: Pools, stage: int) -> None:
+    assert ranks(2).run(forgotten, stage) == [(True, 0)] * 2
 
 
 def user_code(stage: int) -> dict[str, bool]:

@@ -10,6 +10,7 @@ SMALL elements are copied together by one foreach call when the unit is complete
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -87,24 +88,29 @@ class Landing:
         return self.full[low:high]
 
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
-        views, seen, queued, waiting = self.views, self._seen, self._queued, self._waiting
+        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an engine that nobody destroyed would never go.
+        me = weakref.ref(self)
+        seen, queued, waiting = self._seen, self._queued, self._waiting
 
         def land(param: nn.Parameter) -> None:
-            if small or self.sealed:
+            landing = me()
+            if landing is None:
+                return
+            if small or landing.sealed:
                 if not queued[index]:
                     queued[index] = True
                     waiting.append(index)
-            elif param.grad is not views[index]:
-                self._take(index, param)
-            if not self._counting:
+            elif param.grad is not landing.views[index]:
+                landing._take(index, param)
+            if not landing._counting:
                 return
-            if seen[index] != self._pass:
-                seen[index] = self._pass
-                self._missing -= 1
-                if not self._missing:
-                    self._on_complete(self)
-            elif not self._missing:
-                self.late = True
+            if seen[index] != landing._pass:
+                seen[index] = landing._pass
+                landing._missing -= 1
+                if not landing._missing:
+                    landing._on_complete(landing)
+            elif not landing._missing:
+                landing.late = True
 
         return land
 

@@ -190,6 +190,8 @@ class Reducer:
         low, high = landing.unit.layout.shard_range(self._shard.index)
         straight = not landing.in_place and not landing.shard_filled and landing.shard.dtype == dtype
         out = landing.shard if straight and self._shard.size > 1 else wire[low:high]
+        if stash is not None and self._shard.size > 1:
+            out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
         scatter = self._shard.reduce_scatter(wire, out, landing.unit.name)
         flight = _Flight(landing, wire, out, stash, scatter)
         self._flights.append(flight)
@@ -235,8 +237,7 @@ class Reducer:
             if out.data_ptr() != landing.own.data_ptr():
                 landing.own.copy_(out)
             if flight.stash is not None:
-                # Along shard peers read only their own parts, and this rank's is its own; along replica they read that.
-                if self._shard.size == 1 or self._replica.size > 1:
+                if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
                     landing.await_readers()
                 landing.own.add_(flight.stash)
         elif landing.shard_filled:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from zero_trial.engine.rollback import can_go_back, remember
+from zero_trial.engine.rollback import advance, can_go_back
 from zero_trial.engine.schedules import build_scheduler
 
 Build = Callable[[torch.optim.Optimizer], Any]
@@ -52,8 +52,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace(name: str) -> None:
     assert can_go_back(other)
     for _ in range(6):
         before = seen(tried, other)
-        go_back = remember(other, tried.param_groups)
-        other.step()
+        go_back = advance(other, tried.param_groups)
         go_back()
         assert seen(tried, other) == before
         other.step()
@@ -65,20 +64,23 @@ def test_a_step_that_is_taken_back_leaves_no_trace(name: str) -> None:
 def test_a_rate_in_a_tensor_goes_back_as_well():
     made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1))
     schedule = lr_scheduler.ExponentialLR(made, 0.5)
-    go_back = remember(schedule, made.param_groups)
-    schedule.step()
+    go_back = advance(schedule, made.param_groups)
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.05)
     go_back()
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.1)
 
 
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_what_the_groups_hold_besides_stays_theirs():
     made = optimizer()
     schedule = lr_scheduler.ExponentialLR(made, 0.9)
-    go_back, params = remember(schedule, made.param_groups), made.param_groups[0]["params"]
-    made.param_groups[0]["note"] = 1
+    go_back, params = advance(schedule, made.param_groups), made.param_groups[0]["params"]
+    made.param_groups[0].update(note=1, weight_decay=0.3)
+    made.param_groups[1]["lr"] = 7.0
     go_back()
     assert made.param_groups[0]["params"] is params and made.param_groups[0]["note"] == 1
+    assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.01]
+    assert [group["lr"] for group in made.param_groups] == [0.1, 7.0]
 
 
 def test_a_schedule_without_a_state_cannot_go_back():

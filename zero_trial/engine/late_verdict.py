@@ -20,7 +20,7 @@ import torch
 
 from zero_trial.engine.courier import Courier
 from zero_trial.engine.nonfinite import NonFinite, Row, agree, evidence
-from zero_trial.engine.rollback import can_go_back, remember
+from zero_trial.engine.rollback import advance, can_go_back
 from zero_trial.engine.verdict import Verdict
 from zero_trial.engine.wiring import Wiring
 from zero_trial.errors import Diverged
@@ -143,8 +143,7 @@ class LateVerdict(Verdict):
         if not self._wiring.skip_nonfinite:
             schedule.step(**arguments)
         elif can_go_back(schedule):
-            go_back.insert(0, remember(schedule, self._optimizer.base.param_groups))
-            schedule.step(**arguments)
+            go_back.insert(0, advance(schedule, self._optimizer.base.param_groups, arguments))
         elif self.known().applied:
             schedule.step(**arguments)
 

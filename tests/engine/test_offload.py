@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -571,3 +574,25 @@ def test_every_dtype_by_itself(tmp_path: Path) -> None:
     assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
     assert results[1][1]["exp_avg wide.weight"].dtype == torch.float64
     assert engine.persistent_bytes()["optimizer"] == sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
+
+
+def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:
+    engine = engine_of("zero2", PRECISIONS["bf16"], str(tmp_path))
+    train(engine, range(1))
+    watch = weakref.ref(engine)
+    assert unnamed_files(tmp_path)
+    del engine
+    gc.collect()
+    assert watch() is None
+    assert not unnamed_files(tmp_path)
+
+
+def unnamed_files(folder: Path) -> list[str]:
+    """Files of this process in ``folder`` that have no name."""
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            place = str(descriptor.readlink())
+            if place.startswith(str(folder)) and place.endswith(" (deleted)"):
+                found.append(place)
+    return found

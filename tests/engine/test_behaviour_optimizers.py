@@ -22,25 +22,10 @@ from tests.support.dense import (
     train_dense,
     train_ranks,
 )
+from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError
 from zero_trial.ops.optimizers import FusedLamb, Lion
-
-
-class Net(nn.Module):
-    """Sizes that make shards cut through tensors; three blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 11)
-        self.blocks = nn.ModuleList([nn.Linear(11, 11) for _ in range(3)])
-        self.last = nn.Linear(11, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
 
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -84,7 +69,13 @@ def by_name(name: str) -> Case:
         theirs.setdefault("weight_decay", 0.0)
     optimizer = {"type": kind, "params": params}
     return Case(
-        Net, loss, groups=two_groups, optimizer=optimizer, dense_optimizer=lambda g: cls(g, **theirs), clip=0.2, steps=5
+        Tower,
+        loss,
+        groups=two_groups,
+        optimizer=optimizer,
+        dense_optimizer=lambda g: cls(g, **theirs),
+        clip=0.2,
+        steps=5,
     )
 
 
@@ -124,9 +115,9 @@ CLIENTS: dict[str, Any] = {
 
 def train_client(name: str, stage: str, as_object: bool) -> float:
     make = CLIENTS[name]
-    case = Case(Net, loss, groups=two_groups, dense_optimizer=make, clip=0.2)
+    case = Case(Tower, loss, groups=two_groups, dense_optimizer=make, clip=0.2)
     torch.manual_seed(1)
-    model = Net()
+    model = Tower()
     case_here = Case(lambda: model, loss, clip=0.2, config={"optimizer": None})
     given = (
         {"optimizer": make(two_groups(model))}
@@ -151,13 +142,13 @@ def whole_tensors(stage: str, given: str) -> float | str:
     """Adafactor looks at rows and columns of whole tensors."""
     make = lambda groups: torch.optim.Adafactor(groups, lr=0.01)  # noqa: E731
     case = Case(
-        Net, loss, groups=two_groups, optimizer={"type": "Adafactor", "params": {"lr": 0.01}}, dense_optimizer=make
+        Tower, loss, groups=two_groups, optimizer={"type": "Adafactor", "params": {"lr": 0.01}}, dense_optimizer=make
     )
     try:
         if given == "name":
             return compare(case, STAGES[stage])
         torch.manual_seed(1)
-        model = Net()
+        model = Tower()
         client = (
             {"optimizer": make(two_groups(model))}
             if given == "object"
@@ -203,7 +194,7 @@ def scheduled(name: str, stage: str) -> tuple[float, list[float], list[float]]:
     """(difference of parameters, our lr of the second group before every step, plain torch's)."""
     params, cls = TORCH_SCHEDULES[name]
     case = Case(
-        Net,
+        Tower,
         loss,
         groups=two_groups,
         dense_schedule=lambda optimizer: cls(optimizer, **params),
@@ -214,9 +205,9 @@ def scheduled(name: str, stage: str) -> tuple[float, list[float], list[float]]:
 
 
 def client_schedule(kind: str, stage: str) -> tuple[float, list[float], list[float]]:
-    case = Case(Net, loss, groups=two_groups, dense_schedule=half_way, accumulation=2)
+    case = Case(Tower, loss, groups=two_groups, dense_schedule=half_way, accumulation=2)
     torch.manual_seed(1)
-    model = Net()
+    model = Tower()
     here = Case(lambda: model, loss, accumulation=2)
     if kind == "callable":
         return follow(
@@ -228,7 +219,7 @@ def client_schedule(kind: str, stage: str) -> tuple[float, list[float], list[flo
 
 def follow(case: Case, stage: str, engine: Any = None) -> tuple[float, list[float], list[float]]:
     engine = engine if engine is not None else build_engine(case, STAGES[stage])
-    plain = torch.optim.AdamW(two_groups(Net()), lr=1e-3)
+    plain = torch.optim.AdamW(two_groups(Tower()), lr=1e-3)
     assert case.dense_schedule is not None
     schedule, ours, theirs = case.dense_schedule(plain), [], []
     dense = train_dense(case, 2)
@@ -259,8 +250,8 @@ def test_client_schedule(ranks: Pools, kind: str, stage: str) -> None:
 
 def warm_up(stage: str) -> list[float]:
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.004}}
-    engine = build_engine(Case(Net, loss, config={"scheduler": schedule}, accumulation=2, steps=5), STAGES[stage])
-    return [engine.get_lr()[0] for _ in train_ranks(Case(Net, loss, accumulation=2, steps=5), engine)]
+    engine = build_engine(Case(Tower, loss, config={"scheduler": schedule}, accumulation=2, steps=5), STAGES[stage])
+    return [engine.get_lr()[0] for _ in train_ranks(Case(Tower, loss, accumulation=2, steps=5), engine)]
 
 
 def test_warmup_moves_once_per_optimizer_step(ranks: Pools) -> None:

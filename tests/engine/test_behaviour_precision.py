@@ -11,25 +11,12 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine
+from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import Diverged
 
 STEPS = 4
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 11)
-        self.blocks = nn.ModuleList([nn.Linear(11, 11) for _ in range(3)])
-        self.last = nn.Linear(11, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
 
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -45,7 +32,7 @@ def train_mixed(
 ) -> dict[str, torch.Tensor]:
     """fp32 masters of a plain loop: gradients of 16-bit parameters, added up in 16 bits for one micro-batch and in fp32 for several."""
     torch.manual_seed(1)
-    model = Net()
+    model = Tower()
     master = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.to(dtype)
     optimizer = torch.optim.AdamW(master.values(), lr=1e-3, weight_decay=0.01)
@@ -82,7 +69,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, float, dict[str, Any]]] = {
 def against_plain(precision: str, stage: str, accumulation: int, extra: dict[str, Any]) -> tuple[float, bool]:
     """(largest difference of masters, every parameter is its rounded master)."""
     dtype, scale, config = PRECISIONS[precision]
-    engine = build_engine(Case(Net, loss, accumulation=accumulation, clip=0.3, config=config | extra), STAGES[stage])
+    engine = build_engine(Case(Tower, loss, accumulation=accumulation, clip=0.3, config=config | extra), STAGES[stage])
     for step in range(STEPS):
         for number in range(accumulation):
             engine.backward(loss(engine, Turn(step, number, engine.global_rank)))
@@ -117,7 +104,7 @@ def test_gradients_may_be_kept_in_fp32(ranks: Pools, stage: str) -> None:
 
 
 def trace(stage: str, extra: dict[str, Any]) -> tuple[list[float], float]:
-    engine = build_engine(Case(Net, loss, clip=0.3, accumulation=2, config=extra), STAGES[stage])
+    engine = build_engine(Case(Tower, loss, clip=0.3, accumulation=2, config=extra), STAGES[stage])
     losses = []
     for step in range(STEPS):
         for number in range(2):
@@ -178,7 +165,7 @@ def overflows(
     """Trains eight steps; the gradient of ``name`` is bad on ``rank`` in the first micro-batch of the steps ``bad``."""
     schedule = {"type": "ExponentialLR", "params": {"gamma": 0.9}}
     engine = build_engine(
-        Case(Net, loss, accumulation=accumulation, config=precision | {"scheduler": schedule}), STAGES[stage]
+        Case(Tower, loss, accumulation=accumulation, config=precision | {"scheduler": schedule}), STAGES[stage]
     )
     lines, when = Lines(), {"now": False}
     logging.getLogger("zero_trial").addHandler(lines)
@@ -267,7 +254,7 @@ def test_a_static_scale_stays(ranks: Pools) -> None:
 
 def at_minimum(stage: str) -> tuple[str, int, bool]:
     config = {"fp16": {"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1}}
-    engine = build_engine(Case(Net, loss, config=config), STAGES[stage])
+    engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])
     inject(engine, "last.bias", 1, {"now": True}, float("nan"))
     before = masters(engine)
     try:
@@ -293,7 +280,7 @@ def test_at_the_smallest_scale_all_ranks_end_with_one_message(ranks: Pools, stag
 
 def unchecked(stage: str) -> tuple[bool, bool]:
     config = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-    engine = build_engine(Case(Net, loss, config=config), STAGES[stage])
+    engine = build_engine(Case(Tower, loss, config=config), STAGES[stage])
     inject(engine, "last.bias", 0, {"now": True}, float("nan"))
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
@@ -306,7 +293,7 @@ def test_without_the_check_the_step_is_taken(ranks: Pools) -> None:
 
 def huge(stage: str) -> tuple[Any, ...]:
     """A whole loss that is NaN on one rank: every gradient is bad; the first in the model's way back is named."""
-    engine = build_engine(Case(Net, loss), STAGES[stage])
+    engine = build_engine(Case(Tower, loss), STAGES[stage])
     value = loss(engine, Turn(0, 0, engine.global_rank))
     engine.backward(value * float("nan") if engine.global_rank == 1 else value)
     engine.step()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine, difference, train_dense, train_ranks
+from tests.support.models import Tower
 from tests.support.pool import Pools
 from zero_trial.mesh.shared_transport import SharedTransport
 from zero_trial.zero.gathered import GatheredParameters
@@ -22,18 +23,8 @@ from zero_trial.zero.gathered import GatheredParameters
 LATE_SECONDS = 0.003  # in which rank 0 is far ahead, if nothing stops it
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 40)
-        self.blocks = nn.ModuleList([nn.Linear(40, 40) for _ in range(3)])
-        self.last = nn.Linear(40, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
+def wide_tower() -> Tower:
+    return Tower(4, 40, 1)
 
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -90,7 +81,7 @@ EDITS = {"clamp": clamp, "shrink": shrink, "load": load}
 
 def edited(stage: str, zero: dict[str, Any], edit: str) -> float:
     """The largest difference after steps with two micro-batches, each followed by ``edit``."""
-    case = Case(Tower, loss, accumulation=2, steps=3)
+    case = Case(wide_tower, loss, accumulation=2, steps=3)
     engine = build_engine(case, STAGES[stage] | zero)
     with slow_reader(engine.global_rank):
         steps = zip(train_dense(case, engine.dp_world_size), train_ranks(case, engine), strict=True)
@@ -119,7 +110,7 @@ def test_edits_after_values_that_were_waited_for_late(ranks: Pools, stage: str) 
 def gone_on(stage: str) -> float:
     """A backward pass that raises with reductions under way, and another one in its place. What the first one left counts, as in plain torch:
     it is forgotten by zero_grad, or is nothing because its loss is."""
-    case = Case(Tower, loss, steps=2)
+    case = Case(wide_tower, loss, steps=2)
     engine = build_engine(case, STAGES[stage])
     armed = [False]
 
@@ -153,7 +144,7 @@ def test_a_step_after_a_backward_pass_that_raised(ranks: Pools, stage: str) -> N
 
 def summed_twice(zero: dict[str, Any]) -> float:
     """Gradients that come after a reduced backward pass are reduced as a second sum, which is added to the first."""
-    case = Case(Tower, lambda model, turn: 2 * loss(model, turn), steps=3)
+    case = Case(wide_tower, lambda model, turn: 2 * loss(model, turn), steps=3)
     engine = build_engine(case, zero)
     with slow_reader(engine.global_rank, engine.world_size - 1):
         steps = list(train_dense(case, engine.dp_world_size))

@@ -14,6 +14,7 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.late import make_late, on_device
+from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
 from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
@@ -22,20 +23,6 @@ from zero_trial.engine.verdict import Verdict
 from zero_trial.errors import Diverged
 
 STEPS = 8
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 11)
-        self.blocks = nn.ModuleList([nn.Linear(11, 11) for _ in range(3)])
-        self.last = nn.Linear(11, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
 
 
 def loss(model: Any, turn: Turn) -> torch.Tensor:
@@ -160,7 +147,7 @@ def both(
     found = []
     for late in (False, True):
         case = Case(
-            Net, loss, groups, OPTIMIZERS[optimizer], config=SCHEDULE | config, accumulation=accumulation, clip=clip
+            Tower, loss, groups, OPTIMIZERS[optimizer], config=SCHEDULE | config, accumulation=accumulation, clip=clip
         )
         engine = build_engine(case, STAGES[stage])
         if late:
@@ -217,7 +204,7 @@ def test_the_same_bits_in_every_setting(ranks: Pools, name: str) -> None:
 
 def unchecked(late: bool) -> dict[str, Any]:
     config = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-    engine = build_engine(Case(Net, loss, config=SCHEDULE | config, clip=0.3), STAGES["zero2"])
+    engine = build_engine(Case(Tower, loss, config=SCHEDULE | config, clip=0.3), STAGES["zero2"])
     if late:
         make_late(engine)
     found = train(engine, range(3), (1,), "always", float("nan"))
@@ -235,7 +222,7 @@ def test_without_the_check_a_bad_step_is_taken(ranks: Pools) -> None:
 
 
 def replicas(late: bool) -> dict[str, Any]:
-    case = Case(Net, loss, config=SCHEDULE | FP16 | {"mesh": {"shard": 2, "replica": 2}}, clip=0.3)
+    case = Case(Tower, loss, config=SCHEDULE | FP16 | {"mesh": {"shard": 2, "replica": 2}}, clip=0.3)
     engine = build_engine(case, STAGES["zero2"])
     if late:
         make_late(engine)
@@ -256,7 +243,7 @@ def test_hybrid_sharding(ranks: Pools) -> None:
 def waits(stage: str, optimizer: str, config: dict[str, Any]) -> list[Any]:
     """Reads of the device in three steps, of which the second overflows; then how often the courier was waited for, before and after."""
     engine = build_engine(
-        Case(Net, loss, two_groups, OPTIMIZERS[optimizer], config=SCHEDULE | config, clip=0.3), STAGES[stage]
+        Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=SCHEDULE | config, clip=0.3), STAGES[stage]
     )
     verdict, when, found = make_late(engine), {"now": False}, []
     spoil(engine, "last.bias", 0, when, float("inf"))
@@ -278,7 +265,7 @@ def test_nothing_is_read_in_a_step_and_once_after_it(ranks: Pools, stage: str, o
 
 
 def test_the_proof_sees_who_reads():
-    engine = build_engine(Case(Net, loss), STAGES["zero1"])
+    engine = build_engine(Case(Tower, loss), STAGES["zero1"])
     verdict = make_late(engine)
 
     def read(what: Any) -> list[str]:
@@ -323,7 +310,7 @@ LEAVES_OPEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [*ASKERS, *LEAVES_OPEN])
 def test_who_asks_for_the_verdict(name: str) -> None:
-    engine = build_engine(Case(Net, loss, config=SCHEDULE), STAGES["zero1"])
+    engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
     verdict = make_late(engine)
     engine.backward(loss(engine, Turn(0, 0, 0)))
     engine.step()
@@ -339,7 +326,7 @@ def resumed(folder: str, stage: str, late: bool) -> dict[str, Any]:
     """Five steps, saved right after the third, which was skipped, and gone on with in a new engine."""
     engines = []
     for _ in range(2):
-        engines.append(build_engine(Case(Net, loss, config=SCHEDULE | FP16, clip=0.3), STAGES[stage]))
+        engines.append(build_engine(Case(Tower, loss, config=SCHEDULE | FP16, clip=0.3), STAGES[stage]))
         if late:
             make_late(engines[-1])
     train(engines[0], range(2), (0,), "never")
@@ -359,7 +346,7 @@ def test_a_checkpoint_right_after_a_skipped_step(ranks: Pools, stage: str, tmp_p
 
 
 def test_a_checkpoint_asks_before_it_is_written(tmp_path: Path) -> None:
-    engine = build_engine(Case(Net, loss, config=SCHEDULE), STAGES["zero1"])
+    engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
     verdict, when = make_late(engine), {"now": True}
     spoil(engine, "last.bias", 0, when, float("inf"))
     engine.backward(loss(engine, Turn(0, 0, 0)))
@@ -375,7 +362,7 @@ def test_a_checkpoint_asks_before_it_is_written(tmp_path: Path) -> None:
 
 
 def test_who_holds_the_schedule_sees_it_advance_at_once_and_go_back_with_the_verdict():
-    engine = build_engine(Case(Net, loss, config=SCHEDULE), STAGES["zero1"])
+    engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
     make_late(engine)
     schedule, when = engine.lr_scheduler, {"now": False}
     spoil(engine, "last.bias", 0, when, float("inf"))
@@ -402,7 +389,7 @@ class Custom:
 
 
 def test_a_schedule_that_cannot_go_back_is_only_stepped_when_the_verdict_is_known():
-    engine = build_engine(Case(Net, loss), STAGES["zero1"], lr_scheduler=lambda optimizer: Custom(optimizer))
+    engine = build_engine(Case(Tower, loss), STAGES["zero1"], lr_scheduler=lambda optimizer: Custom(optimizer))
     verdict, when = make_late(engine), {"now": False}
     spoil(engine, "last.bias", 0, when, float("inf"))
     for step in range(3):
@@ -416,7 +403,7 @@ def test_a_schedule_that_cannot_go_back_is_only_stepped_when_the_verdict_is_know
 def at_minimum(how: str) -> tuple[str, str]:
     """Where the run ends, and with what words."""
     config = {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}}
-    engine = build_engine(Case(Net, loss, config=config), STAGES["zero1"])
+    engine = build_engine(Case(Tower, loss, config=config), STAGES["zero1"])
     make_late(engine)
     spoil(engine, "last.bias", 1, {"now": True}, float("nan"))
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
@@ -517,7 +504,7 @@ def test_the_device_decides_on_cuda_for_optimizers_that_it_can_tell():
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
 
     def chosen(device: torch.device, **optimizer: Any) -> type[Verdict]:
-        engine = build_engine(Case(Net, loss, optimizer=optimizer), STAGES["zero1"])
+        engine = build_engine(Case(Tower, loss, optimizer=optimizer), STAGES["zero1"])
         assert type(engine.verdict) is Verdict, "a CPU reads at no cost"
         verdict = choose_verdict(engine.sharded, engine.wiring, device, engine.optimizer)
         return type(verdict)
@@ -528,7 +515,7 @@ def test_the_device_decides_on_cuda_for_optimizers_that_it_can_tell():
 
 
 def test_an_optimizer_takes_gates_where_its_weights_and_gradients_are_together():
-    engine = build_engine(Case(Net, loss), STAGES["zero1"])
+    engine = build_engine(Case(Tower, loss), STAGES["zero1"])
     optimizer = engine.optimizer
     assert optimizer is not None and optimizer.takes_gates(engine.device)
     optimizer._store = object()  # type: ignore[assignment]

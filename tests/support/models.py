@@ -25,6 +25,22 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Tower(nn.Module):
+    """Linear layers around three blocks. The usual sizes make shards cut through tensors."""
+
+    def __init__(self, inputs: int = 5, width: int = 11, outputs: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.last = nn.Linear(width, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.last(x)
+
+
 class TinyLM(nn.Module):
     """Embedding, blocks, norm and a head; ``tied`` shares the embedding with the head."""
 

@@ -89,10 +89,9 @@ class ImaginedComm(AxisComm):
         own = full.view(self.size, -1)[0]
         parts: dict[int, torch.Tensor] = {}
         segment = None
-        if self._segments.has(full):
-            pass
-        elif self._shares(full):
-            segment = self._segments.acquire(own.numel() * own.element_size() * (self.size - 1))
+        if self._shares(full):
+            if not self._segments.has(full):
+                segment = self._segments.acquire(own.numel() * own.element_size() * (self.size - 1))
         elif self._exchange is not Exchange.NATIVE:
             parts = {peer: torch.zeros_like(own) for peer in range(1, self.size)}
 

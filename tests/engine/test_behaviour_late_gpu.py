@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.engine.test_behaviour_gpu import on_ranks
-from tests.engine.test_late_verdict import FP16, OPTIMIZERS, SCHEDULE, Net, differences, left, spoil, two_groups
+from tests.engine.test_late_verdict import FP16, OPTIMIZERS, SCHEDULE, differences, left, spoil, two_groups
 from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.models import Tower
 from zero_trial.engine.late_verdict import LateVerdict
 from zero_trial.engine.verdict import Verdict
 
@@ -37,7 +38,7 @@ def loss(model: Any, turn: Turn) -> torch.Tensor:
 def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str, Any]:
     """Steps 1, 4 and 5 are not finite. Late steps run where every wait for the device is an error, but for the first: it makes state."""
     config = SCHEDULE | PRECISIONS[precision]
-    engine = build_engine(Case(Net, loss, two_groups, OPTIMIZERS[optimizer], config=config, clip=0.3), STAGES[stage])
+    engine = build_engine(Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=config, clip=0.3), STAGES[stage])
     assert type(engine.verdict) is LateVerdict and engine.device.type == "cuda"
     if prompt:
         assert engine.optimizer is not None

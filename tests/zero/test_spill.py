@@ -16,7 +16,8 @@ from tests.zero.parts import make_landing, make_unit, parameters
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.zero.absent import is_absent
-from zero_trial.zero.optimizer import ShardedOptimizer, cut_pieces
+from zero_trial.zero.optimizer import ShardedOptimizer
+from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.publication import Publication
 from zero_trial.zero.spill import CUT, MOST, MasterShelf, SpillStore, slot_elements
 from zero_trial.zero.spill_file import SpillFile

@@ -12,7 +12,8 @@ import torch
 from tests.support.strict_mover import StrictMover
 from tests.zero.parts import make_landing, make_unit, parameters
 from zero_trial.ops.optimizers import FusedAdam
-from zero_trial.zero.optimizer import ShardedOptimizer, cut_pieces
+from zero_trial.zero.optimizer import ShardedOptimizer
+from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.publication import Publication
 from zero_trial.zero.spill import CUT, MasterShelf, SpillStore
 from zero_trial.zero.spill_file import SpillFile

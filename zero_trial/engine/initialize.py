@@ -32,7 +32,8 @@ from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.dtypes import describe_dtypes
-from zero_trial.zero.optimizer import cut_pieces, rebind
+from zero_trial.zero.pieces import cut_pieces
+from zero_trial.zero.rebind import rebind
 from zero_trial.zero.store import ShardPiece
 
 log = logging.getLogger("zero_trial")

@@ -5,89 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import (
     FusedLamb,
     Gate,
     PieceOptimizer,
     PieceWork,
-    Segment,
     fused_step,
     gated_step,
     scaled_step,
     take_back,
     takes_gates,
 )
-from zero_trial.zero.landing import Landing
-from zero_trial.zero.layout import Slot
+from zero_trial.zero.optimizer_state import OptimizerState, StateView
+from zero_trial.zero.pieces import segments_of
 from zero_trial.zero.store import DeviceStore, ShardPiece, StateStore
 from zero_trial.zero.unit import Unit
-
-
-@dataclass(frozen=True)
-class StateView:
-    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements [start, stop) of the flattened tensor."""
-
-    kind: str  # "master", "exp_avg" ...
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    tensor: torch.Tensor
-
-
-def cut_pieces(
-    landings: Sequence[Landing],
-    *,
-    whole_tensors: bool,
-    most: int | None = None,
-    make: Callable[..., ShardPiece] = ShardPiece,
-) -> list[ShardPiece]:
-    """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape (a scalar as (1,)), for optimizers that need
-    whole tensors. ``most``: the former are cut at its multiples, counted from the shard's start. ``make`` builds each from ShardPiece's fields.
-
-    The latter is possible only where nothing is sharded; otherwise ConfigError.
-    """
-    pieces = []
-    for landing in landings:
-        unit = landing.unit
-        low, high = unit.layout.shard_range(unit.comm.index)
-        if whole_tensors and unit.comm.size > 1:
-            raise ConfigError(
-                "this optimizer needs whole tensors, and sharding cuts them",
-                where="optimizer.type",
-                fix="Use zero_optimization.stage 0, or an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad, LAMB ...).",
-            )
-        if whole_tensors:
-            groups = {
-                slot.name: group
-                for group, run in unit.runs.items()
-                for slot in unit.layout.slots
-                if run[0] <= slot.offset < run[1]
-            }
-            for slot in unit.layout.slots:
-                if slot.numel:
-                    view = unit.master[slot.offset : slot.offset + slot.numel].view(slot.shape or (1,))
-                    pieces.append(
-                        make(
-                            unit, landing, groups[slot.name], slot.offset, slot.offset + slot.numel, nn.Parameter(view)
-                        )
-                    )
-            continue
-        for group, (start, stop) in sorted(unit.runs.items()):
-            a, b = max(start, low) - low, min(stop, high) - low
-            while a < b:
-                end = b if most is None else min((a // most + 1) * most, b)
-                pieces.append(make(unit, landing, group, a, end, nn.Parameter(unit.master[a:end])))
-                a = end
-    return pieces
 
 
 def _nobody(pieces: Sequence[ShardPiece], rounded: bool) -> None:
@@ -124,6 +61,7 @@ class ShardedOptimizer:
         self.base = base
         self.pieces = list(pieces)
         self._store = store if store is not None else DeviceStore(self.pieces, **_batching(base))
+        self._kept = OptimizerState(base, self.pieces, self._store)
         self._scale = scale
         self._stateful = 0  # weights that had state before the last step
         # What must happen before numbers are shown: the last step may still be taken back.
@@ -209,80 +147,6 @@ class ShardedOptimizer:
     def store(self) -> StateStore:
         return self._store
 
-    def views(self) -> Iterator[StateView]:
-        """Every tensor of master weights and state on this rank, by logical tensor. Their values are there only inside :meth:`lent`.
-
-        State that is not one value per element (rows and columns of Adafactor) exists for whole tensors only and has its own shape.
-        """
-        self.when_asked()
-        for piece in self.pieces:
-            if (slot := whole_slot(piece)) is not None:
-                for key, value in self.base.state.get(piece.weight, {}).items():
-                    if torch.is_tensor(value) and value.dim() > 0 and not is_elementwise_state(value, piece):
-                        yield StateView(key, slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
-            tensors = {"master": piece.weight.detach()} | {
-                key: value
-                for key, value in self.base.state.get(piece.weight, {}).items()
-                if is_elementwise_state(value, piece)
-            }
-            for part in piece.unit.layout.pieces(piece.unit.comm.index):
-                low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
-                if low < high:
-                    start = part.start + low - part.offset
-                    for kind, tensor in tensors.items():
-                        flat = tensor.reshape(-1)[low - piece.low : high - piece.low]
-                        yield StateView(kind, part.slot.name, part.slot.shape, start, start + high - low, flat)
-
-    def scalars(self) -> dict[str, dict[str, float]]:
-        """The state that is one number per tensor (step counts), by optimizer group: ``{"0": {"step": 12.0}}``.
-
-        All pieces of a group step together, so their numbers are the same.
-        """
-        self.when_asked()
-        found: dict[str, dict[str, float]] = {}
-        for piece in self.pieces:
-            for key, value in self.base.state.get(piece.weight, {}).items():
-                if not is_elementwise_state(value, piece) and (
-                    isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
-                ):
-                    found.setdefault(str(piece.group), {})[key] = float(value)
-        return found
-
-    def make_state(
-        self,
-        kinds: Sequence[str],
-        scalars: Mapping[str, Mapping[str, float]],
-        shape_of: Callable[[str, str], tuple[int, ...] | None],
-    ) -> None:
-        """Replaces all state by zeros of the named kinds and the scalar state, so that a checkpoint can be read into :meth:`views`.
-
-        ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece of that tensor gets none either.
-        Only inside :meth:`lent`.
-        """
-        self.when_asked()
-        self.base.state.clear()
-        for piece in self.pieces:
-            weight, slot = piece.weight.detach(), whole_slot(piece)
-            start, stop = piece.unit.runs[piece.group]
-            names = [
-                part.name
-                for part in ([slot] if slot is not None else piece.unit.layout.slots)
-                if start <= part.offset < stop
-            ]
-            state: dict[str, Any] = {}
-            for kind in kinds:
-                shape = next((found for name in names if (found := shape_of(kind, name)) is not None), None)
-                if shape is not None:
-                    own_shape = slot is not None and shape != slot.shape
-                    kept = None if own_shape else self._store.zeros(piece, kind)
-                    state[kind] = weight.new_zeros(shape if own_shape else weight.shape) if kept is None else kept
-            for key, value in scalars.get(str(piece.group), {}).items():
-                state[key] = torch.tensor(
-                    value, dtype=torch.float32, device=weight.device if _fused(self.base) else "cpu"
-                )
-            if state:
-                self.base.state[piece.weight] = state
-
     def identity(self) -> dict[str, Any]:
         """Class and hyperparameters' names, for a checkpoint: state is another optimizer's if the latter differ."""
         return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
@@ -290,51 +154,48 @@ class ShardedOptimizer:
     def bind_tensors(self, units: Sequence[Unit], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
         """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor.
 
-        Tensors are numbered over all ``units``, which are the same on every rank: a rank may have no piece of some of them.
+        ``units``: all of the model, the same on every rank (see :func:`segments_of`).
         """
-        if not isinstance(self.base, FusedLamb):
-            return
-        names = sorted({slot.name for unit in units for slot in unit.layout.slots})
-        number = {name: index for index, name in enumerate(names)}
-        segments: dict[int, list[Segment]] = {}
-        for piece in self.pieces:
-            listed = segments.setdefault(id(piece.weight), [])
-            for part in piece.unit.layout.pieces(piece.unit.comm.index):
-                low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
-                if low < high:
-                    listed.append(Segment(number[part.slot.name], low - piece.low, high - piece.low))
-        self.base.bind(segments, len(names), sum_over_shards)
+        if isinstance(self.base, FusedLamb):
+            segments, count = segments_of(self.pieces, units)
+            self.base.bind(segments, count, sum_over_shards)
+
+    # --- what it keeps --------------------------------------------------------------------------------------------
+
+    def views(self) -> Iterator[StateView]:
+        """See :meth:`OptimizerState.views`; values are there only inside :meth:`lent`."""
+        self.when_asked()
+        return self._kept.views()
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """See :meth:`OptimizerState.scalars`."""
+        self.when_asked()
+        return self._kept.scalars()
+
+    def make_state(
+        self,
+        kinds: Sequence[str],
+        scalars: Mapping[str, Mapping[str, float]],
+        shape_of: Callable[[str, str], tuple[int, ...] | None],
+    ) -> None:
+        """See :meth:`OptimizerState.make`; only inside :meth:`lent`."""
+        self.when_asked()
+        self._kept.make(kinds, scalars, shape_of)
 
     def state_shard(self, unit: Unit, kind: str) -> torch.Tensor | None:
-        """The unit's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
+        """See :meth:`OptimizerState.shard`."""
         self.when_asked()
-        out: torch.Tensor | None = None
-        with self.lent():
-            for piece in self.pieces:
-                value = self.base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
-                if torch.is_tensor(value) and is_elementwise_state(value, piece):
-                    out = value.new_zeros(unit.layout.shard_numel) if out is None else out
-                    out[piece.low : piece.high].copy_(value.reshape(-1))
-        return out
+        return self._kept.shard(unit, kind)
 
     def set_state_shard(self, unit: Unit, kind: str, shard: torch.Tensor) -> None:
-        """Writes ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
+        """See :meth:`OptimizerState.set_shard`."""
         self.when_asked()
-        with self.lent():
-            for piece in self.pieces:
-                if piece.unit is unit:
-                    self.base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
+        self._kept.set_shard(unit, kind, shard)
 
     def persistent_bytes(self) -> int:
-        """Bytes of memory for optimizer state on this rank, masters left out, and for what moves it from elsewhere."""
+        """See :meth:`OptimizerState.resident_bytes`."""
         self.when_asked()
-        states = sum(
-            self._store.resident_bytes(value, kind)
-            for piece in self.pieces
-            for kind, value in self.base.state.get(piece.weight, {}).items()
-            if torch.is_tensor(value) and is_elementwise_state(value, piece)
-        )
-        return states + sum(buffer.numel() * buffer.element_size() for buffer in self._store.buffers)
+        return self._kept.resident_bytes()
 
 
 # Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.
@@ -352,55 +213,3 @@ _HOW_NOT_WHAT = frozenset(
         "bias_correction",
     ]
 )
-
-
-def whole_slot(piece: ShardPiece) -> Slot | None:
-    """The tensor that ``piece`` is, if it is exactly one, in its shape."""
-    if piece.unit.comm.size > 1:
-        return None
-    shape = tuple(piece.weight.shape)
-    return next(
-        (slot for slot in piece.unit.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None
-    )
-
-
-def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
-    """State with one value per element of the piece."""
-    return torch.is_tensor(value) and value.shape == piece.weight.shape and value.dim() > 0
-
-
-def _fused(base: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") or group.get("capturable") for group in base.param_groups)
-
-
-def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
-    """Makes a client's optimizer object step on ``pieces`` instead of the model's parameters; its groups and settings stay.
-
-    Raises ConfigError when it already holds state: that state belongs to whole tensors that this rank no longer has.
-    """
-    eager = isinstance(base, torch.optim.Adagrad)  # the one torch optimizer that makes its state when it is built
-
-    def has_stepped(state: Mapping[str, Any]) -> bool:
-        telling = (
-            [state["step"]]
-            if eager
-            else [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
-        )
-        return any(bool(value.any()) for value in telling)
-
-    if any(has_stepped(state) for state in base.state.values()):
-        raise ConfigError(
-            "the client optimizer has stepped before it was given to initialize()",
-            where="optimizer",
-            fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
-        )
-    base.state.clear()
-    for index, group in enumerate(base.param_groups):
-        group["params"] = [piece.weight for piece in pieces if piece.group == index]
-    if eager:
-        for group in base.param_groups:
-            for weight in group["params"]:
-                base.state[weight] = {
-                    "step": torch.tensor(0.0),
-                    "sum": torch.full_like(weight, group["initial_accumulator_value"]),
-                }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -49,11 +49,13 @@ class Disk:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_digest(path: Path, block: int = 1 << 22) -> FileRecord:
-    """Size and SHA-256 of an existing file, read in blocks of ``block`` bytes."""
+def read_digest(path: Path, block: int = 1 << 22, told: Callable[[int], object] | None = None) -> FileRecord:
+    """Size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``told`` gets the size of each."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(block):
             digest.update(chunk)
             size += len(chunk)
+            if told is not None:
+                told(len(chunk))
     return FileRecord(size, digest.hexdigest())

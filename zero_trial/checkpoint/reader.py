@@ -25,13 +25,8 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        path = self.folder / MANIFEST_NAME
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as fault:
-            raise CheckpointError("there is no readable manifest", where=str(path), got=str(fault)) from fault
-        self.manifest = Manifest.from_json(text, str(path))
-        self._check_sizes()
+        self.manifest = read_manifest(self.folder)
+        check_sizes(self.folder, self.manifest)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,9 +70,9 @@ class CheckpointReader:
         wants = [Want(part.name, part.start, part.stop, target) for target, part in enumerate(slices)]
         copies = plan_copies(self.manifest.tensors, wants)
         for file, of_file in groupby(copies, key=lambda copy: copy.file):
-            with self._open(file) as entries:
+            with self.open_file(file) as entries:
                 for copy in of_file:
-                    data = self._range(entries, copy.key, copy.source_start, copy.source_stop, file)
+                    data = self.read_range(entries, copy.key, copy.source_start, copy.source_stop, file)
                     target = slices[copy.target].flat
                     target[copy.offset : copy.offset + len(data)].copy_(data)
 
@@ -90,31 +85,20 @@ class CheckpointReader:
         self.read_into([Slice.whole(name, out)])
         return out
 
-    def _check_sizes(self) -> None:
-        for name, record in self.manifest.files.items():
-            path = self.folder / name
-            size = path.stat().st_size if path.is_file() else None
-            if size != record.bytes:
-                raise CheckpointError(
-                    "a file is missing" if size is None else "a file is cut short or grown",
-                    where=str(path),
-                    got=None if size is None else f"{size} bytes",
-                    expected=f"{record.bytes} bytes",
-                    fix="Load another checkpoint; this one cannot be trusted.",
-                )
-
     def _check_shapes(self, slices: Iterable[Slice]) -> None:
         stored = self.shapes
         wanted = {part.name: part.shape for part in slices}
         require_match({n: s for n, s in stored.items() if n in wanted}, wanted, where=str(self.folder))
 
-    def _open(self, file: str) -> Any:
+    def open_file(self, file: str) -> Any:
+        """A file of the checkpoint, to be read by ``read_range`` and closed (a context manager)."""
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as fault:
             raise CheckpointError("a file cannot be read", where=str(self.folder / file), got=str(fault)) from fault
 
-    def _range(self, entries: Any, key: str, start: int, stop: int, file: str) -> torch.Tensor:
+    def read_range(self, entries: Any, key: str, start: int, stop: int, file: str) -> torch.Tensor:
+        """Elements [start, stop) of one entry of an open ``file``, new. Raises CheckpointError."""
         try:
             data: torch.Tensor = entries.get_slice(key)[start:stop]
         except (SafetensorError, IndexError) as fault:
@@ -127,3 +111,28 @@ class CheckpointReader:
                 expected=(stop - start,),
             )
         return data
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in ``folder``, whatever became of the files that it lists. Raises CheckpointError."""
+    path = folder / MANIFEST_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CheckpointError("there is no readable manifest", where=str(path), got=str(fault)) from fault
+    return Manifest.from_json(text, str(path))
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Every file that the manifest lists is there, with its size. Raises CheckpointError for the first that is not."""
+    for name, record in manifest.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != record.bytes:
+            raise CheckpointError(
+                "a file is missing" if size is None else "a file is cut short or grown",
+                where=str(path),
+                got=None if size is None else f"{size} bytes",
+                expected=f"{record.bytes} bytes",
+                fix="Load another checkpoint; this one cannot be trusted.",
+            )

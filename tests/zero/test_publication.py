@@ -7,7 +7,7 @@ import torch
 
 from tests.support.pool import Pools
 from tests.zero.parts import add_optimizer, make_model
-from tests.zero.test_optimizer import Small, build
+from tests.zero.two_groups import Small, build
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.zero.model import ShardedModel, ShardingSettings
 from zero_trial.zero.partition import Limits

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.memory_axis import axes
 from zero_trial.errors import MeshError
-from zero_trial.mesh.comm import message_tag
+from zero_trial.mesh.collectives import message_tag
 from zero_trial.pipeline.actions import Action
 from zero_trial.pipeline.channel import HEADER_BYTES, KNOWN_DESCRIPTIONS, Inbox, Outbox, PeerFailed, message_tags
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from zero_trial.mesh.comm import AxisComm, Message, Pending, wait_all
+from zero_trial.mesh.comm import AxisComm
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.directions import open_directions
 from zero_trial.mesh.env import RankEnv, read_rank_env
 from zero_trial.mesh.mesh import Mesh, build_mesh, part_of_pipe
+from zero_trial.mesh.messages import Message
+from zero_trial.mesh.pending import Pending, wait_all
 from zero_trial.mesh.sharing import lanes_if_possible
 from zero_trial.mesh.topology import AXES, MeshShape
 from zero_trial.mesh.world import (

@@ -20,7 +20,7 @@ import torch
 
 from zero_trial.mesh import AxisComm, CommCounters, Mesh, MeshShape, Pending
 from zero_trial.mesh.board import Board
-from zero_trial.mesh.comm import Look
+from zero_trial.mesh.pending import Look
 from zero_trial.mesh.shared_memory import HEADER, SMALLEST, capacity_for
 from zero_trial.mesh.shared_transport import WORTH_BYTES
 from zero_trial.mesh.topology import AXES
@@ -104,7 +104,7 @@ class ImaginedComm(AxisComm):
                 out.copy_(own)
             return Received(parts, lambda: _free(segment))
 
-        return Pending(self, label, [], add)
+        return Pending(None, label, [], add)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
         if self.size == 1:
@@ -114,7 +114,7 @@ class ImaginedComm(AxisComm):
         parts[1:].zero_()
         copied_out = self._shares(full) and not self._segments.has(shard)
         segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
-        return Pending(self, label, [], lambda: _free(segment))
+        return Pending(None, label, [], lambda: _free(segment))
 
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         made = torch.zeros(numel, dtype=dtype, device=device)
@@ -141,7 +141,7 @@ class ImaginedComm(AxisComm):
             scatter.wait()
             return self.all_gather(full, own, label)
 
-        return Pending(self, label, [], gather)
+        return Pending(None, label, [], gather)
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
         """The other ranks' numbers are this one's: nothing to do."""

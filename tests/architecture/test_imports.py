@@ -39,6 +39,7 @@ ARROWS: Mapping[str, set[str]] = {
     "checking": {"config", "launch", "master.expconf", "trial", "platform", "errors"},
     # A plan needs both halves, the user's trial and an engine, and a platform in memory for the trial: they meet in cli/plan.
     "cli": {
+        "checkpoint",
         "checking",
         "launch",
         "master",

@@ -27,6 +27,15 @@ def test_the_pace_of_the_exchanges_does_not_show_in_the_reports() -> None:
     assert trained == [list(range(1, 13)), [1, 3, 5, 9, 10, 12]]
 
 
+def test_every_steps_own_values_are_told_at_whatever_pace() -> None:
+    for seconds in (10.0, 1e-6):
+        run = run_rank(LineTrial, steps(12, reporting_period=Batch(5)), clock=clock(seconds))
+        trained = [event for event in run.record.events if event["kind"] == "train"]
+        assert [value for event in trained for value in event["each"]["loss"]] == run.trial.losses
+        ends = [event["step"] for event in trained]
+        assert [len(event["each"]["loss"]) for event in trained] == [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
 def test_averages_are_over_the_period() -> None:
     run = run_rank(LineTrial, steps(6, reporting_period=Batch(3)))
     for (_, metrics), part in zip(run.record.training, (run.trial.losses[:3], run.trial.losses[3:]), strict=True):

@@ -79,6 +79,7 @@ class Reporter:
 
         Raises Diverged on every rank if any rank's loss was not finite unless a loss scale explains it.
         """
+        count = len(self._steps)
         sums, broken = self._read_steps()
         proposal = {
             "sums": sums,
@@ -90,7 +91,7 @@ class Reporter:
         self._raise_if_broken([rank["broken"] for rank in ranks])
         latest = add_sums(rank["sums"] for rank in ranks)
         self.window = add_sums([self.window, latest])
-        self._say(step, averages(latest))
+        self._say(step, averages(latest), self._batches[len(self._batches) - count :])
         self._exchanged, self._exchanged_at, self._next = step, self.timer.seconds, ranks[0]["next"]
         return any(rank["stop"] for rank in ranks)
 
@@ -139,7 +140,10 @@ class Reporter:
         fitting = int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 2 * steps
         return step + max(1, min(fitting, 2 * steps))
 
-    def _say(self, step: int, latest: Mapping[str, float]) -> None:
+    def _say(self, step: int, latest: Mapping[str, float], own: Sequence[Mapping[str, float]]) -> None:
+        """One event: ``latest`` averages over ranks and over the steps since the last one, which is a matter of time; ``each`` does not
+        depend on it: the values of rank 0 (``own``) at each of these steps, by which two runs are compared.
+        """
         steps = step - self._exchanged
         if self._context.distributed.rank != 0 or steps <= 0:
             return
@@ -152,6 +156,9 @@ class Reporter:
         norm = _gradient_norm(self._context.engines[0])
         if norm is not None:
             event["grad_norm"] = norm
+        event["each"] = {
+            name: [_as_json(row.get(name)) for row in own] for name in sorted({n for row in own for n in row})
+        }
         if seconds > 0:
             event["samples_per_second"] = steps * samples / seconds
             if self.tokens_per_sample:
@@ -183,6 +190,11 @@ def _gradient_norm(engine: Any) -> float | None:
     ask = getattr(engine, "get_global_grad_norm", None)
     norm = ask() if callable(ask) else None
     return float(norm) if norm is not None and math.isfinite(norm) else None
+
+
+def _as_json(value: float | None) -> float | str | None:
+    """A value that is not finite as a text: JSON has no word for it."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def write_tensorboard(context: ZeroTrialContext, group: str, step: int, metrics: Mapping[str, Any]) -> None:

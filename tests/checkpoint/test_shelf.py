@@ -1,0 +1,107 @@
+"""Which checkpoints a folder holds, in all the forms in which one may come."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.checkpoint.shelf import look_into
+from zero_trial.errors import ConfigError
+
+
+def engine(folder: Path, tag: str, step: int, **world: Any) -> Path:
+    """A small checkpoint of one engine."""
+    slices = [Slice.whole("param/w", torch.arange(5.0)), Slice.whole("state/exp_avg/w", torch.zeros(5))]
+    return save_checkpoint(folder, tag, slices, step=step, state={"aliases": {}}, world={"zero_stage": 2, **world})
+
+
+def trial(folder: Path, step: int, models: int = 1) -> Path:
+    """A trial's checkpoint as a run's folder holds it."""
+    place = folder / f"step-{step:06d}"
+    for index in range(models):
+        engine(place, f"model{index}", step)
+    (place / "metadata.json").write_text(json.dumps({"steps_completed": step, "trial_id": "x"}))
+    (place / "trial_state.json").write_text("{}")
+    return place
+
+
+def seen(folder: Path) -> list[tuple[str, int | None, bool, bool]]:
+    return [(one.folder.name, one.step, one.whole, one.leftover) for one in look_into(folder).saved]
+
+
+def test_a_runs_folder(tmp_path: Path) -> None:
+    for step in (20, 100, 3):
+        trial(tmp_path / "checkpoints", step)
+    shelf = look_into(tmp_path)
+    assert [one.step for one in shelf.saved] == [3, 20, 100]
+    assert shelf.latest is shelf.saved[-1] and not shelf.single
+    one = shelf.saved[0]
+    assert (one.files, one.facts("ranks"), one.facts("zero_stage"), one.facts("mesh")) == (4, 1, 2, None)
+    assert one.bytes == sum(path.stat().st_size for path in one.folder.rglob("*") if path.is_file())
+    assert one.saved == max(path.stat().st_mtime for path in one.folder.rglob("*") if path.is_file())
+
+
+def test_one_checkpoint_alone(tmp_path: Path) -> None:
+    place = trial(tmp_path, 7, models=2)
+    for folder, engines in ((place, ["model0", "model1"]), (place / "model1", ["model1"])):
+        shelf = look_into(folder)
+        assert shelf.single and [engine.folder.name for engine in shelf.saved[0].engines] == engines
+        assert shelf.saved[0].step == 7
+
+
+def test_an_engines_folder(tmp_path: Path) -> None:
+    for tag, step in (("b", 4), ("a", 9)):
+        engine(tmp_path, tag, step)
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    assert seen(tmp_path) == [("b", 4, True, False), ("a", 9, True, False)]
+
+
+def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        trial(tmp_path, step)
+    (tmp_path / "step-000005/model0/rank-00000.safetensors").unlink()
+    manifest = tmp_path / "step-000004/model0/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
+    (tmp_path / "step-000003/metadata.json").unlink()
+    (tmp_path / "step-000002/model0/manifest.json").unlink()
+    shelf = look_into(tmp_path)
+    assert shelf.latest is not None and shelf.latest.step == 1
+    faults = {one.folder.name: one.fault or "" for one in shelf.saved}
+    assert "a file is missing" in faults["step-000005"] and "rank-00000" in faults["step-000005"]
+    assert "the manifest is damaged" in faults["step-000004"]
+    assert "metadata.json: a part of the checkpoint cannot be read: got it is missing" in faults["step-000003"]
+    assert "model0: there is no manifest" in faults["step-000002"]
+    assert faults["step-000001"] == ""
+
+
+def test_what_a_killed_save_leaves_is_left_over(tmp_path: Path) -> None:
+    kept = engine(tmp_path, "a", 4)
+    shutil.copytree(kept, tmp_path / "a.old-1")
+    shutil.copytree(kept, tmp_path / "b.old-1")
+    shutil.copytree(kept, tmp_path / "a.tmp-1")
+    (tmp_path / "c.tmp-1").mkdir()
+    assert sorted(seen(tmp_path)) == [
+        ("a", 4, True, False),
+        ("a.old-1", 4, False, True),
+        ("a.tmp-1", 4, False, True),
+        ("b.old-1", 4, True, False),  # what was to replace it is not there: loaders take it
+        ("c.tmp-1", None, False, True),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty"])
+def test_where_there_is_none(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "x"
+    if kind == "file":
+        place.write_text("")
+    if kind == "empty":
+        place.mkdir()
+    with pytest.raises(ConfigError, match=r"no such folder|is a file|no checkpoints here"):
+        look_into(place)

@@ -1,0 +1,93 @@
+"""``zero-trial ckpt ls FOLDER``: which checkpoints there are, which of them is the latest, and which are broken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.outcome import shown
+from zero_trial.cli.table import table
+from zero_trial.launch.progress import size
+
+if TYPE_CHECKING:
+    from zero_trial.checkpoint.shelf import Saved, Shelf
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the action."""
+    parser = subparsers.add_parser(
+        "ls",
+        help="which checkpoints there are",
+        description="List the checkpoints in a folder, lowest step first: when, how big, written by how many ranks at which ZeRO stage, and "
+        "whether manifests and file sizes are right. Reads no tensor: `zero-trial ckpt verify` does.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the action."""
+    from zero_trial.checkpoint.shelf import look_into
+
+    shelf = look_into(options.folder)
+    if options.json:
+        print(json.dumps({"folder": str(shelf.folder), "checkpoints": [_as_dict(one, shelf) for one in shelf.saved]}))
+        return 0
+    print(shown(shelf.folder))
+    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", "")
+    print(table([head, *(_row(one, shelf) for one in shelf.saved)], right=(0, 2, 3, 4, 5)))
+    sys.stdout.flush()
+    for one in shelf.saved:
+        if one.fault is not None and not one.leftover:
+            sys.stderr.write(f"broken  {one.fault}\n")
+    return 0
+
+
+def state_of(saved: Saved, shelf: Shelf) -> str:
+    """``whole``, ``latest``, ``broken`` or ``left over``."""
+    if saved.leftover:
+        return "left over"
+    return "broken" if saved.fault is not None else "latest" if saved is shelf.latest else "whole"
+
+
+def _row(saved: Saved, shelf: Shelf) -> tuple[str, ...]:
+    stage, ranks = saved.facts("zero_stage"), saved.facts("ranks")
+    return (
+        _word(saved.step),
+        datetime.fromtimestamp(saved.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
+        size(saved.bytes),
+        str(saved.files),
+        _word(ranks),
+        _word(stage),
+        saved.folder.name,
+        state_of(saved, shelf),
+    )
+
+
+def _word(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _as_dict(saved: Saved, shelf: Shelf) -> dict[str, Any]:
+    return {
+        "folder": str(saved.folder),
+        "step": saved.step,
+        "saved": saved.saved,
+        "bytes": saved.bytes,
+        "files": saved.files,
+        "ranks": saved.facts("ranks"),
+        "zero_stage": saved.facts("zero_stage"),
+        "mesh": saved.facts("mesh"),
+        "engines": [engine.folder.name for engine in saved.engines] if saved.trial else [],
+        "state": "whole" if saved.whole else state_of(saved, shelf),
+        "latest": saved is shelf.latest,
+        "fault": saved.fault,
+    }

@@ -15,10 +15,11 @@ from zero_trial.mesh.topology import plan_shape
 from zero_trial.precision.policy import dtype_policy
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import lay_out
-from zero_trial.zero.model import ShardedModel, ShardingSettings
+from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.plan import plan_for_stage
+from zero_trial.zero.settings import ShardingSettings
 from zero_trial.zero.unit import Unit
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.zero.parts import make_model
 from zero_trial.zero.gatherer import LiveLimits, side_outputs, tensors_in
-from zero_trial.zero.model import ShardedModel, ShardingSettings
+from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.partition import Limits
+from zero_trial.zero.settings import ShardingSettings
 
 WIDTH, BLOCKS = 8, 4
 BLOCK = 96  # 8 x 8 and 8, each aligned to 32

@@ -12,8 +12,9 @@ from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from tests.zero.parts import add_optimizer, make_model, mesh_for
 from zero_trial.errors import TrialError
-from zero_trial.zero.model import ShardedModel, ShardingSettings
+from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.partition import Limits
+from zero_trial.zero.settings import ShardingSettings
 
 FREE_ALL = ShardingSettings(limits=Limits(persistence=0))
 
@@ -107,71 +108,6 @@ def test_persistent_bytes_with_accumulation_and_hybrid_sharding(ranks: Pools) ->
         assert said == real == pytest.approx(psi * formula(3, "fp32", 1, 2), rel=0.05)
 
 
-# --- agreement ----------------------------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Everything that is no ordinary float parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 6)
-        self.frozen = nn.Parameter(torch.randn(40, 3), requires_grad=False)
-        self.strided = nn.Parameter(torch.randn(3, 40).t(), requires_grad=False)
-        self.quantized = nn.Parameter(torch.randint(-9, 9, (50, 3), dtype=torch.int8), requires_grad=False)
-        self.register_buffer("mask", torch.randn(3, 4).t())
-        self.register_buffer("row", torch.randn(1, 4).expand(3, 4))
-        self.register_buffer("phase", torch.randn(5, dtype=torch.complex64))
-        self.register_buffer("flag", torch.rand(4) > 0.5)
-        self.register_buffer("count", torch.randint(9, ()))
-        self.register_buffer("short", torch.randint(9, (3,), dtype=torch.int16))
-        self.register_buffer("empty", torch.empty(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(x).sum() + self.frozen.sum() + self.quantized.float().sum()
-        return out
-
-
-def odd_things(stage: int) -> dict[str, Any]:
-    mesh = mesh_for(stage)
-    torch.manual_seed(mesh.rank)
-    model = make_model(Odd(), stage, mesh=mesh, settings=FREE_ALL)
-    loss = model.module(torch.ones(2, 6)).item()
-    return {"loss": loss} | {name: value.float().abs().sum().item() if not value.is_complex() else value.abs().sum().item()
-                             for name, value in model.module.state_dict().items()}  # fmt: skip
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_all_ranks_start_from_rank_0_whatever_a_module_holds(ranks: Pools, stage: int) -> None:
-    first, second = ranks(2).run(odd_things, stage)
-    assert first == second
-    torch.manual_seed(0)
-    plain = Odd()
-    assert first["loss"] == pytest.approx(plain(torch.ones(2, 6)).item(), rel=1e-5)
-    assert first["phase"] == pytest.approx(plain.phase.abs().sum().item())
-
-
-def bits(stage: int, precision: str) -> bool:
-    """Each rank builds other values; the units hold rank 0's, and so do their masters, unrounded."""
-    mesh = mesh_for(stage)
-    torch.manual_seed(mesh.rank)
-    model = make_model(TinyLM(), stage, precision=precision, mesh=mesh, settings=FREE_ALL)
-    torch.manual_seed(0)
-    plain = dict(TinyLM().named_parameters())
-    for unit in model.units:
-        for piece in unit.layout.pieces(mesh.shard.index):
-            expected = plain[piece.slot.name].detach().reshape(-1)[piece.start : piece.stop]
-            if not torch.equal(unit.master[piece.offset : piece.offset + piece.numel], expected):
-                return False
-    return True
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_masters_are_rank_0s_values_unrounded(ranks: Pools, stage: int, precision: str) -> None:
-    assert ranks(2).run(bits, stage, precision) == [True, True]
-
-
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
@@ -208,16 +144,3 @@ def taken_apart() -> list[bool]:
 
 def test_without_its_hooks_the_module_is_an_ordinary_one(ranks: Pools) -> None:
     assert ranks(2).run(taken_apart) == [[True] * 4] * 2
-
-
-def test_the_units_of_stage_3_follow_the_models_blocks() -> None:
-    settings = ShardingSettings(limits=Limits(persistence=100, bucket=1))
-    model = make_model(TinyLM(), 3, settings=settings)
-    blocks = {unit.block for unit in model.units if not unit.name.startswith("small")}
-    assert "" in blocks
-    assert {f"blocks.{index}" for index in range(3)} <= {block for known in blocks for block in (known,)} or len(
-        blocks
-    ) > 1
-    small = [slot.name for unit in model.units if unit.name.startswith("small") for slot in unit.layout.slots]
-    assert small
-    assert all(name.endswith(("norm.weight", "norm.bias", "down.bias")) for name in small)

@@ -9,9 +9,10 @@ from tests.support.pool import Pools
 from tests.zero.parts import add_optimizer, make_model
 from tests.zero.two_groups import Small, build
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
-from zero_trial.zero.model import ShardedModel, ShardingSettings
+from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.partition import Limits
 from zero_trial.zero.publication import Publication
+from zero_trial.zero.settings import ShardingSettings
 
 
 class NoFusion(FusedAdam):

@@ -99,7 +99,7 @@ class Saver:
             slices += [
                 Slice.whole(self._contents.buffer(name), buffer)
                 for name, buffer in self._contents.buffers()
-                if not engine.sharded.is_copy(name)
+                if not engine.sharded.domains.is_copy(name)
             ]
         world = {
             "zero_stage": engine.zero_optimization_stage(),
@@ -154,7 +154,7 @@ class Saver:
         managed: set[int] = set()
         for unit in engine.sharded.units:
             managed.update(id(param) for param in unit.params)
-            if (without_frozen and not unit.trainable) or not engine.sharded.owns(unit):
+            if (without_frozen and not unit.trainable) or not engine.sharded.domains.owns(unit):
                 continue
             source = unit.master
             for piece in unit.layout.pieces(unit.comm.index):
@@ -166,7 +166,7 @@ class Saver:
                         yield Slice(names.param(slot.name), slot.shape, 0, 0, source[:0])
         if self._contents.twins.index == 0:
             for name, (param, _) in parameter_names(engine.module).items():
-                left_out = (without_frozen and not param.requires_grad) or engine.sharded.is_copy(name)
+                left_out = (without_frozen and not param.requires_grad) or engine.sharded.domains.is_copy(name)
                 if id(param) not in managed and not left_out:
                     yield Slice.whole(names.param(name), param.detach())
 
@@ -175,7 +175,7 @@ class Saver:
         if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
             return
         for view in engine.optimizer.views():
-            if view.kind != "master" and not engine.sharded.is_copy(view.name):
+            if view.kind != "master" and not engine.sharded.domains.is_copy(view.name):
                 yield Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
 
     def _state(self, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +192,7 @@ class Saver:
             "kinds": kinds,
             "reduction_order": engine.sharded.reducer.order_by_name(),
             "aliases": self._contents.aliases(),
+            "dtypes": self._contents.dtypes(),
             "ds_config": dict(engine.config.raw),
             "client": client_state,
         }

@@ -14,9 +14,9 @@ from zero_trial.mesh.topology import plan_shape
 from zero_trial.precision.loss_scale import fp16_loss_scale
 from zero_trial.precision.policy import DtypePolicy, dtype_from_name, dtype_policy
 from zero_trial.zero.gatherer import LiveLimits
-from zero_trial.zero.model import ShardingSettings
 from zero_trial.zero.partition import LeafRules, Limits
 from zero_trial.zero.plan import ZeroPlan, plan_for_stage
+from zero_trial.zero.settings import ShardingSettings
 
 # Elements. Below this a unit's messages cost more than the memory that freeing it saves (half a megabyte in fp32).
 SMALLEST_UNIT = 1 << 17

@@ -13,9 +13,10 @@ from zero_trial.zero.access import (
 )
 from zero_trial.zero.gathered import GatheredParameters
 from zero_trial.zero.init import Init
-from zero_trial.zero.model import ShardedModel, ShardingSettings
+from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.plan import ZeroPlan, plan_for_stage
+from zero_trial.zero.settings import ShardingSettings
 
 __all__ = [
     "GatheredParameters",

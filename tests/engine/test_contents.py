@@ -144,6 +144,16 @@ def test_names() -> None:
     assert names.twins is engine.mesh.world and names.aliases() == {} and names.buffers() == []
 
 
+def test_the_dtypes_that_masters_do_not_tell() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).double())
+    config = {"train_batch_size": 1, "optimizer": ADAMW}
+    engine, *_ = zero_trial.initialize(model=module, config=config)
+    kinds = {"1.weight": "bfloat16", "1.bias": "bfloat16", "2.weight": "float64", "2.bias": "float64"}
+    assert Contents(engine).dtypes() == kinds
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=config | {"bf16": {"enabled": True}})
+    assert Contents(engine).dtypes() == {"weight": "bfloat16", "bias": "bfloat16"}
+
+
 def clipped() -> list[str]:
     heard: list[str] = []
     handler = logging.Handler()

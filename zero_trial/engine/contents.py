@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zero_trial.checkpoint.dtypes import dtype_name
 from zero_trial.mesh import AxisComm
 from zero_trial.zero.facts import parameter_names
 
@@ -59,3 +60,11 @@ class Contents:
         own = {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
         stages = self._engine.mesh.pipe.gather_json(own, "tied names")
         return {alias: name for stage in stages for alias, name in stage.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """In which dtype the model computes with a parameter, for those that are not float32: masters do not tell. Collective over pipe."""
+        named = parameter_names(self._engine.module).items()
+        own = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
+        return {
+            name: kind for stage in self._engine.mesh.pipe.gather_json(own, "dtypes") for name, kind in stage.items()
+        }

@@ -61,6 +61,7 @@ setup(
     package_data={
         "zero_trial": [
             *("py.typed", "report/page.css", "report/page.js"),
+            *("templates/*/*.yaml", "templates/*/*.json", "templates/*/*.md"),
             *("csrc/*/*.h", "csrc/*/*.cpp", "csrc/*/*.cu"),
             "master/relocation/sitecustomize.py",  # not a module of the package: the trials' Pythons find it by itself
         ]

@@ -21,6 +21,7 @@ ARROWS: Mapping[str, set[str]] = {
     "ops": {"errors"},
     "precision": {"errors"},
     "data": {"errors"},
+    "templates": {"data", "trial", "__init__"},  # what a user may write
     "activation": {"config", "errors"},
     "zero": {"ops", "mesh", "precision", "errors"},
     "checkpoint": {"zero.layout", "mesh", "errors"},

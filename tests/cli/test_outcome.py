@@ -31,8 +31,13 @@ def test_the_rank_its_words_and_its_log(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_stop_is_no_failure(code: int, tmp_path: Path):
     assert report(Outcome(code, Cause(None, "stopped by SIGINT", code)), tmp_path) == (
         code,
-        "stopped stopped by SIGINT\n",
+        "stopped by SIGINT\n",
     )
+
+
+def test_a_verdict_that_names_its_rank_is_not_given_another(tmp_path: Path):
+    _, text = report(Outcome(4, Cause(1, "rank 0, step 6: the loss became nan", 4)), tmp_path)
+    assert text.startswith("failed  rank 0, step 6: the loss became nan\nlog ") and text.endswith("rank-1.log\n")
 
 
 def test_no_rank_to_blame_points_to_all_logs(tmp_path: Path):

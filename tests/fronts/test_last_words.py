@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.local import print_error, words_of
 from zero_trial.fronts.trainer import _end
@@ -57,3 +57,17 @@ def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_words_of_an_error():
     assert words_of(ValueError("boom")) == "ValueError: boom"
     assert words_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def raised_here(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_the_line_of_the_user_s_code_stands_beside_what_it_did():
+    place = f"(test_last_words.py:{raised_here.__code__.co_firstlineno + 2} in raised_here: raise error)"
+    assert words_of(raised_here(ValueError("boom"))) == f"ValueError: boom {place}"
+    assert words_of(raised_here(TrialError("no step"))) == f"no step. {place}"
+    assert words_of(raised_here(ConfigError("bad", where="ds_config.json:4"))) == "ds_config.json:4: bad."

@@ -11,7 +11,7 @@ import torch
 
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
-from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP
+from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
 from zero_trial.fronts.rank import RankState, figures_of, known, load_trial_class, own_device, peak_memory, train, world
 from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.mesh.env import RankEnv
@@ -48,6 +48,17 @@ def test_a_rank_leaves_without_looking_for_garbage() -> None:
     for quickly, said in (("rank.leave_quickly()", ""), ("", "found\n")):
         command = [sys.executable, "-c", code + quickly + "\ndel made"]
         assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == said
+
+
+def leaves(context: ZeroTrialContext) -> ZeroTrial:
+    sys.exit("no data here")
+
+
+def test_a_trial_that_leaves_says_where() -> None:
+    """SystemExit is no Exception: the rank would be gone without a word."""
+    expected = r"^test_rank.py:\d+ in leaves: .*ended the process: got sys.exit\('no data here'\)"
+    with pytest.raises(TrialError, match=expected):
+        train(leaves, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
 
 
 def test_settings_may_be_given() -> None:

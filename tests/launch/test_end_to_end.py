@@ -218,7 +218,7 @@ def test_stopped_and_resumed_is_bit_equal_to_unbroken(project: Path):
         (project / "go").touch()
         output, errors = command.communicate(timeout=LIMIT)
         assert command.returncode == 75
-        assert errors.startswith("stopped ") and "resume  zero-trial run --resume part" in output
+        assert errors.startswith("stopped ") and "resume  zero-trial resume part" in output
         resumed = zero_trial("run", "--resume", "part", cwd=project)
     finally:
         del os.environ["READY"]
@@ -283,6 +283,6 @@ def test_a_plain_script(project: Path):
     bad = zero_trial("launch", "--num_gpus", 2, "train.py", "--fail", 1, cwd=project)
     assert bad.returncode == 1 and bad.stdout in ("", "rank 0 local 0\n")  # rank 0 may be ended before it speaks
     assert bad.stderr.splitlines() == [
-        "failed  rank 1: ValueError: boom (train.py:5)",
+        "failed  rank 1: ValueError: boom (train.py:5: if args.fail == args.local_rank: raise ValueError('boom'))",
         "log     runs/0002/logs/rank-1.log",
     ]

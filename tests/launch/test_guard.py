@@ -41,7 +41,7 @@ def test_an_exception_is_kept_with_the_user_s_line(tmp_path: Path):
     (error,) = read_errors(tmp_path)
     line = script.read_text().splitlines().index("json.loads('{')") + 1
     assert (error.rank, error.type, error.exit_code) == (3, "JSONDecodeError", 1)
-    assert error.message.endswith(f"(program.py:{line})")  # not a line of json's
+    assert error.message.endswith(f"(program.py:{line}: json.loads('{{'))")  # not a line of json's
     after = log(tmp_path).partition(FAREWELL)[2]
     assert "program.py" in after and "guard.py" not in after
 

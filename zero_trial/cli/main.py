@@ -12,7 +12,22 @@ from typing import TextIO
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 
-VERBS = ("run", "check", "plan", "simulate", "schedule", "config", "launch", "master", "report", "sweep", "ckpt", "env")
+VERBS = (
+    "init",
+    "check",
+    "plan",
+    "run",
+    "resume",
+    "simulate",
+    "schedule",
+    "config",
+    "launch",
+    "master",
+    "report",
+    "sweep",
+    "ckpt",
+    "env",
+)
 """Each is a module of this folder with ``add_parser(subparsers)``."""
 
 _CODES = "exit codes: 0 ok, 1 a fault in the trial's code, 2 user error, 3 does not fit, 4 diverged, 5 infrastructure, 75 preempted (resume it)"

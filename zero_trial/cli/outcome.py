@@ -16,7 +16,7 @@ def report_outcome(outcome: Outcome, folder: Path, stream: TextIO) -> int:
         return outcome.exit_code
     word = "stopped" if outcome.exit_code in (PREEMPTED, 128 + 2, 128 + 15, 128 + 1) else "failed"
     first, *rest = cause.headline.splitlines() or [f"exit code {outcome.exit_code}"]
-    lines = [f"{word:<8}{first}", *(f"        {line}" for line in rest)]
+    lines = [f"{word:<8}{first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
     log = folder / records.LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
     if word == "failed":
         lines.append(f"log     {shown(log)}")

@@ -66,7 +66,7 @@ def handle(options: argparse.Namespace) -> int:
         screen.say(line)
     code = report_outcome(outcome, folder, sys.stderr)
     if code == PREEMPTED:
-        screen.say(f"resume  zero-trial run --resume {shown(folder)}")
+        screen.say(f"resume  zero-trial resume {shown(folder)}")
     return code
 
 

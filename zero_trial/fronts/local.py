@@ -17,10 +17,11 @@ from types import FrameType
 from typing import Any
 
 from zero_trial.config.report import REPORT, entries_of, short_report
-from zero_trial.errors import ConfigError, Preempted, ZeroTrialError
+from zero_trial.errors import ConfigError, Preempted, TrialError, ZeroTrialError
 from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.log import done_event
 from zero_trial.fronts.rank import RankState, Trained, figures_of
+from zero_trial.launch.own_line import with_own_line
 from zero_trial.mesh.env import RankEnv
 from zero_trial.platform.local import checkpoint_step, latest_checkpoint
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
@@ -149,7 +150,7 @@ def leave_error(error: BaseException, run_dir: Path, state: RankState) -> int:
     """Leaves the error in the run's folder for the supervisor; the exit code."""
     now = time.time()
     folder, rank = RunFolder(run_dir), state.env.rank
-    record = error_record(error, rank, state.step, now)
+    record = {**error_record(error, rank, state.step, now), "message": words_of(error)}
     if not folder.error(rank).exists():  # the first error is the cause
         write_json(folder.error(rank), record)
     if rank == 0:
@@ -174,7 +175,9 @@ def print_error(error: BaseException) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """The message of an error of this package; any other as the last line of its traceback has it."""
+    """The message of an error of this package; any other as the last line of its traceback has it. What the trial's code did, or did wrong,
+    has the line of that code beside it."""
     if isinstance(error, ZeroTrialError):
-        return str(error) or type(error).__name__
-    return "".join(traceback.format_exception_only(error)).strip()
+        words = str(error) or type(error).__name__
+        return with_own_line(words, error) if isinstance(error, TrialError) else words
+    return with_own_line("".join(traceback.format_exception_only(error)).strip(), error)

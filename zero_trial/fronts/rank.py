@@ -5,15 +5,17 @@ from __future__ import annotations
 import atexit
 import gc
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_trial.errors import DoesNotFit, InvalidHP
+from zero_trial.errors import DoesNotFit, InvalidHP, TrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
+from zero_trial.launch.own_line import own_line
 from zero_trial.mesh.env import RankEnv
 from zero_trial.mesh.mesh import build_mesh
 from zero_trial.mesh.topology import MeshShape
@@ -127,10 +129,25 @@ def train(
 ) -> Trained:
     """Collective. Builds everything around the trial, the trial, and runs it as the experiment says."""
     context, watch = open_context(platform, state, engine_factory)
-    trial = build_trial(make, context)
-    if settings is None:
-        settings = settings_from_experiment(platform.experiment, platform.hparams)
-    return Trained(Controller(trial, context, settings).run(), trial, context, watch)
+    with exits_named():
+        trial = build_trial(make, context)
+        if settings is None:
+            settings = settings_from_experiment(platform.experiment, platform.hparams)
+        return Trained(Controller(trial, context, settings).run(), trial, context, watch)
+
+
+@contextmanager
+def exits_named() -> Iterator[None]:
+    """The trial's code may call ``sys.exit``, for one rank or all: a rank that left so would leave no word, and the others would wait for it."""
+    try:
+        yield
+    except SystemExit as ending:
+        raise TrialError(
+            "the trial's code ended the process",
+            where=own_line(ending),
+            got=f"sys.exit({ending.code!r})",
+            fix="Raise an exception; or end the run, saved, with context.set_stop_requested(True).",
+        ) from ending
 
 
 def figures_of(trained: Trained) -> dict[str, Any]:

@@ -41,7 +41,9 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
+        """The words with the rank in front, unless they begin with a rank themselves: a verdict that all ranks share, told by the first to say it."""
+        named = self.rank is None or self.message.startswith("rank ")
+        return self.message if named else f"rank {self.rank}: {self.message}"
 
 
 def is_secondary(error: ErrorRecord) -> bool:

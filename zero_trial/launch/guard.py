@@ -22,6 +22,7 @@ from pathlib import Path
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.launch import records
+from zero_trial.launch.own_line import with_own_line
 from zero_trial.launch.processes import die_with_parent
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
@@ -101,7 +102,7 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
         return _failed(run_dir, rank, error, "interrupted", 130)
     except Exception as error:  # the last place at which a rank's words can be kept
         _print_traceback(error)
-        return _failed(run_dir, rank, error, f"{type(error).__name__}: {error}{_place(error)}", 1)
+        return _failed(run_dir, rank, error, with_own_line(f"{type(error).__name__}: {error}", error), 1)
 
 
 def _print_traceback(error: BaseException) -> None:
@@ -111,17 +112,6 @@ def _print_traceback(error: BaseException) -> None:
         inner = inner.tb_next
     sys.stderr.write(FAREWELL + "\n")
     traceback.print_exception(type(error), error, inner)
-
-
-def _place(error: BaseException) -> str:
-    """`` (train.py:14)``: the innermost line that is the user's, not Python's, an installed package's or ours."""
-    ours = str(Path(__file__).parent.parent)
-    lines = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<frozen", ours, sys.base_prefix)) and "site-packages" not in frame.filename
-    ]
-    return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
 
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:

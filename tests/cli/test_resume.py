@@ -1,0 +1,62 @@
+"""Which run ``resume`` goes on with; that a run goes on to the same bits is in tests/launch/test_end_to_end.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_trial.cli import run
+from zero_trial.cli.main import main
+from zero_trial.cli.resume import NAME, newest_run
+
+
+def make_run(folder: Path, end: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / NAME).write_text("")
+    if end:
+        (folder / "summary.json").write_text(json.dumps({"end": end}))
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[run.RunRequest]:
+    """What ``run`` would have been asked; it does nothing."""
+    requests: list[run.RunRequest] = []
+    monkeypatch.setattr(run, "handle", lambda options: requests.append(run.request_from(options)) or 0)
+    return requests
+
+
+def test_the_newest_run_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("0002", "0010", "0009", "report"):
+        make_run(tmp_path / "runs" / name)
+    assert newest_run(Path("runs")) == Path("runs/0010")
+    assert main(["resume"]) == 0
+    assert (asked[0].resume, asked[0].experiment, asked[0].slots) == (Path("runs/0010"), None, None)
+
+
+def test_a_named_run_on_other_slots(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "mine", "preempted")
+    assert main(["resume", str(folder), "--slots", "4"]) == 0
+    assert (asked[0].resume, asked[0].slots) == (folder, 4)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_was_complete(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
+    """It trains nothing; how to train longer is said."""
+    folder = make_run(tmp_path / "mine", "completed")
+    assert main(["resume", str(folder)]) == 0
+    assert "complete already" in (said := capsys.readouterr().out) and f"--resume {folder}" in said
+
+
+@pytest.mark.parametrize("place", [".", "nowhere"])
+def test_no_run(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", place]) == 2
+    assert f"got {place}, expected a run's folder, such as runs/0001" in capsys.readouterr().err
+    assert main(["resume"]) == 2
+    assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err

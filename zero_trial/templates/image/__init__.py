@@ -1,0 +1,1 @@
+"""A small network that reads letters, as files to copy."""

@@ -1,0 +1,1 @@
+"""A byte-level language model, as files to copy."""

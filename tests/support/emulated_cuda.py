@@ -55,15 +55,15 @@ class Emulator:
         return path
 
     def cuda(self) -> cuda_backend.Cuda:
-        """The backend that a process with a GPU has, on this one."""
+        """The backend that a process with a GPU has, on this one. Images are paths of what g++ made; streams are the null stream."""
 
-        def image(kernel: Kernel, arch: int) -> bytes:
+        def images(kernel: Kernel, arch: int) -> Iterator[bytes]:
             self.build([kernel])
-            return str(self.built[kernel]).encode()
+            yield str(self.built[kernel]).encode()
 
         device = cuda_backend.Device(0, 90, self.multiprocessors)
-        given = (Driver(self.library), image, lambda _: device, lambda _: 0)
-        return cuda_backend.Cuda(*given, strict=True, kind="cpu", capturing=lambda: False)
+        given = (MeasuredDriver(self.library), images, lambda _: device, lambda _: 0)
+        return cuda_backend.Cuda(*given, strict=True, kind="cpu")
 
     @contextmanager
     def watching(self, *tensors: Tensor | None, read_only: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -84,6 +84,15 @@ class Emulator:
             self.library.allow(begin, begin + tensor.numel() * tensor.element_size(), int(writable))
 
 
+class MeasuredDriver(Driver):
+    """Tells the emulator how long the arguments are, which a real driver cannot know."""
+
+    def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
+        self._library.expect_arguments(len(arguments))
+        super().launch(function, device, blocks, stream, arguments)
+        self._library.expect_arguments(-1)
+
+
 def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
@@ -99,41 +108,32 @@ def make(folder: Path) -> Emulator:
     path = folder / "driver.so"
     run(compiler, "-std=c++17", "-O1", "-fPIC", "-shared", str(HERE / "driver.cpp"), "-ldl", "-o", str(path))
     library = ctypes.CDLL(str(path))
-    library.allow.argtypes = [ctypes.c_ulong, ctypes.c_ulong, ctypes.c_long]
-    library.fault.restype = ctypes.c_char_p
+    address, text = ctypes.c_ulong, ctypes.c_char_p
+    library.allow.argtypes = [address, address, ctypes.c_long]
+    library.allow_on.argtypes = [address, address, ctypes.c_long, ctypes.c_long]
+    library.compiled.argtypes, library.compiled.restype = [text, ctypes.c_long, text, ctypes.c_int, ctypes.c_int], None
+    library.new_stream.restype = library.stream_of_last.restype = ctypes.c_void_p
+    library.capture.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.expect_arguments.argtypes, library.expect_arguments.restype = [ctypes.c_long], None
+    library.fault.restype = text
     return Emulator(folder, compiler, library)
 
 
 def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_backend.Cuda:
-    """The ops of zero_trial.ops.cuda run on the emulator; scratch memory that they make may be touched."""
-    from zero_trial.ops import cuda
+    """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may be touched."""
+    backend, upload, doubles = emulator.cuda(), cuda_tables.upload, cuda_tables.doubles
+    monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: cuda_backend.CudaBackend(backend))
 
-    backend = emulator.cuda()
-    monkeypatch.setattr(cuda, "cuda_backend", lambda: cuda_backend.CudaBackend(backend))
-
-    def upload(content: bytes, device: torch.device) -> Tensor:
-        held = cuda_tables.upload(content, device)
+    def uploaded(content: bytes, device: torch.device) -> Tensor:
+        held = upload(content, device)
         emulator.allow(held, writable=False)
         return held
 
-    class Torch:
-        """torch, but memory that an op makes is told to the emulator."""
+    def made(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
+        held = doubles(*shape, where=where, zero=zero)
+        emulator.allow(held)
+        return held
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(torch, name)
-
-        @staticmethod
-        def empty(*shape: int, **given: object) -> Tensor:
-            made = torch.empty(*shape, **given)  # type: ignore[call-overload]
-            emulator.allow(made)
-            return made
-
-        @staticmethod
-        def zeros(*shape: int, **given: object) -> Tensor:
-            made = torch.zeros(*shape, **given)  # type: ignore[call-overload]
-            emulator.allow(made)
-            return made
-
-    monkeypatch.setattr(cuda, "upload", upload)
-    monkeypatch.setattr(cuda, "torch", Torch())
+    monkeypatch.setattr(cuda_tables, "upload", uploaded)
+    monkeypatch.setattr(cuda_tables, "doubles", made)
     return backend

@@ -107,6 +107,11 @@ def places(folders: Sequence[str], major: int) -> Iterator[str]:
         yield from sorted(glob.glob(f"{system}/libnvrtc.so.{major}"), reverse=True)
 
 
+def companions(place: str) -> list[str]:
+    """What NVRTC asks for by name alone, although packages lie on no path of the loader. The loader finds it for one that it finds."""
+    return glob.glob(str(Path(place).parent / "libnvrtc-builtins.so*")) if "/" in place else []
+
+
 def open_nvrtc(folders: Sequence[str] | None = None, majors: Sequence[int] = MAJORS) -> Nvrtc:
     """The first NVRTC that opens, of the first of ``majors`` that has one. Raises KernelUnavailable where there is none.
 
@@ -115,8 +120,8 @@ def open_nvrtc(folders: Sequence[str] | None = None, majors: Sequence[int] = MAJ
     chosen = sys.path if folders is None else folders
     for place in (place for major in majors for place in places(chosen, major)):
         try:
-            for companion in glob.glob(str(Path(place).parent / "libnvrtc-builtins.so*")):
-                ctypes.CDLL(companion)  # NVRTC asks for it by name alone, and packages lie on no path of the loader
+            for companion in companions(place):
+                ctypes.CDLL(companion)
             return _typed(ctypes.CDLL(place), place)
         except (OSError, AttributeError):
             continue

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -18,7 +19,7 @@ from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import _library_cache, _nvrtc, cuda_kernels
 from zero_trial.ops._native import VARIABLE, backend
 from zero_trial.ops._nvrtc_cache import KernelCache
-from zero_trial.ops.cuda_driver import Driver, open_driver
+from zero_trial.ops.cuda_driver import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError, open_driver
 from zero_trial.ops.cuda_kernels import Kernel
 
 log = logging.getLogger("zero_trial")
@@ -37,44 +38,73 @@ class Device:
 class Cuda:
     """An opened driver with a compiler behind it. ``refused``: kernels that could not be had, and why.
 
-    ``kind`` of devices whose memory kernels can reach. ``capturing``: whether the current stream is being captured into a CUDA graph,
-    which replays copies from host memory that is somebody else's by then: launches that need such copies must do without.
+    ``images`` of a kernel for an architecture, best first; the next one is tried where the driver refuses one. ``kind`` of devices
+    whose memory kernels can reach. ``make_room`` gives memory back that torch keeps for later: the driver needs some for a kernel.
     """
 
     driver: Driver
-    image: Callable[[Kernel, int], bytes]  # of a kernel for an architecture
+    images: Callable[[Kernel, int], Iterator[bytes]]
     device: Callable[[torch.device], Device]
     stream: Callable[[torch.device], int]
     strict: bool = False
     description: str = "native"
     kind: str = "cuda"
-    capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+    make_room: Callable[[], None] = torch.cuda.empty_cache
     refused: dict[Kernel, str] = field(default_factory=dict)
     _functions: dict[tuple[Kernel, torch.device], int] = field(default_factory=dict)
+    _loading: threading.Lock = field(default_factory=threading.Lock)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
         """Whether the kernel can be launched there; compiled and loaded if it was not. Raises KernelUnavailable where ``strict``."""
         if (kernel, where) in self._functions:
             return True
-        if kernel in self.refused:
-            return False
-        device = self.device(where)
-        try:
-            image = self.image(kernel, device.arch)
-            self._functions[kernel, where] = self.driver.function(image, kernel.entry, device.index)
-        except KernelUnavailable as trouble:
-            if self.strict:
-                raise
-            self.refused[kernel] = trouble.what
-            log.warning("CUDA kernel %s runs as plain torch: %s", kernel.name, trouble.what)
-            return False
-        return True
+        with self._loading:  # two threads that need the same kernel: the second waits for it
+            if (kernel, where) in self._functions:
+                return True
+            if kernel in self.refused:
+                return False
+            try:
+                self._functions[kernel, where] = self._load(kernel, where)
+            except KernelUnavailable as trouble:
+                if self.strict:
+                    raise
+                self.refused[kernel] = trouble.what
+                log.warning("CUDA kernel %s runs as plain torch: %s", kernel.name, trouble.what)
+                return False
+            return True
 
     def launch(self, kernel: Kernel, where: torch.device, blocks: int, arguments: bytes) -> None:
         """Onto torch's current stream of that device. ``has`` must have said yes."""
         self.driver.launch(
             self._functions[kernel, where], self.device(where).index, blocks, self.stream(where), arguments
         )
+
+    def capturing(self, where: torch.device) -> bool:
+        """Whether the current stream there is being captured into a CUDA graph, which replays copies from host memory that is
+        somebody else's by then: launches that need such copies must do without."""
+        return self.driver.capturing(self.stream(where), self.device(where).index)
+
+    def _load(self, kernel: Kernel, where: torch.device) -> int:
+        """From the first image that the driver takes; where it takes none, what it said of the best one is raised."""
+        first: DriverError | None = None
+        for image in self.images(kernel, self.device(where).arch):
+            try:
+                return self._function(image, kernel, where)
+            except DriverError as trouble:
+                if trouble.status not in OTHER_IMAGE:
+                    raise
+                first = first or trouble
+        raise first or KernelUnavailable(f"{kernel.name}: nothing to load")
+
+    def _function(self, image: bytes, kernel: Kernel, where: torch.device) -> int:
+        index = self.device(where).index
+        try:
+            return self.driver.function(image, kernel.entry, index)
+        except DriverError as trouble:
+            if trouble.status != OUT_OF_MEMORY or self.capturing(where):
+                raise
+        self.make_room()  # a first step comes when activations have filled the device once
+        return self.driver.function(image, kernel.entry, index)
 
 
 @dataclass(frozen=True)
@@ -131,9 +161,9 @@ def open_cuda(environ: Mapping[str, str], *, strict: bool) -> Cuda:
     version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
     return Cuda(
         driver,
-        lambda kernel, arch: compiled(kernel, nvrtc, nvrtc.target(arch), kept),
+        partial(images, nvrtc, kept),
         device_of,
-        lambda where: int(torch.cuda.current_stream(where).cuda_stream),
+        stream_of(),
         strict,
         f"native ({version}, kept in {kept.folder or 'memory'})",
     )
@@ -159,6 +189,14 @@ def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
     return KernelCache(None if trouble else folder)
 
 
+def images(nvrtc: _nvrtc.Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> Iterator[bytes]:
+    """Machine code for that architecture, then PTX, each made when it is asked for. Raises KernelUnavailable."""
+    target = nvrtc.target(arch)
+    yield compiled(kernel, nvrtc, target, kept)
+    if not target.ptx:
+        yield compiled(kernel, nvrtc, _nvrtc.Target(target.arch, ptx=True), kept)
+
+
 def compiled(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:
     """Machine code or PTX of a kernel, from the cache or the compiler. Raises KernelUnavailable."""
     key = cuda_kernels.key(kernel, f"NVRTC {nvrtc.version}", target.option)
@@ -177,3 +215,11 @@ def device_of(where: torch.device) -> Device:
         raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
     properties = torch.cuda.get_device_properties(where)
     return Device(where.index, 10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+def stream_of() -> Callable[[torch.device], int]:
+    """Reads the handle of a device's current stream; torch's short cut saves an object and its checks at every launch."""
+    short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if short_cut is None:
+        return lambda where: int(torch.cuda.current_stream(where).cuda_stream)
+    return lambda where: int(short_cut(where.index))

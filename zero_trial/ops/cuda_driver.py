@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 from zero_trial.errors import KernelUnavailable
 
 NAMES = ("libcuda.so.1", "libcuda.so")
 THREADS = 256  # per block, in all kernels
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE: the driver may still take the same kernel as PTX.
+OTHER_IMAGE = (200, 209, 300)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class DriverError(KernelUnavailable):
+    """What the driver refused; ``status`` is its error code."""
+
+    def __init__(self, what: str, status: int) -> None:
+        super().__init__(what)
+        self.status = status
 
 
 class Driver:
@@ -18,18 +30,10 @@ class Driver:
         self._library = library
         self._contexts: dict[int, int] = {}
         self._popped = ctypes.byref(ctypes.c_void_p())  # what is popped is of no interest
-        pointer, number, text = ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p
-        library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(text)]
-        library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
-        library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(pointer), ctypes.c_int]
-        library.cuCtxPushCurrent_v2.argtypes = [pointer]
-        library.cuCtxPopCurrent_v2.argtypes = [ctypes.POINTER(pointer)]
-        library.cuModuleLoadData.argtypes = [ctypes.POINTER(pointer), ctypes.c_char_p]
-        library.cuModuleGetFunction.argtypes = [ctypes.POINTER(pointer), pointer, text]
-        library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
-        numbers = [number] * 7  # grid, block, dynamic shared memory
-        # function, ..., stream, arguments, extra
-        library.cuLaunchKernel.argtypes = [pointer, *numbers, pointer, ctypes.c_void_p, ctypes.c_void_p]
+        try:
+            _declare(library)
+        except AttributeError as missing:
+            raise KernelUnavailable(f"the CUDA driver is too old, or none: {missing}") from None
         self._check(library.cuInit(0), "cuInit")
 
     def function(self, image: bytes, entry: str, device: int) -> int:
@@ -61,6 +65,16 @@ class Driver:
         if status:
             self._check(status, "cuLaunchKernel")
 
+    def capturing(self, stream: int, device: int) -> bool:
+        """Whether what that stream is given now goes into a CUDA graph."""
+        state = ctypes.c_int()
+        self._enter(device)
+        try:
+            self._check(self._library.cuStreamIsCapturing(stream, ctypes.byref(state)), "cuStreamIsCapturing")
+        finally:
+            self._leave()
+        return state.value != 0
+
     def _enter(self, device: int) -> None:
         """Whatever thread this is, and whatever device is current in it."""
         if device not in self._contexts:
@@ -84,7 +98,30 @@ class Driver:
             said = ctypes.c_char_p()
             self._library.cuGetErrorString(status, ctypes.byref(said))
             reason = said.value.decode(errors="replace") if said.value else "unknown error"
-            raise KernelUnavailable(f"{where}: {reason} ({status})")
+            raise DriverError(f"{where}: {reason} ({status})", status)
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """The types of the functions that are used, as cuda.h of CUDA 11 to 13 declares them."""
+    pointer, integer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
+    out, out_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
+    launch = [pointer, *[number] * 7, pointer, pointer, pointer]  # grid, block, shared; stream, parameters, extra
+    types: dict[str, list[Any]] = {
+        "cuInit": [number],
+        "cuGetErrorString": [integer, ctypes.POINTER(text)],
+        "cuDeviceGet": [out_integer, integer],
+        "cuDevicePrimaryCtxRetain": [out, integer],
+        "cuCtxPushCurrent_v2": [pointer],
+        "cuCtxPopCurrent_v2": [out],
+        "cuModuleLoadData": [out, text],  # takes bytes as they are, zeros and all
+        "cuModuleGetFunction": [out, pointer, text],
+        "cuThreadExchangeStreamCaptureMode": [out_integer],
+        "cuStreamIsCapturing": [pointer, out_integer],
+        "cuLaunchKernel": launch,
+    }
+    for name, arguments in types.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, integer
 
 
 def open_driver(names: tuple[str, ...] = NAMES) -> Driver:

@@ -1,4 +1,4 @@
-"""Descriptor tables: which flat tensors a launch works on, and with whose scalars, as the bytes that kernels read.
+"""Device memory of a launch: tables of the flat tensors that it works on, as the bytes that kernels read, and room for its sums.
 
 ZtPiece, 64 bytes    p, g, a, b, out (pointers), n, number of its first tile, number of its group
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TILE = 2048  # elements; kTile of zt_tile.h
-_PIECE = struct.Struct("5P3q")
+PIECE = struct.Struct("5P3q")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Piece:
 
     def pack(self, tile: int, group: int) -> bytes:
         pointers = (0 if x is None else x.data_ptr() for x in (self.p, self.g, self.a, self.b, self.out))
-        return _PIECE.pack(*pointers, self.p.numel(), tile, group)
+        return PIECE.pack(*pointers, self.p.numel(), tile, group)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def table_of(pieces: Sequence[Piece]) -> Table:
     for piece in pieces:
         rows.append(piece.pack(tile, groups.setdefault(piece.scalars, len(groups))))
         tile += tiles_of(piece.p.numel())
-    return Table(b"".join([*rows, *groups]), _PIECE.size * len(rows), len(rows), tile)
+    return Table(b"".join([*rows, *groups]), PIECE.size * len(rows), len(rows), tile)
 
 
 def upload(content: bytes, device: torch.device) -> Tensor:
@@ -63,3 +63,8 @@ def upload(content: bytes, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def doubles(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
+    """Room for sums, of the current stream; ``zero`` where nobody writes all of it."""
+    return (torch.zeros if zero else torch.empty)(*shape, dtype=torch.float64, device=where)

@@ -8,6 +8,8 @@
 #include <stdio.h>
 #include <ucontext.h>
 
+#include "launch.h"
+
 #define __global__
 #define __device__
 #define __shared__ static
@@ -17,20 +19,6 @@ struct Index {
   unsigned x, y, z;
 };
 static Index threadIdx, blockIdx, gridDim, blockDim;
-
-struct Range {
-  unsigned long begin, end;
-  long writable;
-};
-
-struct Launch {
-  const void* arguments;
-  unsigned blocks, threads;
-  const Range* ranges;
-  long count;
-  char* fault;  // 256 characters; the first fault is written here
-  long* wide;   // counts accesses of more than 4 bytes
-};
 
 static const Launch* launched;
 

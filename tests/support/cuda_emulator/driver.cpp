@@ -1,110 +1,254 @@
-// A CUDA driver whose one device is this processor. An image is the path of a library made from kernel.cpp.
+// A CUDA driver whose devices are this processor. An image is the path of a library made from kernel.cpp, or what `compiled` said is it.
 //
-// Kernels may touch only what was allowed by `allow`, and the calls before must have been those that a real driver asks for; anything
-// else is a fault, or the error code that a real driver gives.
+// Calls must come in the order, with the context and with the handles that a real driver asks for; anything else gets the error code
+// that a real driver gives. Kernels may touch only what was allowed by `allow` on their device; anything else is a fault.
 #include <dlfcn.h>
+#include <elf.h>
 #include <string.h>
 
+#include <mutex>
+#include <string>
 #include <vector>
 
-struct Range {
-  unsigned long begin, end;
-  long writable;
+#include "cuda_api.h"
+#include "launch.h"
+
+namespace {
+
+enum { kDevices = 4, kMachineCuda = 190 };
+
+struct Kernel {  // what a library made from kernel.cpp says of itself
+  void (*emulate)(const Launch*);
+  const char* entry;
+  long arguments, threads;
+};
+struct Module {
+  int device;
+  void* library;
+};
+struct Function {
+  int device;
+  Kernel kernel;
+};
+struct Stream {
+  int device;
+  bool capturing;
+};
+struct Image {
+  std::string content, path;
+  int arch;
+  bool ptx;
+};
+struct Past {
+  int device;
+  const void* stream;
+  unsigned blocks;
 };
 
-struct Launch {
-  const void* arguments;
-  unsigned blocks, threads;
-  const Range* ranges;
-  long count;
-  char* fault;
-  long* wide;
-};
+std::recursive_mutex busy;
+int devices = 1, archs[kDevices] = {90, 90, 90, 90};
+char contexts[kDevices];
+bool initialised, retained[kDevices];
+std::vector<Module*> modules;
+std::vector<Function*> functions;
+std::vector<Stream*> streams;
+std::vector<Image> images;
+std::vector<Past> past;
+std::vector<Range> ranges;
+char first_fault[256];
+long wide, expected_arguments = -1;
+int refused_status, refusals, loaded;
+thread_local std::vector<int> current;  // devices whose contexts are pushed
+thread_local CUstreamCaptureMode capture_mode;
 
-static std::vector<Range> ranges;
-static char first_fault[256];
-static int depth, launches, capture_mode;
-static long wide;
-static unsigned last_blocks;
-static bool initialised;
-static int context;
-enum { kHandle = 7 };  // of device 0
+template <class T>
+bool known(const std::vector<T*>& all, const void* handle) {
+  for (T* one : all)
+    if (one == handle) return true;
+  return false;
+}
 
-enum { kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201, kNotFound = 500, kCaptureUnsupported = 900 };
-enum { kRelaxed = 2 };
+void fault(const char* what) {
+  if (!first_fault[0]) strncpy(first_fault, what, sizeof first_fault - 1);
+}
+
+// How long an image is: of machine code its section table comes last, PTX ends with a zero.
+size_t length_of(const char* image) {
+  if (memcmp(image, ELFMAG, SELFMAG)) return strlen(image) + 1;
+  const Elf64_Ehdr* head = (const Elf64_Ehdr*)image;
+  size_t end = head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
+  const size_t segments = head->e_phoff + (size_t)head->e_phnum * head->e_phentsize;
+  return segments > end ? segments : end;
+}
+
+// The library that emulates an image, or the error of a driver that cannot run it there.
+int emulated_by(const char* image, int device, std::string& path) {
+  if (image[0] == '/') {
+    path = image;
+    return CUDA_SUCCESS;
+  }
+  if (memcmp(image, ELFMAG, SELFMAG) && !strstr(image, ".version")) return CUDA_ERROR_INVALID_IMAGE;
+  if (!memcmp(image, ELFMAG, SELFMAG) && ((const Elf64_Ehdr*)image)->e_machine != kMachineCuda) return CUDA_ERROR_INVALID_IMAGE;
+  const size_t length = length_of(image);
+  for (const Image& one : images)
+    if (one.content.size() == length && !memcmp(one.content.data(), image, length)) {
+      const bool same_major = one.arch / 10 == archs[device] / 10;
+      if (one.arch > archs[device] || (!one.ptx && !same_major)) return CUDA_ERROR_NO_BINARY_FOR_GPU;
+      path = one.path;
+      return CUDA_SUCCESS;
+    }
+  return CUDA_ERROR_INVALID_IMAGE;
+}
+
+Kernel kernel_of(void* library) {
+  auto entry = (const char* (*)())dlsym(library, "entry");
+  auto arguments = (long (*)())dlsym(library, "arguments_size"), threads = (long (*)())dlsym(library, "threads");
+  if (!entry || !arguments || !threads) return {};
+  return {(void (*)(const Launch*))dlsym(library, "emulate"), entry(), arguments(), threads()};
+}
+
+CUresult answer(int status) { return (CUresult)status; }
+
+}  // namespace
+
+typedef std::lock_guard<std::recursive_mutex> Busy;
 
 extern "C" {
 
-void allow(unsigned long begin, unsigned long end, long writable) { ranges.push_back({begin, end, writable}); }
+// --- what tests ask of it ---------------------------------------------------------------------------------------------
+
+void reset(int count, const int* architectures) {
+  devices = count;
+  memcpy(archs, architectures, count * sizeof *archs);
+  memset(retained, 0, sizeof retained);
+  initialised = false;
+  modules.clear(), functions.clear(), streams.clear(), images.clear();
+  current.clear(), capture_mode = (CUstreamCaptureMode)0;
+  refusals = 0, loaded = 0;
+}
+void allow_on(unsigned long begin, unsigned long end, long writable, long device) { ranges.push_back({begin, end, writable, device}); }
+void allow(unsigned long begin, unsigned long end, long writable) { allow_on(begin, end, writable, -1); }
 void forget() {
-  ranges.clear();
+  ranges.clear(), past.clear();
   first_fault[0] = 0;
-  launches = 0;
   wide = 0;
 }
+void compiled(const char* image, long length, const char* path, int arch, int ptx) {
+  if (ptx && image[length - 1]) fault("PTX without a zero at its end");
+  if (length_of(image) != (size_t)length) fault("an image whose length is not what it says of itself");
+  images.push_back({std::string(image, length), path, arch, ptx != 0});
+}
+void* new_stream(int device) {
+  streams.push_back(new Stream{device, false});
+  return streams.back();
+}
+void capture(void* stream, int on) { ((Stream*)stream)->capturing = on; }
+void refuse_loads(int status, int times) { refused_status = status, refusals = times; }
+void expect_arguments(long bytes) { expected_arguments = bytes; }
 const char* fault() { return first_fault; }
-int launch_count() { return launches; }
+int launch_count() { return (int)past.size(); }
 int wide_accesses() { return (int)wide; }
-int blocks_of_last() { return (int)last_blocks; }
-int contexts_pushed() { return depth; }
-int mode_of_captures() { return capture_mode; }
+int blocks_of_last() { return past.empty() ? 0 : (int)past.back().blocks; }
+int device_of_last() { return past.empty() ? -1 : past.back().device; }
+const void* stream_of_last() { return past.empty() ? nullptr : past.back().stream; }
+int contexts_pushed() { return (int)current.size(); }
+int mode_of_captures() { return (int)capture_mode; }
+int modules_loaded() { return loaded; }
 
-int cuInit(unsigned flags) {
+// --- the driver -------------------------------------------------------------------------------------------------------
+
+CUresult cuInit(unsigned int flags) {
   initialised = flags == 0;
-  return kSuccess;
+  return answer(initialised ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
-int cuGetErrorString(int status, const char** text) {
-  *text = status == kInvalidImage ? "device kernel image is invalid" : status == kNotFound ? "named symbol not found" : nullptr;
-  return *text ? kSuccess : kInvalidValue;
+CUresult cuGetErrorString(CUresult status, const char** text) {
+  *text = (int)status == CUDA_ERROR_INVALID_IMAGE       ? "device kernel image is invalid"
+          : (int)status == CUDA_ERROR_NOT_FOUND         ? "named symbol not found"
+          : (int)status == CUDA_ERROR_OUT_OF_MEMORY     ? "out of memory"
+          : (int)status == CUDA_ERROR_NO_BINARY_FOR_GPU ? "no kernel image is available for execution on the device"
+                                                        : nullptr;
+  return answer(*text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
-int cuDeviceGet(int* device, int ordinal) {
-  if (!initialised) return kNotInitialized;
-  if (ordinal != 0) return kInvalidDevice;
-  *device = kHandle;
-  return kSuccess;
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  if (!initialised) return answer(CUDA_ERROR_NOT_INITIALIZED);
+  if (ordinal < 0 || ordinal >= devices) return answer(CUDA_ERROR_INVALID_DEVICE);
+  *device = 7 + ordinal;  // a handle is no number of a device
+  return answer(CUDA_SUCCESS);
 }
-int cuDevicePrimaryCtxRetain(void** out, int device) {
-  if (device != kHandle) return kInvalidDevice;
-  *out = &context;
-  return kSuccess;
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  if (device < 7 || device >= 7 + devices) return answer(CUDA_ERROR_INVALID_DEVICE);
+  retained[device - 7] = true;
+  *context = (CUcontext)&contexts[device - 7];
+  return answer(CUDA_SUCCESS);
 }
-int cuCtxPushCurrent_v2(void* pushed) {
-  if (pushed != &context) return kInvalidContext;
-  ++depth;
-  return kSuccess;
+CUresult cuCtxPushCurrent(CUcontext context) {
+  const long device = (char*)context - contexts;
+  if (device < 0 || device >= devices || !retained[device]) return answer(CUDA_ERROR_INVALID_CONTEXT);
+  current.push_back((int)device);
+  return answer(CUDA_SUCCESS);
 }
-int cuCtxPopCurrent_v2(void** out) {
-  if (!depth) return kInvalidContext;
-  --depth;
-  *out = &context;
-  return kSuccess;
+CUresult cuCtxPopCurrent(CUcontext* context) {
+  if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
+  *context = (CUcontext)&contexts[current.back()];
+  current.pop_back();
+  return answer(CUDA_SUCCESS);
 }
-int cuThreadExchangeStreamCaptureMode(int* mode) {
-  const int before = capture_mode;
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  const CUstreamCaptureMode before = capture_mode;
   capture_mode = *mode;
   *mode = before;
-  return kSuccess;
+  return answer(CUDA_SUCCESS);
 }
-int cuModuleLoadData(void** out, const char* image) {
-  if (!depth) return kInvalidContext;
-  if (capture_mode != kRelaxed) return kCaptureUnsupported;
-  if (image[0] != '/') return kInvalidImage;
-  *out = dlopen(image, RTLD_NOW | RTLD_LOCAL);
-  return *out ? kSuccess : kInvalidImage;
+CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
+  Busy lock(busy);
+  if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
+  if (handle && !known(streams, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
+  const bool on = handle && ((Stream*)handle)->capturing;
+  *status = (CUstreamCaptureStatus)(on ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE);
+  return answer(CUDA_SUCCESS);
 }
-int cuModuleGetFunction(void** out, void* module, const char* name) {
-  if (!strncmp(name, "zt_", 3)) *out = dlsym(module, "emulate");
-  else *out = nullptr;
-  return *out ? kSuccess : kNotFound;
+CUresult cuModuleLoadData(CUmodule* out, const void* image) {
+  Busy lock(busy);
+  if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
+  if ((int)capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return answer(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  if (refusals > 0) return --refusals, answer(refused_status);
+  std::string path;
+  if (const int status = emulated_by((const char*)image, current.back(), path)) return answer(status);
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) return answer(CUDA_ERROR_INVALID_IMAGE);
+  modules.push_back(new Module{current.back(), library});
+  ++loaded;
+  *out = (CUmodule)modules.back();
+  return answer(CUDA_SUCCESS);
 }
-int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared,
-                   void* stream, void** arguments, void** extra) {
-  if (!depth) return kInvalidContext;
-  if (!x || y != 1 || z != 1 || !threads || ty != 1 || tz != 1 || shared || extra || stream) return kInvalidValue;
-  const Launch launch = {arguments[0], x, threads, ranges.data(), (long)ranges.size(), first_fault, &wide};
-  ((void (*)(const Launch*))function)(&launch);
-  ++launches;
-  last_blocks = x;
-  return kSuccess;
+CUresult cuModuleGetFunction(CUfunction* out, CUmodule handle, const char* name) {
+  Busy lock(busy);
+  if (!known(modules, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
+  const Module* module = (const Module*)handle;
+  const Kernel kernel = kernel_of(module->library);
+  if (!kernel.emulate || strcmp(kernel.entry, name)) return answer(CUDA_ERROR_NOT_FOUND);
+  functions.push_back(new Function{module->device, kernel});
+  *out = (CUfunction)functions.back();
+  return answer(CUDA_SUCCESS);
+}
+CUresult cuLaunchKernel(CUfunction handle, unsigned int x, unsigned int y, unsigned int z, unsigned int threads, unsigned int ty,
+                        unsigned int tz, unsigned int shared, CUstream stream, void** parameters, void** extra) {
+  Busy lock(busy);
+  if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
+  if (!known(functions, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
+  const Function* function = (const Function*)handle;
+  if (function->device != current.back()) return answer(CUDA_ERROR_INVALID_HANDLE);
+  if (stream && (!known(streams, stream) || ((Stream*)stream)->device != current.back())) return answer(CUDA_ERROR_INVALID_HANDLE);
+  if (!x || x > 2147483647u || y != 1 || z != 1 || ty != 1 || tz != 1 || shared || extra) return answer(CUDA_ERROR_INVALID_VALUE);
+  if (threads != (unsigned)function->kernel.threads || !parameters || !parameters[0]) return answer(CUDA_ERROR_INVALID_VALUE);
+  if (expected_arguments >= 0 && expected_arguments != function->kernel.arguments) fault("arguments of another size than the kernel's");
+  const std::string copied((const char*)parameters[0], function->kernel.arguments);  // as a driver does: the caller's may go away
+  std::vector<Range> here;
+  for (const Range& range : ranges)
+    if (range.device < 0 || range.device == current.back()) here.push_back(range);
+  const Launch launch = {copied.data(), x, threads, here.data(), (long)here.size(), first_fault, &wide};
+  function->kernel.emulate(&launch);
+  past.push_back({current.back(), stream, x});
+  return answer(CUDA_SUCCESS);
 }
 }

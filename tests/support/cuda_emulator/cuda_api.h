@@ -1,0 +1,38 @@
+// What the emulated driver declares of cuda.h. With -DZT_CUDA_H='"/path/cuda.h"' CUDA's own header takes its place, so that the compiler
+// holds every declaration and number here against it: g++ -std=c++17 -fsyntax-only -DZT_CUDA_H=... driver.cpp
+#pragma once
+
+#ifdef ZT_CUDA_H
+#include ZT_CUDA_H
+#define ZT_SAME(name, value) static_assert((int)name == value, #name);
+#else
+typedef int CUdevice;
+typedef struct CUctx_st* CUcontext;
+typedef struct CUmod_st* CUmodule;
+typedef struct CUfunc_st* CUfunction;
+typedef struct CUstream_st* CUstream;
+typedef int CUresult;
+typedef int CUstreamCaptureMode;
+typedef int CUstreamCaptureStatus;
+#define cuCtxPushCurrent cuCtxPushCurrent_v2
+#define cuCtxPopCurrent cuCtxPopCurrent_v2
+#define ZT_SAME(name, value) static const int name = value;
+#endif
+
+ZT_SAME(CUDA_SUCCESS, 0)
+ZT_SAME(CUDA_ERROR_INVALID_VALUE, 1)
+ZT_SAME(CUDA_ERROR_OUT_OF_MEMORY, 2)
+ZT_SAME(CUDA_ERROR_NOT_INITIALIZED, 3)
+ZT_SAME(CUDA_ERROR_INVALID_DEVICE, 101)
+ZT_SAME(CUDA_ERROR_INVALID_IMAGE, 200)
+ZT_SAME(CUDA_ERROR_INVALID_CONTEXT, 201)
+ZT_SAME(CUDA_ERROR_NO_BINARY_FOR_GPU, 209)
+ZT_SAME(CUDA_ERROR_INVALID_PTX, 218)
+ZT_SAME(CUDA_ERROR_INVALID_SOURCE, 300)
+ZT_SAME(CUDA_ERROR_INVALID_HANDLE, 400)
+ZT_SAME(CUDA_ERROR_NOT_FOUND, 500)
+ZT_SAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900)
+ZT_SAME(CU_STREAM_CAPTURE_MODE_GLOBAL, 0)
+ZT_SAME(CU_STREAM_CAPTURE_MODE_RELAXED, 2)
+ZT_SAME(CU_STREAM_CAPTURE_STATUS_NONE, 0)
+ZT_SAME(CU_STREAM_CAPTURE_STATUS_ACTIVE, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
+from zero_trial.mesh import sum_in_order
 from zero_trial.zero import ShardedOptimizer
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -30,6 +32,20 @@ def test_four_results():
     assert loader is engine.training_dataloader
     assert scheduler is engine.lr_scheduler
     assert [len(x) for x, _ in loader] == [4, 4]
+
+
+def test_ranks_add_by_the_native_sum(monkeypatch: pytest.MonkeyPatch):
+    """On whichever axis; its twin in plain torch is handed over for what no kernel does."""
+    twins: list[Any] = []
+
+    def native(parts: Any, out: Any) -> None: ...
+
+    monkeypatch.setattr(
+        import_module("zero_trial.engine.initialize"), "native_sum", lambda twin: twins.append(twin) or native
+    )
+    mesh = zero_trial.initialize(model=nn.Linear(3, 2), config=CONFIG)[0].mesh
+    assert [axis.add for axis in (mesh.shard, mesh.replica, mesh.pipe, mesh.data)] == [native] * 4
+    assert twins == [sum_in_order]
 
 
 def test_nothing_given_is_none():

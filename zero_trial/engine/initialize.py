@@ -26,9 +26,10 @@ from zero_trial.engine.schedules import build_scheduler
 from zero_trial.engine.watch import watch
 from zero_trial.engine.wiring import Wiring, mesh_shape, wire
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, world_size
+from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, sum_in_order, world_size
 from zero_trial.mesh.mesh import mesh_around
 from zero_trial.ops.optimizers import FusedLamb
+from zero_trial.ops.sum_of_parts import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.dtypes import describe_dtypes
@@ -188,11 +189,12 @@ def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mes
     timeout = settings.comm_timeout_seconds
     if read_rank_env().launched or required or is_distributed():
         init_distributed(distributed_port=port, timeout=timeout, dist_init_required=required)
+    add = native_sum(sum_in_order)
     if mpu is not None:
         model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
-        return mesh_around(mpu.get_data_parallel_group(), model_size=model_size, timeout=timeout)
+        return mesh_around(mpu.get_data_parallel_group(), model_size=model_size, timeout=timeout, add=add)
     shape = mesh_shape(settings, world_size())
-    return build_mesh(shape, timeout=timeout, shared_memory=settings.comm_transport == "auto")
+    return build_mesh(shape, timeout=timeout, shared_memory=settings.comm_transport == "auto", add=add)
 
 
 def _device() -> torch.device:

@@ -10,6 +10,7 @@ from zero_trial.mesh.mesh import Mesh, build_mesh, part_of_pipe
 from zero_trial.mesh.messages import Message
 from zero_trial.mesh.pending import Pending, wait_all
 from zero_trial.mesh.sharing import lanes_if_possible
+from zero_trial.mesh.sums import Sum, sum_in_order
 from zero_trial.mesh.topology import AXES, MeshShape
 from zero_trial.mesh.world import (
     agree_on,
@@ -29,6 +30,7 @@ __all__ = [
     "Message",
     "Pending",
     "RankEnv",
+    "Sum",
     "agree_on",
     "build_mesh",
     "destroy_distributed",
@@ -39,6 +41,7 @@ __all__ = [
     "part_of_pipe",
     "rank_and_size",
     "read_rank_env",
+    "sum_in_order",
     "wait_all",
     "world_size",
 ]

@@ -13,26 +13,32 @@ from zero_trial.mesh.pending import Pending
 from zero_trial.mesh.shared_homes import Homes
 from zero_trial.mesh.shared_memory import SharedMemory
 from zero_trial.mesh.shared_transport import Mail, SharedTransport
+from zero_trial.mesh.sums import Sum
 from zero_trial.mesh.transport import DirectTransport, NativeTransport, Received, Transport
 from zero_trial.mesh.watch import Watch
 
 
 class Collectives:
-    """Starts collectives of this rank, axis index ``index``, on one axis. CPU tensors go by direct exchange until memory is shared."""
+    """Starts collectives of this rank, axis index ``index``, on one axis. ``add`` makes the sums of CPU tensors.
 
-    def __init__(self, axis: str, index: int, group: Any, watch: Watch, buffers: Buffers) -> None:
+    These go by direct exchange until memory is shared.
+    """
+
+    def __init__(self, axis: str, index: int, group: Any, watch: Watch, buffers: Buffers, add: Sum) -> None:
         self.shared: SharedTransport | None = None
         self._axis = axis
         self._index = index
         self._watch = watch
         self._buffers = buffers
         self._sequence = 0
+        self._add = add
         self._native = NativeTransport(group)
-        self._direct = DirectTransport(group, watch.ranks, index)
+        self._direct = DirectTransport(group, watch.ranks, index, add)
 
     def share(self, memory: SharedMemory, mail: Mail, homes: Homes | None) -> None:
         """From now on CPU tensors go through ``memory``."""
-        self.shared = SharedTransport(self._index, len(self._watch.ranks), memory, mail, self._direct, homes)
+        size = len(self._watch.ranks)
+        self.shared = SharedTransport(self._index, size, memory, mail, self._direct, self._add, homes)
         self._buffers.homes = self.shared.homes
 
     def start(

@@ -26,6 +26,7 @@ from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory
 from zero_trial.mesh.shared_transport import MessageMail
 from zero_trial.mesh.small_values import SmallValues
+from zero_trial.mesh.sums import Sum, sum_in_order
 from zero_trial.mesh.transport import Received
 from zero_trial.mesh.watch import Watch
 
@@ -34,6 +35,7 @@ class AxisComm:
     """One axis of the mesh as this rank sees it: its size, this rank's index on it, and the collectives along it.
 
     ``timeout`` (seconds) bounds every wait; then a MeshError names this rank, the operation, the step and the rank that is missing.
+    ``add`` makes the sums of CPU tensors.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class AxisComm:
         counters: CommCounters,
         board: Board,
         timeout: float,
+        add: Sum = sum_in_order,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -53,12 +56,13 @@ class AxisComm:
         self.group = group
         self.counters = counters
         self.board = board
+        self.add = add
         self.on_cpu = group is None or "gloo" in str(dist.get_backend(group))
         self.watch = Watch(board, ranks, timeout, self.on_cpu)
         device = torch.device("cpu") if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
         self._small = SmallValues(name, group, self.watch, device)
         self._buffers = Buffers(name, self.watch)
-        self._collectives = Collectives(name, index, group, self.watch, self._buffers)
+        self._collectives = Collectives(name, index, group, self.watch, self._buffers, add)
         self._messages = Messages(index, group, self.watch)
 
     def share_memory(

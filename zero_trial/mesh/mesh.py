@@ -12,6 +12,7 @@ from zero_trial.mesh.board import Board
 from zero_trial.mesh.comm import AxisComm
 from zero_trial.mesh.counters import CommCounters
 from zero_trial.mesh.sharing import share_if_possible
+from zero_trial.mesh.sums import Sum, sum_in_order
 from zero_trial.mesh.topology import AXES, MeshShape
 from zero_trial.mesh.world import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_board, world_size
 
@@ -47,10 +48,16 @@ class Mesh:
         self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
 
 
-def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, shared_memory: bool = True) -> Mesh:
+def build_mesh(
+    shape: MeshShape,
+    *,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    shared_memory: bool = True,
+    add: Sum = sum_in_order,
+) -> Mesh:
     """The mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
 
-    ``shared_memory``: CPU ranks of one host exchange tensors through memory that they share, where they can.
+    ``shared_memory``: CPU ranks of one host exchange tensors through memory that they share, where they can. ``add`` makes their sums.
 
     Raises MeshError when the shape does not have as many ranks as the world.
     """
@@ -63,7 +70,7 @@ def build_mesh(shape: MeshShape, *, timeout: float = DEFAULT_TIMEOUT_SECONDS, sh
 
     def comm(name: str, axes: tuple[str, ...]) -> AxisComm:
         mine, group = _own_group(shape, axes, rank)
-        return AxisComm(name, mine, mine.index(rank), group, counters, board, timeout)
+        return AxisComm(name, mine, mine.index(rank), group, counters, board, timeout, add)
 
     axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
     if shared_memory:
@@ -82,13 +89,16 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
         ranks = tuple(line[stage] for stage in stages)
         group = _group(ranks) if len(ranks) > 1 else None
         if mesh.rank in ranks:
-            own = AxisComm(name, ranks, ranks.index(mesh.rank), group, mesh.counters, mesh.board, mesh.pipe.timeout)
+            place, pipe = ranks.index(mesh.rank), mesh.pipe
+            own = AxisComm(name, ranks, place, group, mesh.counters, mesh.board, pipe.timeout, pipe.add)
     if own is not None:
         share_if_possible(own)
     return own
 
 
-def mesh_around(group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Mesh:
+def mesh_around(
+    group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS, add: Sum = sum_in_order
+) -> Mesh:
     """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
 
     The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right. Each data-parallel group of the
@@ -99,7 +109,7 @@ def mesh_around(group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIM
     counters, board = CommCounters(), world_board()
 
     def comm(name: str, among: tuple[int, ...], own: Any) -> AxisComm:
-        return AxisComm(name, among, among.index(rank), own, counters, board, timeout)
+        return AxisComm(name, among, among.index(rank), own, counters, board, timeout, add)
 
     axes = {name: comm(name, (rank,), None) for name in AXES}
     axes |= {"shard": comm("shard", ranks, group), "data": comm("data", ranks, group)}

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from zero_trial.mesh.shared_homes import Homes
 from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import FIELDS, SharedMemory, Ticket
-from zero_trial.mesh.transport import DirectTransport, Finish, Received, Works, sum_in_order
+from zero_trial.mesh.sums import Sum
+from zero_trial.mesh.transport import DirectTransport, Finish, Received, Works
 
 WORTH_BYTES = 1  # from the first byte on: a message with the payload in it costs two to three times the processor time, also at 16 bytes
 
@@ -47,7 +48,7 @@ class Mail(Protocol):
 class SharedTransport:
     """Exchange on one axis whose ranks are all on this host. What has no elements goes through ``direct``.
 
-    ``homes``: where tensors can live that are read in place; None where ranks cannot wait for one another in shared memory.
+    ``add`` makes the sums. ``homes``: where tensors can live that are read in place; None where ranks cannot wait for one another in shared memory.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class SharedTransport:
         memory: SharedMemory,
         mail: Mail,
         direct: DirectTransport,
+        add: Sum,
         homes: Homes | None = None,
     ) -> None:
         self._index = index
@@ -64,6 +66,7 @@ class SharedTransport:
         self._memory = memory
         self._mail = mail
         self._direct = direct
+        self._add = add
         self._peers = mail.peers if isinstance(mail, SharedMail) else None
         self.homes = homes if self._peers is not None else None
 
@@ -90,7 +93,7 @@ class SharedTransport:
                 for peer, ticket in found.items()
             }
             own = parts[self._index]
-            sum_in_order([received.get(index, own) for index in range(self._size)], out)
+            self._add([received.get(index, own) for index in range(self._size)], out)
             return Received(received, lambda: self._acknowledge(found.values()))
 
         return [letters], add_in_rank_order

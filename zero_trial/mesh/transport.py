@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from zero_trial.mesh.sums import Sum
+
 Works = list[Any]
 Finish = Callable[[], Any]
 
@@ -65,13 +67,14 @@ class DirectTransport:
     """Point-to-point exchange between all ranks of an axis.
 
     Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N; reduce_scatter holds n (N-1)/N elements of received
-    contributions until its sum is made.
+    contributions until its sum is made, by ``add``.
     """
 
-    def __init__(self, group: Any, ranks: tuple[int, ...], index: int) -> None:
+    def __init__(self, group: Any, ranks: tuple[int, ...], index: int, add: Sum) -> None:
         self._group = group
         self._ranks = ranks
         self._index = index
+        self._add = add
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
         parts = full.view(len(self._ranks), -1)
@@ -85,7 +88,7 @@ class DirectTransport:
 
         def add_in_rank_order() -> Received:
             own = parts[self._index]
-            sum_in_order([received.get(index, own) for index in range(len(self._ranks))], out)
+            self._add([received.get(index, own) for index in range(len(self._ranks))], out)
             return Received(received)
 
         return works, add_in_rank_order
@@ -108,17 +111,6 @@ class DirectTransport:
         """The other ranks, each rank starting with its right-hand neighbour, so that not all send to rank 0 first."""
         size = len(self._ranks)
         return [(self._index + distance) % size for distance in range(1, size)]
-
-
-def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
-    """``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of them."""
-    if len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
-        return
-    total = parts[0].float() if out.dtype.itemsize == 2 else parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
-    out.copy_(total)
 
 
 def _nothing() -> None:

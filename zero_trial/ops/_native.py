@@ -104,6 +104,8 @@ def typed(library: ctypes.CDLL) -> Native:
         library.zt_square_sum.argtypes = [_INT, _INT, _LONG, _POINTER, _INT, ctypes.POINTER(_DOUBLE)]
         library.zt_square_sum.restype = _INT
         library.zt_add.argtypes, library.zt_add.restype = [_INT, _INT, _LONG, _POINTER, _INT, _POINTER, _INT], None
+        library.zt_sum.argtypes = [_INT, _INT, _LONG, _INT, ctypes.c_char_p, _INT, _POINTER]
+        library.zt_sum.restype = None
         library.zt_lamb_moments.argtypes, library.zt_lamb_moments.restype = [ctypes.c_char_p, _LONG, _POINTER], _INT
         library.zt_lamb_apply.argtypes, library.zt_lamb_apply.restype = [ctypes.c_char_p, _LONG], None
         library.zt_best_isa.argtypes, library.zt_best_isa.restype = [], _INT

@@ -96,12 +96,7 @@ class ImaginedComm(AxisComm):
             parts = {peer: torch.zeros_like(own) for peer in range(1, self.size)}
 
         def add() -> Received:
-            if (
-                self._exchange is not Exchange.NATIVE and self.size > 2
-            ):  # more than two are summed in a buffer of their own
-                out.copy_(own.float() if own.dtype.itemsize == 2 else own.clone())
-            else:
-                out.copy_(own)
+            out.copy_(own)
             return Received(parts, lambda: _free(segment))
 
         return Pending(None, label, [], add)

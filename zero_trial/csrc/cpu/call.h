@@ -25,6 +25,7 @@ struct ZtCall {
 
 enum : long {
   kElementsPerThread = 32768,  // less is not worth waking a thread for
+  kStreamBytes = 16L << 20,    // a sum of that size would only push other things out of the caches
   kStreamElements = 1L << 20,  // a 16-bit copy of 2 MiB and more does not stay in a core's cache anyway
 };
 

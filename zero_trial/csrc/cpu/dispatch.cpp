@@ -108,6 +108,24 @@ ZT_EXPORT void zt_add(int isa, int threads, long n, void* into, int into_type, c
   }
 }
 
+// out = parts[0] + parts[1] + ...; `out` may be one of the parts.
+ZT_EXPORT void zt_sum(int isa, int threads, long n, int count, const void* const* parts, int type, void* out) {
+  const ZtKernels* table = kernels(isa);
+  const long size = type == kFloat64 ? 8 : type == kFloat32 ? 4 : 2;
+  bool apart = true;  // else its lines are in a cache when they are written
+  for (int k = 0; k < count; ++k) apart = apart && parts[k] != out;
+  const ZtParts s = {parts, count, type, out, apart && n * size >= kStreamBytes && ((uintptr_t)out & 15) == 0};
+  const long tiles = (n + kElementsPerTile - 1) / kElementsPerTile;
+  threads = useful_threads(threads, n);
+  if (threads == 1) return table->sum(s, 0, n);
+  const FloatMode callers;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+  for (int t = 0; t < threads; ++t) {
+    const Adopted mode(callers);
+    table->sum(s, tiles * t / threads * kElementsPerTile, least(n, tiles * (t + 1) / threads * kElementsPerTile));
+  }
+}
+
 // One level of sums of zt_sums.h, in place; returns how many are left.
 static long sum_level(double* x, long n) {
   const long chunks = (n + kSumsPerChunk - 1) / kSumsPerChunk;

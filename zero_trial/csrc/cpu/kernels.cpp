@@ -50,11 +50,12 @@ inline void round_to(int type, const float* p, zt_u16* out, long count) {
     for (long j = 0; j < count; ++j) out[j] = zt_to_fp16(p[j]);
 }
 
-inline void write_past_caches(const zt_u16* tile, zt_u16* out) {
+inline void write_past_caches(const void* tile, void* out, long bytes) {
 #if defined(__SSE2__)
-  for (long j = 0; j < kElementsPerTile; j += 8) _mm_stream_si128((__m128i*)(out + j), *(const __m128i*)(tile + j));
+  for (long j = 0; j < bytes; j += 16)
+    _mm_stream_si128((__m128i*)((char*)out + j), *(const __m128i*)((const char*)tile + j));
 #else
-  __builtin_memcpy(out, tile, kElementsPerTile * sizeof(zt_u16));
+  __builtin_memcpy(out, tile, bytes);
 #endif
 }
 
@@ -68,7 +69,7 @@ inline void copy_tile(const ZtShard& s, long i, bool stream) {
   if (!stream) return round_to(s.out_type, s.p + i, out, kElementsPerTile);
   alignas(64) zt_u16 narrow[kElementsPerTile];
   round_to(s.out_type, s.p + i, narrow, kElementsPerTile);
-  write_past_caches(narrow, out);
+  write_past_caches(narrow, out, sizeof(narrow));
 }
 
 template <class Op>
@@ -151,6 +152,67 @@ void add(void* into, int into_type, const void* x, int type, long begin, long en
     add_tile(sum, own, count);
     round_to(into_type, sum, (zt_u16*)into + i, count);
   }
+}
+
+// The elements of a sum as they lie in memory, and wide while it is made.
+template <class T>
+struct Plain {
+  typedef T Stored;
+  typedef T Wide;
+  static ZT_METHOD const T* load(const void* part, long i, long, T*) { return (const T*)part + i; }
+  static ZT_METHOD void store(const T* __restrict sum, T* __restrict out, long count) {
+    for (long j = 0; j < count; ++j) out[j] = sum[j];
+  }
+};
+
+template <int TYPE>
+struct Narrow {
+  typedef zt_u16 Stored;
+  typedef float Wide;
+  static ZT_METHOD const float* load(const void* part, long i, long count, float* wide) {
+    return widen(part, TYPE, i, count, wide);
+  }
+  static ZT_METHOD void store(const float* sum, zt_u16* out, long count) { round_to(TYPE, sum, out, count); }
+};
+
+template <class T>
+inline void add_tiles(T* __restrict sum, const T* a, const T* b, long count) {
+  for (long j = 0; j < count; ++j) sum[j] = a[j] + b[j];
+}
+
+template <class Kind>
+inline __attribute__((always_inline)) void sum_tile(const ZtParts& s, long i, long count) {
+  typedef typename Kind::Wide Wide;
+  typedef typename Kind::Stored Stored;
+  alignas(64) Wide sum[kElementsPerTile], first[kElementsPerTile], next[kElementsPerTile];
+  add_tiles(sum, Kind::load(s.parts[0], i, count, first), Kind::load(s.parts[1], i, count, next), count);
+  for (int k = 2; k < s.count; ++k) {
+    const Wide* x = Kind::load(s.parts[k], i, count, next);
+    for (long j = 0; j < count; ++j) sum[j] = sum[j] + x[j];
+  }
+  Stored* const out = (Stored*)s.out + i;
+  if (!s.stream || count < kElementsPerTile) return Kind::store(sum, out, count);
+  alignas(64) Stored tile[kElementsPerTile];
+  Kind::store(sum, tile, count);
+  write_past_caches(tile, out, sizeof(tile));
+}
+
+template <class Kind>
+void sum_tiles(const ZtParts& s, long begin, long end) {
+  long i = begin;
+  for (; i + kElementsPerTile <= end; i += kElementsPerTile) sum_tile<Kind>(s, i, kElementsPerTile);
+  for (; i < end; ++i) sum_tile<Kind>(s, i, 1);
+#if defined(__SSE2__)
+  if (s.stream) _mm_sfence();
+#endif
+}
+
+// Reads each part once and writes once, where adding part by part reads and writes the sum as often as there are parts.
+void sum(const ZtParts& s, long begin, long end) {
+  if (s.type == kFloat32) return sum_tiles<Plain<float>>(s, begin, end);
+  if (s.type == kFloat64) return sum_tiles<Plain<double>>(s, begin, end);
+  if (s.type == kBFloat16) return sum_tiles<Narrow<kBFloat16>>(s, begin, end);
+  sum_tiles<Narrow<kFloat16>>(s, begin, end);
 }
 
 // --- LAMB ---
@@ -237,7 +299,8 @@ void lamb_apply(const ZtShard& s, const ZtLamb& op, float ratio, long begin, lon
 #endif
 }
 
-const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum, add, lamb_moments, lamb_apply};
+const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum, add, sum,
+                             lamb_moments, lamb_apply};
 
 }  // namespace
 

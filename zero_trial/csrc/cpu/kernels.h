@@ -6,7 +6,7 @@
 #include "../include/zt_optimizers.h"
 #include "../include/zt_sums.h"
 
-enum ZtType { kNone = -1, kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum ZtType { kNone = -1, kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };  // the last in sums of parts only
 
 // A flat shard: n elements of parameter, gradient, states and, unless `out_type` is kNone, a 16-bit copy of the parameter.
 struct ZtShard {
@@ -17,6 +17,15 @@ struct ZtShard {
   float* b;  // null for optimizers with one state
   void* out;
   int out_type;
+  bool stream;  // write `out` past the caches
+};
+
+// What several ranks have put into a sum: `count` flat arrays of one type. `out` is another array of that type, or one of them.
+struct ZtParts {
+  const void* const* parts;
+  int count;
+  int type;
+  void* out;
   bool stream;  // write `out` past the caches
 };
 
@@ -32,6 +41,7 @@ struct ZtKernels {
   void (*sgd)(const ZtShard&, const ZtSgd&, long begin, long end);
   double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk
   void (*add)(void* into, int into_type, const void* x, int type, long begin, long end);  // the sum is rounded once
+  void (*sum)(const ZtParts&, long begin, long end);  // from left to right, 16 bits in fp32 and rounded once
   // Of one tile of LAMB: [0] the sum of p^2, [1] that of direction^2.
   void (*lamb_moments)(const ZtShard&, const ZtLamb&, long begin, long end, double* squares);
   void (*lamb_apply)(const ZtShard&, const ZtLamb&, float ratio, long begin, long end);

@@ -36,7 +36,7 @@ def find_damage(saved: Saved, told: Told | None = None) -> list[Damage]:
         if engine.manifest is None:
             found.append(Damage(engine.folder / MANIFEST_NAME, engine.fault or "it cannot be read"))
         else:
-            found += _in_files(engine.folder, engine.manifest, told)
+            found += damaged_files(engine.folder, engine.manifest, told)
     if saved.fault is not None and not found:  # in what a trial has written beside its engines
         found.append(Damage(saved.folder, saved.fault))
     return found
@@ -52,7 +52,8 @@ def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
     )
 
 
-def _in_files(folder: Path, manifest: Manifest, told: Told | None) -> Iterator[Damage]:
+def damaged_files(folder: Path, manifest: Manifest, told: Told | None = None) -> Iterator[Damage]:
+    """One engine's files that are not as they were written, found one after the other."""
     for name, expected in sorted(manifest.files.items()):
         what = _fault(folder / name, expected, told)
         if what is not None:

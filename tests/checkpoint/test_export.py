@@ -1,0 +1,233 @@
+"""Exported weights are the model's: loaded into a plain model they compute the same bits, whatever has written the checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+import zero_trial
+from tests.engine.test_saving import FP16, Net, engine_of, train
+from tests.support import pipelines
+from tests.support.dense import STAGES
+from tests.support.pool import Pools
+from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
+from zero_trial.checkpoint.disk import Disk
+from zero_trial.checkpoint.export import Exported, file_names, write_export
+from zero_trial.checkpoint.export_plan import Weights, plan_export
+from zero_trial.checkpoint.inventory import take_inventory
+from zero_trial.checkpoint.stream import TensorStream
+from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.pipeline import PipelineModule
+
+
+def export(folder: Path, out: Path, chunk_bytes: int = 64, **options: Any) -> Exported:
+    reader = CheckpointReader(folder)
+    plan = plan_export(take_inventory(reader.manifest), **options)
+    with TensorStream(reader, chunk_bytes) as stream:
+        return write_export(stream, plan, out)
+
+
+def example(folder: Path) -> Path:
+    """Tensors of several dtypes and shapes in a checkpoint; ``head`` is tied to ``w``."""
+    tensors = {
+        "param/w": torch.arange(300.0).view(100, 3),
+        "param/s": torch.tensor(1e6),
+        "param/e": torch.zeros(0, 2),
+        "buffer/n": torch.arange(7),
+        "buffer/h": torch.ones(5, dtype=torch.float16),
+    }
+    slices = [Slice.whole(name, tensor) for name, tensor in tensors.items()]
+    return save_checkpoint(folder, "a", slices, step=1, state={"aliases": {"head": "w"}, "dtypes": {}})
+
+
+# --- what engines save ----------------------------------------------------------------------------------------------------
+
+
+def outputs(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model.eval()
+    torch.manual_seed(7)  # the dropout of Net never rests
+    with torch.no_grad():
+        return model(torch.linspace(-2, 2, 30, dtype=dtype).view(6, 5))
+
+
+def save_at(stage: str, config: dict[str, Any], folder: str) -> torch.Tensor:
+    """The engine's own outputs, by its buffers as rank 0 has them."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    engine = engine_of(stage, config)
+    train(engine, range(3))
+    engine.save_checkpoint(folder, tag="a")
+    dtype = next(param.dtype for param in engine.module.parameters())
+    return outputs(engine, dtype)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plain_model_computes_the_same_bits(ranks: Pools, stage: str, tmp_path: Path) -> None:
+    expected = ranks(2).run(save_at, stage, {}, str(tmp_path))[0]
+    exported = export(tmp_path / "a", tmp_path / "out")
+    plain = Net()
+    load_model(plain, next(iter(exported.files)), strict=True)
+    assert torch.equal(outputs(plain), expected)
+
+
+@pytest.mark.parametrize(("section", "dtype"), [({"bf16": {"enabled": True}}, torch.bfloat16), (FP16, torch.float16)])
+def test_the_models_16_bit_weights_and_their_masters(
+    ranks: Pools, section: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = ranks(2).run(save_at, "zero3", section, str(tmp_path))[0]
+    plain = Net().to(dtype)
+    load_model(plain, next(iter(export(tmp_path / "a", tmp_path / "model", weights=Weights.MODEL).files)), strict=True)
+    assert torch.equal(outputs(plain, dtype), expected)
+    masters = load_file(next(iter(export(tmp_path / "a", tmp_path / "masters").files)))
+    rounded = load_file(tmp_path / "model" / "model.safetensors")
+    assert masters["first.weight"].dtype == torch.float32 and masters["frozen.weight"].dtype == dtype
+    assert all(torch.equal(masters[name].to(value.dtype), value) for name, value in rounded.items())
+    assert not torch.equal(masters["first.weight"], rounded["first.weight"].float())
+
+
+def save_pipeline(folder: str) -> float:
+    engine = pipelines.make_engine(pipelines.layers(), 2, {"stage": 1}, count=2)
+    engine.train_batch(data_iter=pipelines.batches(0, 2, 1))
+    engine.save_checkpoint(folder, tag="a")
+    return float(engine.eval_batch(data_iter=pipelines.batches(0, 2, 1, start=5)))
+
+
+def test_a_pipeline_becomes_one_model(ranks: Pools, tmp_path: Path) -> None:
+    expected = ranks(2).run(save_pipeline, str(tmp_path))[0]
+    exported = export(tmp_path / "a", tmp_path / "x.safetensors")
+    whole = PipelineModule(pipelines.layers(), num_stages=1, loss_fn=pipelines.cross_entropy, seed_layers=True)
+    load_model(whole, next(iter(exported.files)), strict=True)
+    with torch.no_grad():
+        losses = [pipelines.cross_entropy(whole(x), y) for x, y in pipelines.batches(0, 2, 1, start=5)]
+    assert torch.stack(losses).mean().item() == pytest.approx(expected, rel=1e-6)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_file_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "w.safetensors"
+    exported = export(example(tmp_path), out)
+    assert exported.files == {out: out.stat().st_size}
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt", "alias:head": "w"}
+        assert sorted(file.keys()) == ["e", "h", "n", "s", "w"]
+    found = load_file(out)
+    assert torch.equal(found["w"], torch.arange(300.0).view(100, 3)) and found["e"].shape == (0, 2)
+    assert torch.equal(found["n"], torch.arange(7)) and found["s"].shape == ()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["w.safetensors"]
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    folder = example(tmp_path)
+    exported = export(folder, tmp_path / "out", shard_bytes=100)
+    names = [path.name for path in exported.files]
+    assert names == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)] + [
+        "model.safetensors.index.json"
+    ]
+    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    assert index["metadata"] == {"total_size": 1200 + 4 + 56 + 10}
+    loaded: dict[str, torch.Tensor] = {}
+    for name in names[:-1]:
+        part = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][key] == name for key in part)
+        loaded |= part
+    assert set(loaded) == set(index["weight_map"]) == {"e", "h", "n", "s", "w"}
+    whole = load_file(next(iter(export(folder, tmp_path / "one").files)))
+    assert all(torch.equal(value, loaded[name]) for name, value in whole.items())
+
+
+def test_another_dtype_and_what_it_cannot_hold(tmp_path: Path) -> None:
+    exported = export(example(tmp_path), tmp_path / "out", dtype=torch.float16)
+    found = load_file(next(iter(exported.files)))
+    assert {name: value.dtype for name, value in found.items() if name in "wsn"} == {
+        "w": torch.float16,
+        "s": torch.float16,
+        "n": torch.int64,
+    }
+    assert exported.overflowed == {"s": 1} and found["s"].isinf()
+
+
+def test_memory_stays_at_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live tensors are counted: those that are read, and those that are made of them."""
+    big = torch.randn(1000, 50)
+    folder = save_checkpoint(tmp_path, "a", [Slice.whole(f"param/{name}", big) for name in "abc"], step=1)
+    live, most = 0, 0
+
+    def gone(size: int) -> None:
+        nonlocal live
+        live -= size
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal live, most
+        size = tensor.numel() * tensor.element_size()
+        live += size
+        most = max(most, live)
+        weakref.finalize(tensor, gone, size)
+        return tensor
+
+    read, cast = CheckpointReader.read_range, torch.Tensor.to
+    monkeypatch.setattr(CheckpointReader, "read_range", lambda *args: counted(read(*args)))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, dtype: self if self.dtype == dtype else counted(cast(self, dtype))
+    )
+    chunk = 4000
+    export(folder, tmp_path / "out", chunk_bytes=chunk, dtype=torch.bfloat16, shard_bytes=150_000)
+    assert 0 < most <= 3 * chunk < big.numel() * 2
+    assert live == 0
+
+
+@pytest.mark.parametrize(
+    "there", ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+)
+def test_weights_that_are_there_stay(tmp_path: Path, there: str) -> None:
+    (tmp_path / there).write_text("mine")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"weights already: got .*{there}"):
+        file_names(tmp_path, 1)
+    (tmp_path / there).unlink()
+    assert file_names(tmp_path, 1) == [tmp_path / "model.safetensors"]
+
+
+def test_places_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="this is a file"):
+        file_names(tmp_path / "file", 1)
+    with pytest.raises(ConfigError, match="one file cannot be several shards"):
+        file_names(tmp_path / "x.safetensors", 2)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    folder, calls = example(tmp_path), []
+    method = "rename" if at == 3 else "write"
+    real = getattr(Disk, method)
+
+    def fail(self: Disk, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > at % 3 + (at == 3):
+            raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
+        return real(self, *args)
+
+    monkeypatch.setattr(Disk, method, fail)
+    with pytest.raises(CheckpointError, match="cannot be written: got No space left"):
+        export(folder, tmp_path / "out", shard_bytes=100)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_exports_what_save_16bit_model_writes(tmp_path: Path) -> None:
+    config = {"train_batch_size": 4, "bf16": {"enabled": True}}
+    engine, *_ = zero_trial.initialize(model=torch.nn.Linear(3, 2), config=config | {"optimizer": {"type": "AdamW"}})
+    engine.save_checkpoint(tmp_path, tag="a")
+    engine.save_16bit_model(str(tmp_path / "by_engine"), "w.safetensors")
+    export(tmp_path / "a", tmp_path / "out.safetensors", weights=Weights.MODEL)
+    theirs, ours = load_file(tmp_path / "by_engine" / "w.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[name]) for name, value in theirs.items())

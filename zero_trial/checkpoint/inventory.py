@@ -1,0 +1,93 @@
+"""What an engine's checkpoint holds, in the model's own words: parameters with their optimizer state, buffers, tied names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_trial.checkpoint.manifest import Manifest, TensorEntry
+from zero_trial.checkpoint.names import Kind, natural, parse
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or a buffer. ``stored``: its name in the manifest; ``lives``: the dtype in which the model computes with it, None where
+    the checkpoint does not say; ``states``: optimizer state of its own, name -> dtype.
+    """
+
+    name: str
+    stored: str
+    entry: TensorEntry
+    lives: str | None
+    part: int = 0
+    states: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_master(self) -> bool:
+        """Whether what is stored is not what the model computes with."""
+        return self.lives is not None and self.lives != self.entry.dtype
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """``aliases``: tied name -> the name that is stored. ``parts``: more than 1 where the model is parallel itself: then names repeat."""
+
+    params: tuple[Held, ...]
+    buffers: tuple[Held, ...]
+    aliases: Mapping[str, str]
+    parts: int
+    state: Mapping[str, Any]
+
+    @property
+    def elements(self) -> int:
+        return sum(param.entry.numel for param in self.params)
+
+    def in_part(self, part: int) -> tuple[Held, ...]:
+        """Parameters, then buffers."""
+        return tuple(held for held in (*self.params, *self.buffers) if held.part == part)
+
+
+def take_inventory(manifest: Manifest) -> Inventory:
+    """By name, numbers as numbers. Nothing is read but the manifest."""
+    state = manifest.state if isinstance(manifest.state, dict) else {}
+    aliases = state.get("aliases")
+    states: dict[tuple[int, str], dict[str, str]] = {}
+    found: dict[Kind, list[Held]] = {Kind.PARAM: [], Kind.BUFFER: []}
+    named = sorted(
+        ((parse(name), name) for name in manifest.tensors), key=lambda pair: (pair[0].part, natural(pair[0].name))
+    )
+    for meaning, stored in named:
+        if meaning.kind is Kind.STATE:
+            states.setdefault((meaning.part, meaning.name), {})[meaning.state] = manifest.tensors[stored].dtype
+    for meaning, stored in named:
+        if meaning.kind in found:
+            entry = manifest.tensors[stored]
+            lives = _lives(state, meaning.name, entry) if meaning.kind is Kind.PARAM else entry.dtype
+            own = states.get((meaning.part, meaning.name), {}) if meaning.kind is Kind.PARAM else {}
+            found[meaning.kind].append(
+                Held(meaning.name, stored, entry, lives, meaning.part, dict(sorted(own.items())))
+            )
+    return Inventory(
+        tuple(found[Kind.PARAM]),
+        tuple(found[Kind.BUFFER]),
+        dict(aliases) if isinstance(aliases, dict) else {},
+        max((meaning.parts for meaning, _ in named), default=1),
+        state,
+    )
+
+
+def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
+    """As it was noted; older checkpoints have only the ds_config, which says it where it asks for 16 bits."""
+    if not entry.dtype.startswith(("float", "bfloat")):
+        return entry.dtype
+    noted = state.get("dtypes")
+    if isinstance(noted, dict):
+        return str(noted.get(name, "float32"))
+    config = state.get("ds_config")
+    if not isinstance(config, dict):
+        return None
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(config.get(section), dict) and config[section].get("enabled") is True:
+            return dtype
+    return entry.dtype

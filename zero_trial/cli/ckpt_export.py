@@ -1,0 +1,133 @@
+"""``zero-trial ckpt export CKPT OUT``: a model's weights as safetensors files that any program reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.ckpt_choice import FOLDER_HELP, choose, only_engine
+from zero_trial.cli.outcome import shown
+from zero_trial.cli.progress_bar import bytes_bar
+from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.launch.progress import short_number, size
+
+if TYPE_CHECKING:
+    from zero_trial.checkpoint.export import Exported
+    from zero_trial.checkpoint.export_plan import ExportPlan
+    from zero_trial.checkpoint.manifest import Manifest
+
+DEFAULT_SHARD = "5GB"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the action."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a model's weights as safetensors",
+        description="Join the weights of a checkpoint, whatever ranks, ZeRO stage or pipeline wrote it, into safetensors files in Hugging "
+        "Face's layout. Every byte is verified first. Memory stays below 100 MiB whatever the model's size. Tied weights are written once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)
+    parser.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="a folder, for model.safetensors or shards with an index; or a new *.safetensors",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="keep",
+        choices=("keep", "fp32", "bf16", "fp16"),
+        help="of all floating tensors (default: keep, as they are)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="masters",
+        choices=("masters", "model"),
+        help="the optimizer's fp32 masters where there are any, or the weights that the model computes with (default: masters)",
+    )
+    parser.add_argument("--shard-size", metavar="SIZE", help=f"the most that a file holds (default: {DEFAULT_SHARD})")
+    parser.add_argument("--part", type=int, metavar="K", help="of a model that is parallel itself: which part, from 0")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their sums first")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the action."""
+    from zero_trial.checkpoint.export import SUFFIX, file_names, write_export
+    from zero_trial.checkpoint.export_plan import Weights, exported_dtype, plan_export
+    from zero_trial.checkpoint.inventory import take_inventory
+    from zero_trial.checkpoint.reader import CheckpointReader
+    from zero_trial.checkpoint.stream import TensorStream
+
+    engine = only_engine(choose(options.checkpoint))
+    reader = CheckpointReader(engine.folder)
+    one_file = options.out.suffix == SUFFIX and options.shard_size is None
+    plan = plan_export(
+        take_inventory(reader.manifest),
+        weights=Weights(options.weights),
+        dtype=exported_dtype(options.dtype),
+        part=options.part,
+        shard_bytes=None if one_file else parse_size(options.shard_size or DEFAULT_SHARD),
+        where=str(engine.folder),
+    )
+    file_names(options.out, len(plan.shards))  # what is in the way is said before anything is read
+    total = plan.bytes + (0 if options.no_verify else sum(file.bytes for file in reader.manifest.files.values()))
+    with closing(bytes_bar("export", total, quiet=options.json)) as bar:
+        if not options.no_verify:
+            _verify(engine.folder, reader.manifest, bar.update)
+        with TensorStream(reader) as stream:
+            exported = write_export(stream, plan, options.out, bar.update)
+    _say(options, engine.folder, plan, exported)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """``5GB``, ``500 MiB``, ``1000000``: bytes. Raises ConfigError."""
+    found = _SIZE.fullmatch(text.upper())
+    unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 0
+    count = int(float(found[1]) * unit) if found else 0
+    if count < 1:
+        raise ConfigError("not a size", where="--shard-size", got=text, expected="such as 5GB, 500MB or 2GiB")
+    return count
+
+
+def _verify(folder: Path, manifest: Manifest, told: Any) -> None:
+    from zero_trial.checkpoint.damage import damaged_files
+
+    for damage in damaged_files(folder, manifest, told):
+        raise CheckpointError(
+            damage.what,
+            where=str(damage.file),
+            fix=f"{len(damage.tensors)} tensors lie in it. Export another checkpoint; nothing was written.",
+        )
+
+
+def _say(options: argparse.Namespace, folder: Path, plan: ExportPlan, exported: Exported) -> None:
+    from zero_trial.checkpoint.export_plan import describe_dtypes
+
+    if options.json:
+        files = {str(path): count for path, count in exported.files.items()}
+        facts = {"checkpoint": str(folder), "took": plan.took, "tensors": len(plan.items), "bytes": plan.bytes}
+        print(json.dumps({**facts, "files": files, "tied": dict(plan.aliases), "overflowed": exported.overflowed}))
+        return
+    elements = sum(item.bytes // item.dtype.itemsize for item in plan.items)
+    print(f"from    {shown(folder)}")
+    print(f"took    {plan.took}")
+    kinds = describe_dtypes(plan.items)
+    print(f"wrote   {len(plan.items)} tensors, {short_number(elements)} elements, {size(plan.bytes)}, {kinds}")
+    if plan.aliases:
+        print(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")
+    for path, count in exported.files.items():
+        print(f"file    {shown(path)}  {size(count)}")
+    sys.stdout.flush()
+    for name, count in exported.overflowed.items():
+        sys.stderr.write(f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n")

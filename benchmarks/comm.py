@@ -1,13 +1,14 @@
 """Collectives between CPU ranks of one host: through shared memory, by gloo's messages, by gloo's own collectives, and the copy they must make.
 
     python benchmarks/comm.py --rounds 5
-    python benchmarks/comm.py --ops reduce_scatter --bytes 16777216
+    python benchmarks/comm.py --ops reduce_scatter --bytes 16777216 --ranks 4
 
 Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the least, as a plain copy that all ranks make at
 the same time: n (N-1)/N elements for reduce-scatter and all-gather, twice that for all-reduce, n for a broadcast. `mapped` is what the engine
-uses: tensors that lie where peers read them in place; `staged` the same on ordinary tensors, which are copied out first; `direct` the same
-collectives by messages of gloo; `gloo` torch.distributed's own. Times are medians over interleaved rounds of the slower rank, in microseconds per
-call; CPU is a rank's mean processor time per call, with all its threads. Each call ends when its tensors may be overwritten.
+uses: tensors that lie where peers read them in place; `staged` the same on ordinary tensors, which are copied out first; `plain` is `mapped` with
+sums in plain torch instead of the native one (the same for two ranks and small sizes, and where nothing is added); `direct` the same collectives
+by messages of gloo; `gloo` torch.distributed's own. Times are medians over interleaved rounds of the slower rank, in microseconds per call;
+CPU is a rank's mean processor time per call, with all its threads. Each call ends when its tensors may be overwritten.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record
 from benchmarks.rounds import _free_port
-from zero_trial.mesh import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed
+from zero_trial.mesh import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed, sum_in_order
 from zero_trial.mesh.transport import NativeTransport
+from zero_trial.ops.sum_of_parts import native_sum
 
 SIZES = (16, 1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "small_sum", "barrier")
 SIZELESS = ("small_sum", "barrier")
-WAYS = ("copy", "mapped", "staged", "direct", "gloo")
+WAYS = ("copy", "mapped", "staged", "plain", "direct", "gloo")
 ABOUT_BYTES = 1 << 22  # how much a measurement moves at least, by repeating small ones
 MOST_REPEATS = 200
 COLUMNS: list[record.Column] = [
@@ -101,14 +103,16 @@ def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     """One rank's part in everything. Collective over the world."""
     torch.set_num_threads(1)
     world = init_distributed().world_size
-    shared, direct = (build_mesh(MeshShape(shard=world), shared_memory=choice).shard for choice in (True, False))
+    shape, add = MeshShape(shard=world), native_sum(sum_in_order)
+    shared, direct = (build_mesh(shape, shared_memory=choice, add=add).shard for choice in (True, False))
+    plain = build_mesh(shape, add=sum_in_order).shard
     if shared.transport != "shared memory":
         raise SystemExit("these ranks cannot share memory")
     rows = []
     for op in ops:
         for nbytes in [0] if op in SIZELESS else sizes:
             rows.append(
-                {"op": op, "bytes": nbytes, **measure(calls(op, nbytes, shared, direct), nbytes, rounds, direct)}
+                {"op": op, "bytes": nbytes, **measure(calls(op, nbytes, shared, direct, plain), nbytes, rounds, direct)}
             )
             if shared.index == 0:
                 print(f"measured {op} {nbytes}", file=sys.stderr, flush=True)
@@ -116,7 +120,7 @@ def work(ops: list[str], sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm) -> dict[str, Call]:
+def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm, plain: AxisComm) -> dict[str, Call]:
     """The collective by each way, on tensors of its own; and the copy."""
     if op == "barrier":
         return {"mapped": lambda: shared.barrier("b"), "direct": lambda: direct.barrier("b"), "gloo": dist.barrier}
@@ -136,6 +140,7 @@ def calls(op: str, nbytes: int, shared: AxisComm, direct: AxisComm) -> dict[str,
         "copy": lambda: target.copy_(source),
         "mapped": by(shared, op, mapped, out),
         "staged": by(shared, op, full, out),
+        "plain": by(plain, op, mapped, out),
         "direct": by(direct, op, full, out),
         "gloo": by_gloo(native, op, full, out),
     }

@@ -110,7 +110,7 @@ class CheckpointError(ZeroTrialError):
 
 
 class StorageError(ZeroTrialError):
-    """The disk that holds offloaded state failed."""
+    """A disk failed: the one that holds offloaded state, or a run's folder."""
 
     exit_code = 5
 

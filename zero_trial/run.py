@@ -23,10 +23,10 @@ from zero_trial.fronts.local import (
     print_error,
     raise_if_preempted,
     say_config,
-    starting_point,
     write_summary,
 )
 from zero_trial.fronts.rank import RankState, known, load_trial_class, train, world
+from zero_trial.fronts.whole import agreed_start
 from zero_trial.launch.entrypoint import parse_entrypoint
 from zero_trial.mesh.env import is_cluster_trial, read_rank_env
 from zero_trial.mesh.world import destroy_distributed, init_distributed
@@ -130,12 +130,11 @@ def build_platform(
     ranks: Distributed,
     stop: StopRequest,
 ) -> LocalPlatform:
-    """Collective. The run's folder as platform; rank 0 decides where the trial starts."""
-    start = ranks.broadcast(
-        starting_point(options.run_dir, options.resume, options.warm_start) if ranks.rank == 0 else None
-    )
+    """Collective. The run's folder as platform, and the checkpoint from which the trial starts."""
+    notes: list[str] = []
+    start = agreed_start(ranks, options.run_dir, options.resume, options.warm_start, note=notes.append)
     seed = options.seed if options.seed is not None else experiment.experiment_seed or 0
-    return LocalPlatform(
+    platform = LocalPlatform(
         run_dir=options.run_dir,
         experiment=experiment.plain(),
         hparams=experiment.hyperparameters,
@@ -148,6 +147,9 @@ def build_platform(
         distributed=ranks,
         asked=stop,
     )
+    for note in notes:
+        platform.progress.emit({"kind": "note", "message": note})
+    return platform
 
 
 if __name__ == "__main__":

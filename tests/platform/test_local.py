@@ -12,6 +12,7 @@ from zero_trial.platform.in_memory import run_ranks
 from zero_trial.platform.local import LocalPlatform, checkpoint_step, latest_checkpoint
 from zero_trial.platform.protocols import Distributed, Platform
 from zero_trial.platform.run_folder import read_lines
+from zero_trial.platform.seal import find_fault
 
 
 def store(platform: Platform, step: int, text: str = "x") -> str:
@@ -25,7 +26,8 @@ def test_a_checkpoint_has_its_name_once_it_is_complete(tmp_path: Path) -> None:
     assert store(platform, 200) == "step-000200"
     with platform.checkpoints.restore_path("step-000200") as path:
         assert (path / "rank0").read_text() == "x"
-        assert json.loads((path / "metadata.json").read_text()) == {"steps_completed": 200}
+        assert json.loads((path / "metadata.json").read_text())["steps_completed"] == 200
+        assert find_fault(path) is None
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000200"]
 
 
@@ -36,7 +38,27 @@ def test_a_block_that_fails_makes_no_checkpoint(tmp_path: Path) -> None:
         raise ValueError
     latest = latest_checkpoint(tmp_path / "checkpoints")
     assert latest is not None and latest.name == "step-000001"
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    (tmp_path / "checkpoints/step-000002.tmp-1").mkdir()  # of a run that was killed
     platform.checkpoints.sweep()
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["pathlib.Path.mkdir", "zero_trial.platform.local.publish", "os.fsync"])
+def test_what_rank_0_cannot_do_is_raised_by_all_and_leaves_nothing(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is left in the exchange that follows."""
+    store(LocalPlatform(tmp_path), 1)
+    monkeypatch.setattr(where, no_room)
+    outcomes = run_ranks(3, lambda ranks: store(LocalPlatform(tmp_path, distributed=ranks), 2))
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointError)
+        assert "No space left" in str(outcome)
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
 

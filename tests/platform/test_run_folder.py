@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.errors import Diverged
+from zero_trial.errors import Diverged, StorageError
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, keep_lines, read_lines, write_json
 
 
@@ -43,6 +43,18 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
         write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_disk_that_takes_no_more_is_an_error_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_json(tmp_path / "file" / "summary.json", {})
+    monkeypatch.setattr(
+        "os.write", lambda descriptor, line: len(line) // 2
+    )  # what a disk does for which half a line is too much
+    with pytest.raises(StorageError, match="No space left") as raised:
+        append_line(tmp_path / "events.jsonl", {"kind": "start"})
+    assert raised.value.exit_code == 5
 
 
 def test_an_error_keeps_its_exit_code() -> None:

@@ -30,6 +30,24 @@ def test_what_is_no_state_is_a_checkpoint_error(tmp_path: Path, text: str | None
         read_state(tmp_path)
 
 
+def test_a_changed_number_in_the_state_is_found(tmp_path: Path) -> None:
+    write_state(tmp_path, TrialState(step=12))
+    path = tmp_path / "trial_state.json"
+    path.write_text(path.read_text().replace('"step": 12', '"step": 13'))
+    with pytest.raises(CheckpointError, match="another content than was written"):
+        read_state(tmp_path)
+
+
+def test_a_state_that_rank_0_cannot_write_is_raised_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("zero_trial.trial.checkpointing.write_state", full)
+    outcomes = run_world(2, LineTrial, steps(2), tmp_path)
+    assert all(isinstance(outcome, CheckpointError) and "No space left" in str(outcome) for outcome in outcomes)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_that_did_not_exist_take_rank_0s_part() -> None:
     state = TrialState(samples=8, micro_batches=2, ranks=[{"loader": "a"}, {"loader": "b"}])
     assert [state.resume(rank).loader_state for rank in range(3)] == ["a", "b", "a"]

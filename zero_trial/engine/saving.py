@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,13 +32,22 @@ T = TypeVar("T")
 
 
 def _with_state_at_hand(method: Callable[Concatenate[Saver, P], T]) -> Callable[Concatenate[Saver, P], T]:
-    """Masters and optimizer state can be read and written while ``method`` runs, wherever they live."""
+    """Masters and optimizer state can be read and written while ``method`` runs, wherever they live.
+
+    Collective: a rank whose disk does not give them, or does not take them back, ends ``method`` on every rank.
+    """
 
     @functools.wraps(method)
     def run(saver: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        optimizer = saver._engine.optimizer
-        with optimizer.lent() if optimizer is not None else nullcontext():
+        engine = saver._engine
+        if engine.optimizer is None:
             return method(saver, *args, **kwargs)
+        with ExitStack() as stack:
+            lent = engine.optimizer.lent()
+            together(engine.mesh.world, lambda: stack.enter_context(lent), "state at hand")
+            result = method(saver, *args, **kwargs)
+            together(engine.mesh.world, stack.close, "state put away")
+        return result
 
     return run
 

@@ -10,14 +10,14 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from zero_trial.config.report import REPORT, entries_of, short_report
-from zero_trial.errors import ConfigError, Preempted, TrialError, ZeroTrialError
+from zero_trial.errors import CheckpointError, ConfigError, Preempted, StorageError, TrialError, ZeroTrialError
 from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.log import done_event
 from zero_trial.fronts.rank import RankState, Trained, figures_of
@@ -25,6 +25,7 @@ from zero_trial.launch.own_line import with_own_line
 from zero_trial.mesh.env import RankEnv
 from zero_trial.platform.local import checkpoint_step, latest_checkpoint
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
+from zero_trial.platform.seal import METADATA
 from zero_trial.trial.outcome import End, Outcome
 
 
@@ -91,13 +92,17 @@ def _error_files(run_dir: Path) -> list[Path]:
     return [path for path in RunFolder(run_dir).error(0).parent.glob("rank-*.json") if path.stem[5:].isdigit()]
 
 
-def starting_point(run_dir: Path, resume: Path | None = None, warm_start: Path | None = None) -> dict[str, Any]:
+def starting_point(
+    run_dir: Path, resume: Path | None = None, warm_start: Path | None = None, apart_from: Collection[str] = ()
+) -> dict[str, Any]:
     """The checkpoint to start from, its step, and the trial's id: the run's own latest one, or what ``resume`` (the trial
-    goes on) or ``warm_start`` (a new trial from its weights) names.
+    goes on) or ``warm_start`` (a new trial from its weights) names. Those of ``apart_from`` (absolute paths) are passed over.
+
+    Raises CheckpointError for one that says nothing about itself.
     """
-    own = latest_checkpoint(RunFolder(run_dir).checkpoints)
+    own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from)
     named = resume or warm_start
-    path = own if own is not None or named is None else named_checkpoint(named)
+    path = own if own is not None or named is None else named_checkpoint(named, apart_from)
     fresh = {"checkpoint": None, "step": 0, "trial_id": uuid.uuid4().hex}
     if path is None:
         return fresh
@@ -107,13 +112,20 @@ def starting_point(run_dir: Path, resume: Path | None = None, warm_start: Path |
 
 def resumed_from(path: Path) -> dict[str, Any]:
     """A finished checkpoint, its step, and the trial that it is of."""
-    metadata = json.loads((path / "metadata.json").read_text())
-    return {"checkpoint": str(path.resolve()), "step": metadata["steps_completed"], "trial_id": metadata["trial_id"]}
+    start = {"checkpoint": str(path.resolve())}
+    try:
+        metadata = json.loads((path / METADATA).read_text())
+        return {**start, "step": int(metadata["steps_completed"]), "trial_id": str(metadata["trial_id"])}
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever looks at the whole of it will say how
+        return {**start, "step": checkpoint_step(path) or 0, "trial_id": ""}
 
 
-def named_checkpoint(path: Path) -> Path:
+def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
     """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
-    found = path if checkpoint_step(path) is not None else latest_checkpoint(RunFolder(path).checkpoints)
+    itself = checkpoint_step(path) is not None
+    found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
+    if str(path.resolve()) in apart_from or (apart_from and found is None):
+        raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")
     if found is None:
         raise ConfigError(
             "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
@@ -147,14 +159,16 @@ def raise_if_preempted(outcome: Outcome) -> None:
 
 
 def leave_error(error: BaseException, run_dir: Path, state: RankState) -> int:
-    """Leaves the error in the run's folder for the supervisor; the exit code."""
+    """Leaves the error in the run's folder for the supervisor; the exit code. A disk that takes no more words changes nothing about it."""
     now = time.time()
     folder, rank = RunFolder(run_dir), state.env.rank
     record = {**error_record(error, rank, state.step, now), "message": words_of(error)}
-    if not folder.error(rank).exists():  # the first error is the cause
-        write_json(folder.error(rank), record)
+    with suppress(StorageError):
+        if not folder.error(rank).exists():  # the first error is the cause
+            write_json(folder.error(rank), record)
     if rank == 0:
-        append_line(folder.events, {"kind": "error", **{key: record[key] for key in ("time", "step", "message")}})
+        with suppress(StorageError):
+            append_line(folder.events, {"kind": "error", **{key: record[key] for key in ("time", "step", "message")}})
     return int(record["exit_code"])
 
 
@@ -164,14 +178,14 @@ def print_error(error: BaseException) -> None:
     """
     text = words_of(error)
     leave_last_words(text, printed=True)  # before they are printed: who has printed something has left it too
-    if not isinstance(error, ZeroTrialError):
-        traceback.print_exception(error, file=sys.stderr)
     first, *rest = text.splitlines()
     label = "stopped" if isinstance(error, Preempted) else "error  "
-    sys.stderr.write(
-        "\n".join([f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]) + "\n"
-    )
-    sys.stderr.flush()
+    words = [f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
+    with suppress(OSError):  # a log on a full disk
+        if not isinstance(error, ZeroTrialError):
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.write("\n".join(words) + "\n")
+        sys.stderr.flush()
 
 
 def words_of(error: BaseException) -> str:

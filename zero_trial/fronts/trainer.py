@@ -28,12 +28,12 @@ from zero_trial.fronts.local import (
     print_error,
     raise_if_preempted,
     resumed_from,
-    starting_point,
     words_of,
     write_summary,
 )
 from zero_trial.fronts.log import EventLog
 from zero_trial.fronts.rank import RankState, Trained, known, own_device, world
+from zero_trial.fronts.whole import agreed_start
 from zero_trial.launch.run_folder import new_run_folder
 from zero_trial.mesh.env import is_cluster_trial, launcher_run_dir
 from zero_trial.mesh.world import destroy_distributed, init_distributed
@@ -130,7 +130,8 @@ def _on_disk(
             experiment, own, own_seed = _experiment(exp_conf)
             folder = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
             forget_errors(folder, state.env)
-            start = ranks.broadcast(starting_point(folder) if ranks.rank == 0 else None)
+            notes: list[str] = []
+            start = agreed_start(ranks, folder, note=notes.append)
             log = EventLog(live=None) if ranks.rank == 0 else None
             platform = LocalPlatform(
                 run_dir=folder,
@@ -148,6 +149,8 @@ def _on_disk(
             )
             if ranks.rank == 0:
                 platform.tidy()
+            for note in notes:
+                platform.progress.emit({"kind": "note", "message": note})
             yield platform, folder
     except (Exception, KeyboardInterrupt) as error:
         if folder is not None:

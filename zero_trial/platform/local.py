@@ -7,19 +7,18 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import CheckpointError
+from zero_trial.errors import CheckpointError, ZeroTrialError
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.protocols import Distributed
 from zero_trial.platform.run_folder import RunFolder, append_line, keep_lines, read_lines, write_json
-
-METADATA = "metadata.json"
+from zero_trial.platform.seal import METADATA, sealed
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -28,11 +27,12 @@ def checkpoint_step(path: Path) -> int | None:
     return int(digits) if head == "step" and digits.isdigit() and (path / METADATA).is_file() else None
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The finished checkpoint with the highest step. There is no pointer file that could be torn."""
+def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
+    """The finished checkpoint with the highest step, but for those of ``apart_from``. There is no pointer file that could be torn."""
     if not folder.is_dir():
         return None
-    found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None]
+    paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
+    found = [(step, path) for path in paths if (step := checkpoint_step(path)) is not None]
     return max(found)[1] if found else None
 
 
@@ -65,27 +65,60 @@ class LocalCheckpoints:
 
     @contextmanager
     def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective.
+        """Collective. Where rank 0 cannot make, finish or name the folder, every rank raises CheckpointError.
 
-        A rank that fails inside the block leaves at once, without a collective: the others may be in one of the
-        engine's.
+        A rank that fails inside the block leaves at once, without a collective: the others may be in one of the engine's, which
+        ends when that rank does. What was written is removed: it may be what has filled the disk.
         """
         name = f"step-{int(metadata['steps_completed']):06d}"
-        temporary = self.folder / self.distributed.broadcast(f"{name}.tmp-{uuid.uuid4().hex[:8]}")
+        temporary = Path(self._lead(lambda: self._make(f"{name}.tmp-{uuid.uuid4().hex[:8]}"), name))
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
             yield temporary, name
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint cannot be written ({error.strerror or error})",
-                where=f"rank {self.distributed.rank}, {temporary}",
-                fix="Free some space or choose another run folder; the checkpoints before this one are untouched.",
-            ) from error
+        except BaseException as error:
+            self._remove(temporary)
+            if isinstance(error, OSError):
+                raise self._not_written(error, str(temporary)) from error
+            raise
         self.distributed.barrier()  # all files are there
-        if self.distributed.rank == 0:
-            write_json(temporary / METADATA, metadata)
+        self._lead(lambda: self._finish(temporary, name, metadata), name)  # nobody looks for it before it has its name
+
+    def _make(self, name: str) -> str:
+        (self.folder / name).mkdir(parents=True)
+        return str(self.folder / name)
+
+    def _finish(self, temporary: Path, name: str, metadata: Mapping[str, Any]) -> None:
+        try:
+            write_json(temporary / METADATA, sealed(metadata, temporary))
             publish(temporary, self.folder / name)
-        self.distributed.barrier()  # nobody looks for it before it has its name
+        except BaseException:
+            self._remove(temporary)
+            raise
+
+    def _remove(self, temporary: Path) -> None:
+        if self.distributed.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _lead(self, act: Callable[[], Any], name: str) -> Any:
+        """Collective. What ``act`` returns on rank 0. Every rank raises what it raises there, so that none waits in vain."""
+        outcome: dict[str, Any] = {}
+        if self.distributed.rank == 0:
+            try:
+                outcome = {"value": act()}
+            except ZeroTrialError as error:
+                outcome = {"fault": str(error)}
+            except OSError as error:
+                outcome = {"fault": str(self._not_written(error, str(self.folder / name)))}
+        outcome = self.distributed.broadcast(outcome)
+        if "fault" in outcome:
+            raise CheckpointError(outcome["fault"])
+        return outcome["value"]
+
+    def _not_written(self, error: OSError, place: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint cannot be written ({error.strerror or error})",
+            where=f"rank {self.distributed.rank}, {place}",
+            fix="Free some space or choose another run folder; the checkpoints before this one are untouched.",
+        )
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:

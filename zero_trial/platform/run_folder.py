@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import ZeroTrialError
+from zero_trial.errors import StorageError, ZeroTrialError
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,30 @@ class RunFolder:
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """One JSON line at the end of ``path``, in a single write, so that a reader never sees half a line followed by
-    another's.
+    another's. Raises StorageError where the disk does not take it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(record) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    line = (json.dumps(record) + "\n").encode()
+    with _written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """A disk that is full or broken, as an error for people."""
     try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"a file of the run cannot be written ({error.strerror or error})",
+            where=str(path),
+            fix="Free some space; the run goes on from its last checkpoint when it is started again.",
+        ) from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -93,18 +110,19 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """``text`` as the whole content of ``path``: written beside it, flushed to disk and renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """``text`` as the whole content of ``path``: written beside it, flushed to disk and renamed. Raises StorageError."""
+    with _written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def error_record(error: BaseException, rank: int, step: int | None, now: float) -> dict[str, Any]:

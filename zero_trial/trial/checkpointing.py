@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def read_state(path: Path) -> TrialState:
     """The state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or of a newer form."""
     try:
         content = json.loads((path / STATE_FILE).read_text())
+        seal = content.pop("sha256", None)
+        if seal is not None and seal != _sum(content):
+            raise ValueError("another content than was written")
         if content.pop("format") != FORMAT:
             raise ValueError("another format")
         return TrialState(**content)
@@ -62,10 +66,15 @@ def read_state(path: Path) -> TrialState:
 
 def write_state(path: Path, state: TrialState) -> None:
     """``state`` in a checkpoint's folder, flushed to disk. The folder's renaming makes it whole or absent."""
+    content = {"format": FORMAT, **asdict(state)}
     with (path / STATE_FILE).open("w") as file:
-        json.dump({"format": FORMAT, **asdict(state)}, file, indent=1)
+        json.dump({**content, "sha256": _sum(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bool) -> list[list[Any]]:
@@ -108,8 +117,7 @@ class Checkpointer:
             self._trial.save(context, path)
             history = [entry for entry in state.history if entry[0] != storage_id]
             state.history = retained([*history, [storage_id, state.step, value]], keep, smaller_is_better)
-            if rank == 0:
-                write_state(path, state)
+            self._write_state(path, state)
             for callback in self._callbacks.values():
                 callback.on_checkpoint_write_end(path)
         state.ranks = []
@@ -120,6 +128,22 @@ class Checkpointer:
         for callback in self._callbacks.values():
             callback.on_checkpoint_upload_end(storage_id)
         return storage_id
+
+    def _write_state(self, path: Path, state: TrialState) -> None:
+        """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""
+        fault = None
+        if self._context.distributed.rank == 0:
+            try:
+                write_state(path, state)
+            except OSError as error:
+                fault = str(error.strerror or error)
+        fault = self._context.distributed.broadcast(fault)
+        if fault is not None:
+            raise CheckpointError(
+                f"the checkpoint cannot be written ({fault})",
+                where=str(path / STATE_FILE),
+                fix="Free some space; the checkpoints before this one are untouched.",
+            )
 
     def _own_part(self, loader_state: Any) -> dict[str, Any]:
         """What belongs to this rank alone.

@@ -1,0 +1,192 @@
+"""Faults of checkpoints: flipped bits, files cut short or gone; and every number of ranks and stage into every other."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.faults_runs import Desk, Result
+from benchmarks.faults_trial import PERIOD, Plan
+from tests.support.pool import Pools
+
+NEWEST, OLDER = 3 * PERIOD, 2 * PERIOD
+
+
+def flipped_bits(desk: Desk, count: int) -> Iterator[Result]:
+    """F4: one random bit of one file of the newest checkpoint."""
+    files = damageable(desk)
+    for number in range(count):
+        name = files[number % len(files)]
+        yield damaged(desk, name, kind_of(name), "flip")
+
+
+def lost_files(desk: Desk, count: int) -> Iterator[Result]:
+    """F5: a file of the newest checkpoint is cut short or gone."""
+    files = damageable(desk)
+    for number in range(count):
+        name, how = files[number % len(files)], ("cut", "gone")[number // len(files) % 2]
+        yield damaged(desk, name, f"{kind_of(name)} {'cut short' if how == 'cut' else 'gone'}", how)
+
+
+def damageable(desk: Desk) -> list[str]:
+    """The files of a checkpoint."""
+    folder = newest(desk.unbroken(Plan()))
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def newest(run: Path) -> Path:
+    """The newest checkpoint of an unbroken run."""
+    return run / "checkpoints" / f"step-{NEWEST:06d}"
+
+
+def kind_of(name: str) -> str:
+    """What a file is called in the table."""
+    return "a file of tensors" if name.endswith(".safetensors") else Path(name).name
+
+
+def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
+    """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
+    from zero_trial.errors import ZeroTrialError
+    from zero_trial.fronts.whole import agreed_start
+    from zero_trial.platform.collectives import JsonDistributed
+
+    run = desk.copy(desk.unbroken(Plan()))
+    path = newest(run) / name
+    damage(path, how, desk)
+    told: list[str] = []
+    begin = time.monotonic()
+    try:
+        start: dict[str, Any] = agreed_start(JsonDistributed(), run, note=told.append)
+        why = "" if start["step"] == OLDER else f"{name} {how}: starts from step {start['step']}"
+        said = any(f"step-{NEWEST:06d}" in line for line in told)
+        why = why or ("" if said or (how == "gone" and name == "metadata.json") else f"{name} {how}: nothing is said")
+    except (ZeroTrialError, ValueError, KeyError, OSError) as error:
+        why = f"{name} {how}: {type(error).__name__}: {error}"
+    seconds = time.monotonic() - begin
+    shutil.rmtree(run)
+    return Result(kind, not why, seconds, why)
+
+
+def damage(path: Path, how: str, desk: Desk) -> None:
+    """One bit, a cut at a random byte, or the whole file."""
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        bit = desk.chance.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(content))
+    elif how == "cut":
+        path.write_bytes(bytes(content[: desk.chance.randrange(len(content))]))
+    else:
+        path.unlink()
+
+
+# --- F6 ---------------------------------------------------------------------------------------------------------------
+
+GLOBAL_BATCH = 12  # divisible by one to four ranks
+AFTER = 20  # steps after the load
+TOLERANCE = 1e-6
+
+
+def engine_of(stage: int, seed: int) -> Any:
+    """An MLP without anything random."""
+    import zero_trial
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 19), torch.nn.Linear(19, 1)
+    )
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "log_level": "error",
+    }
+    return zero_trial.initialize(model=model, config=config)[0]
+
+
+def losses(engine: Any, first: int, steps: int) -> list[float]:
+    """Of the global batch, in each step."""
+    found = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(GLOBAL_BATCH, 7, generator=generator)
+        rank, size = engine.global_rank, engine.world_size
+        mine = x[rank * GLOBAL_BATCH // size : (rank + 1) * GLOBAL_BATCH // size]
+        loss = (engine(mine) - mine.sum(1, keepdim=True)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(sum(engine.mesh.world.gather_json(loss.item(), "loss")) / size)
+    return found
+
+
+def tensors(engine: Any) -> dict[str, torch.Tensor]:
+    """Masters and moments, whole. Collective."""
+    from zero_trial import zero
+
+    found = {}
+    for name, param in engine.module.named_parameters():
+        found[name] = zero.safe_get_full_fp32_param(param)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{kind} {name}"] = zero.safe_get_full_optimizer_state(param, kind)
+    return {name: value.clone() for name, value in found.items()}
+
+
+def write(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """A checkpoint after three steps; its tensors, and the losses of the steps that follow."""
+    engine = engine_of(stage, 1)
+    losses(engine, 0, 3)
+    engine.save_checkpoint(folder, "here")
+    saved = tensors(engine)
+    after = losses(engine, 3, AFTER)
+    engine.destroy()
+    return saved, after
+
+
+def read(stage: int, folder: str, saved: dict[str, torch.Tensor]) -> tuple[list[str], list[float]]:
+    """The checkpoint in another place: the tensors that differ, and the losses of the steps that follow."""
+    engine = engine_of(stage, 2)
+    engine.load_checkpoint(folder, "here")
+    mine = tensors(engine)
+    wrong = sorted(
+        name for name in saved.keys() | mine.keys() if name not in mine or not torch.equal(saved[name], mine[name])
+    )
+    after = losses(engine, 3, AFTER)
+    engine.destroy()
+    return wrong, after
+
+
+def resharded(desk: Desk, count: int) -> Iterator[Result]:
+    """F6: ranks x stages into ranks x stages, ``count`` of the 256."""
+    places = list(itertools.product((1, 2, 3, 4), (0, 1, 2, 3)))
+    pairs = list(itertools.product(places, places))
+    chosen = sorted(desk.chance.sample(pairs, min(count, len(pairs))))
+    pools = Pools()
+    try:
+        for source, of_source in itertools.groupby(chosen, key=lambda pair: pair[0]):
+            folder = desk.folder / f"from-{source[0]}-{source[1]}"
+            saved, reference = pools(source[0]).run(write, source[1], str(folder))[0]
+            for _, target in of_source:
+                yield moved(pools, source, target, folder, saved, reference)
+            shutil.rmtree(folder)
+    finally:
+        pools.close()
+
+
+def moved(pools: Pools, source: Any, target: Any, folder: Path, saved: Any, reference: list[float]) -> Result:
+    """One pair of places."""
+    begin = time.monotonic()
+    name = f"{source[0]} ranks stage {source[1]} to {target[0]} ranks stage {target[1]}"
+    try:
+        wrong, after = pools(target[0]).run(read, target[1], str(folder), saved)[0]
+    except AssertionError as error:
+        return Result("ranks and stages", False, time.monotonic() - begin, f"{name}: {str(error).strip()[-200:]}")
+    off = max(abs(a - b) for a, b in zip(after, reference, strict=True))
+    why = f"{name}: {', '.join(wrong)} differ" if wrong else ""
+    why = why or (f"{name}: losses differ by {off:.1e}" if off > TOLERANCE else "")
+    return Result("ranks and stages", not why, time.monotonic() - begin, why)

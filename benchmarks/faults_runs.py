@@ -1,0 +1,340 @@
+"""Faults of whole runs: killed ranks, a full disk, losses that are not finite, requests to stop; each run is started again and compared.
+
+A run here is what the launcher starts on each rank (``python -m zero_trial.run``), in processes that may die. The launcher's own part, ending
+what is left after a failure, is played by its patience: :data:`GRACE` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import faults_trial as trial
+from benchmarks.faults_trial import PERIOD, STEPS, Plan
+from tests.support.fleet import Ended, fleet
+
+GRACE = 30.0  # seconds after one rank failed: the others end by themselves long before, or the fault is not held
+KILLED, PREEMPTED, BROKEN = -9, 75, 5
+
+
+@dataclass(frozen=True)
+class Result:
+    """One injection: of which kind, whether what was promised held, how long it took, and why if not."""
+
+    kind: str
+    held: bool
+    seconds: float = 0.0
+    why: str = ""
+
+
+class Desk:
+    """A folder for runs, a source of chance, and the unbroken run that all are compared with."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.chance = random.Random(seed)
+        self._number = 0
+        self._unbroken: dict[str, Path] = {}
+        trial.write_project(folder / "model")
+
+    def new_run(self, plan: Plan, folder: Path | None = None) -> Path:
+        self._number += 1
+        run = (folder or self.folder) / f"run-{self._number:04d}"
+        trial.write_experiment(run, plan)
+        return run
+
+    def sail(self, run: Path, plan: Plan, ranks: int = 2) -> list[Ended]:
+        with self.start(run, plan, ranks) as ships:
+            return ships.wait(GRACE)
+
+    def start(self, run: Path, plan: Plan, ranks: int = 2) -> Any:
+        trial.write_experiment(run, plan)
+        arguments = (str(self.folder / "model"), str(run), plan)
+        return fleet(ranks, trial.rank_main, *arguments, log=self.log(run), limit=120.0)
+
+    def log(self, run: Path) -> Path:
+        return run.with_name(run.name + ".log")
+
+    def unbroken(self, plan: Plan) -> Path:
+        """The run without the fault."""
+        calm = replace(plan, what="", tap=None, count_taps=False, pause=0.0)
+        key = json.dumps(trial.experiment(calm), sort_keys=True)
+        if key not in self._unbroken:
+            run = self.new_run(calm)
+            ended = self.sail(run, calm)
+            if [end.code for end in ended] != [0, 0]:
+                raise RuntimeError(f"the unbroken run failed: {trial.words_of(self.log(run), [0, 1])[-2000:]}")
+            self._unbroken[key] = run
+        return self._unbroken[key]
+
+    def copy(self, run: Path) -> Path:
+        """Another folder with what ``run`` has left."""
+        self._number += 1
+        target = self.folder / f"run-{self._number:04d}"
+        shutil.copytree(run, target)
+        return target
+
+    def resumed(self, run: Path, plan: Plan) -> str:
+        """Starts ``run`` again without its fault: what differs then from the unbroken run, or nothing."""
+        calm = replace(plan, what="", tap=None, count_taps=False, pause=0.0)
+        (run / "preempt").unlink(missing_ok=True)  # as the launcher does
+        ended = self.sail(run, calm)
+        if [end.code for end in ended] != [0, 0]:
+            return f"the restart ended with {[end.code for end in ended]}: {self.last_words(run)}"
+        if trial.bits(run) != trial.bits(self.unbroken(plan)):
+            return "the restarted run has other bits"
+        left = trial.leftovers(run)
+        return f"left behind: {', '.join(left)}" if left else ""
+
+    def last_words(self, run: Path) -> str:
+        words = trial.words_of(self.log(run), range(4)).strip().splitlines()
+        return next((line for line in reversed(words) if line.startswith("error")), words[-1] if words else "")[:300]
+
+    def since_fired(self, run: Path, ended: list[Ended], begin: float) -> float:
+        """Seconds from the fault to the end of the last rank."""
+        rows = [row["time"] for notes in trial.noted(run, trial.FIRED).values() for row in notes]
+        return begin + max(end.seconds for end in ended) - min(rows) if rows else 0.0
+
+
+def last_step(run: Path) -> int:
+    """Steps that any rank has begun."""
+    rows = [row["step"] for notes in trial.noted(run, trial.SEEN).values() for row in notes]
+    return max(rows, default=-1) + 1
+
+
+def first_step_again(run: Path, before: int) -> int:
+    """The step with which rank 0 went on after it had written ``before`` lines."""
+    rows = trial.noted(run, trial.SEEN).get(0, [])[before:]
+    return int(rows[0]["step"]) if rows else STEPS
+
+
+def kill_one(desk: Desk, count: int) -> Iterator[Result]:
+    """F1: SIGKILL to one rank at a random time; the run is started again."""
+    plan = Plan(pause=0.02)
+    desk.unbroken(plan)
+    probe = desk.new_run(plan)
+    length = max(end.seconds for end in desk.sail(probe, plan))
+    for _ in range(count):
+        run, victim = desk.new_run(plan), desk.chance.randrange(2)
+        with desk.start(run, plan) as ships:
+            time.sleep(desk.chance.uniform(0.1, 1.0) * length)
+            killed = time.monotonic()
+            ships.kill(victim)
+            ended = ships.wait(GRACE)
+        seconds = time.monotonic() - killed
+        done = last_step(run)
+        before = len(trial.noted(run, trial.SEEN).get(0, []))
+        began = done > 0
+        why = ""
+        if ended[1 - victim].code not in (0, BROKEN, None) or (began and ended[1 - victim].code is None):
+            why = f"the other rank ended with {ended[1 - victim].code}: {desk.last_words(run)}"
+        why = why or desk.resumed(run, plan)
+        if not why and done - first_step_again(run, before) > PERIOD:
+            why = f"lost {done - first_step_again(run, before)} steps"
+        yield Result("before the first step" if not began else "in training", not why, seconds if began else 0.0, why)
+
+
+def kill_in_save(desk: Desk, count: int) -> Iterator[Result]:
+    """F2: SIGKILL to all ranks at every moment of a save. ``count``: times each."""
+    probe = desk.new_run(Plan(count_taps=True))
+    desk.sail(probe, Plan(count_taps=True))
+    moments = [
+        (rank, index, row["event"])
+        for rank, rows in trial.noted(probe, trial.FIRED).items()
+        for index, row in enumerate(rows)
+    ]
+    for rank, index, name in moments * count:
+        plan = Plan(tap=(rank, index))
+        run = desk.new_run(plan)
+        ended = desk.sail(run, plan)
+        why = "" if [end.code for end in ended] == [KILLED, KILLED] else f"not killed: {[end.code for end in ended]}"
+        why = why or unreadable(run)
+        why = why or desk.resumed(run, plan)
+        yield Result(f"rank {rank}: {name}", not why, 0.0, why)
+
+
+def unreadable(run: Path) -> str:
+    """What is wrong with the finished checkpoints that a kill has left, which are those of the first or the first two periods."""
+    from zero_trial.errors import ZeroTrialError
+
+    try:
+        steps = trial.whole_steps(run)
+    except ZeroTrialError as error:
+        return str(error)
+    return "" if steps in ([PERIOD], [PERIOD, 2 * PERIOD]) else f"checkpoints {steps}"
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str = "512k") -> Iterator[Path | None]:
+    """A file system of that size in ``folder``, or None where this user may not mount one."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    try:
+        yield folder if done.returncode == 0 else None
+    finally:
+        if done.returncode == 0:
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+FULL = (
+    ("file system full", "full", (0, 1)),
+    ("one rank's files limited", "file size", (0,)),
+    ("one rank's files limited", "file size", (1,)),
+    ("the folder is a file now", "no folder", (0, 1)),
+    ("one rank cannot open files", "open files", (1,)),
+)
+
+
+def full_disk(desk: Desk, count: int) -> Iterator[Result]:
+    """F3: the disk takes no more, at a random byte of the second checkpoint."""
+    for number in range(count):
+        kind, what, ranks = FULL[number % len(FULL)]
+        room = desk.chance.randrange(0, 60_000 if what == "full" else 12_000)
+        plan = Plan(what, step=2 * PERIOD - 1, ranks=ranks, number=3 if what == "open files" else room)
+        if what != "full":
+            yield break_disk(desk, kind, plan, desk.new_run(plan))
+            continue
+        with small_disk(desk.folder / f"disk-{number}") as folder:
+            if folder is not None:
+                yield break_disk(desk, kind, plan, desk.new_run(plan, folder))
+
+
+def break_disk(desk: Desk, kind: str, plan: Plan, run: Path) -> Result:
+    """One injection: exit 5 on all ranks or none, without a traceback, the checkpoint before whole, nothing temporary left."""
+    begin = time.monotonic()
+    log = desk.folder / f"{run.name}.log"
+    arguments = (str(desk.folder / "model"), str(run), plan)
+    with fleet(2, trial.rank_main, *arguments, log=log, limit=120.0) as ships:
+        ended = ships.wait(GRACE)
+    seconds = desk.since_fired(run, ended, begin)
+    codes = {end.code for end in ended}
+    words = trial.words_of(log, [0, 1])
+    if plan.what == "no folder" and (run / "moved").is_dir():
+        (run / "checkpoints").unlink()
+        (run / "moved").rename(run / "checkpoints")
+    why = "" if codes in ({0}, {BROKEN}) else f"exit codes {[end.code for end in ended]}: {words.strip()[-300:]}"
+    why = why or ("a traceback" if "Traceback" in words else "")
+    why = why or (f"left behind: {trial.leftovers(run)}" if trial.leftovers(run) else "")
+    why = why or ("" if trial.whole_steps(run)[:1] == [PERIOD] else f"checkpoints {trial.whole_steps(run)}")
+    (run / "ballast").unlink(missing_ok=True)
+    return Result(kind, not why, seconds, why)
+
+
+def same_samples(desk: Desk, count: int) -> Iterator[Result]:
+    """F7: stopped at a random step and resumed, also on another number of ranks: no sample twice, none left out."""
+    for number in range(count):
+        hparams = {"workers": 2 * (number % 4 == 3)}
+        unbroken = trial.ids_by_step(desk.unbroken(Plan(hparams=hparams)))
+        plan = Plan("preempt", step=desk.chance.randrange(1, STEPS - 1), hparams=hparams)
+        run = desk.new_run(plan)
+        ended = desk.sail(run, plan)
+        then = (2, 1, 4, 2)[number % 4]
+        calm = replace(plan, what="")
+        (run / "preempt").unlink(missing_ok=True)
+        more = desk.sail(run, calm, then)
+        codes = [end.code for end in ended], [end.code for end in more]
+        why = "" if codes == ([PREEMPTED] * 2, [0] * then) else f"exit codes {codes}: {desk.last_words(run)}"
+        if not why and trial.ids_by_step(run) != unbroken:
+            why = f"stopped after step {plan.step + 1}: other samples"
+        kind = f"2 ranks, then {then}" + (", workers" if hparams["workers"] else "")
+        yield Result(kind, not why, 0.0, why)
+
+
+def not_finite(desk: Desk, count: int) -> Iterator[Result]:
+    """F8: one rank's loss or gradient is not finite in one step."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    kinds = (
+        ("nan", {}),
+        ("inf", {}),
+        ("nan gradient", {}),
+        ("nan gradient", fp16),
+        ("nan gradient", {"zero_optimization": {"stage": 3}}),
+    )
+    for number in range(count):
+        what, config = kinds[number % len(kinds)]
+        rank = desk.chance.randrange(2)
+        plan = Plan(what, step=desk.chance.randrange(PERIOD, STEPS - 1), ranks=(rank,), ds_config=config)
+        run, begin = desk.new_run(plan), time.monotonic()
+        ended = desk.sail(run, plan)
+        seconds = desk.since_fired(run, ended, begin)
+        codes = [end.code for end in ended]
+        skips = what == "nan gradient"
+        why = "" if codes == ([0, 0] if skips else [4, 4]) else f"exit codes {codes}: {desk.last_words(run)}"
+        if not why and "fp16" not in config:  # where a loss scale is too high at first, a skipped step is no news
+            words = trial.words_of(desk.log(run), [0, 1])
+            named = f"rank {rank}" in words and f"step {plan.step + 1}" in words
+            why = "" if named else f"rank {rank}, step {plan.step + 1} not named: {desk.last_words(run)}"
+        if not why and not finite(run):
+            why = f"step {plan.step + 1}: a checkpoint with values that are not finite was kept"
+        kind = what + (", fp16" if "fp16" in config else "") + (": skipped" if skips else ": ended")
+        yield Result(kind, not why, seconds, why)
+
+
+def finite(run: Path) -> bool:
+    """Whether every weight of every checkpoint is."""
+    import torch
+
+    from zero_trial.checkpoint import CheckpointReader
+
+    for folder in (run / "checkpoints").glob("step-??????/model0"):
+        reader = CheckpointReader(folder)
+        if not all(torch.isfinite(reader.read(name)).all() for name in reader.shapes if name.startswith("param")):
+            return False
+    return True
+
+
+def asked_to_stop(desk: Desk, count: int) -> Iterator[Result]:
+    """F12: SIGTERM to one rank or to all, or the file of a preemption."""
+    for number in range(count):
+        what, ranks = (("term", (0, 1)), ("term", (1,)), ("preempt", (0, 1)))[number % 3]
+        plan = Plan(what, step=desk.chance.randrange(STEPS - 1), ranks=ranks)
+        run, begin = desk.new_run(plan), time.monotonic()
+        ended = desk.sail(run, plan)
+        seconds = desk.since_fired(run, ended, begin)
+        codes = [end.code for end in ended]
+        why = "" if codes == [PREEMPTED] * 2 else f"exit codes {codes}: {desk.last_words(run)}"
+        if not why and (plan.step + 1) not in trial.whole_steps(run):
+            why = f"stopped in step {plan.step + 1}, checkpoints of {trial.whole_steps(run)}"
+        why = why or desk.resumed(run, plan)
+        kind = "SIGTERM to " + ("all" if len(ranks) == 2 else "one") if what == "term" else "preempt file"
+        yield Result(kind, not why, seconds, why)
+
+
+def uneven(desk: Desk, count: int) -> Iterator[Result]:
+    """F13: ranks whose loaders have different lengths: the shortest is an epoch for all."""
+    for number in range(count):
+        plan = Plan(hparams={"uneven": 1 + number % 3})
+        run = desk.new_run(plan)
+        ended = desk.sail(run, plan)
+        codes = [end.code for end in ended]
+        why = "" if codes == [0, 0] else f"exit codes {codes}: {desk.last_words(run)}"
+        if not why and '"kind": "note"' not in (run / "events.jsonl").read_text():
+            why = "nothing was said"
+        yield Result(f"differ by {1 + number % 3}", not why, max(end.seconds for end in ended), why)
+
+
+def out_of_memory(desk: Desk, count: int) -> Iterator[Result]:
+    """F14: memory runs out in one rank's forward."""
+    for _ in range(count):
+        rank = desk.chance.randrange(2)
+        plan = Plan("out of memory", step=desk.chance.randrange(PERIOD, STEPS), ranks=(rank,))
+        run, begin = desk.new_run(plan), time.monotonic()
+        ended = desk.sail(run, plan)
+        seconds = desk.since_fired(run, ended, begin)
+        codes = [end.code for end in ended]
+        words = trial.words_of(desk.log(run), [rank])
+        why = "" if (codes[rank], codes[1 - rank]) == (3, BROKEN) else f"exit codes {codes}: {desk.last_words(run)}"
+        why = why or ("" if "Halve train_micro_batch_size_per_gpu" in words else "no suggestion")
+        why = why or ("" if trial.whole_steps(run) else "no checkpoint is whole")
+        why = why or desk.resumed(run, plan)
+        yield Result("in the forward of one rank", not why, seconds, why)

@@ -1,0 +1,113 @@
+"""Counts what a process does to files of one name, and ends all ranks at a chosen one of these moments.
+
+A moment is the instant before a change: before a folder or a file is made, in the middle of writing it, before it is flushed, before it is
+renamed or removed. What is on the disk between two changes is the same at all times in between, so these are all the states there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from zero_trial.checkpoint import disk
+
+_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+
+
+class Tap:
+    """``told(name)`` hears of each moment; at number ``at`` (from 0) ``end()`` is called. Only files whose path holds ``mark`` count."""
+
+    def __init__(self, mark: str, at: int | None, told: Callable[[str], None], end: Callable[[], None]) -> None:
+        self._mark = mark
+        self._at = at
+        self._told = told
+        self._end = end
+        self._count = 0
+        self._inside = False
+        self._fresh = False  # a file was begun and nothing is in it yet
+        self._done = False
+        self._flushed: Callable[[int], None] = os.fsync
+
+    def install(self) -> None:
+        """For the rest of this process."""
+        sys.addaudithook(self._hear)
+        os.fsync = self._fsync
+        disk.sha256 = self._digest  # type: ignore[assignment]
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._inside:
+            return
+        if event in _CHANGES:
+            self._moment(event, arguments[0])
+        elif (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        ):
+            self._moment("begin", arguments[0])
+            self._fresh = self._mark in str(arguments[0])
+
+    def _fsync(self, handle: int) -> None:
+        self._moment("fsync", os.readlink(f"/proc/self/fd/{handle}"))
+        self._flushed(handle)
+
+    def _digest(self) -> Any:
+        return _Digest(self._part)
+
+    def _part(self) -> None:
+        """Something is in the file: half of it, for all that a reader knows."""
+        fresh, self._fresh = self._fresh, False
+        if fresh:
+            self._moment("write", f"{self._mark}.tmp-/file")
+
+    def _moment(self, what: str, path: Any) -> None:
+        text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+        last = self._count > 0 and what == "fsync" and text.endswith("/checkpoints")
+        if self._inside or self._done or (self._mark not in text and not last):
+            return
+        self._inside, self._done = True, last
+        if self._at is None:
+            self._told(f"{what} {_plain(text, self._mark)}")
+        elif self._count == self._at:
+            self._told(f"{what} {_plain(text, self._mark)}")
+            self._end()
+        self._count += 1
+        self._inside = False
+
+
+class _Digest:
+    """A SHA-256 that tells before it takes a part."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self._sum = hashlib.sha256()
+        self._told = told
+
+    def update(self, data: Any) -> None:
+        self._told()
+        self._sum.update(data)
+
+    def hexdigest(self) -> str:
+        return self._sum.hexdigest()
+
+
+def _plain(text: str, mark: str) -> str:
+    """The path from the folder with the mark on, without what is random in it."""
+    if mark not in text:
+        return text.rsplit("/", 1)[-1]
+    head, *rest = text[text.index(mark) :].split("/")
+    kind = next((f"{head.split(part)[0]}{part}*" for part in (".tmp-", ".old-") if part in head), head)
+    inner = [name.split(".tmp-")[0] + ".tmp-*" if ".tmp-" in name else name for name in rest]
+    return "/".join([kind, *inner])
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL to all, this process last."""
+    others = [pid for pid in pids if pid != os.getpid()]
+    for pid in others:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    os.kill(os.getpid(), signal.SIGKILL)

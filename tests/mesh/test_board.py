@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 
 import pytest
 
@@ -114,7 +113,7 @@ def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
 def test_without_the_store_nobody_elses_position_can_be_had() -> None:
     store = FakeStore()
     board = Board(store, 1, 2)
-    store.set("zero_trial/position/0", json.dumps(asdict(Position())))
+    store.set("zero_trial/position/0", json.dumps(Position()._asdict()))
     assert board.positions()[0] == Position()
     store.gone = True
     assert board.positions()[0] is None

@@ -100,7 +100,7 @@ class Homes:
         if at < 0:
             return None
         home = self._homes[self._starts[at]]
-        inside = address + tensor.numel() * tensor.element_size() <= home.start + home.nbytes
+        inside = address + tensor.nbytes <= home.start + home.nbytes
         return home if inside and home.taken else None
 
     def lend(
@@ -115,7 +115,7 @@ class Homes:
         if home is None:
             return None
         start = tensor.data_ptr() - home.start
-        stop = start + tensor.numel() * tensor.element_size()
+        stop = start + tensor.nbytes
         follows = again and home.peers is peers and home.lent[0] <= start and stop <= home.lent[1]
         if not (follows or home.settled):
             return None

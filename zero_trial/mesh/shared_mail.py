@@ -46,7 +46,8 @@ class SharedMail:
         self._number += 1
         number = self._number
         for index, numbers in self._numbers.items():
-            self.peers.await_(index, lambda numbers=numbers: numbers[0] >= number - SLOTS, self._timeout)  # type: ignore[misc]
+            if numbers[0] < number - SLOTS:
+                self.peers.await_(index, lambda numbers=numbers: numbers[0] >= number - SLOTS, self._timeout)  # type: ignore[misc]
         if ticket is not None:
             start = _FIRST + number % SLOTS * _SLOT.size
             fields = (ticket.process, ticket.descriptor, ticket.generation, ticket.offset, ticket.gap, 0)
@@ -58,10 +59,12 @@ class SharedMail:
     def collect(self, number: int, tag: int, sources: Iterable[int], timeout: float) -> dict[int, Ticket]:
         """The tickets of collective ``number`` by axis index. Raises RuntimeError where one does not come, or belongs to another operation."""
         start = _FIRST + number % SLOTS * _SLOT.size
+        at = start // 8
         found = {}
         for index in sources:
             numbers = self._numbers[index]
-            self.peers.await_(index, lambda numbers=numbers: numbers[start // 8] == number, timeout)  # type: ignore[misc]
+            if numbers[at] != number:
+                self.peers.await_(index, lambda numbers=numbers: numbers[at] == number, timeout)  # type: ignore[misc]
             _, other_tag, *fields, _ = _SLOT.unpack_from(self._others[index], start)
             if other_tag != tag:
                 raise RuntimeError(f"timed out: another rank of this axis (index {index}) is at another operation")
@@ -71,8 +74,9 @@ class SharedMail:
 
     def forget(self, number: int) -> None:
         """Nothing of collective ``number`` will be read here any more."""
-        self._unread.discard(number)
-        self._own_numbers[0] = min(self._unread, default=self._number + 1) - 1
+        if number in self._unread:
+            self._unread.remove(number)
+            self._own_numbers[0] = min(self._unread, default=self._number + 1) - 1
 
 
 class Letters:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from zero_trial.mesh.shared_homes import Homes
 from zero_trial.mesh.shared_mail import SharedMail
-from zero_trial.mesh.shared_memory import FIELDS, SharedMemory, Ticket
+from zero_trial.mesh.shared_memory import SharedMemory, Ticket
 from zero_trial.mesh.sums import Sum
 from zero_trial.mesh.transport import DirectTransport, Finish, Received, Works
 
@@ -74,12 +74,13 @@ class SharedTransport:
         if full.numel() * full.element_size() < WORTH_BYTES:
             return self._direct.reduce_scatter(full, out, tag)
         parts = full.view(self._size, -1)
-        peers, part_bytes = self._direct.peers(), parts[0].numel() * full.element_size()
+        peers, numel = self._direct.peers(), full.numel() // self._size
+        part_bytes = numel * full.element_size()
         ticket = self._lent(full)
         if ticket is None:
             segment = self._memory.acquire(part_bytes * len(peers), peers)
             for peer in peers:
-                payload = segment.payload(full.dtype, parts[peer].numel(), place(peer, self._index) * part_bytes)
+                payload = segment.payload(full.dtype, numel, place(peer, self._index) * part_bytes)
                 payload.copy_(parts[peer])
             ticket = Ticket(os.getpid(), segment.descriptor, segment.generation, 0, gap=part_bytes)
         letters = self._mail.post(ticket, tag, peers)
@@ -87,9 +88,7 @@ class SharedTransport:
         def add_in_rank_order() -> Received:
             found = letters.tickets
             received = {
-                peer: self._memory.read(
-                    ticket, full.dtype, parts[peer].numel(), self._start(peer, part_bytes, ticket.gap)
-                )
+                peer: self._memory.read(ticket, full.dtype, numel, self._start(peer, part_bytes, ticket.gap))
                 for peer, ticket in found.items()
             }
             own = parts[self._index]
@@ -112,7 +111,7 @@ class SharedTransport:
 
         def copy_in() -> None:
             for peer, found in letters.tickets.items():
-                parts[peer].copy_(self._memory.read(found, full.dtype, parts[peer].numel()))
+                parts[peer].copy_(self._memory.read(found, full.dtype, shard.numel()))
                 self._memory.acknowledge(found, self._index)
 
         return [letters], copy_in
@@ -169,7 +168,7 @@ class MessageMail:
         self._index = ranks.index(dist.get_rank())
 
     def post(self, ticket: Ticket | None, tag: int, sources: Iterable[int]) -> MessageTickets:
-        arrived = {peer: torch.empty(len(FIELDS), dtype=torch.int64) for peer in sources}
+        arrived = {peer: torch.empty(len(Ticket._fields), dtype=torch.int64) for peer in sources}
         works: Works = [dist.irecv(arrived[peer], self._ranks[peer], group=self._group, tag=tag) for peer in arrived]
         if ticket is not None:
             values = ticket.to_tensor()

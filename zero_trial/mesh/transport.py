@@ -75,6 +75,8 @@ class DirectTransport:
         self._ranks = ranks
         self._index = index
         self._add = add
+        size = len(ranks)
+        self._peers = [(index + distance) % size for distance in range(1, size)]
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
         parts = full.view(len(self._ranks), -1)
@@ -109,8 +111,7 @@ class DirectTransport:
 
     def peers(self) -> list[int]:
         """The other ranks, each rank starting with its right-hand neighbour, so that not all send to rank 0 first."""
-        size = len(self._ranks)
-        return [(self._index + distance) % size for distance in range(1, size)]
+        return self._peers
 
 
 def _nothing() -> None:

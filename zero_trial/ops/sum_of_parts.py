@@ -27,9 +27,9 @@ def native_sum(otherwise: Sum) -> Sum:
     """A sum of contiguous CPU tensors of one dtype and size, with the bits of ``otherwise``, which does what no kernel does."""
 
     def add(parts: Sequence[Tensor], out: Tensor) -> None:
-        native, kind = backend().native, _TYPES.get(out.dtype)
-        worth = len(parts) > 2 or out.numel() * out.element_size() >= WORTH_BYTES
-        if native is None or kind is None or not worth:
+        worth = len(parts) > 2 or out.nbytes >= WORTH_BYTES
+        native, kind = backend().native if worth else None, _TYPES.get(out.dtype)
+        if native is None or kind is None:
             otherwise(parts, out)
             return
         places = struct.pack(f"={len(parts)}q", *[part.data_ptr() for part in parts])

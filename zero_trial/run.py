@@ -15,6 +15,7 @@ from pathlib import Path
 import zero_trial
 from zero_trial.config import ExperimentConfig, read_experiment
 from zero_trial.errors import ConfigError
+from zero_trial.fronts.certificate import certify
 from zero_trial.fronts.local import (
     StopRequest,
     forget_errors,
@@ -25,7 +26,7 @@ from zero_trial.fronts.local import (
     say_config,
     write_summary,
 )
-from zero_trial.fronts.rank import RankState, known, load_trial_class, train, world
+from zero_trial.fronts.rank import RankState, known, load_trial_class, own_device, train, world
 from zero_trial.fronts.whole import agreed_start
 from zero_trial.launch.entrypoint import parse_entrypoint
 from zero_trial.mesh.env import is_cluster_trial, read_rank_env
@@ -117,6 +118,7 @@ def run_rank(options: argparse.Namespace, state: RankState, engine_factory: Engi
     platform = build_platform(options, experiment, model_dir, ranks, stop)
     if ranks.rank == 0:
         platform.tidy()
+        certify(platform, own_device(state.env))
         say_config(options.run_dir)
     trained = train(kind, platform, state, engine_factory)
     write_summary(trained, options.run_dir, options.repeat)

@@ -18,6 +18,7 @@ from typing import Any
 import zero_trial
 from zero_trial.config import read_experiment
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
+from zero_trial.fronts.certificate import certify
 from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.local import (
     StopRequest,
@@ -149,6 +150,7 @@ def _on_disk(
             )
             if ranks.rank == 0:
                 platform.tidy()
+                certify(platform, own_device(state.env))
             for note in notes:
                 platform.progress.emit({"kind": "note", "message": note})
             yield platform, folder

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support import emulated_cuda
+from tests.support import emulated_cuda, pretended_gpus
 from tests.support.emulated_cuda import Emulator
+from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _native, cuda_kernels, library
+from zero_trial.ops import _native, _nvrtc, cuda_backend, cuda_kernels, library
 from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE
 
 
@@ -36,11 +39,38 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 
 @pytest.fixture
-def emulator(built: Emulator, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernels, whatever ZERO_TRIAL_OPS says."""
     try:
-        native = _native.open_native(os.environ)
+        opened = _native.open_native(os.environ)
     except KernelUnavailable as trouble:
         pytest.skip(f"nothing to compare with: {trouble.what}")
-    monkeypatch.setattr(library, "backend", lambda: _native.Backend(native))
+    monkeypatch.setattr(library, "backend", lambda: _native.Backend(opened))
+
+
+@pytest.fixture
+def emulator(built: Emulator, native: None, monkeypatch: pytest.MonkeyPatch) -> Emulator:
     emulated_cuda.install(built, monkeypatch)
     return built
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are kept, so that each is compiled once."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def gpus(built: Emulator, native: None, monkeypatch: pytest.MonkeyPatch, kept: Path) -> Iterator[Gpus]:
+    """A Hopper, and one newer than the compiler."""
+    try:
+        _nvrtc.open_nvrtc()
+    except KernelUnavailable as trouble:
+        pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
+    made = Gpus(built, (90, 129))
+    chosen = pretended_gpus.install(made, monkeypatch, {"ZERO_TRIAL_OPS": "native", "XDG_CACHE_HOME": str(kept)})
+    assert chosen.cuda is not None and "NVRTC" in chosen.describe()
+    with made:
+        yield made
+    cuda_backend.device_of.cache_clear()
+    assert built.library.fault() == b"" and built.library.contexts_pushed() == 0

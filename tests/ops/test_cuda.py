@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.cuda_cases import STEPS, randn, same, states
 from tests.support.emulated_cuda import Emulator
+from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda, cuda_backend, plain, reference
+from zero_trial.ops import cuda, cuda_backend, cuda_kernels, plain, reference
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, fused, lamb
+
+ops = torch.ops.zero_trial
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda groups: FusedAdam(groups, lr=1e-2),
@@ -44,6 +49,119 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
         ends.append([*(w.detach() for w in weights), *(optimizer.state[w]["exp_avg"] for w in weights)])
     for want, got in zip(*ends, strict=True):
         assert same(got, want) or (name == "FusedLamb" and torch.allclose(got, want, rtol=1e-6, atol=1e-8))
+
+
+# --- on GPUs that are pretended: all but the driver and the multiprocessors is real -----------------------------------
+
+N = 2 * 2048 + 77
+
+
+def here_and_there(gpus: Gpus, index: int, *tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [x.clone() for x in tensors], [gpus.put(index, x.clone()) for x in tensors]
+
+
+def alike(gpus: Gpus, cpu: Sequence[Tensor], gpu: Sequence[Tensor]) -> bool:
+    return all(same(gpus.back(x), y) for x, y in zip(gpu, cpu, strict=True))
+
+
+def the_chain(p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor, low: Tensor, control: Tensor) -> None:
+    """What an engine's step does: norm, clip and skip, the update of one and of many, casts; flags stay on the device."""
+    ops.step_control_(ops.square_sum(g), None, control, 0.5, 1.0)
+    ops.adam_(p, g, m, v, out, control[2:], *STEPS["adam_"](2, 0.7))
+    halves = [list(x.split(N // 2)) for x in (p, g, m, v, out)]
+    columns = [[x] * len(halves[0]) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)]
+    ops.adam_many_(*halves, control[2:], control[1:2], *columns, 0.7, True)
+    ops.copy_many_([low], [p])
+    ops.add_many_([m], [low])
+    squares = ops.lamb_moments_([p], [g], [m], [v], control[2:], None, *[x[:1] for x in columns[1:]], 1.0, True)
+    ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
+    ops.lamb_apply_([p], [m], [v], [low], None, ratio, *[x[:1] for x in columns], True)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_step_from_the_op_to_the_kernels_arithmetic(gpus: Gpus, index: int) -> None:
+    """The bits of the CPU, on the stream that is current there, and without a wait."""
+    start = (randn(N), randn(N, 1, torch.bfloat16), randn(N, 2), randn(N, 3).abs())
+    rest = (torch.zeros(N, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.bfloat16), torch.zeros(3))
+    cpu, gpu = here_and_there(gpus, index, *start, *rest)
+    the_chain(*cpu)
+    the_chain(*gpu)
+    library = gpus.emulator.library
+    assert alike(gpus, cpu, gpu)
+    assert library.launch_count() == 3 + 1 + 1 + 2 + 2 + 1 and gpus.waits == []
+    assert library.device_of_last() == index and library.stream_of_last() == gpus.streams[index]
+    assert library.mode_of_captures() == 0
+
+
+def test_gpus_take_turns_in_one_thread(gpus: Gpus) -> None:
+    """Each launch finds its device's context, module and stream, whichever came before; the null stream too."""
+    x = randn(N)
+    there = [gpus.put(index, x.clone()) for index in (0, 1)]
+    sums = []
+    for index in (0, 1, 1, 0, 1, 0):
+        gpus.streams[index] = 0 if len(sums) == 4 else gpus.streams[index]
+        sums.append(gpus.back(ops.square_sum(there[index])).item())
+        assert gpus.emulator.library.device_of_last() == index
+        assert (gpus.emulator.library.stream_of_last() or 0) == gpus.streams[index]
+    assert set(sums) == {ops.square_sum(x).item()}
+
+
+def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
+    """That the pretence can fail: a stream of the other GPU, memory of the other GPU, an argument too few."""
+    x, backend = gpus.put(0, randn(50)), cuda_backend.cuda_backend().cuda
+    assert backend is not None
+    where, kernel = torch.device("cuda", 0), cuda_kernels.square_sum(0)
+    sums = gpus.put(1, torch.zeros(1, dtype=torch.float64))
+    assert backend.has(kernel, where)
+    backend.launch(kernel, where, 1, struct.pack("2Pq", x.data_ptr(), sums.data_ptr(), 50))
+    assert b"written outside: 8 bytes" in gpus.emulator.library.fault()
+    gpus.emulator.library.forget()
+    backend.launch(kernel, where, 1, struct.pack("2P2q", x.data_ptr(), sums.data_ptr(), 50, 0))
+    assert b"arguments of another size" in gpus.emulator.library.fault()
+    gpus.streams[0] = gpus.streams[1]
+    with pytest.raises(KernelUnavailable, match=r"cuLaunchKernel: .*\(400\)"):
+        ops.square_sum(x)
+    gpus.emulator.library.forget()
+
+
+def test_a_capture_of_one_gpu_is_none_of_the_others(gpus: Gpus) -> None:
+    """What a graph would replay holds no table, kernels may be loaded meanwhile, and the other GPU goes on with one launch."""
+    columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
+    gpus.emulator.library.capture(gpus.streams[0], 1)
+    for index, launches in ((0, 3), (1, 1)):
+        lists = [[randn(n, k).abs() for n in (5, N, 40)] for k in range(4)]
+        there = [[gpus.put(index, x.clone()) for x in each] for each in lists]
+        before = gpus.emulator.library.launch_count()
+        ops.adam_many_(*there, [], None, None, *columns, 0.7, True)
+        assert gpus.emulator.library.launch_count() == before + launches
+        ops.adam_many_(*lists, [], None, None, *columns, 0.7, True)
+        assert all(alike(gpus, mine, theirs) for mine, theirs in zip(lists, there, strict=True))
+    gpus.emulator.library.capture(gpus.streams[0], 0)
+
+
+def test_an_optimizer_of_a_script(gpus: Gpus) -> None:
+    """FusedAdam on a GPU: one launch per step, states made there, no wait."""
+    ends = []
+    for index in (None, 1):
+        weights = [
+            torch.nn.Parameter(on(gpus, index, randn(n, n).view(shape))) for n, shape in ((6, (2, 3)), (N, (N,)))
+        ]
+        optimizer = FusedAdam([{"params": weights[:1], "weight_decay": 0.01}, {"params": weights[1:]}], lr=1e-2)
+        before = gpus.emulator.library.launch_count()
+        for t in range(3):
+            for weight in weights:
+                weight.grad = on(gpus, index, randn(weight.numel(), t + 5).view(weight.shape))
+            optimizer.step()
+        assert gpus.emulator.library.launch_count() == before + (3 if index else 0)
+        ends.append([gpus.back(x) for w in weights for x in (w.detach(), optimizer.state[w]["exp_avg_sq"])])
+    assert all(same(x, y) for x, y in zip(*ends, strict=True)) and gpus.waits == []
+
+
+def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
+    return x if index is None else gpus.put(index, x)
+
+
+# --- what no kernel takes ---------------------------------------------------------------------------------------------
 
 
 def test_without_kernels_everything_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ struct Kernel {  // what a library made from kernel.cpp says of itself
 };
 struct Module {
   int device;
-  void* library;
+  std::vector<void*> libraries;  // a source with two kernels is two libraries of one image
 };
 struct Function {
   int device;
@@ -81,23 +81,22 @@ size_t length_of(const char* image) {
   return segments > end ? segments : end;
 }
 
-// The library that emulates an image, or the error of a driver that cannot run it there.
-int emulated_by(const char* image, int device, std::string& path) {
-  if (image[0] == '/') {
-    path = image;
+// The libraries that emulate an image, or the error of a driver that cannot run it there.
+int emulated_by(const char* image, int device, std::vector<std::string>& paths) {
+  if (image[0] == '/' && image[1] != '/') {  // PTX begins with a comment
+    paths.push_back(image);
     return CUDA_SUCCESS;
   }
-  if (memcmp(image, ELFMAG, SELFMAG) && !strstr(image, ".version")) return CUDA_ERROR_INVALID_IMAGE;
-  if (!memcmp(image, ELFMAG, SELFMAG) && ((const Elf64_Ehdr*)image)->e_machine != kMachineCuda) return CUDA_ERROR_INVALID_IMAGE;
+  const bool machine_code = !memcmp(image, ELFMAG, SELFMAG);
+  if (machine_code ? ((const Elf64_Ehdr*)image)->e_machine != kMachineCuda : !strstr(image, ".version")) return CUDA_ERROR_INVALID_IMAGE;
   const size_t length = length_of(image);
-  for (const Image& one : images)
-    if (one.content.size() == length && !memcmp(one.content.data(), image, length)) {
-      const bool same_major = one.arch / 10 == archs[device] / 10;
-      if (one.arch > archs[device] || (!one.ptx && !same_major)) return CUDA_ERROR_NO_BINARY_FOR_GPU;
-      path = one.path;
-      return CUDA_SUCCESS;
-    }
-  return CUDA_ERROR_INVALID_IMAGE;
+  for (const Image& one : images) {
+    if (one.content.size() != length || memcmp(one.content.data(), image, length)) continue;
+    const bool same_major = one.arch / 10 == archs[device] / 10;
+    if (one.arch > archs[device] || (!one.ptx && !same_major)) return CUDA_ERROR_NO_BINARY_FOR_GPU;
+    paths.push_back(one.path);
+  }
+  return paths.empty() ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
 }
 
 Kernel kernel_of(void* library) {
@@ -212,11 +211,13 @@ CUresult cuModuleLoadData(CUmodule* out, const void* image) {
   if (current.empty()) return answer(CUDA_ERROR_INVALID_CONTEXT);
   if ((int)capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return answer(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
   if (refusals > 0) return --refusals, answer(refused_status);
-  std::string path;
-  if (const int status = emulated_by((const char*)image, current.back(), path)) return answer(status);
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) return answer(CUDA_ERROR_INVALID_IMAGE);
-  modules.push_back(new Module{current.back(), library});
+  std::vector<std::string> paths;
+  if (const int status = emulated_by((const char*)image, current.back(), paths)) return answer(status);
+  Module* module = new Module{current.back(), {}};
+  for (const std::string& path : paths)
+    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) module->libraries.push_back(library);
+  if (module->libraries.empty()) return delete module, answer(CUDA_ERROR_INVALID_IMAGE);
+  modules.push_back(module);
   ++loaded;
   *out = (CUmodule)modules.back();
   return answer(CUDA_SUCCESS);
@@ -225,11 +226,14 @@ CUresult cuModuleGetFunction(CUfunction* out, CUmodule handle, const char* name)
   Busy lock(busy);
   if (!known(modules, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
   const Module* module = (const Module*)handle;
-  const Kernel kernel = kernel_of(module->library);
-  if (!kernel.emulate || strcmp(kernel.entry, name)) return answer(CUDA_ERROR_NOT_FOUND);
-  functions.push_back(new Function{module->device, kernel});
-  *out = (CUfunction)functions.back();
-  return answer(CUDA_SUCCESS);
+  for (void* library : module->libraries) {
+    const Kernel kernel = kernel_of(library);
+    if (!kernel.emulate || strcmp(kernel.entry, name)) continue;
+    functions.push_back(new Function{module->device, kernel});
+    *out = (CUfunction)functions.back();
+    return answer(CUDA_SUCCESS);
+  }
+  return answer(CUDA_ERROR_NOT_FOUND);
 }
 CUresult cuLaunchKernel(CUfunction handle, unsigned int x, unsigned int y, unsigned int z, unsigned int threads, unsigned int ty,
                         unsigned int tz, unsigned int shared, CUstream stream, void** parameters, void** extra) {

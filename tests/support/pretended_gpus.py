@@ -1,0 +1,160 @@
+"""GPUs that are not there: tensors that say they are on one, and what torch would tell of it, over the emulated driver.
+
+Everything between ``torch.ops.zero_trial`` and the driver's functions runs as on a machine with GPUs: the choice of kernels, NVRTC, its
+cache, contexts, streams, capture, tables, launch arguments, and the kernels' own arithmetic. Of torch, ``torch.cuda``'s questions and the
+``device`` of tensors are pretended; their memory is this machine's, and a kernel may touch that of its own GPU only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.support.emulated_cuda import Emulator, MeasuredDriver
+from zero_trial.ops import _nvrtc, cuda, cuda_backend
+from zero_trial.ops._nvrtc_cache import KernelCache
+from zero_trial.ops.cuda_backend import CudaBackend
+from zero_trial.ops.cuda_driver import open_driver
+from zero_trial.ops.cuda_kernels import Kernel
+
+WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}  # of the host for the device
+
+
+class OnGpu(Tensor):
+    """Memory of this machine that says it is of a GPU's: of number ``index``."""
+
+    index = -1
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.index)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+
+KINDS = tuple(type(f"OnGpu{index}", (OnGpu,), {"index": index}) for index in range(4))
+
+
+@dataclass
+class Gpus(TorchFunctionMode):
+    """``streams``: the current one of each GPU, 0 for the null stream. ``waits``: what the host would have waited for."""
+
+    emulator: Emulator
+    archs: Sequence[int]
+    streams: list[int] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    room_made: int = 0
+    _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TorchFunctionMode.__init__(self)
+        library = self.emulator.library
+        library.reset(len(self.archs), (ctypes.c_int * len(self.archs))(*self.archs))
+        library.forget()
+        self.streams = [library.new_stream(index) for index in range(len(self.archs))]
+
+    def put(self, index: int, x: Tensor, *, writable: bool = True) -> Tensor:
+        """A tensor of the same storage, on that GPU: views of one buffer stay views of one buffer."""
+        with torch._C.DisableTorchFunction():
+            storage = x.untyped_storage()
+            begin, length = storage.data_ptr(), storage.nbytes()
+            if length and (begin, length) not in self._kept:
+                self.emulator.library.allow_on(begin, begin + length, int(writable), index)
+                self._kept[begin, length] = x  # no other tensor gets this memory, for it may be another GPU's
+            return x.as_subclass(KINDS[index])
+
+    def back(self, x: Tensor) -> Tensor:
+        """The same memory as a tensor of the CPU; no wait."""
+        with torch._C.DisableTorchFunction():
+            return x.as_subclass(Tensor)
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
+        packet = str(getattr(func, "_qualified_op_name", ""))
+        gpus = [x.index for x in flat(args) if isinstance(x, OnGpu)]
+        if gpus and packet.startswith("zero_trial::"):
+            with self:  # what the dispatcher does with CUDA tensors
+                return getattr(cuda, packet.partition("::")[2])(*args, **given)
+        if name == "pin_memory":
+            return pinned(args[0])
+        to = given.get("device", next((x for x in args[1:] if isinstance(x, torch.device)), None))
+        if isinstance(to, torch.device) and to.type == "cuda":
+            if name == "to":
+                if not (given.get("non_blocking") and getattr(args[0], "pinned", False)) and not gpus:
+                    self.waits.append("a copy from memory that is not pinned")
+                return self.put(to.index, self.back(args[0]).clone())
+            made = func(*args, **{**given, "device": torch.device("cpu")})
+            return self.put(to.index, made)
+        if gpus and (name in WAITS or (name == "to" and isinstance(to, torch.device))):
+            self.waits.append(name)
+            return func(*[self.back(x) if isinstance(x, Tensor) else x for x in args], **given)
+        result = func(*args, **given)
+        for each in flat(result):
+            if isinstance(each, OnGpu):
+                self.put(each.index, self.back(each))
+        return result
+
+    def properties(self, where: torch.device) -> Any:
+        arch = self.archs[where.index]
+        return types.SimpleNamespace(
+            major=arch // 10, minor=arch % 10, multi_processor_count=self.emulator.multiprocessors
+        )
+
+    def make_room(self) -> None:
+        self.room_made += 1
+
+
+def pinned(x: Tensor) -> Tensor:
+    copy = x.clone()
+    copy.pinned = True  # type: ignore[attr-defined]
+    return copy
+
+
+def flat(given: Any) -> list[Any]:
+    """Lists and tuples opened."""
+    if isinstance(given, list | tuple):
+        return [x for each in given for x in flat(each)]
+    return [given]
+
+
+def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
+    """This process has these GPUs. What is compiled is emulated by g++'s code of the same kernel."""
+    names = ("libnone.so", str(gpus.emulator.folder / "driver.so"))
+    emulator, compiled = gpus.emulator, cuda_backend.compiled
+
+    def watched(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:
+        image = compiled(kernel, nvrtc, target, kept)
+        emulator.build([kernel])
+        emulator.library.compiled(image, len(image), str(emulator.built[kernel]).encode(), target.arch, int(target.ptx))
+        return image
+
+    def driver() -> MeasuredDriver:
+        return MeasuredDriver(open_driver(names)._library)
+
+    monkeypatch.setattr(cuda_backend, "compiled", watched)
+    monkeypatch.setattr(cuda_backend, "open_driver", driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.properties)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpus.streams[index], raising=False)
+    cuda_backend.device_of.cache_clear()
+    chosen = cuda_backend.choose(environ, device_present=True)
+    if chosen.cuda is not None:
+        chosen.cuda.make_room = gpus.make_room
+    monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: chosen)
+    return chosen

@@ -94,6 +94,17 @@ def test_when_all_are_there_they_disagree() -> None:
     assert "rank 1 at step 17, in reduce_scatter(block.3)" in text
 
 
+@pytest.mark.parametrize("sequence", [9, 11])
+def test_who_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
+    """The peers' boards are read after the wait: a slow rank has come since. Only another name under the same number is a disagreement."""
+    came = Position(17, sequence, NAME if sequence == 9 else "all_reduce(reduction order) over shard", 0.0, True)
+    text = str(explain(FakeBoard({1: came}), (0, 1), NAME, TIMED_OUT, 1.0))
+    assert "waited 1 s for a rank that came too late" in text
+    assert f"rank 1 at step 17, in {came.operation} (collective {sequence}" in text
+    assert "raise comm_timeout_seconds" in text
+    assert "disagree" not in text
+
+
 def test_this_rank_tells_the_others_that_it_gave_up() -> None:
     board = FakeBoard({1: LATE})
     explain(board, (0, 1), NAME, TIMED_OUT, 1.0)

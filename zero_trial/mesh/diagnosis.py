@@ -6,6 +6,7 @@ import time
 
 from zero_trial.errors import MeshError
 from zero_trial.mesh.board import PERIOD_SECONDS, Board, Position
+from zero_trial.mesh.mappings import MappingRefused
 
 _GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
@@ -18,6 +19,8 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Excepti
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     lost = any(word in text.lower() for word in _GONE_WORDS)
     here = f"rank {board.rank}, step {board.step}, {operation}"
+    if isinstance(error, MappingRefused):
+        return too_many_mapped(error, here)
     late = behind(positions, board.rank)
     gone = [rank for rank in positions if rank != board.rank and not gave_up(positions, rank, board.rank)]
     if lost and not gone:
@@ -42,6 +45,12 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Excepti
             fix=f"{listing(positions, board.rank, late)}. Every rank must run the same number of batches and collective calls; "
             "if it is only slow, raise comm_timeout_seconds in ds_config.",
         )
+    if "timed out" in text.lower() and not differing(positions, board.rank):
+        return MeshError(
+            f"waited {timeout:g} s for a rank that came too late",
+            where=here,
+            fix=f"{listing(positions, board.rank)}. Find out what held it up; if ranks are only slow, raise comm_timeout_seconds in ds_config.",
+        )
     if "timed out" in text.lower():
         return MeshError(
             f"waited {timeout:g} s although every rank has come this far",
@@ -57,10 +66,33 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Excepti
     )
 
 
+def too_many_mapped(error: MappingRefused, here: str) -> MeshError:
+    """The MeshError for a segment that may not be mapped any more."""
+    return MeshError(
+        "the ranks of this host share too many pieces of memory",
+        where=here,
+        got=f"{error.count} mapped segments",
+        expected=f"fewer than three quarters of vm.max_map_count, which is {error.limit}",
+        fix=f"Raise it on the host (sysctl -w vm.max_map_count={4 * error.limit}), or set comm_transport to gloo in ds_config.",
+    )
+
+
 def gave_up(positions: dict[int, Position | None], rank: int, own: int) -> bool:
     """Whether ``rank`` has raised an error of its own at a collective that ``own`` had not entered before."""
     at, mine = positions[rank], positions[own]
     return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
+
+
+def differing(positions: dict[int, Position | None], own: int) -> list[int]:
+    """The ranks whose last collective has the same number as ``own``'s and another name. One that is further on has passed this one."""
+    mine = positions[own]
+    if mine is None:
+        return []
+    return [
+        rank
+        for rank, at in positions.items()
+        if at is not None and at.sequence == mine.sequence and at.operation != mine.operation
+    ]
 
 
 def behind(positions: dict[int, Position | None], own: int) -> list[int]:

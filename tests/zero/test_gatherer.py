@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.zero.parts import make_model
-from zero_trial.zero.gatherer import LiveLimits, side_outputs, tensors_in
+from zero_trial.zero.gatherer import LiveLimits, tensors_in
 from zero_trial.zero.model import ShardedModel
 from zero_trial.zero.partition import Limits
 from zero_trial.zero.settings import ShardingSettings
@@ -258,15 +258,6 @@ def test_tensors_in_all_kinds_of_outputs() -> None:
     assert tensors_in(nn.Linear(2, 2)) == []
     assert tensors_in(nn.Linear) == []
     assert tensors_in(None) == []
-
-
-def test_side_outputs_are_tensors_with_a_history_left_on_modules() -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-    attributes = [vars(module) for module in net.modules()]
-    assert side_outputs(attributes) == []
-    net[0].aux = net[0].weight.sum()
-    net[0].plain = torch.ones(1)
-    assert [id(t) for t in side_outputs(attributes)] == [id(net[0].aux)]
 
 
 @pytest.mark.parametrize("reshard", ["auto", "forward", "step"])

@@ -11,8 +11,10 @@ from torch import nn
 from tests.support.pool import Pools
 from tests.zero.parts import mesh_for, parameters
 from zero_trial.mesh import Mesh
+from zero_trial.zero import reducer
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.layout import lay_out
+from zero_trial.zero.norm import square_sum
 from zero_trial.zero.plan import plan_for_stage
 from zero_trial.zero.reducer import Reducer, first_bad
 from zero_trial.zero.unit import Unit
@@ -265,19 +267,51 @@ def test_dtype_and_scale_on_the_wire(ranks: Pools) -> None:
         assert half == moved // 2
 
 
-def square_sums(stage: int) -> float:
-    rig = Rig(stage)
-    rig.backward([2, 1, 0])
+def square_sums(stage: int, passes: int, replicated: bool) -> tuple[float, int, int]:
+    """The sum of squares of the reduced gradient, how many elements were read for it, and how many the gradient has."""
+    rig = Rig(stage, **({"shard": 2} if replicated else {}))
+    read: list[int] = []
+
+    def counting(values: torch.Tensor) -> torch.Tensor:
+        read.append(values.numel())
+        return square_sum(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducer, "square_sum", counting)
+        for _ in range(passes):
+            rig.backward([2, 1, 0])
     total = torch.stack(list(rig.reducer.square_sums.values())).sum().reshape(1)
-    rig.mesh.shard.all_reduce_small(total, "norm")
-    return float(total)
+    for axis in (rig.mesh.shard, rig.mesh.replica):
+        axis.all_reduce_small(total, "norm")
+    return float(total), sum(read), sum(landing.unit.layout.numel for landing in rig.landings)
+
+
+SIZES = [66, 18000, 123]
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_square_sums_are_those_of_the_whole_gradient(ranks: Pools, stage: int) -> None:
-    sizes = [66, 18000, 123]
-    expected = sum(n * (3.0 * (index + 1)) ** 2 for index, n in enumerate(sizes))
-    for found in ranks(2).run(square_sums, stage):
+    """Each rank reads its part once, whether that is a shard, or the slice of a replica that it summed up."""
+    expected = sum(n * (3.0 * (index + 1)) ** 2 for index, n in enumerate(SIZES))
+    for found, read, numel in ranks(2).run(square_sums, stage, 1, False):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert read == numel // 2
+
+
+def test_square_sums_over_both_axes(ranks: Pools) -> None:
+    expected = sum(n * (10.0 * (index + 1)) ** 2 for index, n in enumerate(SIZES))
+    for found, read, numel in ranks(4).run(square_sums, 2, 1, True):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert read == numel // 4 + numel // 2, "the slice for the norm, the shard in search of what is not finite"
+
+
+@pytest.mark.parametrize(("stage", "world", "replicated"), [(0, 2, False), (2, 4, True)])
+def test_square_sums_of_a_second_sum_on_top_are_those_of_both(
+    ranks: Pools, stage: int, world: int, replicated: bool
+) -> None:
+    ranks_sum = sum(range(1, world + 1))
+    expected = sum(n * (2.0 * ranks_sum * (index + 1)) ** 2 for index, n in enumerate(SIZES))
+    for found, _, _ in ranks(world).run(square_sums, stage, 2, replicated):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -88,13 +88,14 @@ class Verdict:
         self._tell(not finite, scale, error)
 
     def _square_sum(self) -> torch.Tensor:
-        """Of the reduced gradient, (1,) in float64; not finite if any element on any rank is not. One scalar all-reduce over shard and one
-        over pipe, where a tied weight is counted once."""
+        """Of the reduced gradient, (1,) in float64; not finite if any element on any rank is not. One scalar all-reduce over each of
+        shard, replica (of which each rank counts a slice) and pipe, where a tied weight is counted once."""
         sums = self._sharded.owned_square_sums()
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
         total = total.reshape(1)
-        self._sharded.mesh.shard.all_reduce_small(total, "gradient norm")
-        self._sharded.mesh.pipe.all_reduce_small(total, "gradient norm")
+        mesh = self._sharded.mesh
+        for axis in (mesh.shard, mesh.replica, mesh.pipe):
+            axis.all_reduce_small(total, "gradient norm")
         return total
 
     def _norm(self, square_sum: float, unscale: float) -> float:

@@ -19,10 +19,8 @@ from zero_trial.zero.hook import Hook
 from zero_trial.zero.partition import ROOT
 from zero_trial.zero.plan import Reshard
 from zero_trial.zero.prefetch import UseOrder
+from zero_trial.zero.side_outputs import SideOutputs
 from zero_trial.zero.unit import Unit
-
-# The attribute tables of a block's modules, read after each forward.
-Attributes = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,8 @@ class Gatherer:
             self._install_side_doors(modules[ROOT][0])
 
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
-        attributes = [vars(inner) for inner in module.modules()]
-        before, after = (
-            functools.partial(self._before_forward, block, first),
-            functools.partial(self._after_forward, block, last, attributes),
-        )
+        before = functools.partial(self._before_forward, block, first)
+        after = functools.partial(self._after_forward, block, last, SideOutputs(module))
         self.handles.append(module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(Hook(after), with_kwargs=True))
 
@@ -180,11 +175,11 @@ class Gatherer:
             self._free_when_reached(frozen, tensors_in((args, kwargs)))
 
     def _after_forward(
-        self, block: str, last: bool, attributes: Attributes, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, block: str, last: bool, aside: SideOutputs, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         self._inside_root = self._inside_root and block != ROOT
         if torch.is_grad_enabled():
-            outputs = [t for t in (*tensors_in(output), *side_outputs(attributes)) if t.requires_grad]
+            outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
             for tensor in outputs:
                 tensor.register_hook(functools.partial(self._before_backward, block))
             if not outputs and any(unit.trainable for unit in self._units[block]):
@@ -252,13 +247,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
             found.extend(t for t in tree_flatten(dict(vars(leaf)))[0] if isinstance(t, torch.Tensor))
     return found
-
-
-def side_outputs(attributes: Attributes) -> list[torch.Tensor]:
-    """Tensors with a history that a forward left on its modules (an auxiliary loss, say): gradients may come back through them too."""
-    return [
-        value
-        for own in attributes
-        for value in own.values()
-        if value.__class__ is torch.Tensor and value.grad_fn is not None
-    ]

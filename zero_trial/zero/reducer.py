@@ -31,6 +31,7 @@ class _Flight:
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     scatter: Pending
     reduce: Pending | None = None
+    square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was looked at
     bad_replicas: dict[int, int] = field(
         default_factory=dict
     )  # replica index -> first position that is not finite, in its slice
@@ -84,7 +85,8 @@ class Reducer:
         self._ready: set[int] = set()
         self._flights: list[_Flight] = []
         self.active = False
-        self.square_sums: dict[int, torch.Tensor] = {}  # by unit index, of the finished shards
+        # By unit index, of this rank's slices of the finished shards: the norm is their sum over shard and replica.
+        self.square_sums: dict[int, torch.Tensor] = {}
         self.culprits: list[Culprit] = []
 
     def begin(self, *, reduce: bool = True) -> None:
@@ -136,7 +138,7 @@ class Reducer:
         """
         landing.await_readers()
         copies.all_reduce(landing.shard, landing.unit.name).wait()
-        self.square_sums[self._index[id(landing)]] = square_sum(landing.shard)
+        self.square_sums[self._index[id(landing)]] = square_sum(self._counted(landing))
 
     def ensure_reduced(self) -> None:
         """Before a step: reduces units whose gradients no reduced backward pass took along.
@@ -210,10 +212,13 @@ class Reducer:
             self._over_replicas(flight)
 
     def _over_replicas(self, flight: _Flight) -> None:
-        """Starts the sum over ``replica``, and takes note of whose part spoils it: the sum is passed on over what was put in."""
+        """Starts the sum over ``replica``, and takes note of its squares and of whose part spoils it: the sum is passed on over what was put in."""
 
         def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
-            if total.device.type == "cpu" and not math.isfinite(square_sum(total).item()):
+            if total.device.type != "cpu":
+                return
+            flight.square_sum = square_sum(total)
+            if not math.isfinite(flight.square_sum.item()):
                 found = {index: first_bad(part) for index, part in contributions.items()}
                 flight.bad_replicas = {index: position for index, position in found.items() if position is not None}
 
@@ -233,6 +238,7 @@ class Reducer:
 
     def _store(self, flight: _Flight) -> None:
         landing, out = flight.landing, flight.out
+        total = flight.square_sum if self._holds_all_of(flight) else None
         if landing.in_place:
             if out.data_ptr() != landing.own.data_ptr():
                 landing.own.copy_(out)
@@ -245,15 +251,30 @@ class Reducer:
         elif out.data_ptr() != landing.shard.data_ptr():
             landing.shard.copy_(out)
         landing.shard_filled = True
-        index = self._index[id(landing)]
-        total = square_sum(landing.shard)
-        self.square_sums[index] = total
-        if total.device.type == "cpu" and not math.isfinite(total.item()) and not self._is_bad(landing):
+        total = square_sum(self._counted(landing)) if total is None else total
+        self.square_sums[self._index[id(landing)]] = total
+        if total.device.type == "cpu" and not self._is_bad(landing) and not self._is_finite(landing, total):
             self.culprits.extend(self._find(flight))
         flight.scatter.received.release()
         landing.free()
         if landing.unit.plan.reduce_at is ReduceAt.MICRO:
             landing.sealed = False
+
+    def _holds_all_of(self, flight: _Flight) -> bool:
+        """Whether the shard will be this sum, and nothing else."""
+        added = flight.stash is not None if flight.landing.in_place else flight.landing.shard_filled
+        return not added and flight.out.dtype == flight.landing.shard.dtype
+
+    def _counted(self, landing: Landing) -> torch.Tensor:
+        """What of the reduced shard this rank counts in the norm: replicas hold the same, so that each counts one slice."""
+        return landing.shard.view(self._replica.size, -1)[self._replica.index]
+
+    def _is_finite(self, landing: Landing, total: torch.Tensor) -> bool:
+        """Whether this rank has nothing to say about a culprit. Where both axes reduce, a bad value in a slice that another replica counts may
+        have come over this rank's shard axis, and only here it is known from whom: all of the shard is read."""
+        if math.isfinite(total.item()) and self._replica.size > 1 and self._shard.size > 1:
+            total = square_sum(landing.shard)
+        return math.isfinite(total.item())
 
     def _is_bad(self, landing: Landing) -> bool:
         """An earlier micro-batch has spoilt it already: later ones are not to blame."""

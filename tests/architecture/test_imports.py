@@ -25,6 +25,8 @@ ARROWS: Mapping[str, set[str]] = {
     "activation": {"config", "errors"},
     "zero": {"ops", "mesh", "precision", "errors"},
     "checkpoint": {"zero.layout", "mesh", "errors"},
+    # Foreign files become a checkpoint of ours; no engine is needed for it.
+    "importing": {"checkpoint", "errors"},
     "pipeline": {"mesh", "activation", "errors"},
     "engine": {"zero", "pipeline", "checkpoint", "precision", "ops", "mesh", "config", "activation", "errors"},
     # A plan imagines an engine on ranks that are not there.
@@ -46,6 +48,7 @@ ARROWS: Mapping[str, set[str]] = {
         "master",
         "trial",
         "engine",
+        "importing",
         "pipeline",
         "planning",
         "platform",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-ACTIONS = ("ls", "verify", "show", "export")
+ACTIONS = ("ls", "verify", "show", "export", "import")
 """Each is a module ``ckpt_<action>`` of this folder with ``add_parser(subparsers)``."""
 
 

@@ -1,0 +1,176 @@
+"""Real checkpoints of DeepSpeed 0.19.8, imported: training goes on with the losses with which DeepSpeed went on.
+
+DeepSpeed is not needed here: see ``make_deepspeed_checkpoints.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.importing.checkpoints import CASES, TOLERANCE, go_on, losses, resumed, unpack
+from tests.support.pool import Pools
+from zero_trial.checkpoint import CheckpointReader
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.deepspeed import read_deepspeed
+from zero_trial.importing.findings import Findings, Wishes
+from zero_trial.importing.folder import find_deepspeed
+from zero_trial.importing.writing import write_findings
+
+
+def read(source: Path, **wishes: Any) -> Findings:
+    folder = find_deepspeed(source, None)
+    assert folder is not None
+    return read_deepspeed(folder, Wishes(**wishes))
+
+
+def imported(name: str, folder: Path, **wishes: Any) -> Path:
+    return write_findings(read(unpack(name, folder), **wishes), folder / "out", "new")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_there(name: str, tmp_path: Path) -> None:
+    kind = name[:4]
+    imported(name, tmp_path)
+    engine = resumed({"0": 2, "1": 3, "2": 0, "3": 1}[name[10]], kind)
+    path, client = engine.load_checkpoint(tmp_path / "out")
+    assert path == str(tmp_path / "out" / "new")
+    assert client == {"note": "five", "epoch": 3, "curve": client["curve"]} and torch.equal(
+        client["curve"], torch.arange(3)
+    )
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (5, 60, 0)
+    found, expected = go_on(engine), losses(name)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < TOLERANCE[kind]
+
+
+def test_the_losses_can_tell(tmp_path: Path) -> None:
+    """Without the moments, or with a tensor that is not the right one, they are others by far."""
+    imported("fp32-stage2-ranks3", tmp_path)
+    expected = losses("fp32-stage2-ranks3")
+    afresh, changed = resumed(0, "fp32"), resumed(0, "fp32")
+    afresh.load_checkpoint(tmp_path / "out", load_optimizer_states=False)
+    changed.load_checkpoint(tmp_path / "out")
+    with torch.no_grad():
+        changed.module.out.bias += 1e-3
+    for engine in (afresh, changed):
+        assert max(abs(a - b) for a, b in zip(go_on(engine), expected, strict=True)) > 100 * TOLERANCE["fp32"]
+
+
+def two_ranks(out: str, stage: int) -> list[float]:
+    engine = resumed(stage, "fp32")
+    engine.load_checkpoint(out)
+    return go_on(engine, engine.global_rank, 2)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("fp32-stage2-ranks3", 3), ("fp32-stage3-ranks2", 1)])
+def test_on_two_ranks(ranks: Pools, name: str, stage: int, tmp_path: Path) -> None:
+    imported(name, tmp_path)
+    both = ranks(2).run(two_ranks, str(tmp_path / "out"), stage)
+    found = [(a + b) / 2 for a, b in zip(*both, strict=True)]
+    assert max(abs(a - b) for a, b in zip(found, losses(name), strict=True)) < TOLERANCE["fp32"]
+
+
+def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
+    """The runs had the same data, so their tensors differ by rounding only; a converter's are its source's to the bit."""
+    readers = {name: CheckpointReader(imported(name, tmp_path / name)) for name in CASES if name.startswith("fp32")}
+    first = readers["fp32-stage1-ranks2"]
+    for name, reader in readers.items():
+        reader.verify()
+        assert reader.shapes == first.shapes
+        apart = max((reader.read(key).double() - first.read(key).double()).abs().max().item() for key in first.shapes)
+        assert apart == 0 if name == "fp32-stage1-ranks2-universal" else apart < 1e-6
+        state, wanted = reader.manifest.state, first.manifest.state
+        for key in (
+            "counters",
+            "scheduler",
+            "scalars",
+            "kinds",
+            "aliases",
+            "groups",
+            "optimizer",
+            "client",
+            "loss_scaler",
+        ):
+            assert state[key] == wanted[key], (name, key)
+
+
+def test_what_a_checkpoint_says(tmp_path: Path) -> None:
+    findings = read(unpack("bf16-stage1-ranks3", tmp_path))
+    assert (
+        findings.kind == "DeepSpeed 0.19.8, ZeRO stage 1, 3 ranks"
+        and findings.step == 5
+        and findings.tag == "global_step5"
+    )
+    assert findings.left_out == ["client state 'where': pathlib.PurePosixPath"]
+    state = findings.state
+    assert state["aliases"] == {"head.weight": "emb.weight"} and state["kinds"] == ["exp_avg", "exp_avg_sq"]
+    assert state["scalars"] == {"0": {"step": 5.0}, "1": {"step": 5.0}} and state["scheduler"] == {
+        "last_batch_iteration": 4
+    }
+    assert [group["weight_decay"] for group in state["groups"]] == [0.1, 0.0]
+    assert state["optimizer"] == {"class": "AdamW", "settings": ["betas", "eps"]}
+    dtypes = {part.name: part.dtype for shard in findings.shards for part in shard}
+    assert dtypes["param/body.weight"] == torch.float32  # the master
+    assert dtypes["param/frozen.weight"] == torch.bfloat16 and dtypes["buffer/seen"] == torch.int64
+    assert "param/head.weight" not in dtypes and "buffer/passing" not in dtypes
+    assert len(findings.shards) == 3 and all(findings.shards)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp32-stage0-ranks2", "bf16-stage0-ranks1", "fp32-stage2-ranks3", "fp32-stage3-ranks2-universal"]
+)
+def test_weights_alone(name: str, tmp_path: Path) -> None:
+    """They are the whole import's, but for stage 0 in 16 bit, whose masters belong to the optimizer."""
+    whole = CheckpointReader(imported(name, tmp_path / "whole"))
+    alone = CheckpointReader(imported(name, tmp_path / "alone", with_optimizer=False))
+    assert alone.shapes == {key: shape for key, shape in whole.shapes.items() if not key.startswith("state/")}
+    for key in alone.shapes:
+        wanted = whole.read(key)
+        assert torch.equal(alone.read(key), wanted.to(alone.read(key).dtype))
+    engine = resumed(0, name[:4])
+    with pytest.raises(CheckpointError, match="another number of optimizer groups"):
+        engine.load_checkpoint(tmp_path / "alone" / "out")
+    engine.load_checkpoint(tmp_path / "alone" / "out", load_module_only=True)
+
+
+def test_stage_2_without_its_optimizer_files(tmp_path: Path) -> None:
+    source = unpack("fp32-stage2-ranks3", tmp_path)
+    for path in source.rglob("*optim*"):
+        path.unlink()
+    findings = read(source)
+    assert any("no files *_optim_states.pt" in line for line in findings.left_out) and not findings.state["kinds"]
+    assert len(findings.names(lambda name: name.startswith("param/"))) == 9
+
+
+def test_stage_3_without_its_optimizer_files(tmp_path: Path) -> None:
+    source = unpack("fp32-stage3-ranks2", tmp_path)
+    for path in source.rglob("*optim*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="ZeRO stage 3 without its optimizer files"):
+        read(source)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank(rank: int, tmp_path: Path) -> None:
+    source = unpack("fp32-stage3-ranks2", tmp_path)
+    next(source.rglob(f"*rank_{rank}_*optim*")).unlink()
+    with pytest.raises(CheckpointError, match=r"a rank's file is missing|some ranks' files are missing"):
+        read(source)
+
+
+def test_names_with_a_prefix(tmp_path: Path) -> None:
+    """Taken off wherever a name stands: here one that the model has itself."""
+    findings = read(unpack("fp32-stage2-ranks3", tmp_path), strip="body.")
+    assert {"param/weight", "param/bias", "state/exp_avg/weight"} <= set(findings.names(lambda name: True))
+
+
+def test_files_that_are_not_deepspeeds(tmp_path: Path) -> None:
+    torch.save([1], tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="not a file of DeepSpeed"):
+        read(tmp_path)
+    torch.save({"module": None}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="no weights in the file of model states"):
+        read(tmp_path)

@@ -1,0 +1,93 @@
+"""Which files make a DeepSpeed checkpoint, and what is refused by its files' names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.folder import find_deepspeed
+
+
+def make(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+STAGE_2 = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+)
+
+
+def test_by_the_file_latest(tmp_path: Path) -> None:
+    make(tmp_path / "a", *STAGE_2)
+    make(tmp_path / "b", *STAGE_2)
+    (tmp_path / "latest").write_text("a\n")
+    found = find_deepspeed(tmp_path, None)
+    assert found is not None and found.path == tmp_path / "a" and found.universal is None
+    assert [path.name for path in found.models] == [STAGE_2[0]] and [path.name for path in found.optimizers] == list(
+        STAGE_2[1:]
+    )
+    chosen = find_deepspeed(tmp_path, "b")
+    assert chosen is not None and chosen.path == tmp_path / "b"
+
+
+def test_a_tags_own_folder_and_a_single_one(tmp_path: Path) -> None:
+    make(tmp_path / "a", *STAGE_2)
+    for source in (tmp_path / "a", tmp_path):
+        found = find_deepspeed(source, None)
+        assert found is not None and found.path == tmp_path / "a"
+
+
+def test_ranks_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
+    found = find_deepspeed(make(tmp_path, "mp_rank_00_model_states.pt", *names), None)
+    assert found is not None and [path.name for path in found.optimizers] == names
+
+
+def test_universal(tmp_path: Path) -> None:
+    make(tmp_path / "zero" / "a.weight", "fp32.pt")
+    found = find_deepspeed(make(tmp_path, "mp_rank_00_model_states.pt"), None)
+    assert found is not None and found.universal == tmp_path / "zero"
+
+
+def test_nothing_of_deepspeed(tmp_path: Path) -> None:
+    assert find_deepspeed(make(tmp_path, "model.safetensors"), None) is None
+    assert find_deepspeed(tmp_path / "model.safetensors", None) is None
+    assert find_deepspeed(tmp_path / "none", None) is None
+
+
+@pytest.mark.parametrize("tag", ["c", "..", "a/b", ""])
+def test_an_unknown_tag(tag: str, tmp_path: Path) -> None:
+    make(tmp_path / "a" / "b", *STAGE_2)
+    with pytest.raises(CheckpointError, match=r"no such tag: got .*, expected one of: a"):
+        find_deepspeed(tmp_path, tag)
+
+
+def test_several_and_no_latest(tmp_path: Path) -> None:
+    make(tmp_path / "a", *STAGE_2)
+    make(tmp_path / "b", *STAGE_2)
+    with pytest.raises(CheckpointError, match=r"several checkpoints.*got a, b.*Choose one with --tag"):
+        find_deepspeed(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("mp_rank_01_model_states.pt", "parallel parts"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "parallel parts"),
+        ("layer_03-model_00-model_states.pt", "a pipeline's layers"),
+        ("layer_03-model_states.pt", "a pipeline's layers"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
+        ("zero_pp_rank_3_mp_rank_00_optim_states.pt", "rank's file is missing: got none of rank 2"),
+    ],
+)
+def test_what_is_not_imported(name: str, word: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=word):
+        find_deepspeed(make(tmp_path, *STAGE_2, name), None)

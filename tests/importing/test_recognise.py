@@ -1,0 +1,42 @@
+"""Which reader a path is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.importing.checkpoints import unpack
+from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.findings import Wishes
+from zero_trial.importing.recognise import read_source
+
+
+def test_deepspeed_and_weights(tmp_path: Path) -> None:
+    source = unpack("fp32-stage1-ranks2", tmp_path)
+    for path in (source, source / "global_step5"):
+        assert read_source(path, None, Wishes()).kind.startswith("DeepSpeed 0.19.8")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    assert read_source(tmp_path / "pytorch_model.bin", None, Wishes()).kind == "weights, 1 file"
+
+
+def test_one_file_of_deepspeed_is_its_weights(tmp_path: Path) -> None:
+    path = unpack("fp32-stage1-ranks2", tmp_path) / "global_step5" / "mp_rank_00_model_states.pt"
+    found = read_source(path, None, Wishes())
+    assert found.kind == "weights, 1 file" and len(found.names(lambda name: name.startswith("param/"))) == 10
+
+
+def test_ours(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "t", [Slice.whole("param/a", torch.zeros(2))], step=1)
+    for path in (tmp_path, tmp_path / "t"):
+        with pytest.raises(CheckpointError, match="a checkpoint of zero_trial already"):
+            read_source(path, None, Wishes())
+
+
+def test_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing here that can be imported: got an empty folder"):
+        read_source(tmp_path, None, Wishes())
+    with pytest.raises(CheckpointError, match="there is no such file or folder"):
+        read_source(tmp_path / "none", None, Wishes())

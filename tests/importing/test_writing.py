@@ -1,0 +1,54 @@
+"""Findings become a checkpoint that verifies, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints
+from zero_trial.checkpoint.tree import decode
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.findings import Findings, fresh_state
+from zero_trial.importing.writing import write_findings
+
+
+def findings(**state: object) -> Findings:
+    first = [Slice("param/a", (2, 3), 0, 4, torch.arange(4.0)), Slice.whole("buffer/b", torch.tensor(7))]
+    second = [Slice("param/a", (2, 3), 4, 6, torch.arange(4.0, 6))]
+    return Findings("test", "t", [first, second], fresh_state() | state, world={"zero_stage": 2})
+
+
+def test_one_file_per_shard_and_no_state_of_ranks(tmp_path: Path) -> None:
+    folder = write_findings(findings(client={"curve": torch.arange(3)}), tmp_path / "new")
+    assert folder == tmp_path / "new" / "t" and [found.tag for found in list_checkpoints(tmp_path / "new")] == ["t"]
+    reader = CheckpointReader(folder)
+    reader.verify()
+    assert len(reader.manifest.files) == 2 and reader.manifest.rank_state == ()
+    assert torch.equal(reader.read("param/a"), torch.arange(6.0).reshape(2, 3)) and reader.read("buffer/b") == 7
+    assert torch.equal(decode(reader.manifest.state, reader.read)["client"]["curve"], torch.arange(3))
+    assert reader.manifest.world["zero_stage"] == 2
+
+
+def test_an_earlier_one_is_replaced_and_something_else_is_not(tmp_path: Path) -> None:
+    write_findings(findings(), tmp_path)
+    write_findings(findings(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="something that is not a checkpoint"):
+        write_findings(findings(), tmp_path, "mine")
+
+
+def test_nothing_is_left_of_a_fault(tmp_path: Path) -> None:
+    broken = findings()
+    twice = Findings("test", "t", [*broken.shards, broken.shards[1]], broken.state)
+    with pytest.raises(CheckpointError):
+        write_findings(twice, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a tag"):
+        write_findings(findings(), tmp_path, "../x")

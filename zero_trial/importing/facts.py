@@ -1,0 +1,180 @@
+"""What an engine's checkpoint says beside its tensors, made from what DeepSpeed wrote: counters, loss scale, schedule, groups, client state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_trial.importing.values import Foreign, Stored
+
+OWN_KEYS = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "csr_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        "universal_checkpoint_info",
+        "autoep_layers",
+        "ds_autoep_layers",
+        "folding",
+    ]
+)
+"""What DeepSpeed puts into a file of model states; the rest is the client's."""
+
+MOST_VALUES = 100_000
+
+_SAME_STATE = frozenset(
+    [
+        "params",
+        "lr",
+        "weight_decay",
+        "maximize",
+        "foreach",
+        "capturable",
+        "differentiable",
+        "fused",
+        "amsgrad",
+        "decoupled_weight_decay",
+        "bias_correction",
+        "initial_lr",
+        "step",
+        "name",
+    ]
+)
+"""Keys of a group that say nothing of which state the optimizer has; an engine compares the others with its own optimizer's."""
+
+
+class NotPlain(Exception):
+    """A value that a checkpoint of ours cannot hold; its text is the place and the kind."""
+
+
+def plain(value: Any, place: str = "", budget: list[int] | None = None) -> Any:
+    """``value`` with tensors read, if all of it can be saved without pickle. Raises NotPlain."""
+    budget = [MOST_VALUES] if budget is None else budget
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise NotPlain(f"{place}: more than {MOST_VALUES} values")
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        return value
+    if isinstance(value, Stored):
+        return value.tensor().clone()
+    if isinstance(value, dict):
+        return {plain(key, place, budget): plain(item, f"{place}.{key}", budget) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "_fields"):
+        return type(value)(plain(item, f"{place}[{index}]", budget) for index, item in enumerate(value))
+    raise NotPlain(f"{place}: {value.path if isinstance(value, Foreign) else type(value).__name__}")
+
+
+def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
+    """``plain``, or None and a line in ``left_out``."""
+    try:
+        return plain(value, place)
+    except (NotPlain, RecursionError) as fault:
+        left_out.append(str(fault)[:200])
+        return None
+
+
+def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
+    """What the client had put into the file, without what cannot be saved."""
+    found = {}
+    for key, value in model.items():
+        if key not in OWN_KEYS:
+            try:
+                found[key] = plain(value, f"client state {key!r}")
+            except (NotPlain, RecursionError) as fault:
+                left_out.append(str(fault)[:200])
+    return found
+
+
+def counters(model: Mapping[str, Any]) -> dict[str, int]:
+    """DeepSpeed counts micro-batches nowhere; they follow from the steps and the accumulation that its configuration gives."""
+    steps, config = _whole(model.get("global_steps")), model.get("ds_config")
+    return {
+        "global_steps": steps,
+        "global_samples": _whole(model.get("global_samples")),
+        "micro_steps": steps * _accumulation(config if isinstance(config, dict) else {}, model.get("dp_world_size")),
+        "skipped_steps": _whole(model.get("skipped_steps")),
+    }
+
+
+def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """From a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic scale; a static one has none."""
+    scaler = optimizer.get("loss_scaler")
+    numbers = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else dict(optimizer)
+    scale = float(_number(numbers.get("cur_scale"), 1.0))
+    dynamic = numbers.get("dynamic", numbers.get("dynamic_loss_scale", False)) is True
+    if not dynamic:
+        return {"kind": "static", "scale": scale}
+    return {
+        "kind": "dynamic",
+        "scale": scale,
+        "hysteresis_left": _whole(numbers.get("cur_hysteresis"), 1),
+        "iteration": _whole(numbers.get("cur_iter")),
+        "last_overflow": _whole(numbers.get("last_overflow_iter"), -1),
+    }
+
+
+def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[dict[str, Any]]:
+    """The optimizer groups' hyperparameters."""
+    found = []
+    for index, group in enumerate(groups):
+        kept = {}
+        for key, value in group.items():
+            if key not in ("params", "step"):
+                try:
+                    kept[key] = plain(value, f"optimizer group {index}, {key}")
+                except NotPlain as fault:
+                    left_out.append(str(fault)[:200])
+        found.append(kept)
+    return found
+
+
+def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any] | None:
+    """Which optimizer this was, as an engine compares it."""
+    if not groups:
+        return None
+    shared = set(groups[0]).intersection(*groups)
+    # Adam and its kin are known by these two, whatever the client wrote into its groups besides
+    settings = ["betas", "eps"] if {"betas", "eps"} <= shared else sorted(shared - _SAME_STATE)
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    kind = section.get("type") if isinstance(section, dict) else None
+    return {"class": str(kind or "optimizer of the client"), "settings": settings}
+
+
+def _accumulation(config: Mapping[str, Any], ranks: Any) -> int:
+    given = config.get("gradient_accumulation_steps")
+    if type(given) is int and given > 0:
+        return given
+    batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if all(type(number) is int and number > 0 for number in (batch, micro, ranks)):
+        return max(1, int(batch) // (int(micro) * int(ranks)))  # type: ignore[arg-type]
+    return 1
+
+
+def _whole(value: Any, default: int = 0) -> int:
+    return value if type(value) is int else default
+
+
+def _number(value: Any, default: float) -> float:
+    if isinstance(value, Stored) and value.numel == 1:
+        return float(value.tensor())
+    return float(value) if isinstance(value, (int, float)) else default

@@ -1,0 +1,153 @@
+"""The optimizer of stage 0 as DeepSpeed and torch save it: state by number, whole tensors, and the names to be found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from zero_trial.checkpoint.slice import Slice
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.findings import Wishes
+from zero_trial.importing.model_states import ModelStates
+from zero_trial.importing.order import deal
+from zero_trial.importing.shards import one_number
+from zero_trial.importing.values import Stored
+
+State = Mapping[Any, Any]
+
+
+class NumberedOptimizer:
+    """``optimizer``: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and may flatten each group into one."""
+
+    def __init__(self, optimizer: State, model: ModelStates, wishes: Wishes) -> None:
+        self._where = f"{model.where}, optimizer"
+        inner = optimizer.get("optimizer_state_dict", optimizer)
+        if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
+            raise CheckpointError("not the state of an optimizer", where=self._where)
+        self.groups: list[State] = inner["param_groups"]
+        self._state: State = inner.get("state", {})
+        self._model = model
+        flat, rows = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
+        self._flat: list[Stored] | None = flat if isinstance(flat, list) else None
+        self._masters: list[list[Stored]] | None = rows if isinstance(rows, list) else None
+        self.kinds = self._kinds()
+        self.names = self._given(wishes.names) if wishes.names is not None else self._matched()
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """What is one number per group. Raises CheckpointError where the tensors of a group do not agree."""
+        found: dict[str, dict[str, float]] = {}
+        for index, group in enumerate(self.groups):
+            own: dict[str, float] = {}
+            for number in group.get("params", ()):
+                for kind, value in self._state.get(number, {}).items():
+                    if str(kind) not in self.kinds:
+                        for key, one in one_number(str(kind), value).items():
+                            if own.setdefault(key, one) != one:
+                                raise CheckpointError(
+                                    f"tensors of one optimizer group have a {key} of their own",
+                                    where=self._where,
+                                    got=f"{own[key]} and {one} in group {index}",
+                                    fix="Import with --no-optimizer.",
+                                )
+            own = one_number("step", group.get("step")) | own
+            if own:
+                found[str(index)] = own
+        return found
+
+    def slices(self) -> list[Slice]:
+        """Masters, where there are any, and moments."""
+        found = []
+        for index, row in enumerate(self.names):
+            for name, place in row:
+                shape = self._model.tensors[name].shape
+                for kind, tensor in self._tensors_at(index, place, prod(shape)).items():
+                    own_shape = shape if tensor.numel() == prod(shape) else tuple(tensor.shape)
+                    found.append(Slice.whole(f"{kind}/{name}", tensor.reshape(own_shape)))
+        return found
+
+    def has_masters(self) -> bool:
+        return self._flat is not None or self._masters is not None
+
+    def _kinds(self) -> list[str]:
+        """Kinds of state with one value per element: those that are more than one number for some tensor."""
+        found = {
+            str(kind)
+            for state in self._state.values()
+            for kind, value in state.items()
+            if isinstance(value, Stored) and value.shape
+        }
+        return sorted(found)
+
+    def _tensors_at(self, group: int, place: int, numel: int) -> dict[str, torch.Tensor]:
+        if self._flat is not None:
+            number = self.groups[group]["params"][0]
+            sources: dict[str, Any] = {"param": self._flat[group]}
+        else:
+            number = self.groups[group]["params"][place]
+            sources = {"param": self._masters[group][place]} if self._masters is not None else {}
+        sources |= {f"state/{kind}": value for kind, value in self._state.get(number, {}).items()}
+        kept = {"param", *(f"state/{kind}" for kind in self.kinds)}
+        tensors = {
+            kind: value.tensor() for kind, value in sources.items() if isinstance(value, Stored) and kind in kept
+        }
+        if self._flat is not None:
+            return {kind: tensor.reshape(-1)[place : place + numel] for kind, tensor in tensors.items()}
+        return tensors
+
+    def _ends(self) -> list[int]:
+        if self._flat is not None:
+            return [flat.numel for flat in self._flat]
+        return [len(group["params"]) for group in self.groups]
+
+    def _matched(self) -> list[list[tuple[str, int]]]:
+        return deal(self._model.parameters, self._ends(), self._fits, self._where)
+
+    def _fits(self, name: str, group: int, place: int) -> int:
+        """After which place ``name`` would be done if it began at ``place``; -1 if it is another tensor that is there."""
+        weight = self._model.tensors[name]
+        if self._flat is not None:
+            end = place + weight.numel
+            return end if end <= self._flat[group].numel and self._same(weight, self._flat[group], place) else -1
+        shape = self._shape_at(group, place)
+        if shape is not None and shape != weight.shape:
+            return -1
+        if self._masters is not None and not self._same(weight, self._masters[group][place], 0):
+            return -1
+        return place + 1
+
+    def _shape_at(self, group: int, place: int) -> tuple[int, ...] | None:
+        """The shape of the tensor at a place; None where it has no state: a parameter that had no gradient so far."""
+        if self._masters is not None:
+            return self._masters[group][place].shape
+        state = self._state.get(self.groups[group]["params"][place], {})
+        shapes = {value.shape for kind, value in state.items() if isinstance(value, Stored) and str(kind) in self.kinds}
+        return next(iter(shapes)) if len(shapes) == 1 else None
+
+    def _same(self, weight: Stored, master: Stored, start: int) -> bool:
+        """A 16-bit parameter is its master, rounded."""
+        values = weight.tensor().reshape(-1)
+        part = master.tensor().reshape(-1)[start : start + weight.numel]
+        return torch.equal(part[:64].to(values.dtype), values[:64]) and torch.equal(part.to(values.dtype), values)
+
+    def _given(self, names: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
+        """The names that the person gave. Raises CheckpointError where one cannot be what is there."""
+        found: list[list[tuple[str, int]]] = []
+        for group, end in enumerate(self._ends()):
+            row, place = [], 0
+            for name in names[group] if group < len(names) else ():
+                after = self._fits(name, group, place) if name in self._model.tensors and place < end else -1
+                if after < 0:
+                    got = f"group {group}, place {place}: {name}"
+                    raise CheckpointError("a given name cannot be that tensor's", where="--names", got=got)
+                row.append((name, place))
+                place = after
+            if place != end:
+                got = f"{len(row)} names for group {group}"
+                raise CheckpointError(
+                    "too few names are given", where="--names", got=got, expected=f"up to place {end}"
+                )
+            found.append(row)
+        return found

@@ -1,0 +1,162 @@
+"""The optimizer of ZeRO stages 1 to 3 as DeepSpeed saves it: flat buffers by rank, and which parameters lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.checkpoint.slice import Slice
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.findings import Wishes
+from zero_trial.importing.flat import Run, each_parameter_runs, whole_group_runs
+from zero_trial.importing.values import Foreign, Stored
+
+State = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by rank; ``group``: whose hyperparameters."""
+
+    group: int
+    runs: Sequence[Run]
+    masters: Sequence[Stored]
+    states: Mapping[str, Sequence[Stored]]
+    scalars: Mapping[str, float]
+
+    def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
+        """What ``rank``'s buffers hold of the parameters, padding left out. Raises CheckpointError for a buffer that is too short."""
+        buffers = {"param": self.masters[rank]}
+        if with_state:
+            buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
+        flats = {kind: stored.tensor().reshape(-1) for kind, stored in buffers.items()}
+        for run in (run for run in self.runs if run.rank == rank):
+            for kind, flat in flats.items():
+                part = flat[run.offset : run.offset + run.stop - run.start]
+                if part.numel() != run.stop - run.start:
+                    raise CheckpointError("a flat buffer is too short", where=where, got=f"{kind} of {run.name}")
+                yield Slice(f"{kind}/{run.name}", run.shape, run.start, run.stop, part)
+
+
+def stage_of(optimizer: State) -> int:
+    """The ZeRO stage that wrote this; DeepSpeed's bf16 optimizer does not say, and has stage 1's layout."""
+    found = optimizer.get("zero_stage", 1)
+    if isinstance(found, Foreign):
+        found = found.args[0] if found.args else None
+    if found not in (1, 2, 3):
+        raise CheckpointError("an unknown ZeRO stage", where="zero_stage", got=found, expected="1, 2 or 3")
+    return int(found)
+
+
+def flat_groups(model: State, optimizers: Sequence[State], wishes: Wishes, where: str) -> list[FlatGroup]:
+    """All buffers of all ranks, matched with the shapes that the model's file names. Raises CheckpointError where they do not match."""
+    stage, ranks = stage_of(optimizers[0]), len(optimizers)
+    counts = optimizers[0].get("partition_count", ranks)
+    if max(counts) != ranks if isinstance(counts, list) and counts else counts != ranks:
+        raise CheckpointError(
+            "some ranks' files are missing, or groups of ranks hold copies",
+            where=where,
+            got=f"{ranks} files",
+            expected=f"partition_count {counts}",
+        )
+    key, inner = (
+        ("fp32_flat_groups", "optimizer_state_dict")
+        if stage == 3
+        else ("single_partition_of_fp32_groups", "base_optimizer_state")
+    )
+    buffers = [_list(optimizer, key, where) for optimizer in optimizers]
+    shapes = shapes_of(model, wishes, where)
+    if {len(row) for row in buffers} != {len(shapes)}:
+        got = f"{len(buffers[0])} flat buffers for {len(shapes)} lists of shapes"
+        raise CheckpointError("the optimizer's buffers do not match the model's shapes", where=where, got=got)
+    home = group_of_buffer(optimizers[0].get(inner), len(shapes))
+    gaps = optimizers[0].get("param_alignment_paddings") if stage != 3 else None
+    found = []
+    for index, named in enumerate(shapes):
+        masters = [_stored(row[index], f"{key}[{index}]", where) for row in buffers]
+        place = f"{where}, {key}[{index}]"
+        if stage == 3:
+            runs = each_parameter_runs(named, masters[0].numel, ranks, place)
+        else:
+            runs = whole_group_runs(named, masters[0].numel, ranks, gaps[index] if gaps else None, place)
+        states, scalars = _state(optimizers, inner, index, where)
+        found.append(FlatGroup(home[index], runs, masters, states, scalars))
+    return found
+
+
+def shapes_of(model: State, wishes: Wishes, where: str) -> list[dict[str, tuple[int, ...]]]:
+    """The trained parameters by flat buffer, in the order in which they lie there."""
+    return [_shapes(part, wishes, where) for part in _list(model, "param_shapes", where)]
+
+
+def param_groups(optimizer: State) -> list[State]:
+    """The hyperparameters, by group; none in DeepSpeed's elastic form."""
+    inner = optimizer.get("optimizer_state_dict" if stage_of(optimizer) == 3 else "base_optimizer_state")
+    return list(inner.get("param_groups", ())) if isinstance(inner, dict) else []
+
+
+def _state(
+    optimizers: Sequence[State], inner: str, index: int, where: str
+) -> tuple[dict[str, list[Stored]], dict[str, float]]:
+    """State of one buffer: tensors by kind and rank, and what is one number."""
+    rows = [_state_of(optimizer.get(inner), index) for optimizer in optimizers]
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise CheckpointError(
+            "ranks have different kinds of optimizer state", where=where, got=[sorted(row) for row in rows]
+        )
+    states: dict[str, list[Stored]] = {}
+    scalars: dict[str, float] = {}
+    for kind, first in rows[0].items():
+        if isinstance(first, Stored) and first.shape:
+            states[str(kind)] = [_stored(row[kind], str(kind), where) for row in rows]
+        else:
+            scalars |= one_number(str(kind), first)
+    inner_state = optimizers[0].get(inner)
+    groups = inner_state.get("param_groups", ()) if isinstance(inner_state, dict) else ()
+    for group in groups:
+        if index in group.get("params", ()):  # where older optimizers keep it; newer ones leave a 0 there
+            scalars = one_number("step", group.get("step")) | scalars
+    return states, scalars
+
+
+def one_number(kind: str, value: Any) -> dict[str, float]:
+    """``{kind: number}``, or nothing for what is no number."""
+    if isinstance(value, Stored) and value.numel == 1:
+        return {kind: float(value.tensor())}
+    return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
+
+
+def _state_of(inner: Any, index: int) -> State:
+    if isinstance(inner, list):  # DeepSpeed's elastic form: one row per group, without padding
+        return dict(inner[index]) if index < len(inner) else {}
+    return dict(inner.get("state", {}).get(index, {})) if isinstance(inner, dict) else {}
+
+
+def group_of_buffer(inner: Any, count: int) -> list[int]:
+    """A group of stage 3 may be cut into several buffers; ``params`` of the groups says which are whose."""
+    groups = inner.get("param_groups", ()) if isinstance(inner, dict) else ()
+    home = {place: index for index, group in enumerate(groups) for place in group.get("params", ())}
+    return [home.get(index, index) for index in range(count)]
+
+
+def _shapes(part: Any, wishes: Wishes, where: str) -> dict[str, tuple[int, ...]]:
+    if not isinstance(part, dict) or not all(isinstance(shape, tuple) for shape in part.values()):
+        raise CheckpointError("the list of shapes is of another kind", where=f"{where}, param_shapes")
+    return {wishes.own(str(name)): tuple(int(size) for size in shape) for name, shape in part.items()}
+
+
+def _list(content: State, key: str, where: str) -> list[Any]:
+    found = content.get(key)
+    if not isinstance(found, list):
+        raise CheckpointError(
+            "an entry is missing", where=where, got=f"{key} is {type(found).__name__}", expected="a list"
+        )
+    return found
+
+
+def _stored(value: Any, key: str, where: str) -> Stored:
+    if not isinstance(value, Stored):
+        got = value.path if isinstance(value, Foreign) else type(value).__name__
+        raise CheckpointError("something else than a tensor", where=f"{where}, {key}", got=got)
+    return value

@@ -1,0 +1,233 @@
+"""From a program's records to values: containers, tensors that lie in a file, and :class:`Foreign` for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_trial.checkpoint.dtypes import dtype_of
+from zero_trial.errors import CheckpointError
+from zero_trial.importing.program import Call, Name, Persistent
+
+
+class Storage(NamedTuple):
+    """One block of elements of a torch file: ``numel`` elements of ``dtype`` under ``key``."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that still lies in its file: elements of ``storage`` from ``offset`` on, with these strides. Two that are equal are one."""
+
+    file: str
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    read: Callable[[Stored], torch.Tensor] = field(repr=False, compare=False)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """The values: a view of the file's memory map, which costs memory only while it is read."""
+        return self.read(self)
+
+    def check(self) -> None:
+        """All elements lie in the storage, and each is its own. Raises CheckpointError."""
+        room = self.storage.numel * self.storage.dtype.itemsize // self.dtype.itemsize
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        fine = min((self.offset, *self.shape, *self.strides)) >= 0 and len(self.shape) == len(self.strides)
+        if not fine or (self.numel > 0 and (last >= room or self.numel > room)):
+            raise CheckpointError(
+                "a tensor does not fit the storage that it names",
+                where=self.file,
+                got=f"shape {self.shape}, strides {self.strides}, from {self.offset} on",
+                expected=f"within {room} elements",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """An object of a class that is not built here: its name, and what it was made of."""
+
+    path: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    pairs: tuple[tuple[Any, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+class Resolver:
+    """Turns one file's records into values; ``read`` gives the values of a stored tensor."""
+
+    def __init__(self, file: str, read: Callable[[Stored], torch.Tensor]) -> None:
+        self._file = file
+        self._read = read
+        self._done: dict[int, tuple[Any, Any]] = {}
+        self.storages: dict[str, Storage] = {}
+
+    def resolve(self, value: Any) -> Any:
+        """``value`` without records. What the program used twice is one object in the result, too. Raises CheckpointError."""
+        try:
+            return self._resolve(value)
+        except (RecursionError, TypeError, ValueError, IndexError, KeyError, AttributeError) as fault:
+            raise CheckpointError(
+                "this is not a structure that torch.save writes",
+                where=self._file,
+                got=f"{type(fault).__name__}: {fault}"[:200],
+            ) from fault
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, (str, bytes, int, float, type(None))):
+            return value
+        known = self._done.get(id(value))
+        if known is not None:
+            return known[1]
+        if type(value) is dict:
+            found: Any = {}
+            self._done[id(value)] = (value, found)  # before its content: a structure may contain itself
+            found.update({self._resolve(key): self._resolve(item) for key, item in value.items()})
+            return found
+        found = self._made(value)
+        self._done[id(value)] = (value, found)
+        return found
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, Name):
+            return _dtype(value) or Foreign(value.path)
+        if isinstance(value, Persistent):
+            return self._storage(value.key)
+        if isinstance(value, Call):
+            return self._called(value)
+        if isinstance(value, tuple):
+            return tuple(self._resolve(item) for item in value)
+        return type(value)(self._resolve(item) for item in value)
+
+    def _called(self, call: Call) -> Any:
+        rule = _RULES.get(call.path)
+        if rule is not None:
+            return rule(self, call)
+        args = tuple(self._resolve(item) for item in call.args)
+        pairs = tuple((self._resolve(key), self._resolve(item)) for key, item in call.pairs)
+        return Foreign(call.path, args, self._resolve(call.state), pairs)
+
+    def _storage(self, key: Any) -> Storage:
+        if not isinstance(key, tuple) or len(key) < 5 or key[0] != "storage" or any(key[5:]):
+            raise ValueError(f"an unknown kind of storage, {key!r}"[:120])
+        _, kind, name, _, numel = key[:5]
+        storage = Storage(str(name), _storage_dtype(kind), int(numel))
+        if storage.numel < 0 or self.storages.setdefault(storage.key, storage) != storage:
+            raise ValueError(f"storage {storage.key} has two sizes")
+        return storage
+
+    def _dict(self, call: Call) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for item in call.args:
+            if type(item) in (list, tuple):  # OrderedDict([[key, value], ...]), as Python 2 wrote it
+                found.update({self._resolve(key): self._resolve(value) for key, value in item})
+        found.update({self._resolve(key): self._resolve(value) for key, value in call.pairs})
+        return found
+
+    def _tensor(self, call: Call, dtype: torch.dtype | None = None) -> Stored:
+        storage, offset, shape, strides = (self._resolve_storage(call.args[0]), *call.args[1:4])
+        stored = Stored(
+            self._file,
+            storage,
+            dtype or storage.dtype,
+            _whole(offset),
+            tuple(_whole(size) for size in self._resolve(shape)),
+            tuple(_whole(stride) for stride in self._resolve(strides)),
+            self._read,
+        )
+        stored.check()
+        return stored
+
+    def _tensor_of_dtype(self, call: Call) -> Stored:
+        dtype = _dtype(call.args[6])
+        if dtype is None:
+            raise ValueError(f"an unknown dtype, {call.args[6]}")
+        return self._tensor(call, dtype)
+
+    def _resolve_storage(self, value: Any) -> Storage:
+        if not isinstance(value, Persistent):
+            raise ValueError("a tensor without a storage")
+        return self._storage(value.key)
+
+    def _of_type(self, call: Call) -> Any:
+        """A tensor that has attributes of its own, or a subclass of Tensor: the plain tensor."""
+        target, _, args = call.args[:3]
+        return self._called(Call(target, tuple(args)))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{type(value).__name__} where a whole number belongs")
+    return value
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    if not isinstance(name, Name) or name.module != "torch":
+        return None
+    try:
+        return dtype_of(name.name)
+    except CheckpointError:
+        return None
+
+
+_STORAGES: Mapping[str, torch.dtype] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "UntypedStorage": torch.uint8,
+}
+
+
+def _storage_dtype(kind: Any) -> torch.dtype:
+    found = _STORAGES.get(kind.name) if isinstance(kind, Name) and kind.module.split(".")[0] == "torch" else None
+    if found is None:
+        raise ValueError(f"an unknown kind of storage, {kind}")
+    return found
+
+
+def _a_set(resolver: Resolver, call: Call) -> set[Any]:
+    return {resolver._resolve(item) for item in (*(call.args[0] if call.args else ()), *call.items)}
+
+
+_RULES: Mapping[str, Callable[[Resolver, Call], Any]] = {
+    "collections.OrderedDict": Resolver._dict,
+    "collections.defaultdict": Resolver._dict,
+    "torch.Size": lambda resolver, call: tuple(resolver._resolve(call.args[0])) if call.args else (),
+    "torch.device": lambda resolver, call: ":".join(str(part) for part in call.args),
+    "torch._utils._rebuild_tensor": Resolver._tensor,
+    "torch._utils._rebuild_tensor_v2": Resolver._tensor,
+    "torch._utils._rebuild_tensor_v3": Resolver._tensor_of_dtype,
+    "torch._utils._rebuild_parameter": lambda resolver, call: resolver._resolve(call.args[0]),
+    "torch._utils._rebuild_parameter_with_state": lambda resolver, call: resolver._resolve(call.args[0]),
+    "torch._tensor._rebuild_from_type_v2": Resolver._of_type,
+    "_codecs.encode": lambda resolver, call: str(call.args[0]).encode("latin-1"),  # how protocol 2 writes bytes
+    "builtins.bytes": lambda resolver, call: b"",
+    "__builtin__.bytes": lambda resolver, call: b"",
+    "builtins.set": _a_set,
+    "__builtin__.set": _a_set,
+}

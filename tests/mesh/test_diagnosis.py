@@ -6,6 +6,7 @@ import pytest
 
 from zero_trial.mesh.board import Board, Position
 from zero_trial.mesh.diagnosis import behind, explain, listing
+from zero_trial.mesh.mappings import MappingRefused
 
 
 class FakeBoard(Board):
@@ -130,3 +131,12 @@ def test_behind() -> None:
 def test_listing() -> None:
     assert listing({0: HERE}, 0) == "no other rank"
     assert listing({0: HERE, 1: None, 2: None}, 0, [2]) == "rank 2 has reported nothing"
+
+
+def test_too_many_mappings_are_no_rank_that_ended() -> None:
+    text = str(explain(FakeBoard({1: LATE, 2: HERE}), (0, 1, 2), NAME, MappingRefused(49148, 65530), 1.0))
+    assert text.startswith(
+        f"rank 0, step 17, {NAME}: the ranks of this host share too many pieces of memory: got 49148 mapped segments"
+    )
+    assert "vm.max_map_count, which is 65530" in text
+    assert "sysctl -w vm.max_map_count=262120" in text and "comm_transport to gloo" in text

@@ -10,6 +10,7 @@ from tests.support.pool import Pools
 from zero_trial.errors import MeshError
 from zero_trial.mesh import Mesh, MeshShape, build_mesh
 from zero_trial.mesh.board import Board
+from zero_trial.mesh.mappings import MappingRefused
 from zero_trial.mesh.pending import DONE, Pending, wait_all
 from zero_trial.mesh.transport import Received
 from zero_trial.mesh.watch import Watch
@@ -64,6 +65,14 @@ def test_memory_of_a_peer_that_is_gone_is_a_mesh_error() -> None:
         raise OSError("/proc/1234/fd/5: no such file")
 
     with pytest.raises(MeshError, match=r"rank 0, step 0, sum"):
+        Pending(watch(), "sum", [], finish).wait()
+
+
+def test_a_segment_that_may_not_be_mapped_is_told_as_such() -> None:
+    def finish() -> None:
+        raise MappingRefused(49148, 65530)
+
+    with pytest.raises(MeshError, match=r"vm\.max_map_count"):
         Pending(watch(), "sum", [], finish).wait()
 
 

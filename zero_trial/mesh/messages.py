@@ -58,7 +58,7 @@ class Messages:
         among = (ranks[self._index], ranks[peer])
         try:
             work = self._work(kind, values, peer, tag)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._watch.fail(name, error, among)
         return Message(self._watch, work, name, values, among)
 

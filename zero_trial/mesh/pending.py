@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from zero_trial.mesh.mappings import MappingRefused
 from zero_trial.mesh.transport import Finish, Received, Works
 from zero_trial.mesh.watch import Watch
 
@@ -82,6 +83,8 @@ class Pending:
             watch.wait(work, self._label)
         try:
             return finish()
+        except MappingRefused as error:
+            watch.fail(self._label, error)
         except OSError as error:  # memory of a peer that is gone
             watch.fail(self._label, RuntimeError(f"closed: {error}"))
 

@@ -6,8 +6,8 @@
 
 A home is lent to one collective at a time, because a reader has one mark in it: a source in a home that is still lent is copied out, as any
 other tensor is. So nobody waits when a collective starts. When the tensor is gone the home's pages go back to the system at once, for all who
-have mapped it, and the empty segment waits for the next tensor. Homes leave half of the process's descriptors to others: mapping a peer's takes
-one, too.
+have mapped it, and the empty segment waits for the next tensor. Homes leave half of the process's descriptors to others, and half of the
+mappings that the kernel allows (:mod:`zero_trial.mesh.mappings`).
 
 Price: a home's bytes are those of its tensor, rounded up to 64 KiB, and 4 KiB; peers map the same pages. One descriptor per home.
 """
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zero_trial.mesh.mappings import Mappings
 from zero_trial.mesh.peers import Peers
 from zero_trial.mesh.shared_memory import HEADER, Segment, capacity_for, create_segment, many_open
 
@@ -63,8 +64,10 @@ class Home:
 
 @dataclass
 class Homes:
-    """This process's homes by address."""
+    """This process's homes by address. ``ranks``: how many map each other's, this one included."""
 
+    mappings: Mappings = field(default_factory=Mappings)
+    ranks: int = 2
     _homes: dict[int, Home] = field(default_factory=dict)
     _starts: list[int] = field(default_factory=list)
     _refused: bool = False
@@ -137,6 +140,13 @@ class Homes:
             home = min(fitting, key=lambda home: home.segment.capacity)
             _vacate(home)  # again: readers may have been at it when its tensor went
             return home
+        if not self.mappings.allow(len(self._homes) + 1, self.ranks):
+            limit = self.mappings.limit
+            raise OSError(
+                errno.ENOMEM,
+                f"{len(self._homes)} of them, on {self.ranks} ranks, are half of vm.max_map_count ({limit})",
+            )
+        self.mappings.take()
         segment = create_segment(capacity_for(nbytes))
         if many_open(segment.descriptor):
             os.close(segment.descriptor)

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from zero_trial.mesh.mappings import Mappings
+
 HEADER = 4096
 READERS = HEADER // 8
 SMALLEST = 1 << 16
@@ -95,6 +97,7 @@ class SharedMemory:
     Price: the bytes of the payloads in flight, rounded up to 64 KiB.
     """
 
+    mappings: Mappings = field(default_factory=Mappings)
     segments: list[Segment] = field(default_factory=list)
     _mapped: dict[tuple[int, int], Window] = field(default_factory=dict)
 
@@ -102,6 +105,7 @@ class SharedMemory:
         """A segment for ``nbytes`` of payload that the ranks ``readers`` will read; its generation is new."""
         found = next((s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and s.free), None)
         if found is None:
+            self.mappings.take()
             found = create_segment(capacity_for(nbytes))
             self.segments.append(found)
         found.lend(readers)
@@ -119,6 +123,7 @@ class SharedMemory:
         key = ticket[:2]
         found = self._mapped.get(key)
         if found is None:
+            self.mappings.take()
             found = self._mapped[key] = map_segment(*key)
         return found
 

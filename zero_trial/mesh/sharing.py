@@ -46,11 +46,13 @@ def share_if_possible(comm: AxisComm) -> bool:
         return False
     world = dist.group.WORLD
     memory = _MEMORIES.setdefault(world, SharedMemory())
+    homes = _HOMES.setdefault(world, Homes(memory.mappings))
     answers = _ANSWERS.setdefault(world, {})
     if comm.ranks not in answers:
-        answers[comm.ranks] = _try(comm, memory, _HOMES.setdefault(world, Homes()))
+        answers[comm.ranks] = _try(comm, memory, homes)
     shared = answers[comm.ranks]
     if shared is not None:
+        homes.ranks = max(homes.ranks, comm.size)
         comm.share_memory(shared.memory, shared.control, shared.mail, shared.homes)
     return shared is not None
 

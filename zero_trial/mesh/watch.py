@@ -26,7 +26,7 @@ class Watch:
                 work.wait(timedelta(seconds=self.timeout))
             else:
                 work.wait()  # on CUDA this orders streams and does not block; NCCL's watchdog bounds it
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self.fail(name, error, among)
         self.board.leave()
 

@@ -272,8 +272,9 @@ def not_finite(desk: Desk, count: int) -> Iterator[Result]:
         why = "" if codes == ([0, 0] if skips else [4, 4]) else f"exit codes {codes}: {desk.last_words(run)}"
         if not why and "fp16" not in config:  # where a loss scale is too high at first, a skipped step is no news
             words = trial.words_of(desk.log(run), [0, 1])
-            named = f"rank {rank}" in words and f"step {plan.step + 1}" in words
-            why = "" if named else f"rank {rank}, step {plan.step + 1} not named: {desk.last_words(run)}"
+            step = plan.step + (not skips)  # the engine counts the steps before, a trial the steps up to this one
+            named = f"rank {rank}" in words and f"step {step}" in words
+            why = "" if named else f"rank {rank}, step {step} not named: {desk.last_words(run)}"
         if not why and not finite(run):
             why = f"step {plan.step + 1}: a checkpoint with values that are not finite was kept"
         kind = what + (", fp16" if "fp16" in config else "") + (": skipped" if skips else ": ended")

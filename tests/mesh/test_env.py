@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import MeshError
-from zero_trial.mesh.env import RankEnv, meeting_place, read_rank_env
+from zero_trial.mesh.env import RankEnv, meeting_place, own_store_address, read_rank_env
 
 
 def test_a_launcher_says_where_this_process_stands() -> None:
@@ -71,3 +71,20 @@ def test_the_environment_of_the_process_is_read_when_none_is_given(monkeypatch: 
 )
 def test_meeting_place(environ: dict[str, str], place: str) -> None:
     assert meeting_place(29511, environ) == place
+
+
+@pytest.mark.parametrize(
+    ("method", "environ", "address"),
+    [
+        ("tcp://node7:29500", {}, ("node7", 29500)),
+        ("env://", {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}, ("node7", 1234)),
+        ("env://", {"MASTER_ADDR": "n", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, None),
+        ("env://", {}, None),
+        ("env://?rank=1", {}, None),
+        ("tcp://node7", {}, None),
+        ("tcp://node7:29500?rank=1", {}, None),
+        ("file:///shared/meet", {}, None),
+    ],
+)
+def test_where_rank_0_keeps_the_store(method: str, environ: dict[str, str], address: tuple[str, int] | None) -> None:
+    assert own_store_address(method, environ) == address

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from zero_trial.errors import MeshError
 
@@ -78,6 +79,18 @@ def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
 def launcher_error_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Where torch.distributed.run looks for what a failed rank has to say, if it has started this process."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+
+
+def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Host and port where rank 0 keeps the store of the meeting place ``method``; None where another process does, or it is a file."""
+    source = os.environ if environ is None else environ
+    if method.startswith("tcp://"):
+        place = urlsplit(method)
+        return (place.hostname, place.port) if place.hostname and place.port and not place.query else None
+    given = source.get("MASTER_ADDR"), source.get("MASTER_PORT", "")
+    if not method.startswith("env://") or source.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return (given[0], int(given[1])) if given[0] and given[1].isdigit() else None
 
 
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.errors import MeshError
+from zero_trial.mesh.arrival import arrive, not_found
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.env import RankEnv, meeting_place, read_rank_env
 from zero_trial.mesh.farewell import Farewell
@@ -90,15 +91,10 @@ def init_distributed(
             dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
         else:
             method = init_method or meeting_place(distributed_port)
-            dist.init_process_group(
-                backend, init_method=method, rank=env.rank, world_size=env.world_size, timeout=limit
-            )
+            store = arrive(method, env, limit)
+            dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=limit)
     except (RuntimeError, ValueError) as error:
-        raise MeshError(
-            f"the ranks did not find each other: {str(error).splitlines()[0]}",
-            where=f"rank {env.rank} of {env.world_size}, init_distributed",
-            fix="Check that every rank was started, and that MASTER_ADDR and MASTER_PORT are reachable from here.",
-        ) from error
+        raise not_found(env, error, []) from error
     atexit.register(
         destroy_distributed
     )  # a thread that still talks to the store while the interpreter goes down would abort it

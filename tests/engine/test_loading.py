@@ -24,6 +24,20 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert all(getattr(engine, name) == 0 for name in COUNTERS)
 
 
+def test_a_folder_of_deepspeeds_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """Otherwise the run would begin afresh, with a warning at most."""
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").touch()
+    for tag in (None, "global_step5"):
+        with pytest.raises(
+            CheckpointError, match=r"a checkpoint of DeepSpeed\. Make one of ours.*zero-trial ckpt import"
+        ):
+            engine.load_checkpoint(tmp_path, tag)
+    engine.save_checkpoint(tmp_path, "ours")
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "ours")
+
+
 def test_a_tag_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
     engine.save_checkpoint(tmp_path, tag="a")

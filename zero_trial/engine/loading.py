@@ -80,6 +80,7 @@ class Loader:
         answer: dict[str, Any] = {}
         if self._engine.mesh.rank == 0:
             try:
+                refuse_deepspeed(directory, tag)
                 if tag is not None:
                     answer = {"folder": str(checkpoint_folder(directory, tag))}
                 else:
@@ -250,6 +251,20 @@ def newest_whole(directory: Path) -> Path | None:
         )
     log.warning("there is no checkpoint in %s: nothing is loaded", directory)
     return None
+
+
+def refuse_deepspeed(directory: Path, tag: str | None) -> None:
+    """Raises CheckpointError where DeepSpeed has saved: a run that began afresh there was meant to go on."""
+    folder = directory / (tag or "")
+    if not folder.is_dir() or (folder / MANIFEST_NAME).is_file():
+        return
+    pattern = "*_model_states.pt" if tag is not None else "*/*_model_states.pt"
+    if next(folder.glob(pattern), None) is not None and not any(directory.glob(f"*/{MANIFEST_NAME}")):
+        raise CheckpointError(
+            "this is a checkpoint of DeepSpeed",
+            where=str(folder),
+            fix=f"Make one of ours from it: zero-trial ckpt import {directory} NEW_FOLDER, and load that.",
+        )
 
 
 def engine_state(reader: CheckpointReader) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from zero_trial.errors import ConfigError
 from zero_trial.ops import cuda, overlap
 from zero_trial.ops.overlap import Interval, check
 
+ops = torch.ops.zero_trial
+
 NAMES = ("parameter", "gradient", "state", "second state", "rounded copy")
 
 
@@ -25,9 +27,11 @@ def test_both_are_named(emulator: Emulator, first: int, second: int) -> None:
     n, room = 10, torch.zeros(100)
     tensors = [torch.zeros(n) for _ in range(5)]
     tensors[first], tensors[second] = room[20 : 20 + n], room[11 : 11 + n]
-    with pytest.raises(ConfigError) as said:
-        cuda.adam_(*tensors, None, *STEPS["adam_"](1, 1.0))
-    assert f"the {NAMES[second]} and the {NAMES[first]} overlap" in str(said.value)
+    low = [x.bfloat16() if k == 4 and x.untyped_storage().nbytes() < 400 else x for k, x in enumerate(tensors)]
+    for adam_, tried in ((cuda.adam_, tensors), *(((ops.adam_, low),) if second < 4 else ())):
+        with pytest.raises(ConfigError) as said:
+            adam_(*tried, None, *STEPS["adam_"](1, 1.0))
+        assert f"the {NAMES[second]} and the {NAMES[first]} overlap" in str(said.value)
     tensors[second] = room[10 : 10 + n]
     with emulator.watching(*tensors):
         cuda.adam_(*tensors, None, *STEPS["adam_"](1, 1.0))
@@ -54,6 +58,17 @@ def test_tensors_of_one_launch_are_held_against_each_other(emulator: Emulator) -
     m[0] = v[2][:10]
     with pytest.raises(ConfigError, match="the state number 0 and the second state number 2 overlap"):
         cuda.lamb_moments_(p, g, m, v, None, None, *columns[1:], 1.0, True)
+
+
+def test_lamb_of_the_cpu(emulator: Emulator) -> None:
+    room, columns = torch.zeros(40), [[x] for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0)]
+    with pytest.raises(ConfigError, match="the state and the second state overlap"):
+        ops.lamb_moments_(
+            [room[:10]], [torch.ones(10)], [room[10:20]], [room[19:29]], None, None, *columns[1:], 1.0, True
+        )
+    with pytest.raises(ConfigError, match="the parameter and the rounded copy overlap"):
+        low = room.view(torch.bfloat16)[8:18]
+        ops.lamb_apply_([room[:10]], [room[10:20]], [room[20:30]], [low], None, torch.ones(1), *columns, True)
 
 
 def test_what_is_only_read_may_be_shared(emulator: Emulator) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError, KernelUnavailable
-from zero_trial.ops import cuda, many, plain
+from zero_trial.ops import cuda, many, overlap, plain
 from zero_trial.ops._native import CALL, NONE, TYPES, Native, backend
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -224,10 +224,13 @@ def lamb_moments_(
     if native is None or not all(takes(x, h, (y, z), None, found_inf) for x, h, y, z in zip(p, g, m, v, strict=True)):
         return many.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
     multiplier = many.times(multiplier, factor)
-    calls = [
-        _pack(native, *tensors, None, found_inf, *_lamb_scalars((0.0, *own), multiplier, bias_correction))
-        for tensors, own in zip(zip(p, g, m, v, strict=True), zip(*numbers, strict=True), strict=True)
-    ]
+    calls = []
+    for (x, h, y, z), own in zip(zip(p, g, m, v, strict=True), zip(*numbers, strict=True), strict=True):
+        starts = (x.data_ptr(), h.data_ptr(), y.data_ptr(), z.data_ptr(), 0)
+        overlap.check_step(starts, x.numel(), TYPES[h.dtype], NONE, "rrwwr")
+        calls.append(
+            _block(native, x, h, starts, None, found_inf, *_lamb_scalars((0.0, *own), multiplier, bias_correction))
+        )
     squares = torch.empty(2, len(p), dtype=torch.float64)
     if native.library.zt_lamb_moments(b"".join(calls), len(calls), squares.data_ptr()):
         raise KernelUnavailable("no memory for the partial sums", where="lamb_moments_", got=f"{len(p)} tensors")
@@ -253,10 +256,11 @@ def lamb_apply_(
         many.lamb_apply_(p, m, v, out, found_inf, ratio, *numbers, bias_correction)
         return
     rows = zip(zip(p, m, v, low, ratio.tolist(), strict=True), zip(*numbers, strict=True), strict=True)
-    calls = [
-        _pack(native, x, x, y, z, o, found_inf, *_lamb_scalars(own, each, bias_correction))
-        for (x, y, z, o, each), own in rows
-    ]
+    calls = []
+    for (x, y, z, o, each), own in rows:
+        starts = (x.data_ptr(), 0, y.data_ptr(), z.data_ptr(), 0 if o is None else o.data_ptr())
+        overlap.check_step(starts, x.numel(), NONE, NONE if o is None else TYPES[o.dtype], "wrrrw")
+        calls.append(_block(native, x, x, starts, o, found_inf, *_lamb_scalars(own, each, bias_correction)))
     native.library.zt_lamb_apply(b"".join(calls), len(calls))
 
 
@@ -277,17 +281,38 @@ def _pack(
     found_inf: Tensor | None,
     *numbers: float,
 ) -> bytes:
-    """The block of arguments that a step in the library reads."""
+    """The block of arguments that a step in the library reads. Raises ConfigError where tensors overlap."""
+    starts = (
+        p.data_ptr(),
+        g.data_ptr(),
+        first.data_ptr(),
+        0 if second is None else second.data_ptr(),
+        0 if out is None else out.data_ptr(),
+    )
+    overlap.check_step(starts, p.numel(), TYPES[g.dtype], NONE if out is None else TYPES[out.dtype])
+    return _block(native, p, g, starts, out, found_inf, *numbers)
+
+
+def _block(
+    native: Native,
+    p: Tensor,
+    g: Tensor,
+    starts: tuple[int, int, int, int, int],
+    out: Tensor | None,
+    found_inf: Tensor | None,
+    *numbers: float,
+) -> bytes:
+    """The same without the check; ``starts``: addresses of parameter, gradient, two states and copy, 0 for none."""
     return CALL.pack(
         native.isa,
         torch.get_num_threads(),
         p.numel(),
-        p.data_ptr(),
-        g.data_ptr(),
+        starts[0],
+        starts[1],
         TYPES[g.dtype],
-        first.data_ptr(),
-        0 if second is None else second.data_ptr(),
-        0 if out is None else out.data_ptr(),
+        starts[2],
+        starts[3],
+        starts[4],
         NONE if out is None else TYPES[out.dtype],
         0 if found_inf is None else found_inf.data_ptr(),
         *numbers,

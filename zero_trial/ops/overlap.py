@@ -19,18 +19,18 @@ Interval = tuple[int, int, bool, str]  # first byte, end, whether it is written,
 
 
 @lru_cache(maxsize=4096)
-def check_step(starts: tuple[int, int, int, int, int], n: int, gradient: int, copy: int) -> None:
+def check_step(starts: tuple[int, int, int, int, int], n: int, gradient: int, copy: int, uses: str = "wrwww") -> None:
     """Raises ConfigError where tensors of one optimizer step overlap.
 
     ``starts``: addresses of parameter, gradient, states and rounded copy, 0 for none, of ``n`` elements each; ``gradient`` and ``copy``
-    say how these two are stored.
+    say how these two are stored; ``uses``: ``w`` or ``r``, written or read, for each.
     """
-    check(_intervals(starts, n, (0, gradient, 0, 0, copy), "wrwww", _STEP, ""))
+    check(_intervals(starts, n, (0, gradient, 0, 0, copy), uses, _STEP, ""))
 
 
 @lru_cache(maxsize=256)
 def check_pieces(table: bytes, stored: tuple[int, int, int, int, int], uses: str) -> None:
-    """The same over all tensors of a launch; ``table`` holds its pieces. ``uses``: ``w`` or ``r`` for each of a piece's five tensors."""
+    """The same over all tensors of a launch; ``table`` holds its pieces; ``stored`` and ``uses`` are of each of a piece's five."""
     found: list[Interval] = []
     for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
         found += _intervals(starts, n, stored, uses, _STEP, f" number {number}")

@@ -25,6 +25,7 @@ VERBS = (
     "master",
     "report",
     "sweep",
+    "diff",
     "ckpt",
     "env",
 )

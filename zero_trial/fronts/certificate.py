@@ -46,7 +46,7 @@ def _start(run: LocalPlatform, device: torch.device) -> dict[str, Any]:
         "ranks": run.distributed.size,
         "hyperparameters": json.loads(json.dumps(run.hparams, default=str)),
         "code": code_of(run.model_dir),
-        "package": code_of(Path(zero_trial.__file__).parent)["sha256"],
+        "package": code_of(Path(zero_trial.__file__).parent)["sha256"][:16],
         "versions": {
             "zero_trial": zero_trial.__version__,
             "torch": str(torch.__version__),

@@ -30,15 +30,15 @@ def from_run_folder(folder: Path) -> RunReport:
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
         )
     events, summary, body = (
-        _lines(folder / "events.jsonl"),
-        _json(folder / "summary.json"),
-        _json(folder / "resolved_config.json"),
+        read_lines(folder / "events.jsonl"),
+        read_json(folder / "summary.json"),
+        read_json(folder / "resolved_config.json"),
     )
-    errors = [_json(path) for path in sorted(folder.glob("errors/rank-*.json"))]
+    errors = [read_json(path) for path in sorted(folder.glob("errors/rank-*.json"))]
     training, progress = _training(events)
     changes = _changes(summary, _validations(folder, events))
     status, message = _status(summary, errors, events)
-    lock = _text(folder / LOCK)
+    lock = read_text(folder / LOCK)
     return RunReport(
         title=_experiment_name(lock) or folder.resolve().name,
         status=status,
@@ -60,10 +60,10 @@ def from_run_folder(folder: Path) -> RunReport:
     )
 
 
-def _lines(path: Path) -> list[Record]:
+def read_lines(path: Path) -> list[Record]:
     """JSON lines; a torn one (the writer was killed) is left out."""
     found: list[Record] = []
-    for line in _text(path).splitlines():
+    for line in read_text(path).splitlines():
         try:
             record = json.loads(line)
         except ValueError:
@@ -73,15 +73,17 @@ def _lines(path: Path) -> list[Record]:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is none, or it cannot be read."""
     try:
-        found = json.loads(_text(path) or "{}")
+        found = json.loads(read_text(path) or "{}")
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Nothing of a file that is not there."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
@@ -124,7 +126,7 @@ def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ..
 def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:
     """Step and metrics of each validation that counts; from metrics.jsonl, or from the events where that is missing."""
     starts = [event for event in events if event.get("kind") == "start"]
-    reports = [line for line in _lines(folder / "metrics.jsonl") if line.get("group") == "validation"]
+    reports = [line for line in read_lines(folder / "metrics.jsonl") if line.get("group") == "validation"]
     if not reports:
         reports = [event for event in events if event.get("kind") == "validation"]
     merged = in_force(sorted([*starts, *reports], key=lambda record: record.get("time") or 0.0))

@@ -1,0 +1,138 @@
+"""``zero-trial diff RUN_A RUN_B``: what differs between two runs, and the first step at which it shows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.outcome import shown
+from zero_trial.cli.table import table
+from zero_trial.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zero_trial.report.difference import Change, Compared, Difference
+    from zero_trial.report.run_record import RunRecord
+
+LONGEST = 60  # letters of a value
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="what differs between two runs, and from which step on",
+        description="Compare two runs' settings, code, data and machine, and then their values step by step: the loss of rank 0 at every "
+        "step, the learning rate, the gradient norm, and the reported metrics. Exit code 0 if all is the same, 1 if something differs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="a run's folder, such as runs/0001")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="another")
+    parser.add_argument(
+        "--only",
+        choices=("settings", "values"),
+        help="what the exit code is about: settings, code and data; or the values",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="values within X of each other are equal (default: 0, every bit)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=handle)
+
+
+def handle(options: argparse.Namespace) -> int:
+    """Run the verb."""
+    from zero_trial.report.difference import compare_runs
+    from zero_trial.report.run_record import read_run
+
+    if not 0 <= options.rtol < 1:
+        raise ConfigError("not a tolerance", where="--rtol", got=options.rtol, expected="0, or a number below 1")
+    a, b = read_run(options.a), read_run(options.b)
+    found = compare_runs(a, b, options.rtol)
+    same = {"settings": found.same_origin, "values": found.same_values}.get(options.only, found.same)
+    if options.json:
+        print(json.dumps(_as_dict(found, same), allow_nan=True))
+    else:
+        print("\n".join(_lines(a, b, found, same)))
+    return 0 if same else 1
+
+
+def _lines(a: RunRecord, b: RunRecord, found: Difference, same: bool) -> Iterator[str]:
+    for name, run in (("A", a), ("B", b)):
+        yield f"{name:8}{shown(run.folder)}  step {run.last_step}, {run.end or 'not ended'}"
+    rows = [*_rows("setting", found.settings), *_rows("code", found.code), *_rows("data", found.data)]
+    rows += _rows("machine", found.made_with)
+    if rows:
+        yield table([("", "", "A", "B"), *rows])
+    for note in found.notes:
+        yield f"note    {note}"
+    equal = [trace for trace in found.traces if trace.parting is None]
+    if equal:
+        yield f"equal   {', '.join(f'{trace.name} ({_steps(trace.steps)})' for trace in equal)}"
+    for trace in sorted(found.traces, key=lambda trace: trace.parting.step if trace.parting else 0):
+        if trace.parting is not None:
+            yield f"differs {_parting(trace)}"
+    if found.ends is not None:
+        yield f"ends    A at step {found.ends[0]}, B at step {found.ends[1]}"
+    yield _verdict(found, same)
+
+
+def _rows(word: str, changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    return [(word, change.key, _short(change.a), _short(change.b)) for change in changes]
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def _parting(trace: Compared) -> str:
+    """``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most 0.3 apart, at step 90``."""
+    parting = trace.parting
+    if parting is None:
+        return trace.name
+    apart = f" ({parting.difference:.3g} apart)" if parting.difference is not None else ""
+    words = [f"{trace.name}: from step {parting.step} on, {parting.a} and {parting.b}{apart}"]
+    words.append("at the first step that both have" if parting.before is None else f"equal until step {parting.before}")
+    if parting.largest is not None:
+        words.append(f"at most {parting.largest:.3g} apart, at step {parting.at}, over {_steps(trace.steps)}")
+    return "; ".join(words)
+
+
+def _verdict(found: Difference, same: bool) -> str:
+    if same:
+        return "same"
+    first = found.first
+    if first is None or first.parting is None:
+        return "different, though no value that both have differs" if found.traces else "different"
+    parting = first.parting
+    between = f", equal until step {parting.before}" if parting.before is not None else ""
+    return f"different from step {parting.step} on ({first.name}{between})"
+
+
+def _as_dict(found: Difference, same: bool) -> dict[str, Any]:
+    first = found.first
+    return {
+        "same": same,
+        "same_settings": found.same_origin,
+        "same_values": found.same_values,
+        "first_step": first.parting.step if first is not None and first.parting is not None else None,
+        "first_trace": first.name if first is not None else None,
+        **{
+            key: [asdict(change) for change in getattr(found, key)] for key in ("settings", "code", "made_with", "data")
+        },
+        "traces": [asdict(trace) for trace in found.traces],
+        "ends": list(found.ends) if found.ends is not None else None,
+        "notes": list(found.notes),
+    }

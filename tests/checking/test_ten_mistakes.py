@@ -49,7 +49,7 @@ def test_3_auto_without_a_source(tmp_path: Path):
     report = project(tmp_path, ds_config={**DS_CONFIG, "gradient_clipping": "auto"}).check()
     assert only(messages(report)) == (
         'error: ds_config.json:9 gradient_clipping: "auto" has no source. '
-        "Set a number, or the hyperparameter max_grad_norm in the trial."
+        "Set a number, or the hyperparameter max_grad_norm in the trial, or args.max_grad_norm in a script."
     )
 
 

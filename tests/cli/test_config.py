@@ -48,3 +48,26 @@ def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     made = project(tmp_path, ds_config={"train_batch_size": 3})
     assert main(["config", str(made.experiment), str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error   train_batch_size 3 ≠")
+
+
+def test_a_ds_config_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The first question of whoever has one: what would be done with it."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "sparse_gradients": True}))
+    assert main(["config", str(path), "--slots", "2", "--given"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "gradient_accumulation_steps 4 derived: 32 // 4 // 2 ranks" in lines
+    assert any(line.startswith("sparse_gradients true ds_config.json:1 no effect: ") for line in lines)
+    path.write_text(json.dumps({"train_batch_size": 32, "zero_optimisation": {}}))
+    assert main(["config", str(path)]) == 2
+    assert 'Did you mean "zero_optimization"?' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["run", "check", "plan"])
+def test_no_other_verb_takes_one_for_an_experiment(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 32, "optimizer": {"type": "AdamW"}}))
+    assert main([verb, str(path)]) == 2
+    said = "".join(capsys.readouterr())
+    assert "this is a ds_config, not an experiment: got train_batch_size, optimizer" in said
+    assert "zero-trial config ds_config.json" in said and "unknown key" not in said

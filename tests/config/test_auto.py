@@ -45,17 +45,21 @@ def test_a_hugging_face_file_is_filled():
 
 def test_what_has_no_source_is_named_with_the_way_to_set_it():
     _, faults = resolve_auto(Document.of(HF_FILE), {})
+    asked = {
+        "gradient_clipping": ("a number", "max_grad_norm"),
+        "optimizer.params.lr": ("a number", "learning_rate"),
+        "optimizer.params.betas": ("two numbers, such as [0.9, 0.999]", "betas"),
+        "optimizer.params.eps": ("a number", "adam_epsilon"),
+        "optimizer.params.weight_decay": ("a number", "weight_decay"),
+        "scheduler.params.warmup_max_lr": ("a number", "warmup_max_lr"),
+        "scheduler.params.warmup_num_steps": ("a number", "warmup_steps"),
+        "scheduler.params.total_num_steps": ("a number", "max_steps"),
+        "fp16.enabled": ("true or false", "fp16"),
+        "bf16.enabled": ("true or false", "bf16"),
+    }
     assert [str(fault) for fault in faults] == [
-        'gradient_clipping: "auto" has no source. Set a number, or the hyperparameter max_grad_norm in the trial.',
-        'optimizer.params.lr: "auto" has no source. Set a number, or the hyperparameter learning_rate in the trial.',
-        'optimizer.params.betas: "auto" has no source. Set a number, or the hyperparameter betas in the trial.',
-        'optimizer.params.eps: "auto" has no source. Set a number, or the hyperparameter adam_epsilon in the trial.',
-        'optimizer.params.weight_decay: "auto" has no source. Set a number, or the hyperparameter weight_decay in the trial.',
-        'scheduler.params.warmup_max_lr: "auto" has no source. Set a number, or the hyperparameter warmup_max_lr in the trial.',
-        'scheduler.params.warmup_num_steps: "auto" has no source. Set a number, or the hyperparameter warmup_steps in the trial.',
-        'scheduler.params.total_num_steps: "auto" has no source. Set a number, or the hyperparameter max_steps in the trial.',
-        'fp16.enabled: "auto" has no source. Set true or false, or the hyperparameter fp16 in the trial.',
-        'bf16.enabled: "auto" has no source. Set true or false, or the hyperparameter bf16 in the trial.',
+        f'{key}: "auto" has no source. Set {what}, or the hyperparameter {name} in the trial, or args.{name} in a script.'
+        for key, (what, name) in asked.items()
     ]
 
 

@@ -40,6 +40,12 @@ def test_known_names_are_strict_and_any_case():
         ("optimizer", "Adam", {"lr": -1}, "optimizer.params.lr: wrong value"),
         (
             "optimizer",
+            "OneBitLamb",
+            {"eps_inside_sqrt": True},
+            "optimizer.params.eps_inside_sqrt: eps is added outside the square root: got true, expected false. Leave it out.",
+        ),
+        (
+            "optimizer",
             "SGD",
             {"lr": "fast"},
             'optimizer.params.lr: wrong value: got "fast", expected a number of at least 0',

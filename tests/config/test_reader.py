@@ -159,7 +159,7 @@ def test_all_faults_come_together(tmp_path: Path):
         "(DeepSpeed would ignore this and train without ZeRO.)\n"
         '  ds_config.json:5 fp16.loss_scal: unknown key. Did you mean "loss_scale"?\n'
         '  ds_config.json:4 gradient_clipping: "auto" has no source. Set a number, '
-        "or the hyperparameter max_grad_norm in the trial.\n"
+        "or the hyperparameter max_grad_norm in the trial, or args.max_grad_norm in a script.\n"
         '  ds_config.json:3 train_batch_size: wrong value: got "32", expected a positive integer. Write 32 without quotes.\n'
         "  ds_config.json:5 fp16.enabled: wrong value: got 1, expected true or false. Write true.\n"
         '  ds_config.json:6 optimizer.params.lr: wrong value: got "fast", expected a number of at least 0.\n'

@@ -14,6 +14,7 @@ from zero_trial.config.reconcile import reconcile
 from zero_trial.config.report import (
     config_report,
     entries_of,
+    filled_line,
     render_report,
     report_json,
     resolved_ds_config,
@@ -155,3 +156,18 @@ def test_every_file_of_the_corpus_can_be_written_out_and_read_again():
                 assert getattr(again, item.name) == getattr(config, item.name), (path.name, item.name)
         read += 1
     assert read > 20
+
+
+def test_what_auto_became():
+    config = read_ds_config(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "train_batch_size": "auto",
+            "gradient_clipping": "auto",
+        },
+        hints={"learning_rate": 0.5, "max_grad_norm": 1.0},
+    )
+    assert filled_line(config) == (
+        "ds_config, filled in: optimizer.params.lr 0.5 (hyperparameter learning_rate), gradient_clipping 1.0 (hyperparameter max_grad_norm)"
+    )
+    assert filled_line(read_ds_config({"train_batch_size": 4})) == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.engine.arguments import add_config_arguments, config_of
+from zero_trial.engine.arguments import add_config_arguments, config_of, hints_of
 from zero_trial.errors import ConfigError
 
 
@@ -27,3 +27,35 @@ def test_nothing_given_is_none():
 def test_a_missing_file_is_named():
     with pytest.raises(ConfigError, match=r"--deepspeed_config: there is no such file: got nowhere\.json"):
         config_of(argparse.Namespace(deepspeed_config="nowhere.json"))
+
+
+def test_training_arguments_are_understood():
+    args = argparse.Namespace(
+        learning_rate=3e-5,
+        adam_beta1=0.9,
+        adam_beta2=0.98,
+        bf16=True,
+        output_dir="x",
+        weight_decay=0.0,
+        per_device_train_batch_size=4,
+        train_batch_size=4,
+        max_steps=-1,
+        warmup_steps=0,
+        warmup_ratio=0.1,
+    )
+    assert hints_of(args) == {
+        "learning_rate": 3e-5,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.98,
+        "bf16": True,
+        "weight_decay": 0.0,
+        "per_device_train_batch_size": 4,
+        "warmup_ratio": 0.1,
+    }
+
+
+def test_a_plain_script_s_arguments():
+    """``train_batch_size`` alone is the global one, as in ds_config; no warm-up is a warm-up of no steps."""
+    args = argparse.Namespace(lr=0.1, train_batch_size=32, warmup_steps=0, max_steps=10, model=object())
+    assert hints_of(args) == {"lr": 0.1, "train_batch_size": 32, "warmup_steps": 0, "max_steps": 10}
+    assert hints_of(None) == {}

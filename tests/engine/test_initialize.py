@@ -6,6 +6,7 @@ import base64
 import json
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
+from zero_trial.errors import ConfigError
 from zero_trial.mesh import sum_in_order
 from zero_trial.zero import ShardedOptimizer
 
@@ -101,6 +103,35 @@ def test_a_client_wins_over_ds_config():
     engine.backward(engine(torch.ones(1, 3)).sum())
     engine.step()
     assert engine.get_lr() == [0.05]
+
+
+def test_a_schedule_of_another_optimizer_would_change_nothing():
+    """A user's first port from plain torch: the optimizer stays in ds_config, the schedule is built around one that nobody steps."""
+    model = nn.Linear(3, 2)
+    stray = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(model.parameters()), 10)
+    with pytest.raises(ConfigError, match=r"lr_scheduler\): the schedule belongs to another .* got StepLR of AdamW"):
+        zero_trial.initialize(model=model, lr_scheduler=stray, config=CONFIG)
+    engine, *_ = zero_trial.initialize(
+        model=model, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), config=CONFIG
+    )
+    before = engine.get_lr()[0]
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    assert engine.get_lr() == [pytest.approx(before / 10)]
+
+
+def test_auto_takes_what_the_arguments_say(caplog: pytest.LogCaptureFixture):
+    """As a script for Hugging Face's Trainer has them; what was filled in, and from what, is said once."""
+    args = SimpleNamespace(learning_rate=0.25, weight_decay=0.5, max_grad_norm=2.0, train_batch_size=None)
+    params = {"lr": "auto", "weight_decay": "auto"}
+    config = CONFIG | {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}
+    with caplog.at_level("INFO", "zero_trial"):
+        engine, *_ = zero_trial.initialize(args=args, model=nn.Linear(3, 2), config=config)
+    assert engine.get_lr() == [0.25] and engine.config.gradient_clipping == 2.0
+    (line,) = [record.message for record in caplog.records if "filled in" in record.message]
+    assert "optimizer.params.lr 0.25 (hyperparameter learning_rate)" in line
+    with pytest.raises(ConfigError, match=r"or args.learning_rate in a script"):
+        zero_trial.initialize(model=nn.Linear(3, 2), config=config)
 
 
 def first_values(stage: str) -> tuple[list[float], list[float], str]:

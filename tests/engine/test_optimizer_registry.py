@@ -167,7 +167,7 @@ def test_only_lamb_binds() -> None:
     [
         ("AdamW", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm", '"gradient_clipping": 1.0'),
         ("AdamW", {"weigth_decay": 0.1}, "optimizer.params.weigth_decay", "Did you mean weight_decay?"),
-        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction", "bias"),
+        ("Adam", {"bias_correction": False, "torch_adam": True}, "optimizer.params.bias_correction", "bias"),
         ("Lamb", {"eps_inside_sqrt": True}, "optimizer.params.eps_inside_sqrt", "square root"),
         ("AdamW", {"lr": "1e-4"}, "optimizer.params.lr", "'1e-4'"),
         ("AdmaW", {}, "optimizer.type", "Did you mean AdamW?"),
@@ -183,6 +183,21 @@ def test_refusals_say_where_and_what_to_do(name: str, given: dict[str, Any], whe
         resolve_optimizer(name, given)
     assert raised.value.where == where
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "decoupled"), [("Adam", True), ("OneBitAdam", True), ("Adam L2", False)])
+def test_adam_without_bias_correction(name: str, decoupled: bool) -> None:
+    """The first step of the published BERT recipes is lr * m / sqrt(v) with m = 0.1 g and v = 0.001 g²."""
+    given = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 0.0, "bias_correction": False}
+    more = {} if decoupled else {"adam_w_mode": False}
+    spec = resolve_optimizer(name.split()[0], given | more)
+    assert (spec.optimizer_class, spec.elementwise) == (FusedAdam, True)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    built = spec.build([weight])
+    built.step()
+    assert weight.item() == pytest.approx(-0.5 * 0.1 / 0.001**0.5, rel=1e-5)
+    assert built.param_groups[0]["decoupled_weight_decay"] is decoupled
 
 
 def test_all_faults_of_the_params_come_together() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_trial.config.reconcile import Reconciliation
+    from zero_trial.config.sections import DsConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -18,10 +22,13 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "experiment", type=Path, metavar="CONST.yaml", help="the experiment, or a run's config.lock.yaml"
+        "experiment",
+        type=Path,
+        metavar="CONST.yaml",
+        help="the experiment, a run's config.lock.yaml, or a ds_config by itself",
     )
     parser.add_argument("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="the folder of the trial's module")
-    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial)")
+    parser.add_argument("--slots", type=int, metavar="N", help="ranks (default: resources.slots_per_trial, or 1)")
     parser.add_argument("--given", action="store_true", help="leave out defaults that need no remark")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; its ds_config repeats the run on any release"
@@ -33,17 +40,41 @@ def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
     from zero_trial.checking.ds_configs import first_legal
     from zero_trial.config.experiment_reader import read_experiment
-    from zero_trial.config.report import render_report, report_json
+    from zero_trial.config.reader import read_ds_config
+    from zero_trial.config.reconcile import reconcile
     from zero_trial.launch.lock import locked_model_dir
 
+    if _is_ds_config(options.experiment):
+        config = read_ds_config(options.experiment, name=options.experiment.name)
+        _say(config, reconcile(config, options.slots or 1), options)
+        return 0
     experiment = read_experiment(options.experiment)
     model_dir = options.model_dir or locked_model_dir(experiment) or Path()
     slots = options.slots if options.slots is not None else experiment.slots_per_trial
     found = first_legal(experiment, model_dir, slots)
-    if options.json:
-        print(report_json(found.config, found.batch.rows))
-        return 0
-    if found.point.values:
+    if found.point.values and not options.json:
         sys.stderr.write(f"point   {found.point.describe()}\n")
-    print(f"{found.batch}\n\n{render_report(found.config, everything=not options.given)}")
+    _say(found.config, found.batch, options)
     return 0
+
+
+def _is_ds_config(path: Path) -> bool:
+    """Whether the file is a ds_config itself. What cannot be read is left to the reader of experiments, which says why."""
+    from zero_trial.config.experiment_reader import looks_like_ds_config
+    from zero_trial.config.source import read_file
+    from zero_trial.errors import ConfigError
+
+    try:
+        return looks_like_ds_config(read_file(path, path.name).value)
+    except ConfigError:
+        return False
+
+
+def _say(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -> None:
+    """The batch sizes and every value, in words or as JSON."""
+    from zero_trial.config.report import render_report, report_json
+
+    if options.json:
+        print(report_json(config, batch.rows))
+    else:
+        print(f"{batch}\n\n{render_report(config, everything=not options.given)}")

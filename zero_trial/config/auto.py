@@ -123,5 +123,8 @@ def _no_source(where: str, path: str, rule: AutoRule) -> ConfigError:
         what = "true or false"
     elif row is not None and row.kind.says.startswith(("one of", "a string", "a dtype")):
         what = row.kind.says
-    fix = f"Set {what}" + (f", or the hyperparameter {rule.names[-1]} in the trial." if rule.names else ".")
+    elif path.endswith(".betas"):
+        what = "two numbers, such as [0.9, 0.999]"
+    name = rule.names[-1] if rule.names else ""
+    fix = f"Set {what}" + (f", or the hyperparameter {name} in the trial, or args.{name} in a script." if name else ".")
     return ConfigError('"auto" has no source', where=where, fix=fix)

@@ -100,6 +100,12 @@ RULES: Mapping[str, AutoRule] = {
 }
 
 
+def hint_names() -> tuple[str, ...]:
+    """Every name under which a value for "auto" is looked for."""
+    listed = [name for rule in RULES.values() for name in rule.names]
+    return tuple(dict.fromkeys([*listed, "adam_beta1", "adam_beta2", "warmup_ratio", *_HIDDEN]))
+
+
 def named(hints: Hints, names: tuple[str, ...]) -> Found | None:
     """The first of ``names`` that the hints hold with a value."""
     for name in names:

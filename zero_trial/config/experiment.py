@@ -139,8 +139,13 @@ class ExperimentConfig:
             return open_source(name)
         there = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.json")})
         near = difflib.get_close_matches(name, there, 1)
-        places = " nor in ".join(str(folder) for folder in folders)
-        raise ConfigError(f"{name} is not in {places}", where=where, fix=f'Did you mean "{near[0]}"?' if near else None)
+        places = " nor in ".join(dict.fromkeys(str(folder.resolve().name or folder) + "/" for folder in folders))
+        fix = (
+            f'Did you mean "{near[0]}"?'
+            if near
+            else "Write the file beside the experiment, or its keys here instead of its name."
+        )
+        raise ConfigError(f"{name} is not in {places}", where=where, fix=fix)
 
     def _hyperparameter_places(self) -> Document:
         return read_hyperparameters(self.document.below(("hyperparameters",)), [])

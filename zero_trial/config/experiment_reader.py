@@ -16,6 +16,7 @@ from zero_trial.config.hyperparameters import read_hyperparameters
 from zero_trial.config.kinds import Kind
 from zero_trial.config.numerals import Mismatch
 from zero_trial.config.period import NEVER, Period, read_period
+from zero_trial.config.table import TABLE
 from zero_trial.config.yaml_text import read_yaml
 from zero_trial.errors import ConfigError
 
@@ -39,6 +40,8 @@ def examine_experiment(
     Raises ConfigError only for what is no readable YAML at all.
     """
     document, folder = _open_experiment(source, name)
+    if looks_like_ds_config(document.value):
+        raise _not_an_experiment(document)
     faults: list[ConfigError] = []
     _unknown_keys(document, faults)
     values = _Values(document, faults)
@@ -66,6 +69,26 @@ def examine_experiment(
         folder=folder,
     )
     return config, faults
+
+
+def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
+    """Whether this is a ds_config given in the place of an experiment: it has keys of one, and none of the other."""
+    return (
+        bool(value) and not any(key in TOP or key in SECTIONS for key in value) and any(key in TABLE for key in value)
+    )
+
+
+def _not_an_experiment(document: Document) -> ConfigError:
+    file = document.place.file or "ds_config.json"
+    keys = [key for key in document.value if key in TABLE]
+    return ConfigError(
+        "this is a ds_config, not an experiment",
+        where=document.place.file or None,
+        got=", ".join(keys[:3]) + (" ..." if len(keys) > 3 else ""),
+        expected="entrypoint, searcher, hyperparameters ...",
+        fix=f"An experiment names it: data: {{ds_config: {file}}}; zero-trial init makes one to begin with. "
+        f"zero-trial config {file} says what is done with each of its keys.",
+    )
 
 
 def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -> tuple[Document, Path | None]:

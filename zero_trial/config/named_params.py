@@ -12,11 +12,13 @@ from zero_trial.config.kinds import AnyOf, Bool, Float, Int, Kind, Numbers, Opaq
 
 @dataclass(frozen=True)
 class Param:
-    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is none."""
+    """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is none. ``only``: why no other value than
+    the default can be had."""
 
     kind: Kind
     default: Any = None
     required: bool = False
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ _LAMB = {
     "bias_correction": Param(Bool(), True),
     "max_coeff": Param(Float(above=0), 10.0),
     "min_coeff": Param(Float(low=0), 0.01),
-    "eps_inside_sqrt": _FLAG,
-    "amsgrad": _FLAG,
+    "eps_inside_sqrt": Param(Bool(), False, only="eps is added outside the square root"),
+    "amsgrad": Param(Bool(), False, only="LAMB has no AMSGrad form"),
 }
 _COMPRESSION = {
     name: Param(Opaque())

@@ -81,6 +81,12 @@ def _checked(key: str, value: Any, where: str, named: Named, found: Params) -> N
             ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
         )
         return
+    param = named.params[key]
+    if param.only and reading.value != param.default:
+        found.faults.append(
+            ConfigError(param.only, where=where, got=shown(value), expected=shown(param.default), fix="Leave it out.")
+        )
+        return
     found.values[key] = reading.value
     found.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
 

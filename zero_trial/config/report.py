@@ -78,6 +78,18 @@ def short_report(entries: Iterable[Entry], width: int = 120) -> str:
     return "\n".join(lines)
 
 
+def filled_line(config: DsConfig) -> str:
+    """What every "auto" became, and from what; "" where nothing was left open."""
+    filled = []
+    for path, source in config.sources.items():
+        if source.startswith("auto: ") and not source.startswith("auto: left"):
+            value: Any = config
+            for part in path.split("."):
+                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+            filled.append(f"{path} {shown(value)} ({source.removeprefix('auto: ').partition(' (')[0]})")
+    return f"ds_config, filled in: {', '.join(filled)}" if filled else ""
+
+
 def report_body(config: DsConfig, batch: Iterable[Row] = ()) -> dict[str, Any]:
     """The report for machines: ``values`` (one object per key), ``batch`` (rows of a Reconciliation), ``warnings``, and ``ds_config``,
     from which the run can be repeated.

@@ -8,6 +8,7 @@ import yaml
 
 from zero_trial.config.document import Document, Path, Place, twice
 from zero_trial.config.numerals import EXPONENT, spell_float
+from zero_trial.config.yaml_fault import yaml_fault
 from zero_trial.errors import ConfigError
 
 _DEPTH = 64
@@ -24,9 +25,7 @@ def read_yaml(text: str, file: str) -> Document:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         loader = yaml.SafeLoader("")
     except yaml.MarkedYAMLError as problem:
-        line = problem.problem_mark.line + 1 if problem.problem_mark else None
-        where = f"{file}:{line}" if line else file
-        raise ConfigError(f"not readable as YAML: {problem.problem or problem.context}", where=where) from None
+        raise yaml_fault(problem, text, file) from None
     except (yaml.YAMLError, RecursionError) as problem:
         why = " ".join(str(problem).split()) or "too deeply nested"
         raise ConfigError(f"not readable as YAML: {why}", where=file) from None

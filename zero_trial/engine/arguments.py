@@ -1,4 +1,4 @@
-"""The command line arguments that scripts for DeepSpeed declare: which ds_config to use."""
+"""The arguments that scripts for DeepSpeed hand over: which ds_config to use, and what its "auto" values stand for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from zero_trial.config.auto_rules import hint_names
 from zero_trial.errors import ConfigError
 
 
@@ -33,3 +34,20 @@ def config_of(args: Any) -> Path | None:
             "there is no such file", where="--deepspeed_config", got=str(path), expected="a ds_config in JSON"
         )
     return path
+
+
+def hints_of(args: Any) -> dict[str, Any]:
+    """Values for "auto", by the names that Hugging Face's TrainingArguments and plain scripts use; of an object with attributes, or None.
+
+    What says nothing is left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a ``warmup_ratio``. TrainingArguments'
+    ``train_batch_size`` is that of one device, under another name here.
+    """
+    found = {name: value for name in hint_names() if (value := getattr(args, name, None)) is not None}
+    if "per_device_train_batch_size" in found:
+        found.pop("train_batch_size", None)
+    for name in ("max_steps", "num_training_steps", "total_num_steps"):
+        if isinstance(found.get(name), int) and found[name] < 1:
+            found.pop(name)
+    if not found.get("warmup_steps") and found.get("warmup_ratio"):
+        found.pop("warmup_steps", None)
+    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str, list, tuple))}

@@ -13,7 +13,9 @@ from torch import nn
 
 from zero_trial.activation.checkpointing import CHECKPOINTING
 from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.report import filled_line
 from zero_trial.config.sections import ActivationCheckpointingSection
+from zero_trial.engine.arguments import hints_of
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
 from zero_trial.engine.kernels import agree_on_kernels
@@ -22,6 +24,7 @@ from zero_trial.engine.offload import REAL, Offload, Places, offload_line, offlo
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
+from zero_trial.engine.roster import Roster
 from zero_trial.engine.schedules import build_scheduler
 from zero_trial.engine.watch import watch
 from zero_trial.engine.wiring import Wiring, mesh_shape, wire
@@ -33,6 +36,7 @@ from zero_trial.ops.sum_of_parts import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.dtypes import describe_dtypes
+from zero_trial.zero.model_parallel import is_part
 from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.rebind import rebind
 from zero_trial.zero.store import ShardPiece
@@ -61,24 +65,28 @@ def initialize(
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): ds_config as dict, path or base64. A client ``optimizer``
     (object, or callable from parameter groups) wins over ds_config's; so does a client ``lr_scheduler`` (object, or callable
-    from the optimizer). All ranks start from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
+    from the optimizer). "auto" takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say.
+    All ranks start from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
     """
     if model is None:
         raise ConfigError(
             "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
         )
     source = _config_source(args, config, config_params)
-    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model))
+    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model) | hints_of(args))
     settings = with_stages(settings, model)
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     if _device().type == "cpu" or offloads(settings):
         agree_on_kernels(mesh.world)
     engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
+    if mesh.rank == 0 and (filled := filled_line(settings)):
+        log.info("%s", filled)
     engine.verdict = choose_verdict(engine.sharded, engine.wiring, engine.device, engine.optimizer)
     if mesh.rank == 0 and (line := offload_line(engine)) is not None:
         log.info("%s", line)
     watch(engine)
+    engine.roster = Roster(engine.module)
     _configure_checkpointing(settings, mesh)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(
@@ -125,7 +133,7 @@ def build_engine(
     if isinstance(model, PipelineModule):
         wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)
     _say_dtypes(model, wiring.policy.param, mesh)
-    _say_parts(mesh, wiring)
+    _say_parts(model, mesh, wiring)
     trained = _trained(groups) if _optimizes(optimizer, settings) else []
     offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, places)
     sharded = ShardedModel(
@@ -154,13 +162,23 @@ def _say_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
         log.warning(line)
 
 
-def _say_parts(mesh: Mesh, wiring: Wiring) -> None:
-    """A line where parts of a model decide for themselves what concerns them all."""
+def _say_parts(model: nn.Module, mesh: Mesh, wiring: Wiring) -> None:
+    """A line where parts of a model decide for themselves what concerns them all, or do not say what they have in common."""
     parts = mesh.model_part[1]
-    if parts > 1 and mesh.rank == 0 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
+    if parts == 1 or mesh.rank != 0:
+        return
+    if mesh.model.size == 1 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
         what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
         log.warning(
-            "%d parallel parts of the model: each %s, so that weights which all parts hold can drift apart", parts, what
+            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, so that weights which all parts hold can drift apart",
+            parts,
+            what,
+        )
+    elif mesh.model.size > 1 and not any(is_part(param) for param in model.parameters()):
+        log.warning(
+            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
+            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
+            parts,
         )
 
 
@@ -192,7 +210,11 @@ def _join(settings: DsConfig, mpu: Any, port: int, required: bool | None) -> Mes
     add = native_sum(sum_in_order)
     if mpu is not None:
         model_size = mpu.get_model_parallel_world_size() if hasattr(mpu, "get_model_parallel_world_size") else 1
-        return mesh_around(mpu.get_data_parallel_group(), model_size=model_size, timeout=timeout, add=add)
+        own_group = model_size > 1 and hasattr(mpu, "get_model_parallel_group")
+        model_group = mpu.get_model_parallel_group() if own_group else None
+        return mesh_around(
+            mpu.get_data_parallel_group(), model_size=model_size, model_group=model_group, timeout=timeout, add=add
+        )
     shape = mesh_shape(settings, world_size())
     return build_mesh(shape, timeout=timeout, shared_memory=settings.comm_transport == "auto", add=add)
 
@@ -301,8 +323,24 @@ def _groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
 
 def _build_schedule(optimizer: ShardedOptimizer | None, client: Any, settings: DsConfig) -> Any:
     if client is not None:
-        is_object = hasattr(client, "step")
-        return client if is_object or optimizer is None else client(optimizer.base)
+        if not hasattr(client, "step"):
+            return client if optimizer is None else client(optimizer.base)
+        _require_own(client, optimizer)
+        return client
     if settings.scheduler is None or optimizer is None:
         return None
     return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer.base)
+
+
+def _require_own(schedule: Any, optimizer: ShardedOptimizer | None) -> None:
+    """A schedule of torch's is bound to an optimizer; if that is another one, every learning rate would stay as it is, without a word."""
+    theirs = getattr(schedule, "optimizer", None)
+    if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer.base:
+        return
+    kind = type(schedule).__name__
+    raise ConfigError(
+        "the schedule belongs to another optimizer than the engine's, and would change nothing",
+        where="initialize(lr_scheduler)",
+        got=f"{kind} of {type(theirs).__name__}",
+        fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
+    )

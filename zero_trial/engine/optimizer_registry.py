@@ -147,12 +147,19 @@ def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> Opt
 def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
     torch_adam = bool(given.pop("torch_adam", False))
     decoupled = bool(given.pop("adam_w_mode", True)) or name.lower() == "adamw"
-    _answer(given, "bias_correction", True, "torch's Adam always corrects the bias of its moments")
+    corrected = given.pop("bias_correction", True) is not False
+    if torch_adam and not corrected:
+        _answer(
+            {"bias_correction": False}, "bias_correction", True, "torch's Adam always corrects the bias of its moments"
+        )
     given.pop("set_grad_none", None)  # gradients live in buffers that are zeroed, whatever this says
     given.pop("fp32_optimizer_states", None)  # the moments have the masters' dtype
     if not torch_adam:
         given.setdefault("weight_decay", 0.0)  # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
     note = "Adam means AdamW (decoupled weight decay) unless adam_w_mode is false" if name.lower() == "adam" else None
+    if not corrected:  # as DeepSpeed's recipes for BERT have it; torch has no such form, our own pass has
+        own = {"adam_w_mode": decoupled, "bias_correction": False}
+        return _spec(name, FusedAdam, {**given, **own}, note if decoupled else None)
     chosen = torch.optim.AdamW if decoupled else torch.optim.Adam
     return replace(_spec(name, chosen, given, note if decoupled else None), torch_only=torch_adam)
 

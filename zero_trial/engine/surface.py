@@ -17,6 +17,7 @@ from zero_trial.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
     from zero_trial.engine.nonfinite import NonFinite
+    from zero_trial.engine.roster import Roster
     from zero_trial.engine.saving import Saver
     from zero_trial.engine.verdict import Verdict
     from zero_trial.mesh import Mesh
@@ -40,6 +41,17 @@ class EngineSurface(nn.Module):
     _lr_scheduler: Any
     _saver: Saver
     _updated: bool
+    roster: Roster | None = None  # of the module, from initialize() on
+
+    def train(self, mode: bool = True) -> EngineSurface:
+        """torch's own. Raises TrialError for parameters that the model did not have when the engine was made."""
+        self._check_roster("engine.train" if mode else "engine.eval")
+        super().train(mode)
+        return self
+
+    def _check_roster(self, where: str) -> None:
+        if self.roster is not None:
+            self.roster.check(where)
 
     # --- values that wait for the last step -------------------------------------------------------------------------
 
@@ -182,6 +194,7 @@ class EngineSurface(nn.Module):
     ) -> bool:
         """Writes ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call. See :class:`Saver`."""
         self.verdict.conclude()
+        self._check_roster("engine.save_checkpoint")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise TrialError(
                 "client_state is not a dict",

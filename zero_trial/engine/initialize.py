@@ -170,7 +170,8 @@ def _say_parts(model: nn.Module, mesh: Mesh, wiring: Wiring) -> None:
     if mesh.model.size == 1 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
         what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
         log.warning(
-            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, so that weights which all parts hold can drift apart",
+            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
+            "so that weights which all parts hold can drift apart",
             parts,
             what,
         )

@@ -122,7 +122,8 @@ class LateVerdict(Verdict):
 
     @property
     def _alone(self) -> bool:
-        return self._sharded.mesh.data.size == self._sharded.mesh.pipe.size == 1
+        mesh = self._sharded.mesh
+        return mesh.data.size == mesh.pipe.size == mesh.model.size == 1
 
     # --- a step ---------------------------------------------------------------------------------------------------
 

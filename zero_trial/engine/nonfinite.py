@@ -46,7 +46,7 @@ Row = tuple[int, int, int, str]
 
 
 def name_culprit(model: ShardedModel, step: int) -> NonFinite:
-    """The first culprit in rank order, the same answer on every rank. Collective over data and pipe; only called when there is one."""
+    """The first culprit in rank order, the same answer on every rank. Collective over data, model and pipe; only called when there is one."""
     return agree(model, step, evidence(model, model.reducer.culprits), model.gatherer.was_used)
 
 
@@ -75,7 +75,7 @@ def evidence(
 
 
 def agree(model: ShardedModel, step: int, found: Sequence[Row], was_used: Callable[[str], bool]) -> NonFinite:
-    """The one culprit of what all ranks have ``found``; ``was_used(block)``: its forward had run. Collective over data and pipe.
+    """The one culprit of what all ranks have ``found``; ``was_used(block)``: its forward had run. Collective over data, model and pipe.
 
     In a pipeline the last stage comes first: a bad value spreads from there towards the input.
     """
@@ -86,6 +86,8 @@ def agree(model: ShardedModel, step: int, found: Sequence[Row], was_used: Callab
         doubt, rank, index, parameter = min(everyone)
         block = model.units[index].block
         answer = [doubt, rank, parameter, "" if was_used(block) else _OUTSIDE.format(block=block)]
+    parts = [answer for answer in model.mesh.model.gather_json(answer, "non-finite gradients") if answer]
+    answer = min(parts, default=[])
     stages = [answer for answer in model.mesh.pipe.gather_json(answer, "non-finite gradients") if answer]
     if not stages:
         return NonFinite(step, None, "an unknown parameter (a row of squares overflowed fp32)")

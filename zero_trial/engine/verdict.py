@@ -53,7 +53,7 @@ class Verdict:
         return self
 
     def conclude(self) -> None:
-        """Everything is known, on all ranks also who was to blame, and a run without a way out ends. Collective over data and pipe.
+        """Everything is known, on all ranks also who was to blame, and a run without a way out ends. Collective over all.
 
         Raises Diverged on every rank.
         """
@@ -89,12 +89,12 @@ class Verdict:
 
     def _square_sum(self) -> torch.Tensor:
         """Of the reduced gradient, (1,) in float64; not finite if any element on any rank is not. One scalar all-reduce over each of
-        shard, replica (of which each rank counts a slice) and pipe, where a tied weight is counted once."""
+        shard, replica (of which each rank counts a slice), model (where copies are counted once) and pipe (tied weights, too)."""
         sums = self._sharded.owned_square_sums()
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
         total = total.reshape(1)
         mesh = self._sharded.mesh
-        for axis in (mesh.shard, mesh.replica, mesh.pipe):
+        for axis in (mesh.shard, mesh.replica, mesh.model, mesh.pipe):
             axis.all_reduce_small(total, "gradient norm")
         return total
 

@@ -97,12 +97,18 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
 
 
 def mesh_around(
-    group: Any, *, model_size: int = 1, timeout: float = DEFAULT_TIMEOUT_SECONDS, add: Sum = sum_in_order
+    group: Any,
+    *,
+    model_size: int = 1,
+    model_group: Any = None,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    add: Sum = sum_in_order,
 ) -> Mesh:
     """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
 
-    The model axis stays the client's business; its size only enters the shape, so that batch arithmetic is right. Each data-parallel group of the
-    client is taken for a part of the model of its own. Collective over the world.
+    ``model_group`` (get_model_parallel_group) makes the model axis; without it that stays the client's business, and ``model_size`` only enters
+    the shape, so that batch arithmetic is right. Each data-parallel group of the client is taken for a part of the model of its own. Collective
+    over the world.
     """
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
@@ -113,6 +119,8 @@ def mesh_around(
 
     axes = {name: comm(name, (rank,), None) for name in AXES}
     axes |= {"shard": comm("shard", ranks, group), "data": comm("data", ranks, group)}
+    if model_group is not None:
+        axes["model"] = comm("model", tuple(dist.get_process_group_ranks(model_group)), model_group)
     axes["world"] = comm("world", tuple(range(world)), dist.group.WORLD if world > 1 else None)
     shape = MeshShape(shard=len(ranks), model=model_size)
     coordinates = dict.fromkeys(AXES, 0) | {"shard": ranks.index(rank)}

@@ -201,9 +201,14 @@ class ShardedModel:
                 self.reducer.sum_copies(landing, copies)
 
     def owned_square_sums(self) -> list[torch.Tensor]:
-        """Of the reduced gradient shards, those that no other pipeline stage counts."""
-        sums = self.reducer.square_sums.items()
-        return [total for index, total in sums if self.domains.owns(self.reducer.landings[index].unit)]
+        """Of the reduced gradient shards, those that no other pipeline stage counts. What another rank of the model axis counts is nothing here,
+        or NaN where it is not finite: that concerns everyone."""
+        found = []
+        for index, total in self.reducer.square_sums.items():
+            unit = self.reducer.landings[index].unit
+            if self.domains.owns(unit):
+                found.append(total if unit.counts else total * 0)
+        return found
 
     # --- full parameters, for whoever asks ------------------------------------------------------------------------
 

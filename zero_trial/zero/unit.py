@@ -25,7 +25,8 @@ from zero_trial.zero.plan import Lifetime, ZeroPlan
 class Unit:
     """One flat buffer and the parameters that are views of it.
 
-    ``params[i]`` is the tensor of ``layout.slots[i]``. ``runs`` says where each optimizer group lies in the flat buffer. After
+    ``params[i]`` is the tensor of ``layout.slots[i]``. ``runs`` says where each optimizer group lies in the flat buffer. ``counts``: this rank
+    is one that counts in the norm over the model axis, of which all ranks may hold the same parameters. After
     construction this rank's shard holds its part of what ``read(param)`` gave and ``agree`` made equal on all ranks, and the
     parameters are views of ``full`` (or freed, if their lifetime says so).
     """
@@ -43,6 +44,7 @@ class Unit:
         runs: Mapping[int, tuple[int, int]],
         block: str = "",
         trainable: bool = True,
+        counts: bool = True,
         read: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
         agree: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
@@ -54,6 +56,7 @@ class Unit:
         self.block = block
         self.runs = runs
         self.trainable = trainable
+        self.counts = counts
         self.comm = comm
         low, high = layout.shard_range(comm.index)
         always = plan.params is Lifetime.ALWAYS

@@ -13,6 +13,7 @@ from zero_trial.precision.policy import DtypePolicy
 from zero_trial.zero.domains import Domains
 from zero_trial.zero.facts import by_domain, members_of
 from zero_trial.zero.layout import lay_out
+from zero_trial.zero.model_parallel import apart, is_part
 from zero_trial.zero.partition import (
     Grouping,
     into_blocks,
@@ -55,6 +56,8 @@ def make_units(
     members, params, blocks = members_of(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
     )
+    if mesh.model.size > 1:
+        members = apart(members, params)
     merged: Mapping[str, tuple[str, ...]] = {}
     if domains.all:
         members = by_domain(members, params, domains.all)
@@ -109,6 +112,7 @@ def _build(
         runs=runs_of_groups(offsets, layout.numel) if trainable else {},
         block=grouping.block,
         trainable=trainable,
+        counts=mesh.model.index == 0 or is_part(first),
         read=read_first_values,
         agree=agree,
     )

@@ -21,7 +21,7 @@ ENVIRONMENT_READERS = (
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 TORCH_FILES = {"torch.load", "torch.save", "torch.jit.load", "torch.jit.save"}
 
-# Only the importer of foreign checkpoints, when it comes, may unpickle; it has to be asked to.
+# Nobody: foreign checkpoints are pickles too, but zero_trial/importing reads them as data.
 MAY_UNPICKLE: tuple[str, ...] = ()
 
 

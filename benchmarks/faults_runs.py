@@ -144,21 +144,30 @@ def kill_one(desk: Desk, count: int) -> Iterator[Result]:
 
 def kill_in_save(desk: Desk, count: int) -> Iterator[Result]:
     """F2: SIGKILL to all ranks at every moment of a save. ``count``: times each."""
+    for rank, index, name in moments(desk) * count:
+        yield kill_at(desk, rank, index, name)
+
+
+def moments(desk: Desk) -> list[tuple[int, int, str]]:
+    """Rank, number and name of everything that a save does to the disk."""
     probe = desk.new_run(Plan(count_taps=True))
     desk.sail(probe, Plan(count_taps=True))
-    moments = [
+    return [
         (rank, index, row["event"])
         for rank, rows in trial.noted(probe, trial.FIRED).items()
         for index, row in enumerate(rows)
     ]
-    for rank, index, name in moments * count:
-        plan = Plan(tap=(rank, index))
-        run = desk.new_run(plan)
-        ended = desk.sail(run, plan)
-        why = "" if [end.code for end in ended] == [KILLED, KILLED] else f"not killed: {[end.code for end in ended]}"
-        why = why or unreadable(run)
-        why = why or desk.resumed(run, plan)
-        yield Result(f"rank {rank}: {name}", not why, 0.0, why)
+
+
+def kill_at(desk: Desk, rank: int, index: int, name: str) -> Result:
+    """All ranks are killed at one moment: what they left can be read, and the run goes on from there."""
+    plan = Plan(tap=(rank, index))
+    run = desk.new_run(plan)
+    ended = desk.sail(run, plan)
+    why = "" if [end.code for end in ended] == [KILLED, KILLED] else f"not killed: {[end.code for end in ended]}"
+    why = why or unreadable(run)
+    why = why or desk.resumed(run, plan)
+    return Result(f"rank {rank}: {name}", not why, 0.0, why)
 
 
 def unreadable(run: Path) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pool import Pools, RankPool
 from zero_trial import zero
-from zero_trial.errors import CheckpointError, MeshError, TrialError
+from zero_trial.errors import CheckpointError, MeshError, StorageError, TrialError
 
 
 class Net(nn.Module):
@@ -466,3 +469,41 @@ def test_client_state_is_a_dict(tmp_path: Path) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
     with pytest.raises(TrialError, match=r"client_state is not a dict: got list, expected a dict or None"):
         engine.save_checkpoint(tmp_path, client_state=[1])  # type: ignore[arg-type]
+
+
+def lend_nothing(folder: str, when: str) -> tuple[list[str], float]:
+    """Saves and loads with a disk of rank 1 that does not give its state, or does not take it back; then with one that does."""
+    engine = engine_of("zero2", {})
+    train(engine, range(1))
+    engine.save_checkpoint(folder, "before")
+    good = engine.optimizer.lent
+
+    @contextmanager
+    def broken() -> Iterator[None]:
+        if when == "at the start" and engine.global_rank == 1:
+            raise StorageError("the disk failed")
+        yield
+        if engine.global_rank == 1:
+            raise StorageError("the disk failed")
+
+    engine.optimizer.lent = broken
+    begin = time.monotonic()
+    texts = [
+        message(lambda: engine.save_checkpoint(folder, "now"), CheckpointError),
+        message(lambda: engine.load_checkpoint(folder, "before"), CheckpointError),
+    ]
+    seconds = time.monotonic() - begin
+    engine.optimizer.lent = good
+    train(engine, range(1, 2))
+    engine.save_checkpoint(folder, "after")
+    return texts, seconds
+
+
+@pytest.mark.parametrize("when", ["at the start", "at the end"])
+def test_a_disk_of_one_rank_that_fails_ends_a_save_on_all(ranks: Pools, when: str, tmp_path: Path) -> None:
+    """No rank waits for a collective that the other one never reaches."""
+    for texts, seconds in ranks(2).run(lend_nothing, str(tmp_path), when):
+        assert texts == ["the disk failed."] * 2
+        assert seconds < 10  # the time limit of a collective is 30
+    assert (tmp_path / "after/manifest.json").exists()
+    assert (tmp_path / "now").exists() == (when == "at the end")

@@ -44,7 +44,8 @@ def _with_state_at_hand(method: Callable[Concatenate[Saver, P], T]) -> Callable[
             return method(saver, *args, **kwargs)
         with ExitStack() as stack:
             lent = engine.optimizer.lent()
-            together(engine.mesh.world, lambda: stack.enter_context(lent), "state at hand")
+            called = f"{method.__name__}_checkpoint called by every rank"
+            together(engine.mesh.world, lambda: stack.enter_context(lent), called)
             result = method(saver, *args, **kwargs)
             together(engine.mesh.world, stack.close, "state put away")
         return result

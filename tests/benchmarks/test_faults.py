@@ -1,0 +1,63 @@
+"""Some of the faults, once each: what the whole table promises, and that it says so where a promise is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.faults import FAULTS, Fault, counted, measure
+from benchmarks.faults_runs import Desk, Plan, Result, break_disk, kill_at, moments, small_disk, unreadable
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("faults"), seed=1)
+
+
+def test_all_ranks_killed_inside_a_save(desk: Desk) -> None:
+    """Half a file of rank 1 is written; all is written but the name. The sweep over all moments is the script's."""
+    known = moments(desk)
+    names = [f"{rank}: {name}" for rank, _, name in known]
+    assert len(names) >= 20 and names[-1].startswith("1: fsync")
+    half = next(moment for moment in known if moment[0] == 1 and moment[2].startswith("write"))
+    nameless = next(moment for moment in known if moment[2] == "os.rename step-000008.tmp-*")
+    for moment in (half, nameless):
+        result = kill_at(desk, *moment)
+        assert result.held, result
+
+
+def test_a_full_disk_ends_all_ranks_with_5(desk: Desk) -> None:
+    with small_disk(desk.folder / "small") as folder:
+        if folder is None:
+            pytest.skip("this user may not mount a small file system")
+        plan = Plan("full", step=7, number=20_000)
+        result = break_disk(desk, "full", plan, desk.new_run(plan, folder))
+    assert result.held, result
+
+
+def test_one_rank_that_can_open_no_file_ends_all_with_5(desk: Desk) -> None:
+    plan = Plan("open files", step=7, ranks=(1,), number=3)
+    result = break_disk(desk, "no files", plan, desk.new_run(plan))
+    assert result.held, result
+
+
+def test_what_a_run_must_not_leave_is_told(desk: Desk) -> None:
+    run = desk.copy(desk.unbroken(Plan()))
+    assert unreadable(run) == "checkpoints [4, 8, 12]"
+    path = run / "checkpoints/step-000008/model0/rank-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert str(path) in unreadable(run)
+
+
+def test_what_is_not_held_is_counted_and_said() -> None:
+    def inject(desk: Desk, count: int) -> Iterator[Result]:
+        yield from (Result("a", True, 0.5), Result("b", False, 2.0, "it was lost"))
+
+    said: list[str] = []
+    row = measure(Fault("F0", "what", "promise", inject, 2, 1), 2, 0, said.append)
+    assert (row["runs"], row["held"], row["worst_seconds"]) == (2, 1, 2.0)
+    assert row["kinds"]["a"] == {"runs": 1, "held": 1, "worst_seconds": 0.5}
+    assert said == ["F0 not held: b: it was lost"] and row["faults"] == ["b: it was lost"]
+    assert counted([])["worst_seconds"] is None
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)

@@ -21,12 +21,12 @@ def engine(folder: Path, tag: str, step: int, **world: Any) -> Path:
     return save_checkpoint(folder, tag, slices, step=step, state={"aliases": {}}, world={"zero_stage": 2, **world})
 
 
-def trial(folder: Path, step: int, models: int = 1) -> Path:
+def trial(folder: Path, step: int, models: int = 1, trial_id: str = "x") -> Path:
     """A trial's checkpoint as a run's folder holds it."""
     place = folder / f"step-{step:06d}"
     for index in range(models):
         engine(place, f"model{index}", step)
-    (place / "metadata.json").write_text(json.dumps({"steps_completed": step, "trial_id": "x"}))
+    (place / "metadata.json").write_text(json.dumps({"steps_completed": step, "trial_id": trial_id}))
     (place / "trial_state.json").write_text("{}")
     return place
 
@@ -40,7 +40,7 @@ def test_a_runs_folder(tmp_path: Path) -> None:
         trial(tmp_path / "checkpoints", step)
     shelf = look_into(tmp_path)
     assert [one.step for one in shelf.saved] == [3, 20, 100]
-    assert shelf.latest is shelf.saved[-1] and not shelf.single
+    assert shelf.latest() is shelf.saved[-1] and not shelf.single
     one = shelf.saved[0]
     assert (one.files, one.facts("ranks"), one.facts("zero_stage"), one.facts("mesh")) == (4, 1, 2, None)
     assert one.bytes == sum(path.stat().st_size for path in one.folder.rglob("*") if path.is_file())
@@ -63,6 +63,15 @@ def test_an_engines_folder(tmp_path: Path) -> None:
     assert seen(tmp_path) == [("b", 4, True, False), ("a", 9, True, False)]
 
 
+def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
+    """As in a cluster's storage."""
+    for step, name in ((1, "a"), (2, "b"), (3, "a")):
+        trial(tmp_path, step, trial_id=name)
+    shelf = look_into(tmp_path)
+    assert shelf.trials == ("a", "b")
+    assert [shelf.is_latest(one) for one in shelf.saved] == [False, True, True]
+
+
 def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
     for step in range(1, 6):
         trial(tmp_path, step)
@@ -72,7 +81,8 @@ def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
     (tmp_path / "step-000003/metadata.json").unlink()
     (tmp_path / "step-000002/model0/manifest.json").unlink()
     shelf = look_into(tmp_path)
-    assert shelf.latest is not None and shelf.latest.step == 1
+    latest = shelf.latest()
+    assert latest is not None and latest.step == 1
     faults = {one.folder.name: one.fault or "" for one in shelf.saved}
     assert "a file is missing" in faults["step-000005"] and "rank-00000" in faults["step-000005"]
     assert "the manifest is damaged" in faults["step-000004"]

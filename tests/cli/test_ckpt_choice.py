@@ -38,3 +38,11 @@ def test_several_models_and_none(tmp_path: Path) -> None:
     shutil.rmtree(by_itself / "model0")
     with pytest.raises(ConfigError, match="no engine has saved anything"):
         only_engine(choose(by_itself))
+
+
+def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
+    for step, name in ((1, "a"), (2, "b")):
+        trial(tmp_path, step, trial_id=name)
+    with pytest.raises(ConfigError, match="checkpoints of 2 trials lie here"):
+        choose(tmp_path)
+    assert choose(tmp_path / "step-000001").step == 1

@@ -32,6 +32,15 @@ def test_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert out.err.startswith("broken  ") and "rank-00000.safetensors: a file is cut short" in out.err
 
 
+def test_trials_that_share_a_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, name in ((1, "31"), (2, "32"), (3, "31")):
+        trial(tmp_path, step, trial_id=name)
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    words = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert words[0][-1] == "trial"
+    assert [row[-2:] for row in words[1:]] == [["31", "whole"], ["32", "latest"], ["31", "latest"]]
+
+
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine(tmp_path, "a", 4, mesh=[1, 1, 1, 1])
     assert main(["ckpt", "ls", str(tmp_path), "--json"]) == 0

@@ -46,6 +46,14 @@ def test_the_newest_is_verified_also_where_it_is_seen_to_be_broken(run: Path) ->
     assert main(["ckpt", "verify", str(run)]) == 5
 
 
+def test_of_several_trials_there_is_no_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step, name in ((1, "31"), (2, "32")):
+        trial(tmp_path, step, trial_id=name)
+    assert main(["ckpt", "verify", str(tmp_path)]) == 2
+    assert "checkpoints of 2 trials lie here" in capsys.readouterr().err
+    assert main(["ckpt", "verify", str(tmp_path), "--all"]) == 0
+
+
 def test_nothing_but_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.tmp-1").mkdir()
     assert main(["ckpt", "verify", str(tmp_path)]) == 2

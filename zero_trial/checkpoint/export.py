@@ -131,7 +131,7 @@ def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
     """How many values were finite and are not any more."""
     if before.dtype == after.dtype or not before.is_floating_point():
         return 0
-    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
+    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max or torch.isfinite(after.sum(dtype=torch.float64)):
         return 0
     return int(torch.isfinite(before).sum() - torch.isfinite(after).sum())
 

@@ -38,6 +38,7 @@ class Saved:
     """One checkpoint. ``fault``: the first thing that is wrong with it, as far as manifests and sizes tell; no byte of a tensor is read.
 
     ``leftover``: a save that did not finish, or what a newer one has replaced: no loader looks at it. ``saved``: seconds since the epoch.
+    ``trial``: whose it is ("" where it does not say); None for an engine's own.
     """
 
     folder: Path
@@ -48,7 +49,7 @@ class Saved:
     files: int
     fault: str | None = None
     leftover: bool = False
-    trial: bool = False
+    trial: str | None = None
 
     @property
     def whole(self) -> bool:
@@ -69,9 +70,17 @@ class Shelf:
     single: bool = False
 
     @property
-    def latest(self) -> Saved | None:
-        """The highest step that looks whole."""
-        return next((one for one in reversed(self.saved) if one.whole), None)
+    def trials(self) -> tuple[str, ...]:
+        """Whose checkpoints these are: a cluster's storage has those of many."""
+        return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
+
+    def latest(self, trial: str | None = None) -> Saved | None:
+        """The highest step that looks whole, of one trial or of all."""
+        return next((one for one in reversed(self.saved) if one.whole and trial in (None, one.trial)), None)
+
+    def is_latest(self, saved: Saved) -> bool:
+        """Of its own trial, where there are several."""
+        return saved is self.latest(saved.trial if len(self.trials) > 1 else None)
 
 
 def look_into(folder: Path) -> Shelf:
@@ -108,7 +117,7 @@ def _look_at(folder: Path, beside: Iterable[str]) -> Saved | None:
     elif _is_trial(folder) or _engines_in(folder):
         saved = _of_trial(folder)
     elif any(folder.glob("*.safetensors")) or TEMPORARY in folder.name:
-        saved = _saved(folder, (), None, "there is no manifest", trial=False)
+        saved = _saved(folder, (), None, "there is no manifest")
     else:
         return None
     # a checkpoint that stepped aside counts for as long as the new one of its name is missing
@@ -132,7 +141,7 @@ def _engines_in(folder: Path) -> list[Path]:
 def _of_engine(folder: Path) -> Saved:
     engine = _read_engine(folder)
     step = engine.manifest.step if engine.manifest is not None else None
-    return _saved(folder, (engine,), step, engine.fault, trial=False)
+    return _saved(folder, (engine,), step, engine.fault)
 
 
 def _of_trial(folder: Path) -> Saved:
@@ -140,15 +149,16 @@ def _of_trial(folder: Path) -> Saved:
     faults = [engine.fault for engine in engines if engine.fault is not None]
     lost = [path for path in sorted(folder.iterdir()) if any(path.glob("*.safetensors")) and not _is_engine(path)]
     faults += [f"{path}: there is no manifest" for path in lost]
-    step = None
+    metadata: Mapping[str, Any] = {}
     try:
         _document(folder / TRIAL_STATE)
-        step = _document(folder / METADATA).get("steps_completed")
+        metadata = _document(folder / METADATA)
     except CheckpointError as fault:
         faults.append(str(fault))
+    step = metadata.get("steps_completed")
     if not isinstance(step, int):
         step = next((engine.manifest.step for engine in engines if engine.manifest is not None), None)
-    return _saved(folder, engines, step, faults[0] if faults else None, trial=True)
+    return _saved(folder, engines, step, faults[0] if faults else None, str(metadata.get("trial_id", "")))
 
 
 def _document(path: Path) -> Mapping[str, Any]:
@@ -172,7 +182,9 @@ def _read_engine(folder: Path) -> EngineFolder:
     return EngineFolder(folder, manifest)
 
 
-def _saved(folder: Path, engines: tuple[EngineFolder, ...], step: int | None, fault: str | None, trial: bool) -> Saved:
+def _saved(
+    folder: Path, engines: tuple[EngineFolder, ...], step: int | None, fault: str | None, trial: str | None = None
+) -> Saved:
     sizes, newest = [], 0.0
     for path in folder.rglob("*"):
         try:

@@ -18,7 +18,14 @@ def choose(folder: Path) -> Saved:
     from zero_trial.checkpoint.shelf import look_into
 
     shelf = look_into(folder)
-    saved = shelf.saved[-1] if shelf.single else shelf.latest
+    if len(shelf.trials) > 1:
+        raise ConfigError(
+            f"checkpoints of {len(shelf.trials)} trials lie here",
+            where=str(shelf.folder),
+            expected="one checkpoint",
+            fix=f"zero-trial ckpt ls {shelf.folder} shows them; name one.",
+        )
+    saved = shelf.saved[-1] if shelf.single else shelf.latest()
     if saved is None:
         raise CheckpointError(
             "no checkpoint here is whole",

@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         "export",
         help="write a model's weights as safetensors",
         description="Join the weights of a checkpoint, whatever ranks, ZeRO stage or pipeline wrote it, into safetensors files in Hugging "
-        "Face's layout. Every byte is verified first. Memory stays below 100 MiB whatever the model's size. Tied weights are written once.",
+        "Face's layout. Every byte is verified first. Tensors pass through in chunks of 16 MiB, so any model fits. Tied weights are written once.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)

@@ -42,7 +42,7 @@ def handle(options: argparse.Namespace) -> int:
         print(json.dumps({"folder": str(shelf.folder), "checkpoints": [_as_dict(one, shelf) for one in shelf.saved]}))
         return 0
     print(shown(shelf.folder))
-    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", "")
+    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", *_trial("trial", shelf), "")
     print(table([head, *(_row(one, shelf) for one in shelf.saved)], right=(0, 2, 3, 4, 5)))
     sys.stdout.flush()
     for one in shelf.saved:
@@ -55,7 +55,7 @@ def state_of(saved: Saved, shelf: Shelf) -> str:
     """``whole``, ``latest``, ``broken`` or ``left over``."""
     if saved.leftover:
         return "left over"
-    return "broken" if saved.fault is not None else "latest" if saved is shelf.latest else "whole"
+    return "broken" if saved.fault is not None else "latest" if shelf.is_latest(saved) else "whole"
 
 
 def _row(saved: Saved, shelf: Shelf) -> tuple[str, ...]:
@@ -68,8 +68,14 @@ def _row(saved: Saved, shelf: Shelf) -> tuple[str, ...]:
         _word(ranks),
         _word(stage),
         saved.folder.name,
+        *_trial(saved.trial or "", shelf),
         state_of(saved, shelf),
     )
+
+
+def _trial(word: str, shelf: Shelf) -> tuple[str, ...]:
+    """A column only where checkpoints of several trials lie together."""
+    return (word,) if len(shelf.trials) > 1 else ()
 
 
 def _word(value: object) -> str:
@@ -86,8 +92,9 @@ def _as_dict(saved: Saved, shelf: Shelf) -> dict[str, Any]:
         "ranks": saved.facts("ranks"),
         "zero_stage": saved.facts("zero_stage"),
         "mesh": saved.facts("mesh"),
-        "engines": [engine.folder.name for engine in saved.engines] if saved.trial else [],
+        "engines": [engine.folder.name for engine in saved.engines] if saved.trial is not None else [],
         "state": "whole" if saved.whole else state_of(saved, shelf),
-        "latest": saved is shelf.latest,
+        "latest": shelf.is_latest(saved),
+        "trial": saved.trial,
         "fault": saved.fault,
     }

@@ -66,6 +66,12 @@ def _chosen(shelf: Shelf, everything: bool) -> Sequence[Saved]:
             where=str(shelf.folder),
             got=f"{len(shelf.saved)} left over by saves that did not finish",
         )
+    if not everything and len(shelf.trials) > 1:
+        raise ConfigError(
+            f"checkpoints of {len(shelf.trials)} trials lie here",
+            where=str(shelf.folder),
+            fix="Name one, or verify them with --all.",
+        )
     return counted if everything else counted[-1:]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.trial.fake_engine import fake_factory
+from zero_trial.cli.main import main as command_line
 from zero_trial.errors import ConfigError
 from zero_trial.platform.run_folder import RunFolder, read_lines
 from zero_trial.run import main
@@ -248,3 +249,19 @@ def test_a_run_that_gets_sigterm_has_saved_and_exits_with_75(folder: Path) -> No
     path.write_text(text)
     assert run(folder) == 0
     assert [step for step, _ in losses(folder, "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_runs_leave_can_be_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same twice has the same bits at every step; another seed and other code are named, and the first step that shows them."""
+    assert run(folder, name="a") == 0 and run(folder, name="b") == 0
+    model = folder / "model" / "model_def.py"
+    model.write_text(model.read_text() + "# changed\n")
+    assert run(folder, "--seed", "8", name="c") == 0
+    capsys.readouterr()
+    assert command_line(["diff", str(folder / "a"), str(folder / "b")]) == 0
+    assert "loss of rank 0 (6 steps)" in capsys.readouterr().out
+    assert command_line(["diff", str(folder / "a"), str(folder / "c"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == [{"key": "seed", "a": 7, "b": 8}]
+    assert [change["key"] for change in found["code"]] == ["model_def.py"] and found["first_step"] <= 1
+    assert command_line(["ckpt", "verify", str(folder / "a"), "--all"]) == 0

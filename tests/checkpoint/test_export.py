@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 import zero_trial
+from tests.engine.test_contents import saved_part
 from tests.engine.test_saving import FP16, Net, engine_of, train
 from tests.support import pipelines
 from tests.support.dense import STAGES
@@ -108,6 +109,13 @@ def test_a_pipeline_becomes_one_model(ranks: Pools, tmp_path: Path) -> None:
     with torch.no_grad():
         losses = [pipelines.cross_entropy(whole(x), y) for x, y in pipelines.batches(0, 2, 1, start=5)]
     assert torch.stack(losses).mean().item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_parts_of_a_parallel_model_come_out_one_by_one(ranks: Pools, tmp_path: Path, part: int) -> None:
+    ranks(2).run(saved_part, str(tmp_path), "zero0")
+    found = load_file(next(iter(export(tmp_path / "a", tmp_path / "out", part=part).files)))
+    assert found["own.weight"].shape == (5 + part, 6) and "norm.running_mean" in found
 
 
 # --- files ----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.cuda_fixtures import (  # noqa: F401
+    cpu_kernels,
+    cpu_library,
+    cuda_built,
+    cuda_driver,
+    emulator,
+    gpus,
+    kept_kernels,
+)
 from tests.support.pool import Pools
 
 

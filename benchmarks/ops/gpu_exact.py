@@ -186,7 +186,7 @@ def streams(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
     """A step on a side stream comes after what that stream was given before, and tables are not overwritten while they wait."""
     if device.type != "cuda":
         return
-    n, count, ends = 100_003, 20, []
+    n, count, ends = min(100_003, max(sizes)), 20, []
     for turn in range(2):
         tensors = [[randn(n, 4 * i + k).to(device).abs() for i in range(5)] for k in range(4)]
         with torch.cuda.stream(torch.cuda.Stream(device) if turn else torch.cuda.current_stream(device)):
@@ -209,7 +209,9 @@ def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
     for what in ("square_sum and adam_", "adam_many_", "first use"):
         ends = []
         for replayed in (True, False):
-            p, g, m, v = ([randn(n, seed).to(device).abs() for n in (100_003, 7, 4096)] for seed in range(4))
+            p, g, m, v = (
+                [randn(n, seed).to(device).abs() for n in (min(100_003, max(sizes)), 7, 4096)] for seed in range(4)
+            )
             total = torch.zeros((), dtype=torch.float64, device=device)
 
             def step(p: Any = p, g: Any = g, m: Any = m, v: Any = v, total: Tensor = total, what: str = what) -> None:

@@ -168,11 +168,11 @@ def test_two_threads_load_a_kernel_once(emulator: Emulator) -> None:
     assert emulator.library.modules_loaded() == loaded + 1
 
 
-def test_a_spoilt_cache_is_made_anew(gpus: Gpus, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoilt_cache_is_made_anew(gpus: Gpus, kept_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut short, of another kind, or empty: the next process compiles, and the one after it does not."""
     x = gpus.put(0, torch.ones(100))
     torch.ops.zero_trial.square_sum(x)
-    files = sorted((kept / "zero_trial").glob("cuda-*.bin"))
+    files = sorted((kept_kernels / "zero_trial").glob("cuda-*.bin"))
     assert files
     for index, file in enumerate(files):
         content = file.read_bytes()
@@ -183,7 +183,7 @@ def test_a_spoilt_cache_is_made_anew(gpus: Gpus, kept: Path, monkeypatch: pytest
     )
     for more in (True, False):
         compiled.clear()
-        chosen = cuda_backend.choose({"XDG_CACHE_HOME": str(kept)}, device_present=True)
+        chosen = cuda_backend.choose({"XDG_CACHE_HOME": str(kept_kernels)}, device_present=True)
         monkeypatch.setattr(cuda_backend, "cuda_backend", lambda chosen=chosen: chosen)
         assert gpus.back(torch.ops.zero_trial.square_sum(x)).item() == 100.0
         assert bool(compiled) == more

@@ -8,8 +8,10 @@ cache, contexts, streams, capture, tables, launch arguments, and the kernels' ow
 from __future__ import annotations
 
 import ctypes
+import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +60,7 @@ class Gpus(TorchFunctionMode):
     streams: list[int] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     room_made: int = 0
+    graph: list[Callable[[], Any]] | None = None  # what is captured at present, in order
     _kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,10 +107,19 @@ class Gpus(TorchFunctionMode):
             self.waits.append(name)
             return func(*[self.back(x) if isinstance(x, Tensor) else x for x in args], **given)
         result = func(*args, **given)
+        if self.graph is not None and gpus and name.endswith("_") and not name.startswith("_"):
+            self.graph.append(lambda: func(*args, **given))
         for each in flat(result):
             if isinstance(each, OnGpu):
                 self.put(each.index, self.back(each))
         return result
+
+    def launched(self, launch: Callable[[], None]) -> None:
+        """Now, or in every replay where a graph is being captured."""
+        if self.graph is None:
+            launch()
+        else:
+            self.graph.append(launch)
 
     def properties(self, where: torch.device) -> Any:
         arch = self.archs[where.index]
@@ -132,6 +144,99 @@ def flat(given: Any) -> list[Any]:
     return [given]
 
 
+class Launches(MeasuredDriver):
+    """The driver of these GPUs. What is launched into a stream that is captured runs when the graph does."""
+
+    gpus: Gpus
+
+    def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
+        run = super().launch
+        self.gpus.launched(lambda: run(function, device, blocks, stream, arguments))
+
+
+class Stream:
+    """A stream of torch's, of one GPU; what is given to any of them is done at once."""
+
+    gpus: Gpus
+
+    def __init__(self, device: torch.device, handle: int | None = None) -> None:
+        self.index = device.index
+        self.cuda_stream = self.gpus.emulator.library.new_stream(device.index) if handle is None else handle
+
+    def wait_stream(self, other: Stream) -> None:
+        """Nothing is still under way."""
+
+    def synchronize(self) -> None:
+        """Nothing is still under way."""
+
+
+class Graph:
+    """A CUDA graph: the launches, and what torch did in place between them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], Any]] = []
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
+def install_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says of these GPUs."""
+    kind = type("StreamOfThese", (Stream,), {"gpus": gpus})
+
+    @contextmanager
+    def stream(one: Stream) -> Iterator[None]:
+        before, gpus.streams[one.index] = gpus.streams[one.index], one.cuda_stream
+        yield
+        gpus.streams[one.index] = before
+
+    @contextmanager
+    def graph(captured: Graph) -> Iterator[None]:
+        side, gpus.graph = kind(torch.device("cuda", 0)), captured.steps
+        gpus.emulator.library.capture(side.cuda_stream, 1)
+        with stream(side):
+            yield
+        gpus.emulator.library.capture(side.cuda_stream, 0)
+        gpus.graph = None
+
+    given: dict[str, Any] = {
+        "is_available": lambda: True,
+        "get_device_properties": gpus.properties,
+        "current_device": lambda: 0,
+        "synchronize": lambda *_: None,
+        "empty_cache": gpus.make_room,
+        "mem_get_info": lambda *_: (1 << 30, 1 << 31),
+        "Stream": kind,
+        "current_stream": lambda at: kind(at, gpus.streams[at.index]),
+        "default_stream": lambda at: kind(at, 0),
+        "stream": stream,
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "Event": Event,
+    }
+    for name, value in given.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpus.streams[index], raising=False)
+
+
+class Event:
+    """A moment on a device's clock."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is still under way."""
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
 def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
     """This process has these GPUs. What is compiled is emulated by g++'s code of the same kernel."""
     names = ("libnone.so", str(gpus.emulator.folder / "driver.so"))
@@ -143,15 +248,14 @@ def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
         emulator.library.compiled(image, len(image), str(emulator.built[kernel]).encode(), target.arch, int(target.ptx))
         return image
 
-    def driver() -> MeasuredDriver:
-        return MeasuredDriver(open_driver(names)._library)
+    def driver() -> Launches:
+        opened = Launches(open_driver(names)._library)
+        opened.gpus = gpus
+        return opened
 
     monkeypatch.setattr(cuda_backend, "compiled", watched)
     monkeypatch.setattr(cuda_backend, "open_driver", driver)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.properties)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpus.streams[index], raising=False)
+    install_torch(gpus, monkeypatch)
     cuda_backend.device_of.cache_clear()
     chosen = cuda_backend.choose(environ, device_present=True)
     if chosen.cuda is not None:

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.ops import gpu, gpu_exact
+from tests.support.pretended_gpus import Gpus
 
 CPU = torch.device("cpu")
 
@@ -69,3 +70,18 @@ def test_contenders_do_the_same_job() -> None:
     p, m, v = first["p"].clone(), torch.zeros(500), torch.zeros(500)
     gpu.OPS.adam_(p, first["g"], m, v, None, None, *gpu.ADAM[:5], 1.0, *gpu.ADAM[6:])
     torch.testing.assert_close(p, weight.detach())
+
+
+def test_a_gpu_is_measured(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events, the cover that hides the host, and our contenders; torch's own need a real one."""
+    monkeypatch.setattr(gpu, "elements", lambda device: 100)
+    monkeypatch.setattr(gpu, "COVER", 10)
+    monkeypatch.setattr(gpu, "on_host", lambda run, *_: (run(), 1e-6)[1])
+    ours = ["copy", "AdamW bf16: ours", "norm, clip and AdamW bf16, 37 tensors: ours", "square sum bf16: ours"]
+    rows: list[dict[str, Any]] = []
+    before = gpus.emulator.library.launch_count()
+    assert gpu.run(torch.device("cuda", 0), 1, ours, rows.append) == 0
+    assert [row for row in rows if "why" in row] == [] and [row["name"] for row in rows] == ours
+    assert (
+        gpus.emulator.library.launch_count() == before + 4 * (1 + 3 + 1) + 2
+    )  # two to warm up, one, the host's on two chunks

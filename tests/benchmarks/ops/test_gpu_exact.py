@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.ops import gpu_exact
-from zero_trial.ops import cuda, many
+from tests.support.pretended_gpus import Gpus
+from zero_trial.ops import cuda, cuda_backend, cuda_scalars, many
 
 CPU = torch.device("cpu")
 
@@ -22,6 +23,28 @@ def test_equal_things_are_equal(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     line, usable = gpu_exact.run(CPU, name, tiny=True)
     assert usable and not line["different"] and line["name"] == name
     assert line["cases"] or name in ("streams", "graph")  # of a GPU alone
+
+
+@pytest.mark.parametrize("name", gpu_exact.SECTIONS)
+def test_a_gpu_is_compared(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All of the script's CUDA side: side streams, graphs, and what would be copied from and to a GPU."""
+    monkeypatch.setattr(gpu_exact, "SIZES", (1, 2099))
+    monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
+    monkeypatch.setattr(gpu_exact, "cuda_backend", cuda_backend.cuda_backend)
+    before = gpus.emulator.library.launch_count()
+    line, usable = gpu_exact.run(torch.device("cuda", 0), name, tiny=True)
+    assert usable and line["cases"] and line["different"] == 0, line
+    assert gpus.emulator.library.launch_count() > before
+    assert not gpu_exact.not_native(torch.device("cuda", 0))["different"]
+
+
+def test_a_wrong_kernel_is_found(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_exact, "SIZES", (33,))
+    monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
+    scalars = cuda_scalars.lion
+    monkeypatch.setattr(cuda_scalars, "lion", lambda lr, *rest: scalars(lr * 1.01, *rest))
+    line, _ = gpu_exact.run(torch.device("cuda", 0), "Lion", tiny=True)
+    assert line["different"] == line["cases"]
 
 
 def test_an_error_is_a_row_and_the_device_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

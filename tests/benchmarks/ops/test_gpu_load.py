@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ops import gpu_load
+from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
 
@@ -73,3 +74,13 @@ def test_the_driver_is_asked_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
 def test_all_sources_are_there() -> None:
     assert sum(map(len, gpu_load.sources().values())) == len(cuda_kernels.every_kernel())
     assert sorted(cuda_backend.majors()) == [11, 12, 13]
+
+
+def test_kernels_are_loaded_and_asked_about(gpus: Gpus) -> None:
+    """By the emulated driver: the calls that a GPU gets, beginning with the image."""
+    backend = cuda_backend.cuda_backend().cuda
+    assert backend is not None
+    loads = gpu_load.Loads(backend.driver, gpus.emulator.library, 1)
+    kernels = [cuda_kernels.sums(), cuda_kernels.step_control()]
+    row = gpu_load.row_of("some", kernels, 129, loads)
+    assert row["wrong"] == [] and row["fewer_blocks"] == [] and row["registers"] == 40 and row["kernels"] == 2

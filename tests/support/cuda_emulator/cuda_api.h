@@ -2,6 +2,8 @@
 // holds every declaration and number here against it: g++ -std=c++17 -fsyntax-only -DZT_CUDA_H=... driver.cpp
 #pragma once
 
+#include <stddef.h>
+
 #ifdef ZT_CUDA_H
 #include ZT_CUDA_H
 #define ZT_SAME(name, value) static_assert((int)name == value, #name);
@@ -12,6 +14,7 @@ typedef struct CUmod_st* CUmodule;
 typedef struct CUfunc_st* CUfunction;
 typedef struct CUstream_st* CUstream;
 typedef int CUresult;
+typedef int CUfunction_attribute;
 typedef int CUstreamCaptureMode;
 typedef int CUstreamCaptureStatus;
 #define cuCtxPushCurrent cuCtxPushCurrent_v2
@@ -32,6 +35,8 @@ ZT_SAME(CUDA_ERROR_INVALID_SOURCE, 300)
 ZT_SAME(CUDA_ERROR_INVALID_HANDLE, 400)
 ZT_SAME(CUDA_ERROR_NOT_FOUND, 500)
 ZT_SAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900)
+ZT_SAME(CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, 3)
+ZT_SAME(CU_FUNC_ATTRIBUTE_NUM_REGS, 4)
 ZT_SAME(CU_STREAM_CAPTURE_MODE_GLOBAL, 0)
 ZT_SAME(CU_STREAM_CAPTURE_MODE_RELAXED, 2)
 ZT_SAME(CU_STREAM_CAPTURE_STATUS_NONE, 0)

@@ -235,6 +235,17 @@ CUresult cuModuleGetFunction(CUfunction* out, CUmodule handle, const char* name)
   }
   return answer(CUDA_ERROR_NOT_FOUND);
 }
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction handle) {
+  if (!known(functions, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
+  *value = (int)attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 40 : 0;
+  return answer((int)attribute == CU_FUNC_ATTRIBUTE_NUM_REGS || (int)attribute == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? CUDA_SUCCESS
+                                                                                                                    : CUDA_ERROR_INVALID_VALUE);
+}
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction handle, int threads, size_t shared) {
+  if (!known(functions, handle)) return answer(CUDA_ERROR_INVALID_HANDLE);
+  *blocks = 4;
+  return answer(threads == ((Function*)handle)->kernel.threads && !shared ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
 CUresult cuLaunchKernel(CUfunction handle, unsigned int x, unsigned int y, unsigned int z, unsigned int threads, unsigned int ty,
                         unsigned int tz, unsigned int shared, CUstream stream, void** parameters, void** extra) {
   Busy lock(busy);

@@ -1,4 +1,4 @@
-"""The emulator of CUDA kernels, made once for all tests of the ops, and what its results are compared with."""
+"""Fixtures: the emulator of CUDA kernels, made once for all tests, GPUs that are pretended over it, and what results are compared with."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    emulator = emulated_cuda.make(tmp_path_factory.mktemp("cuda"))
+def cuda_driver(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Kernels are compiled when they are loaded, or asked for together."""
+    return emulated_cuda.make(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="session")
+def cuda_built(cuda_driver: Emulator) -> Emulator:
+    """With the kernels that most tests of the ops run, two compilers at a time."""
     kinds = ((FP32, BF16), (BF16, BF16), (FP16, FP16))
-    emulator.build(
+    cuda_driver.build(
         [
             *(cuda_kernels.update(op, g, out) for op in cuda_kernels.OPTIMIZERS for g, out in kinds),
             *(cuda_kernels.update("ZtAdam", g, out) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
@@ -35,42 +41,51 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
             ),
         ]
     )
-    return emulator
-
-
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU's kernels, whatever ZERO_TRIAL_OPS says."""
-    try:
-        opened = _native.open_native(os.environ)
-    except KernelUnavailable as trouble:
-        pytest.skip(f"nothing to compare with: {trouble.what}")
-    monkeypatch.setattr(library, "backend", lambda: _native.Backend(opened))
-
-
-@pytest.fixture
-def emulator(built: Emulator, native: None, monkeypatch: pytest.MonkeyPatch) -> Emulator:
-    emulated_cuda.install(built, monkeypatch)
-    return built
+    return cuda_driver
 
 
 @pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cpu_library() -> _native.Native:
+    """The CPU's kernels, whatever ZERO_TRIAL_OPS says, from the cache of this machine."""
+    try:
+        return _native.open_native(os.environ)
+    except KernelUnavailable as trouble:
+        pytest.skip(f"nothing to compare with: {trouble.what}")
+
+
+@pytest.fixture
+def cpu_kernels(cpu_library: _native.Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What results are compared with."""
+    monkeypatch.setattr(library, "backend", lambda: _native.Backend(cpu_library))
+
+
+@pytest.fixture
+def emulator(cuda_built: Emulator, cpu_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    emulated_cuda.install(cuda_built, monkeypatch)
+    return cuda_built
+
+
+@pytest.fixture(scope="session")
+def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where kernels are kept, so that each is compiled once."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture
-def gpus(built: Emulator, native: None, monkeypatch: pytest.MonkeyPatch, kept: Path) -> Iterator[Gpus]:
+def gpus(
+    cuda_driver: Emulator, cpu_kernels: None, monkeypatch: pytest.MonkeyPatch, kept_kernels: Path
+) -> Iterator[Gpus]:
     """A Hopper, and one newer than the compiler."""
     try:
         _nvrtc.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
-    made = Gpus(built, (90, 129))
-    chosen = pretended_gpus.install(made, monkeypatch, {"ZERO_TRIAL_OPS": "native", "XDG_CACHE_HOME": str(kept)})
+    made = Gpus(cuda_driver, (90, 129))
+    chosen = pretended_gpus.install(
+        made, monkeypatch, {"ZERO_TRIAL_OPS": "native", "XDG_CACHE_HOME": str(kept_kernels)}
+    )
     assert chosen.cuda is not None and "NVRTC" in chosen.describe()
     with made:
         yield made
     cuda_backend.device_of.cache_clear()
-    assert built.library.fault() == b"" and built.library.contexts_pushed() == 0
+    assert cuda_driver.library.fault() == b"" and cuda_driver.library.contexts_pushed() == 0

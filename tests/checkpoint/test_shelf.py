@@ -12,7 +12,7 @@ import torch
 
 from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.checkpoint.shelf import look_into
-from zero_trial.errors import ConfigError
+from zero_trial.errors import CheckpointError, ConfigError
 
 
 def engine(folder: Path, tag: str, step: int, **world: Any) -> Path:
@@ -104,6 +104,22 @@ def test_what_a_killed_save_leaves_is_left_over(tmp_path: Path) -> None:
         ("b.old-1", 4, True, False),  # what was to replace it is not there: loaders take it
         ("c.tmp-1", None, False, True),
     ]
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(CheckpointError, match="cannot be read: got Permission denied"):
+        look_into(tmp_path)
+
+
+@pytest.mark.parametrize("odd", ["[]", "3", "{", '{"steps_completed": "x", "trial_id": [1]}', "\udcff"])
+def test_odd_metadata(tmp_path: Path, odd: str) -> None:
+    folder = trial(tmp_path, 4)
+    (folder / "metadata.json").write_bytes(odd.encode("utf-8", "surrogateescape"))
+    assert look_into(tmp_path).saved[0].step == 4  # as the engine has it
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
+from zero_trial.report.difference import compare_runs
 from zero_trial.report.run_record import flatten, read_run
 
 LOCK = """
@@ -109,6 +110,27 @@ def test_a_scripts_run_has_the_settings_of_its_certificate(tmp_path: Path) -> No
 def test_a_run_that_has_left_little(tmp_path: Path) -> None:
     run = read_run(make(tmp_path / "r", [{"kind": "train", "step": 1, "loss": 2.0}], certificate=["odd"]))
     assert (run.code, run.data, run.end, list(run.traces), run.last_step) == (None, None, None, [], 0)
+
+
+ODD: list[Any] = [None, 3, "x", [1], {"a": 1}, True, [[]], {"loss": 3}, {"loss": [None, "nan", {}]}, 1e400]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_contents_are_no_reason_to_give_up(tmp_path: Path, odd: Any) -> None:
+    events = [
+        {"kind": "start", "step": odd},
+        {"kind": "train", "step": 2, "each": odd, "lr": odd, "time": odd},
+        {"kind": odd},
+    ]
+    metrics = [
+        {"group": "training", "step": odd, "metrics": {"x": odd}},
+        {"group": "validation", "step": 1, "metrics": odd, "time": odd},
+    ]
+    files = {"certificate": {"starts": odd}, "summary": {"end": odd, "data": odd}, "resolved_config": {"batch": odd}}
+    run = read_run(make(tmp_path / "r", events, metrics, **files))
+    assert compare_runs(run, run).first is None
+    start = {"code": odd, "versions": odd, "machine": odd, "hyperparameters": odd}
+    read_run(make(tmp_path / "s", [], lock=None, certificate={"starts": [start]}))
 
 
 def test_no_run_and_a_damaged_lock(tmp_path: Path) -> None:

@@ -84,7 +84,14 @@ class Shelf:
 
 
 def look_into(folder: Path) -> Shelf:
-    """Raises ConfigError if there is nothing in ``folder`` that could be a checkpoint."""
+    """Raises ConfigError if there is nothing in ``folder`` that could be a checkpoint, CheckpointError if it cannot be read."""
+    try:
+        return _look_into(folder)
+    except OSError as fault:
+        raise CheckpointError("cannot be read", where=str(fault.filename or folder), got=fault.strerror) from fault
+
+
+def _look_into(folder: Path) -> Shelf:
     if not folder.is_dir():
         raise ConfigError(
             "there is no such folder" if not folder.exists() else "this is a file",

@@ -53,7 +53,7 @@ def read_run(folder: Path) -> RunRecord:
         raise ConfigError(
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
         )
-    starts = [start for start in read_json(folder / CERTIFICATE).get("starts") or () if isinstance(start, Mapping)]
+    starts = _mappings(read_json(folder / CERTIFICATE).get("starts"))
     latest: Mapping[str, Any] = starts[-1] if starts else {}
     summary = read_json(folder / "summary.json")
     code = latest.get("code")
@@ -88,9 +88,8 @@ def _settings(folder: Path, certificate: Mapping[str, Any]) -> dict[str, Any]:
     found = flatten(read_yaml(lock, str(folder / LOCK)).value) if lock else {}
     if not found:
         found = flatten({key: certificate[key] for key in ("hyperparameters", "seed", "ranks") if key in certificate})
-    for row in read_json(folder / "resolved_config.json").get("batch") or ():
-        if isinstance(row, Mapping) and "name" in row:
-            found[f"batch: {row['name']}"] = row.get("value")
+    for row in _mappings(read_json(folder / "resolved_config.json").get("batch")):
+        found[f"batch: {row.get('name')}"] = row.get("value")
     return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(VERSIONS)}
 
 
@@ -98,7 +97,7 @@ def _traces(folder: Path) -> list[Trace]:
     events = read_lines(folder / "events.jsonl")
     starts = [event for event in events if event.get("kind") == "start"]
     reports = read_lines(folder / "metrics.jsonl")
-    said = in_force(sorted([*starts, *reports], key=lambda record: record.get("time") or 0.0))
+    said = in_force(sorted([*starts, *reports], key=_time))
     traces = _each_step(in_force(events))
     for group, word in (("training", "mean {} of all ranks"), ("validation", "{}")):
         by_name: dict[str, dict[int, Value]] = {}
@@ -131,6 +130,16 @@ def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
                 steps[step] = _value(event[name])
     traces = [Trace(f"{name} of rank 0", steps, local=True) for name, steps in own.items()]
     return traces + [Trace(name.replace("grad_norm", "gradient norm"), steps) for name, steps in last.items()]
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Those in a list; none in anything else."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    time = record.get("time")
+    return float(time) if isinstance(time, (int, float)) else 0.0
 
 
 def _value(value: Any) -> Value:

@@ -8,6 +8,7 @@ cache, contexts, streams, capture, tables, launch arguments, and the kernels' ow
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -237,6 +238,17 @@ class Event:
         return 1e3 * (other.at - self.at)
 
 
+def as_compiled_by_both(ptx: str, kernel: Kernel, emulator: Emulator) -> None:
+    """NVRTC and g++ give the launch's arguments the same size, and the same number of threads."""
+    declared = re.search(rf"\.entry {kernel.entry}\((.*?)\)(.*?)\{{", ptx, re.DOTALL)
+    assert declared is not None, f"{kernel.name}: no such entry"
+    parameters = re.findall(r"\.param \.align (\d+) \.b8 \w+\[(\d+)\]", declared[1])
+    made = ctypes.CDLL(str(emulator.built[kernel]))
+    assert parameters == [("8", str(made.arguments_size()))], (kernel.name, parameters)
+    bounds = re.findall(r"\.maxntid (\d+)", declared[2])
+    assert bounds in ([], [str(made.threads())]), (kernel.name, bounds)
+
+
 def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
     """This process has these GPUs. What is compiled is emulated by g++'s code of the same kernel."""
     names = ("libnone.so", str(gpus.emulator.folder / "driver.so"))
@@ -245,6 +257,8 @@ def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
     def watched(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:
         image = compiled(kernel, nvrtc, target, kept)
         emulator.build([kernel])
+        if target.ptx:
+            as_compiled_by_both(image.decode(), kernel, emulator)
         emulator.library.compiled(image, len(image), str(emulator.built[kernel]).encode(), target.arch, int(target.ptx))
         return image
 

@@ -144,7 +144,8 @@ class Landing:
             self._queued[index] = False
             if grad is None or grad is views[index]:
                 continue
-            grad = _dense(grad)
+            if grad.is_sparse:
+                grad = _dense(grad)
             if landed[index]:
                 again.append((views[index], grad))
             else:

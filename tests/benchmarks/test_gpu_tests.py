@@ -1,0 +1,63 @@
+"""The tests that only a GPU runs: all of them are imported here, and what in them needs no device is tried, for the first GPU run is short."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.processes import ROOT
+from tests.engine import test_behaviour_gpu as on_gpu
+from tests.engine import test_behaviour_late_gpu as late
+from tests.support.dense import STAGES, Turn
+from tests.support.models import Tower
+
+MARK = "mark." + "gpu"  # not to be found in this file
+MARKED = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
+def test_each_can_be_imported_and_marks_what_it_must(path: Path) -> None:
+    """A module that is not there, or a name that has gone, shows on this machine."""
+    text = path.read_text(encoding="utf-8")
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    tests = [
+        node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"
+    ]
+    assert tests and all(callable(getattr(module, name)) for name in tests)
+
+
+def test_a_rank_trains_and_answers() -> None:
+    """The process that a GPU's rank is, on the CPU: what it returns, and that an error in one case does not hide the others."""
+    cases = [(2, "bf16"), (7, "fp32")]
+    (found,) = on_gpu.on_ranks(1, on_gpu.all_cases, cases, "gloo", True, "auto", seconds=90.0)
+    losses, optimizer, device = found[cases[0]]
+    assert len(losses) == on_gpu.STEPS and optimizer == "FusedAdam" and device == "cpu"
+    assert "ConfigError" in found[cases[1]] and "stage" in found[cases[1]]
+    assert on_gpu.close(losses, losses, "bf16") and not on_gpu.close(losses, [x + 1 for x in losses], "bf16")
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    class Ended:
+        exitcode = -11
+
+    class Silent:
+        def get(self, timeout: float) -> None:
+            raise on_gpu.queue.Empty
+
+    with pytest.raises(RuntimeError, match=r"ranks ended with \[-11\]"):
+        on_gpu.answer(Silent(), [Ended()], float("inf"))
+    Ended.exitcode = 0
+    with pytest.raises(RuntimeError, match="the ranks gave no answer"):
+        on_gpu.answer(Silent(), [Ended()], 0.0)
+
+
+def test_the_cases_of_late_verdicts_exist() -> None:
+    assert all(stage in STAGES and precision in late.PRECISIONS for stage, precision, _ in late.CASES)
+    assert {optimizer for *_, optimizer in late.CASES} <= set(late.OPTIMIZERS)
+    model = Tower()
+    late.loss(model, Turn(0, 0, 0)).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

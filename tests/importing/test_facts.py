@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
+from tests.importing.test_values import through_pickle
 from zero_trial.checkpoint.tree import encode
 from zero_trial.importing import facts
 from zero_trial.importing.values import Foreign
@@ -36,6 +38,20 @@ def test_a_structure_that_grows_when_it_is_written_out() -> None:
     ring["self"] = ring
     left_out: list[str] = []
     assert facts.plain_or_none(ring, "ring", left_out) is None and len(left_out) == 1
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "int64", "int8", "uint16", "bool_"])
+def test_a_number_of_numpys_is_a_number(kind: str, protocol: int) -> None:
+    number = getattr(numpy, kind)(1)
+    found = facts.plain(through_pickle({"best": number}, protocol))["best"]
+    assert found == 1 and type(found) is type(number.item())
+
+
+def test_an_array_of_numpys_is_not() -> None:
+    for value in (numpy.zeros(2), numpy.complex64(1)):
+        with pytest.raises(facts.NotPlain):
+            facts.plain(through_pickle(value))
 
 
 def test_the_client_state_without_what_is_deepspeeds() -> None:

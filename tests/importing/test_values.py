@@ -139,8 +139,6 @@ def test_a_tensor_that_its_storage_does_not_hold(change: dict[str, Any]) -> None
         rebuilt(offset="0"),
         rebuilt(shape=None),
         rebuilt(key=("module", 1, 2, 3, 4)),
-        rebuilt(key=("storage", Name("my", "FloatStorage"), "0", "cpu", 12)),
-        rebuilt(key=("storage", Name("torch", "QInt8Storage"), "0", "cpu", 12)),
         rebuilt(key=(*KEY, ("view", 0, 2))),
         Call(Name("torch._utils", "_rebuild_tensor_v2"), ()),
         Call(Name("torch._utils", "_rebuild_tensor_v2"), (3, 0, (1,), (1,))),
@@ -151,6 +149,12 @@ def test_a_tensor_that_its_storage_does_not_hold(change: dict[str, Any]) -> None
 def test_what_torch_does_not_write(broken: Any) -> None:
     with pytest.raises(CheckpointError, match=r"test\.pt: "):
         resolve(broken)
+
+
+@pytest.mark.parametrize("kind", [Name("my", "FloatStorage"), Name("torch", "QInt8Storage"), "float"])
+def test_a_tensor_of_another_dtype_is_foreign(kind: Any) -> None:
+    found = resolve([rebuilt(key=("storage", kind, "0", "cpu", 12)), 1])
+    assert isinstance(found[0], Foreign) and found[0].path.startswith("a tensor of ") and found[1] == 1
 
 
 def test_an_expanded_single_row_is_fine() -> None:

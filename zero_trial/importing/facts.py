@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,22 @@ _SAME_STATE = frozenset(
 """Keys of a group that say nothing of which state the optimizer has; an engine compares the others with its own optimizer's."""
 
 
+_NUMPY = {
+    "f8": "d",
+    "f4": "f",
+    "f2": "e",
+    "i8": "q",
+    "i4": "i",
+    "i2": "h",
+    "i1": "b",
+    "u8": "Q",
+    "u4": "I",
+    "u2": "H",
+    "u1": "B",
+    "b1": "?",
+}
+
+
 class NotPlain(Exception):
     """A value that a checkpoint of ours cannot hold; its text is the place and the kind."""
 
@@ -77,11 +94,24 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None) -> Any:
         return value
     if isinstance(value, Stored):
         return value.tensor().clone()
+    if isinstance(value, Foreign) and value.path.endswith("multiarray.scalar"):
+        return _numpy_number(value, place)
     if isinstance(value, dict):
         return {plain(key, place, budget): plain(item, f"{place}.{key}", budget) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "_fields"):
         return type(value)(plain(item, f"{place}[{index}]", budget) for index, item in enumerate(value))
     raise NotPlain(f"{place}: {value.path if isinstance(value, Foreign) else type(value).__name__}")
+
+
+def _numpy_number(value: Foreign, place: str) -> int | float | bool:
+    """``numpy.float64(0.5)`` and its kin, as the number that it is."""
+    dtype, data = value.args if len(value.args) == 2 else (None, None)
+    code = dtype.args[0] if isinstance(dtype, Foreign) and dtype.args else None
+    form = _NUMPY.get(code) if isinstance(code, str) else None
+    if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
+        raise NotPlain(f"{place}: numpy scalar of {code}")
+    (number,) = struct.unpack(f"<{form}", data)
+    return number if isinstance(number, bool) else float(number) if form in "efd" else int(number)
 
 
 def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:

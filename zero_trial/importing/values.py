@@ -119,7 +119,10 @@ class Resolver:
     def _called(self, call: Call) -> Any:
         rule = _RULES.get(call.path)
         if rule is not None:
-            return rule(self, call)
+            try:
+                return rule(self, call)
+            except _OtherDtype as fault:
+                return Foreign(str(fault))
         args = tuple(self._resolve(item) for item in call.args)
         pairs = tuple((self._resolve(key), self._resolve(item)) for key, item in call.pairs)
         return Foreign(call.path, args, self._resolve(call.state), pairs)
@@ -158,7 +161,7 @@ class Resolver:
     def _tensor_of_dtype(self, call: Call) -> Stored:
         dtype = _dtype(call.args[6])
         if dtype is None:
-            raise ValueError(f"an unknown dtype, {call.args[6]}")
+            raise _OtherDtype(f"a tensor of {getattr(call.args[6], 'path', 'no dtype')}")
         return self._tensor(call, dtype)
 
     def _resolve_storage(self, value: Any) -> Storage:
@@ -170,6 +173,10 @@ class Resolver:
         """A tensor that has attributes of its own, or a subclass of Tensor: the plain tensor."""
         target, _, args = call.args[:3]
         return self._called(Call(target, tuple(args)))
+
+
+class _OtherDtype(Exception):
+    """A tensor of a dtype that a checkpoint does not hold: quantized, complex128 ... It stands for itself, unread."""
 
 
 def _whole(value: Any) -> int:
@@ -206,7 +213,7 @@ _STORAGES: Mapping[str, torch.dtype] = {
 def _storage_dtype(kind: Any) -> torch.dtype:
     found = _STORAGES.get(kind.name) if isinstance(kind, Name) and kind.module.split(".")[0] == "torch" else None
     if found is None:
-        raise ValueError(f"an unknown kind of storage, {kind}")
+        raise _OtherDtype(f"a tensor of {getattr(kind, 'path', 'no dtype')}")
     return found
 
 

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_trial.errors import MeshError
 from zero_trial.mesh.shared_control import CAPACITY, SharedControl
 from zero_trial.mesh.watch import Watch
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _BACKENDS_OWN = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# Calls that nobody waits for any more; their tensors must outlive the group. A thread of gloo still has them, and to let go of a tensor that no
+# Python code holds any more takes the interpreter's lock, which belongs to whoever frees the group and waits for that thread (torch 2.6).
+_LEFT_BEHIND: list[Callable[[], Any]] = []
 
 
 class SmallValues:
@@ -96,7 +101,11 @@ class SmallValues:
             work = call()
         except RuntimeError as error:
             self._watch.fail(name, error)
-        self._watch.wait(work, name)
+        try:
+            self._watch.wait(work, name)
+        except MeshError:
+            _LEFT_BEHIND.append(call)
+            raise
         self._watch.board.leave()
 
     def _enter(self, kind: str, label: str) -> str:

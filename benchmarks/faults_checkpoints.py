@@ -186,7 +186,7 @@ def moved(pools: Pools, source: Any, target: Any, folder: Path, saved: Any, refe
         wrong, after = pools(target[0]).run(read, target[1], str(folder), saved)[0]
     except AssertionError as error:
         return Result("ranks and stages", False, time.monotonic() - begin, f"{name}: {str(error).strip()[-200:]}")
-    off = max(abs(a - b) for a, b in zip(after, reference, strict=True))
+    off = max(abs(a - b) / abs(b) for a, b in zip(after, reference, strict=True))
     why = f"{name}: {', '.join(wrong)} differ" if wrong else ""
-    why = why or (f"{name}: losses differ by {off:.1e}" if off > TOLERANCE else "")
+    why = why or (f"{name}: losses differ by a factor of 1 + {off:.1e}" if off > TOLERANCE else "")
     return Result("ranks and stages", not why, time.monotonic() - begin, why)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import subprocess
 import time
@@ -348,3 +349,33 @@ def out_of_memory(desk: Desk, count: int) -> Iterator[Result]:
         why = why or ("" if trial.whole_steps(run) else "no checkpoint is whole")
         why = why or desk.resumed(run, plan)
         yield Result("in the forward of one rank", not why, seconds, why)
+
+
+def straggler(desk: Desk, count: int) -> Iterator[Result]:
+    """F9: one rank takes five times as long for a step, from a random step on; every other run is clean."""
+    for number in range(count):
+        rank, slow = desk.chance.randrange(2), number % 2 == 0
+        first = desk.chance.randrange(8)
+        longer = {
+            "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 32}},
+            "min_checkpoint_period": {"batches": 0},
+        }
+        plan = Plan("slow" if slow else "", first, (rank,), number=0.08, pause=0.02, experiment=longer)
+        run = desk.new_run(plan)
+        ended = desk.sail(run, plan)
+        codes = [end.code for end in ended]
+        why = "" if codes == [0, 0] else f"exit codes {codes}: {desk.last_words(run)}"
+        why = why or named_rightly(run, rank if slow else None, first)
+        yield Result("slow" if slow else "clean", not why, 0.0, why)
+
+
+def named_rightly(run: Path, rank: int | None, first: int) -> str:
+    """What is wrong with what was said of stragglers: the slow one, within 20 steps of its beginning, and nobody else."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    said = [event["message"] for event in events if "keeps the others waiting" in event.get("message", "")]
+    if rank is None:
+        return f"a false alarm: {said[0]}" if said else ""
+    if [words for words in said if words.startswith(f"rank {rank} ")] != said[:1] or not said:
+        return f"rank {rank} was slow, and said was {said}"
+    end = int(re.findall(r"steps \d+ to (\d+)", said[0])[0])
+    return "" if end <= first + 20 else f"named only after step {end}, slow from step {first + 1} on"

@@ -103,7 +103,9 @@ class FaultTrial(ZeroTrial):
         if HERE.plan.pause:
             time.sleep(HERE.plan.pause)
         loss = torch.nn.functional.mse_loss(self.engine(x), y)
-        if HERE.plan.what and batch_idx == HERE.plan.step and rank in HERE.plan.ranks:
+        if HERE.plan.what == "slow" and batch_idx >= HERE.plan.step and rank in HERE.plan.ranks:
+            time.sleep(HERE.plan.number)
+        elif HERE.plan.what and batch_idx == HERE.plan.step and rank in HERE.plan.ranks:
             loss = act(HERE.plan, rank, loss)
         self.engine.backward(loss)
         self.engine.step()

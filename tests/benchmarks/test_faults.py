@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.faults import FAULTS, Fault, counted, measure
-from benchmarks.faults_runs import Desk, Plan, Result, break_disk, kill_at, moments, small_disk, unreadable
+from benchmarks.faults_runs import (
+    Desk,
+    Plan,
+    Result,
+    break_disk,
+    kill_at,
+    moments,
+    named_rightly,
+    small_disk,
+    unreadable,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +59,19 @@ def test_what_a_run_must_not_leave_is_told(desk: Desk) -> None:
     path = run / "checkpoints/step-000008/model0/rank-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert str(path) in unreadable(run)
+
+
+def test_who_was_named_as_slow_is_judged(tmp_path: Path) -> None:
+    def judge(*notes: str, rank: int | None = 1) -> str:
+        lines = [json.dumps({"kind": "note", "message": note}) + "\n" for note in notes]
+        (tmp_path / "events.jsonl").write_text("".join(lines))
+        return named_rightly(tmp_path, rank, first=4)
+
+    named = "rank {} keeps the others waiting: in steps {} to {} it was busy"
+    assert judge("another note", named.format(1, 8, 15)) == ""
+    assert "named only after step 31" in judge(named.format(1, 16, 31))
+    assert "rank 1 was slow" in judge() and "rank 1 was slow" in judge(named.format(0, 8, 15))
+    assert judge(rank=None) == "" and judge(named.format(0, 8, 15), rank=None).startswith("a false alarm")
 
 
 def test_what_is_not_held_is_counted_and_said() -> None:

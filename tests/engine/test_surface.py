@@ -108,3 +108,11 @@ def test_frozen_parameters_may_be_left_out():
     )[0]
     assert set(found.module_state_dict(exclude_frozen_parameters=True)) == {"1.weight", "1.bias"}
     assert len(found.module_state_dict()) == 4
+
+
+def test_the_seconds_in_collectives_are_the_hosts(monkeypatch: pytest.MonkeyPatch):
+    found = engine()
+    found.mesh.board.waited = 1.5
+    assert found.seconds_waited() == 1.5
+    monkeypatch.setattr(found, "device", torch.device("cuda"))
+    assert found.seconds_waited() is None

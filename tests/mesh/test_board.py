@@ -143,3 +143,18 @@ def test_the_thread_ends_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_world_of_one_starts_no_thread() -> None:
     assert Board(FakeStore(), 0, 1)._thread is None
+
+
+def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("zero_trial.mesh.board.time.time", lambda: now[0])
+    board = Board(None, 0, 1)
+    board.enter("a")
+    now[0] = 102.0
+    board.leave()
+    now[0] = 110.0
+    board.leave()  # nothing to leave
+    board.waiting("b")
+    now[0] = 110.5
+    board.leave()
+    assert board.waited == 2.5

@@ -98,6 +98,10 @@ class EngineSurface(nn.Module):
     def lr_scheduler(self, schedule: Any) -> None:
         self._lr_scheduler = schedule
 
+    def seconds_waited(self) -> float | None:
+        """Seconds that this process has spent in collectives so far, most of them waiting for other ranks; None on CUDA, where the device waits."""
+        return self.mesh.board.waited if self.device.type == "cpu" else None
+
     # --- values ---------------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:

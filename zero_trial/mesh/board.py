@@ -39,6 +39,7 @@ class Board:
         self.world_size = world_size
         self.step = 0
         self.sequence = 0
+        self.waited = 0.0  # seconds spent in collectives, by the host
         self._now = Position(since=time.time())
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -53,6 +54,7 @@ class Board:
     def leave(self) -> None:
         now = self._now
         if now.inside:
+            self.waited += max(time.time() - now.since, 0.0)
             self._now = Position(*now[:4])
 
     def waiting(self, operation: str) -> None:

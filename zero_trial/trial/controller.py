@@ -155,13 +155,13 @@ class Controller:
             callback.on_training_start()
         first, end = state.step, End.COMPLETED
         runner = StepRunner(self._trial, self._context, self._data.feed)
-        self._reporter.timer.start()
+        self._reporter.start()
         while state.step < self._total and end is End.COMPLETED:
             self._step(runner)
             due = self._due()
             if due or self._reporter.wants_exchange(state.step):
                 end = self._boundary(due)
-        self._reporter.timer.stop()
+        self._reporter.stop()
         self._finish(end)
         samples = (state.step - first) * self._context.get_global_batch_size()
         return Outcome(
@@ -206,7 +206,7 @@ class Controller:
         Everything that is due after the step that is complete now, in the order report, validate, save.
         """
         stop = self._reporter.exchange(self._state.step)
-        self._reporter.timer.stop()
+        self._reporter.stop()
         if Due.REPORT in due:
             self._reporter.report(self._state.step)
         wanted = Due.VALIDATE in due and self._validator.enabled and self._validate()
@@ -216,7 +216,7 @@ class Controller:
             self._context.platform.sync_tensorboard()
         # Not at the end: a platform that is told of stopping would start a trial again that is complete.
         preempt = self._state.step < self._total and self._context.platform.preemption.should_preempt()
-        self._reporter.timer.start()
+        self._reporter.start()
         if self._state.step < self._total and (preempt or stop):
             return End.PREEMPTED if preempt else End.STOPPED
         return End.COMPLETED

@@ -17,6 +17,7 @@ from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.loop import Overflowed
 from zero_trial.trial.metrics import Sums, add_sums, averages
+from zero_trial.trial.stragglers import StragglerWatch
 
 EXCHANGE_SECONDS = 1.0
 FORGIVEN = 10  # losses in a row that may be not finite in steps that a loss scale skipped
@@ -61,8 +62,21 @@ class Reporter:
         self._exchanged = step  # step of the last exchange
         self._exchanged_at = 0.0  # training seconds then
         self._next = step + 1
+        self._waits = StepTimer(lambda: _seconds_waited(context) or 0.0)
+        self._busy_at = 0.0  # busy seconds at the last exchange
+        self._stragglers = StragglerWatch()
         self._steps: list[tuple[int, Overflowed, dict[str, torch.Tensor]]] = []  # since the last exchange
         self._batches: list[dict[str, float]] = []  # this rank's values since the last report
+
+    def start(self) -> None:
+        """Training begins, or goes on after validation and saving."""
+        self.timer.start()
+        self._waits.start()
+
+    def stop(self) -> None:
+        """Training pauses."""
+        self.timer.stop()
+        self._waits.stop()
 
     def add(self, step: int, metrics: dict[str, torch.Tensor], overflowed: Overflowed) -> None:
         """Step ``step`` (complete steps, from 1) gave ``metrics``; nothing is read from the device here.
@@ -86,14 +100,29 @@ class Reporter:
             "broken": broken,
             "stop": self._context.get_stop_requested(),
             "next": self._propose(step),
+            "busy": self._read_busy(),
         }
         ranks = self._context.distributed.allgather(proposal)
         self._raise_if_broken([rank["broken"] for rank in ranks])
         latest = add_sums(rank["sums"] for rank in ranks)
         self.window = add_sums([self.window, latest])
         self._say(step, averages(latest), self._batches[len(self._batches) - count :])
+        self._name_straggler(step, [rank["busy"] for rank in ranks])
         self._exchanged, self._exchanged_at, self._next = step, self.timer.seconds, ranks[0]["next"]
         return any(rank["stop"] for rank in ranks)
+
+    def _read_busy(self) -> float | None:
+        """Seconds since the last exchange in which this rank did not wait for others; None where that cannot be known."""
+        if _seconds_waited(self._context) is None:
+            return None
+        before, self._busy_at = self._busy_at, self.timer.seconds - self._waits.seconds
+        return self._busy_at - before
+
+    def _name_straggler(self, step: int, busy: Sequence[float | None]) -> None:
+        """Stages of a pipeline do different work: there nobody is compared."""
+        told = self._stragglers.see(step, busy) if self._context.mpu.data_parallel_world_size == len(busy) else None
+        if told is not None:
+            self._context.note(told)
 
     def _read_steps(self) -> tuple[Sums, list[Any] | None]:
         """This rank's sums, and [step, loss] of the first loss that is not finite. Waits for the device."""
@@ -183,6 +212,12 @@ class Reporter:
             write_tensorboard(self._context, "training", step, metrics)
         for callback in self._callbacks:
             callback.on_training_workload_end(dict(metrics), [dict(batch) for batch in batches])
+
+
+def _seconds_waited(context: ZeroTrialContext) -> float | None:
+    """Of this process, whichever of its engines has waited; None where the engine does not say."""
+    ask = getattr(context.engines[0], "seconds_waited", None) if context.engines else None
+    return ask() if callable(ask) else None
 
 
 def _gradient_norm(engine: Any) -> float | None:

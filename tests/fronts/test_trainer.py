@@ -15,6 +15,7 @@ import zero_trial
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.fronts.trainer import Trainer, init
+from zero_trial.launch.held import held
 from zero_trial.platform.in_memory import InMemoryPlatform
 from zero_trial.platform.run_folder import read_lines
 from zero_trial.trial import ZeroTrialContext
@@ -173,6 +174,14 @@ def test_the_folder_of_a_launcher_is_used(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("ZERO_TRIAL_RUN_DIR", str(folder / "launched"))
     fit(1)
     assert (folder / "launched" / "summary.json").is_file() and not (folder / "runs").exists()
+
+
+def test_a_second_run_in_a_folder_leaves_the_first_one_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine").mkdir()
+    with held(folder / "mine"), pytest.raises(SystemExit) as ending:
+        fit(1, run_dir="mine")
+    assert ending.value.code == 2 and "another process is running in this folder" in capsys.readouterr().err
+    assert [path.name for path in (folder / "mine").iterdir()] == ["held"]
 
 
 def test_a_context_that_is_not_a_scripts() -> None:

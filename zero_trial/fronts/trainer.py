@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import zero_trial
 from zero_trial.config import read_experiment
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.fronts.certificate import certify
+from zero_trial.fronts.holding import held_together
 from zero_trial.fronts.last_words import leave_last_words
 from zero_trial.fronts.local import (
     StopRequest,
@@ -125,11 +126,13 @@ def _on_disk(
     folder: Path | None = None
     platform: LocalPlatform | None = None
     try:
-        with stop.listening():
+        with stop.listening(), ExitStack() as stack:
             state.env = init_distributed()
             ranks = world(state.env)
             experiment, own, own_seed = _experiment(exp_conf)
-            folder = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
+            named = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
+            stack.enter_context(held_together(named, ranks))
+            folder = named  # from now on errors are left there
             forget_errors(folder, state.env)
             notes: list[str] = []
             start = agreed_start(ranks, folder, note=notes.append)

@@ -35,6 +35,32 @@ def test_what_it_does_not_know_ends_with_2(words: list[str], capsys: pytest.Capt
     assert capsys.readouterr().err.startswith("usage: zero-trial")
 
 
+def test_a_verb_that_is_nearly_right(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["rum", "const.yaml"])
+    assert ended.value.code == 2 and "there is no verb rum. Did you mean run?" in capsys.readouterr().err
+
+
+def test_nothing_at_all_is_answered_with_the_way_to_begin(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "zero-trial init my_trial" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_the_system_refuses_is_no_traceback(capsys: pytest.CaptureFixture[str]):
+    error = OSError(28, "No space left on device", "/full/file")
+
+    def refuse(options: object) -> int:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_trial.cli.env.handle", refuse)
+        assert main(["env"]) == 5
+        assert capsys.readouterr().err == "error   /full/file: the system refused: No space left on device.\n"
+        assert main(["--debug", "env"]) == 5
+        assert "Traceback" in capsys.readouterr().err
+
+
 def test_an_error_is_a_block_and_a_code(capsys: pytest.CaptureFixture[str]):
     assert main(["run", "nowhere.yaml", "."]) == 2
     captured = capsys.readouterr()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.cli.outcome import report_outcome, shown
+from zero_trial.cli.outcome import disk_lines, report_outcome, shown
 from zero_trial.launch.cause import Cause
 from zero_trial.launch.supervisor import Outcome
 
@@ -43,3 +43,10 @@ def test_a_verdict_that_names_its_rank_is_not_given_another(tmp_path: Path):
 def test_no_rank_to_blame_points_to_all_logs(tmp_path: Path):
     _, text = report(Outcome(5, Cause(None, "port in use", 5)), tmp_path)
     assert text == f"failed  port in use\nlog     {shown(tmp_path / 'logs')}\n"
+
+
+def test_a_full_disk_is_named(tmp_path: Path):
+    """The rank that met it could not write what it met."""
+    assert disk_lines(tmp_path, room=0) == [] == disk_lines(tmp_path / "gone")
+    (line,) = disk_lines(tmp_path, room=1 << 62)
+    assert line.startswith("note    the disk of ") and line.endswith("KiB free): free some, or give --run-dir DIR")

@@ -130,6 +130,9 @@ def test_faults(text: str, message: str):
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_experiment(tmp_path / "none.yaml")
+    (tmp_path / "const.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"Did you mean .*/const\.yaml\?$"):
+        read_experiment(tmp_path / "conts.yaml")
 
 
 @pytest.mark.parametrize(

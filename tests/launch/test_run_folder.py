@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,11 @@ def test_a_resumed_folder_forgets_how_it_ended(tmp_path: Path):
     assert left == ["checkpoints/step-000001/metadata.json", "events.jsonl"]
     with pytest.raises(ConfigError, match="nothing to resume"):
         resumed_run_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("make", [new_run_folder, given_run_folder])
+def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_path: Path):
+    """As one that may not be written, or a full disk: said by the command, before any rank is started."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the run's folder cannot be made \(Not a directory\): got .*file/deep"):
+        make(tmp_path / "file" / "deep")

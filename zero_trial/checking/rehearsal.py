@@ -17,6 +17,7 @@ import zero_trial
 from zero_trial.checking.finding import Area, Finding, Severity, findings_of, remark
 from zero_trial.checking.recording_engine import NotRehearsed, recording_factory
 from zero_trial.checking.stated_metrics import stated_metrics
+from zero_trial.checking.stated_training import stated_training
 from zero_trial.config.experiment import ExperimentConfig
 from zero_trial.errors import InvalidHP, TrialError, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint
@@ -112,6 +113,7 @@ class _Stage:
         trial = self._try(Area.TRIAL, lambda: kind(context), f"{name.name}.__init__")
         self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
         self._found.parameters = context.parameters
+        self._found.findings += _remarks(trial)
         with contextlib.suppress(_Ended):
             self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         validator = self._try(Area.LOADERS, lambda: Validator(trial, context, [], 1), "build_validation_data_loader")
@@ -173,6 +175,14 @@ class _Stage:
         except (Exception, SystemExit) as error:
             self._found.findings.append(Finding(area, Severity.FAULT, own_fault(error, self._scene.model_dir, doing)))
         raise _Ended
+
+
+def _remarks(trial: ZeroTrial) -> list[Finding]:
+    """What the source of ``train_batch`` does in vain."""
+    return [
+        remark(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)
+        for each in stated_training(trial.train_batch)
+    ]
 
 
 def _stated(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 import traceback
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import zero_trial
-from zero_trial.errors import ZeroTrialError
+from zero_trial.errors import StorageError, ZeroTrialError
 
 VERBS = (
     "init",
@@ -31,12 +32,15 @@ VERBS = (
 )
 """Each is a module of this folder with ``add_parser(subparsers)``."""
 
+_ABOUT = """Train PyTorch models sharded (ZeRO 0 to 3), offloaded and in pipelines, on this machine or a cluster.
+To begin: zero-trial init my_trial, then check, run and report in that folder."""
+
 _CODES = "exit codes: 0 ok, 1 a fault in the trial's code, 2 user error, 3 does not fit, 4 diverged, 5 infrastructure, 75 preempted (resume it)"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs. The verbs' modules import what they need only when they are run, so this is fast."""
-    parser = argparse.ArgumentParser(prog="zero-trial", description=zero_trial.__doc__, epilog=_CODES)
+    parser = argparse.ArgumentParser(prog="zero-trial", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"zero_trial {zero_trial.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before the verb)")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -48,15 +52,34 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. argparse itself exits with 2 for arguments that it does not know."""
     words = list(sys.argv[1:] if argv is None else argv)
+    debug = words[:1] == ["--debug"]
     try:
-        options = build_parser().parse_args(words)
+        options = _parse(build_parser(), words)
         return int(options.handler(options))
     except ZeroTrialError as error:
-        return report_error(error, sys.stderr, debug=words[:1] == ["--debug"])
+        return report_error(error, sys.stderr, debug=debug)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has gone
         return 141
+    except OSError as error:  # a disk that is full, a folder that may not be written: not ours, and no traceback helps
+        wrapped = StorageError(
+            f"the system refused: {error.strerror or error}", where=str(error.filename) if error.filename else None
+        )
+        wrapped.__cause__ = error
+        return report_error(wrapped, sys.stderr, debug=debug)
+
+
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """argparse's own, which ends the process where it does not understand; a verb that is nearly right is named."""
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    verb = next((word for word in words if not word.startswith("-")), None)
+    near = difflib.get_close_matches(verb, VERBS, 1) if verb is not None and verb not in VERBS else []
+    if near:
+        parser.error(f"there is no verb {verb}. Did you mean {near[0]}?")
+    return parser.parse_args(words)
 
 
 def report_error(error: ZeroTrialError, stream: TextIO, *, debug: bool = False) -> int:

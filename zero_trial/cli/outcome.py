@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TextIO
 
@@ -20,8 +21,22 @@ def report_outcome(outcome: Outcome, folder: Path, stream: TextIO) -> int:
     log = folder / records.LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
     if word == "failed":
         lines.append(f"log     {shown(log)}")
+        lines += disk_lines(folder)
     stream.write("\n".join(lines) + "\n")
     return outcome.exit_code
+
+
+def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
+    """That the run's disk is full, where it is: then a rank could not leave its last words."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return []
+    return (
+        [f"note    the disk of {shown(folder)} is full ({free >> 10} KiB free): free some, or give --run-dir DIR"]
+        if free < room
+        else []
+    )
 
 
 def shown(path: Path) -> str:

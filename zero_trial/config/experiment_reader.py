@@ -100,7 +100,12 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path)) from None
+        there = sorted(each.name for each in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, 1)
+        fix = f"Did you mean {path.with_name(near[0])}?" if near else None
+        raise ConfigError(
+            f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path), fix=fix
+        ) from None
     return read_yaml(text, name or path.name), path.parent
 
 

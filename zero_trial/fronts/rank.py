@@ -15,7 +15,7 @@ import torch
 
 from zero_trial.errors import DoesNotFit, InvalidHP, TrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
-from zero_trial.launch.own_line import own_line
+from zero_trial.launch.own_line import own_frame
 from zero_trial.mesh.env import RankEnv
 from zero_trial.mesh.mesh import build_mesh
 from zero_trial.mesh.topology import MeshShape
@@ -142,9 +142,10 @@ def exits_named() -> Iterator[None]:
     try:
         yield
     except SystemExit as ending:
+        frame = own_frame(ending)
         raise TrialError(
             "the trial's code ended the process",
-            where=own_line(ending),
+            where=f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" if frame is not None else None,
             got=f"sys.exit({ending.code!r})",
             fix="Raise an exception; or end the run, saved, with context.set_stop_requested(True).",
         ) from ending

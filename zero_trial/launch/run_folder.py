@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"\d{4,}")
 
 def new_run_folder(root: Path) -> Path:
     """Make the folder after the highest number in ``root``. Two commands at once get two folders: the one that comes second tries the next number."""
-    root.mkdir(parents=True, exist_ok=True)
+    _make(root, "run", "Start it in a folder that can be written, or give --run-dir DIR.")
     number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
     while True:
         folder = root / f"{number:04d}"
@@ -21,6 +21,10 @@ def new_run_folder(root: Path) -> Path:
             folder.mkdir()
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise _refused(
+                error, folder, "run", "Start it in a folder that can be written, or give --run-dir DIR."
+            ) from None
         else:
             return folder
 
@@ -36,8 +40,19 @@ def given_run_folder(folder: Path) -> Path:
             got=str(folder),
             fix=f"Give another folder, or continue that run with --resume {folder}.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder, "--run-dir", "Give another folder.")
     return folder
+
+
+def _make(folder: Path, where: str, fix: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(error, folder, where, fix) from None
+
+
+def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
+    return ConfigError(f"the run's folder cannot be made ({error.strerror})", where=where, got=str(folder), fix=fix)
 
 
 def resumed_run_folder(folder: Path) -> Path:

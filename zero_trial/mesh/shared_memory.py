@@ -99,6 +99,7 @@ class SharedMemory:
 
     mappings: Mappings = field(default_factory=Mappings)
     segments: list[Segment] = field(default_factory=list)
+    written: int = 0  # bytes of all payloads so far: what was copied out, since peers could not read it where it lay
     _mapped: dict[tuple[int, int], Window] = field(default_factory=dict)
 
     def acquire(self, nbytes: int, readers: Sequence[int]) -> Segment:
@@ -109,6 +110,7 @@ class SharedMemory:
             found = create_segment(capacity_for(nbytes))
             self.segments.append(found)
         found.lend(readers)
+        self.written += nbytes
         return found
 
     def read(self, ticket: Ticket, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:

@@ -16,9 +16,11 @@ import torch
 from zero_trial.mesh import AxisComm, Pending
 from zero_trial.ops.accumulate import accumulate
 from zero_trial.zero.dtypes import wide_dtype
+from zero_trial.zero.gradient_memory import Room
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.norm import square_sum
 from zero_trial.zero.plan import ReduceAt
+from zero_trial.zero.wires import Wires
 
 
 @dataclass
@@ -27,6 +29,7 @@ class _Flight:
 
     landing: Landing
     wire: torch.Tensor
+    room: Room | None  # in which the wire lies, if it is a cast that peers read in place
     out: torch.Tensor
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     scatter: Pending
@@ -77,6 +80,7 @@ class Reducer:
         self._wire_dtype = wire_dtype
         self._wire_scale = wire_scale
         self._in_flight = in_flight
+        self._wires = Wires(shard if shard.size > 1 else replica, in_flight + 2)
         self._order = list(range(len(self.landings)))
         self._index = {id(landing): index for index, landing in enumerate(self.landings)}
         self._completed: list[int] = []
@@ -186,7 +190,7 @@ class Reducer:
         stash = landing.shard.clone() if landing.in_place and landing.shard_filled else None
         full = landing.close()
         dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)
-        wire = full if dtype == full.dtype else full.to(dtype)
+        wire, room = (full, None) if dtype == full.dtype else self._wires.cast(full, dtype)
         if self._wire_scale != 1.0:
             wire.mul_(self._wire_scale)
         low, high = landing.unit.layout.shard_range(self._shard.index)
@@ -195,7 +199,7 @@ class Reducer:
         if stash is not None and self._shard.size > 1:
             out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
         scatter = self._shard.reduce_scatter(wire, out, landing.unit.name)
-        flight = _Flight(landing, wire, out, stash, scatter)
+        flight = _Flight(landing, wire, room, out, stash, scatter)
         self._flights.append(flight)
         if self._shard.size == 1:
             self._over_replicas(flight)
@@ -256,6 +260,7 @@ class Reducer:
         if total.device.type == "cpu" and not self._is_bad(landing) and not self._is_finite(landing, total):
             self.culprits.extend(self._find(flight))
         flight.scatter.received.release()
+        self._wires.release(flight.room)
         landing.free()
         if landing.unit.plan.reduce_at is ReduceAt.MICRO:
             landing.sealed = False

@@ -83,7 +83,7 @@ def test_meeting_place(environ: dict[str, str], place: str) -> None:
         ("env://?rank=1", {}, None),
         ("tcp://node7", {}, None),
         ("tcp://node7:29500?rank=1", {}, None),
-        ("file:///shared/meet", {}, None),
+        ("file://shared/meet", {}, None),
     ],
 )
 def test_where_rank_0_keeps_the_store(method: str, environ: dict[str, str], address: tuple[str, int] | None) -> None:

@@ -34,6 +34,15 @@ def test_it_answers_for_the_whole_run():
     assert found.get_lr() == [0.5] and found.get_global_grad_norm() is None
 
 
+def test_what_ported_trials_ask_in_their_constructor():
+    """It computes in fp32, and says so: a trial that halves its batches for fp16 does not halve them here."""
+    found = engine(config={**CONFIG, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    assert (found.fp16_enabled(), found.bfloat16_enabled(), found.zero_optimization_stage()) == (False, False, 1)
+    assert not found.was_step_applied()
+    found.step()
+    assert found.was_step_applied()
+
+
 def test_a_mesh_with_a_model_axis():
     mpu = engine(config={**CONFIG, "mesh": {"model": 2}}).mpu
     assert (mpu.get_data_parallel_world_size(), mpu.get_model_parallel_world_size()) == (2, 2)

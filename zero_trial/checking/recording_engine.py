@@ -104,6 +104,18 @@ class RecordingEngine:
     def no_sync(self) -> Any:
         return nullcontext()
 
+    def fp16_enabled(self) -> bool:
+        """False, as this engine is in fp32: a trial that casts its batches itself casts them for the engine that it has."""
+        return False
+
+    bfloat16_enabled = fp16_enabled
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def was_step_applied(self) -> bool:
+        return self.micro_steps > 0
+
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.importing.checkpoints import CASES, TOLERANCE, go_on, losses, resumed, unpack
+from tests.importing.traveller import batch
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError
@@ -44,6 +45,19 @@ def test_training_goes_on_as_there(name: str, tmp_path: Path) -> None:
     assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (5, 60, 0)
     found, expected = go_on(engine), losses(name)
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < TOLERANCE[kind]
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    """It doubles after every three clean steps, counted from before the import: 16 at first, as DeepSpeed's did."""
+    imported("fp16-stage2-ranks2", tmp_path)
+    engine = resumed(1, "fp16")
+    engine.load_checkpoint(tmp_path / "out")
+    scales = [engine.loss_scaler.scale]
+    for step in range(5, 10):
+        engine.backward(engine(*batch(step, 0, 1)))
+        engine.step()
+        scales.append(engine.loss_scaler.scale)
+    assert scales == [32, 32, 64, 64, 64, 128]
 
 
 def test_the_losses_can_tell(tmp_path: Path) -> None:

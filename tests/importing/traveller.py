@@ -60,7 +60,8 @@ def ds_config(stage: int, kind: str) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10, "sub_group_size": 200},
         "steps_per_print": 10**9,
     }
-    return config | ({"bf16": {"enabled": True}} if kind == "bf16" else {})
+    half = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 2}}
+    return config | {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": half}[kind]
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:

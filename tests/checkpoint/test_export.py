@@ -239,3 +239,12 @@ def test_an_engine_exports_what_save_16bit_model_writes(tmp_path: Path) -> None:
     export(tmp_path / "a", tmp_path / "out.safetensors", weights=Weights.MODEL)
     theirs, ours = load_file(tmp_path / "by_engine" / "w.safetensors"), load_file(tmp_path / "out.safetensors")
     assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[name]) for name, value in theirs.items())
+
+
+def test_a_checkpoint_without_frozen_parameters_says_so(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).requires_grad_(False))
+    engine, *_ = zero_trial.initialize(model=model, config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}})
+    for tag, left_out in (("whole", False), ("part", True)):
+        engine.save_checkpoint(tmp_path, tag=tag, exclude_frozen_parameters=left_out)
+        inventory = take_inventory(CheckpointReader(tmp_path / tag).manifest)
+        assert inventory.without_frozen is left_out and len(inventory.params) == (2 if left_out else 4)

@@ -37,6 +37,9 @@ def test_masters_are_what_is_taken_unless_the_models_weights_are_asked_for() -> 
         "weights as they are stored, float32; there are no masters beside them"
     )
     assert "does not say in which dtype" in plan_export(inventory()).took
+    assert plan_export(inventory(without_frozen=True)).took.endswith(
+        "; frozen parameters were left out when it was saved"
+    )
 
 
 def test_a_dtype_for_all_comes_last() -> None:

@@ -74,7 +74,8 @@ def plan_export(
     names = {item.name for item in items}
     aliases = {alias: name for alias, name in inventory.aliases.items() if name in names and alias not in names}
     params = [held for held in chosen if held in inventory.params]
-    return ExportPlan(_cut(items, shard_bytes), aliases, _took(params, weights))
+    missing = "; frozen parameters were left out when it was saved" if inventory.without_frozen else ""
+    return ExportPlan(_cut(items, shard_bytes), aliases, _took(params, weights) + missing)
 
 
 def _part(inventory: Inventory, part: int | None, where: str) -> int:

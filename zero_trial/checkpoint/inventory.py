@@ -43,6 +43,11 @@ class Inventory:
     def elements(self) -> int:
         return sum(param.entry.numel for param in self.params)
 
+    @property
+    def without_frozen(self) -> bool:
+        """Whether frozen parameters were left out when it was saved (``exclude_frozen_parameters``): the model is not whole here."""
+        return self.state.get("without_frozen") is True
+
     def in_part(self, part: int) -> tuple[Held, ...]:
         """Parameters, then buffers."""
         return tuple(held for held in (*self.params, *self.buffers) if held.part == part)

@@ -54,7 +54,8 @@ def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[st
     yield shown(folder)
     yield f"step    {manifest.step}{_counters(inventory.state)} · {len(manifest.files)} files, {size(total)}"
     yield f"world   {_world(manifest.world)}"
-    yield f"model   {len(inventory.params)} parameters, {short_number(inventory.elements)} elements, {_dtypes(inventory.params)}{_parts(inventory)}"
+    counted = f"{len(inventory.params)} parameters, {short_number(inventory.elements)} elements"
+    yield f"model   {counted}, {_dtypes(inventory.params)}{_remarks(inventory)}"
     yield from _optimizer(inventory)
     client = inventory.state.get("client")
     if isinstance(client, Mapping) and client:
@@ -92,8 +93,10 @@ def _world(world: Mapping[str, Any]) -> str:
     return " · ".join(words) + "; it loads on any number of ranks at any stage"
 
 
-def _parts(inventory: Inventory) -> str:
-    return f", in {inventory.parts} parallel parts" if inventory.parts > 1 else ""
+def _remarks(inventory: Inventory) -> str:
+    """What makes these names less than the whole model, or more."""
+    parts = f", in {inventory.parts} parallel parts" if inventory.parts > 1 else ""
+    return parts + (", without the frozen ones" if inventory.without_frozen else "")
 
 
 def _dtypes(params: Iterable[Held]) -> str:

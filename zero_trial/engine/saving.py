@@ -95,7 +95,7 @@ class Saver:
             )
         engine.sharded.wait()
         tag = self._same_everywhere(f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
-        state = self._state(client_state)
+        state = self._state(client_state) | {"without_frozen": without_frozen}
         state, state_tensors = together(engine.mesh.world, lambda: encode(state, "engine"), "engine state")
         own, own_tensors = encode(self._own_state(), f"rank{engine.mesh.rank}")
         slices = (

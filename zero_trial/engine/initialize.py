@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ from zero_trial.config.sections import ActivationCheckpointingSection
 from zero_trial.engine.arguments import hints_of
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine
+from zero_trial.engine.first_words import say_dtypes, say_parts
 from zero_trial.engine.kernels import agree_on_kernels
 from zero_trial.engine.late_verdict import choose_verdict
 from zero_trial.engine.offload import REAL, Offload, Places, offload_line, offloads, plan_offload
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
+from zero_trial.engine.parameter_groups import Groups, groups_over, parameter_groups
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.roster import Roster
-from zero_trial.engine.schedules import build_scheduler
+from zero_trial.engine.schedules.choice import choose_schedule
 from zero_trial.engine.watch import watch
-from zero_trial.engine.wiring import Wiring, mesh_shape, wire
+from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import Mesh, build_mesh, init_distributed, is_distributed, read_rank_env, sum_in_order, world_size
 from zero_trial.mesh.mesh import mesh_around
@@ -35,15 +37,10 @@ from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.ops.sum_of_parts import native_sum
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.zero import ShardedModel, ShardedOptimizer
-from zero_trial.zero.dtypes import describe_dtypes
-from zero_trial.zero.model_parallel import is_part
 from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.rebind import rebind
-from zero_trial.zero.store import ShardPiece
 
 log = logging.getLogger("zero_trial")
-
-Groups = list[dict[str, Any]]
 
 
 def initialize(
@@ -128,13 +125,13 @@ def build_engine(
         build_layers(model, settings, mesh, has_parameters=given)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
-    groups = _parameter_groups(model, optimizer, model_parameters)
+    groups = parameter_groups(model, optimizer, model_parameters)
     pipeline: PipelineWiring | None = None
     if isinstance(model, PipelineModule):
         wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)
-    _say_dtypes(model, wiring.policy.param, mesh)
-    _say_parts(model, mesh, wiring)
-    trained = _trained(groups) if _optimizes(optimizer, settings) else []
+    say_dtypes(model, wiring.policy.param, mesh)
+    say_parts(model, mesh, wiring)
+    trained = list(itertools.chain(*(group["params"] for group in groups))) if _optimizes(optimizer, settings) else []
     offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, places)
     sharded = ShardedModel(
         model,
@@ -151,36 +148,8 @@ def build_engine(
     engine = Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, wired=pipeline)
     wrapped = _build_optimizer(engine, optimizer, groups, settings, offload)
     engine.optimizer = sharded.optimizer = wrapped
-    engine.lr_scheduler = _build_schedule(wrapped, lr_scheduler, settings)
+    engine.lr_scheduler = choose_schedule(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     return engine
-
-
-def _say_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
-    """A line where parameters are not simply what ds_config says."""
-    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
-    for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
-        log.warning(line)
-
-
-def _say_parts(model: nn.Module, mesh: Mesh, wiring: Wiring) -> None:
-    """A line where parts of a model decide for themselves what concerns them all, or do not say what they have in common."""
-    parts = mesh.model_part[1]
-    if parts == 1 or mesh.rank != 0:
-        return
-    if mesh.model.size == 1 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
-        what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
-        log.warning(
-            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
-            "so that weights which all parts hold can drift apart",
-            parts,
-            what,
-        )
-    elif mesh.model.size > 1 and not any(is_part(param) for param in model.parameters()):
-        log.warning(
-            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
-            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
-            parts,
-        )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -230,50 +199,6 @@ def _optimizes(optimizer: Any, settings: DsConfig) -> bool:
     return optimizer is not None or settings.optimizer is not None
 
 
-def _parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Groups:
-    """Optimizer groups over the model's trainable parameters, each parameter once."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        groups: Groups = [dict(group) for group in optimizer.param_groups]
-    else:
-        given = list(model_parameters) if model_parameters is not None else list(model.parameters())
-        groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
-    known = {id(param) for param in model.parameters()}
-    strangers = 0
-    for group in groups:
-        params = group["params"]
-        listed = (
-            [params]
-            if isinstance(params, torch.Tensor)
-            else [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-        )
-        trained = {id(param): param for param in listed if param.requires_grad}
-        strangers += len(trained.keys() - known)
-        group["params"] = list(trained.values())
-    doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len(
-        {id(p) for g in groups for p in g["params"]}
-    )
-    if doubles:
-        raise ConfigError(
-            "a parameter is in two optimizer groups",
-            where="model_parameters",
-            got=f"{doubles} doubles",
-            expected="none",
-        )
-    if strangers:
-        where = "optimizer" if isinstance(optimizer, torch.optim.Optimizer) else "model_parameters"
-        raise ConfigError(
-            "these are not all parameters of the model",
-            where=where,
-            got=f"{strangers} trainable ones that it does not have",
-            fix="Make their module a part of the model that is given to initialize(); it then trains with the model.",
-        )
-    return groups
-
-
-def _trained(groups: Groups) -> list[torch.Tensor]:
-    return [param for group in groups for param in group["params"]]
-
-
 def _build_optimizer(
     engine: Engine, optimizer: Any, groups: Groups, settings: DsConfig, offload: Offload
 ) -> ShardedOptimizer | None:
@@ -298,12 +223,12 @@ def _build_optimizer(
             make=offload.piece,
         )
         build = spec.build if spec is not None else optimizer
-        base = build(_groups_over(pieces, groups))
+        base = build(groups_over(pieces, groups))
         if (
             spec is None and not is_elementwise(type(base)) and not isinstance(base, FusedLamb)
         ):  # a callable does not say before what it gives
             pieces = cut_pieces(landings, whole_tensors=True)
-            base = build(_groups_over(pieces, groups))
+            base = build(groups_over(pieces, groups))
     store = offload.store(base, pieces, is_elementwise(type(base)))
     wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale, store=store)
     comm = engine.mesh.shard
@@ -311,37 +236,3 @@ def _build_optimizer(
         [landing.unit for landing in landings], lambda sums: comm.all_reduce_small(sums, "tensor norms")
     )
     return wrapped
-
-
-def _groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
-    """The same groups with the same settings, over pieces of masters instead of parameters."""
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        | {"params": [p.weight for p in pieces if p.group == index]}
-        for index, group in enumerate(groups)
-    ]
-
-
-def _build_schedule(optimizer: ShardedOptimizer | None, client: Any, settings: DsConfig) -> Any:
-    if client is not None:
-        if not hasattr(client, "step"):
-            return client if optimizer is None else client(optimizer.base)
-        _require_own(client, optimizer)
-        return client
-    if settings.scheduler is None or optimizer is None:
-        return None
-    return build_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer.base)
-
-
-def _require_own(schedule: Any, optimizer: ShardedOptimizer | None) -> None:
-    """A schedule of torch's is bound to an optimizer; if that is another one, every learning rate would stay as it is, without a word."""
-    theirs = getattr(schedule, "optimizer", None)
-    if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer.base:
-        return
-    kind = type(schedule).__name__
-    raise ConfigError(
-        "the schedule belongs to another optimizer than the engine's, and would change nothing",
-        where="initialize(lr_scheduler)",
-        got=f"{kind} of {type(theirs).__name__}",
-        fix=f"Give a function of the optimizer: lr_scheduler=lambda optimizer: {kind}(optimizer, ...); or pass that optimizer as well.",
-    )

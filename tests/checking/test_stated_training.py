@@ -55,6 +55,17 @@ def test_an_optimizer_beside_the_engine_is_the_trial_s_business() -> None:
     ]
 
 
+def test_a_loss_that_is_not_given_to_the_engine() -> None:
+    class Plain:
+        def train_batch(self, batch: Any) -> None:
+            loss = self.engine(batch)  # type: ignore[attr-defined]
+            loss.backward()
+            self.engine.step()  # type: ignore[attr-defined]
+
+    (remark,) = stated_training(Plain.train_batch)
+    assert remark.what.startswith("loss.backward leaves out") and remark.fix == "Call engine.backward(loss)."
+
+
 def test_an_engine_s_own_calls_need_no_remark() -> None:
     assert stated_training(Ported.clean) == []
     assert stated_training(len) == []  # no source

@@ -22,6 +22,7 @@ class Remark:
 
 _CLIP = ("does not reach gradients that an engine holds", "Set gradient_clipping in ds_config.")
 _CALLS = {
+    "loss.backward": ("leaves out the accumulation and the loss scale of an engine", "Call engine.backward(loss)."),
     "clip_grad_norm_": _CLIP,
     "clip_grad_value_": _CLIP,
     "engine.optimizer.step": ("trains nothing: the engine updates the parameters", "Call engine.step()."),

@@ -51,6 +51,15 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (one["state"], one["latest"], one["fault"], one["files"], one["engines"]) == ("whole", True, None, 2, [])
 
 
+def test_engines_at_different_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = trial(tmp_path, 4)
+    engine(place, "model1", 4, zero_stage=1)
+    assert main(["ckpt", "ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[6:8] == ["1", "2,1"]
+    assert main(["ckpt", "ls", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["zero_stage"] == [2, 1]
+
+
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "ls", str(tmp_path / "no")]) == 2
     err = capsys.readouterr().err

@@ -55,10 +55,10 @@ class Saved:
     def whole(self) -> bool:
         return self.fault is None and not self.leftover
 
-    def facts(self, key: str) -> Any:
-        """What the manifests say of the ranks that wrote them: ``ranks``, ``zero_stage``, ``mesh``; None if nothing, or not the same."""
+    def facts(self, key: str) -> tuple[Any, ...]:
+        """What the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``, ``mesh``): each answer once, in the engines' order."""
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
-        return said[0] if said and all(value == said[0] for value in said) else None
+        return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
 
 @dataclass(frozen=True)

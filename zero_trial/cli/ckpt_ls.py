@@ -59,14 +59,13 @@ def state_of(saved: Saved, shelf: Shelf) -> str:
 
 
 def _row(saved: Saved, shelf: Shelf) -> tuple[str, ...]:
-    stage, ranks = saved.facts("zero_stage"), saved.facts("ranks")
     return (
-        _word(saved.step),
+        "-" if saved.step is None else str(saved.step),
         datetime.fromtimestamp(saved.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
         size(saved.bytes),
         str(saved.files),
-        _word(ranks),
-        _word(stage),
+        _words(saved.facts("ranks")),
+        _words(saved.facts("zero_stage")),
         saved.folder.name,
         *_trial(saved.trial or "", shelf),
         state_of(saved, shelf),
@@ -78,8 +77,13 @@ def _trial(word: str, shelf: Shelf) -> tuple[str, ...]:
     return (word,) if len(shelf.trials) > 1 else ()
 
 
-def _word(value: object) -> str:
-    return "-" if value is None else str(value)
+def _words(values: tuple[Any, ...]) -> str:
+    """Several where a trial's engines differ."""
+    return ",".join(map(str, values)) or "-"
+
+
+def _one(values: tuple[Any, ...]) -> Any:
+    return list(values) if len(values) > 1 else next(iter(values), None)
 
 
 def _as_dict(saved: Saved, shelf: Shelf) -> dict[str, Any]:
@@ -89,9 +93,9 @@ def _as_dict(saved: Saved, shelf: Shelf) -> dict[str, Any]:
         "saved": saved.saved,
         "bytes": saved.bytes,
         "files": saved.files,
-        "ranks": saved.facts("ranks"),
-        "zero_stage": saved.facts("zero_stage"),
-        "mesh": saved.facts("mesh"),
+        "ranks": _one(saved.facts("ranks")),
+        "zero_stage": _one(saved.facts("zero_stage")),
+        "mesh": _one(saved.facts("mesh")),
         "engines": [engine.folder.name for engine in saved.engines] if saved.trial is not None else [],
         "state": "whole" if saved.whole else state_of(saved, shelf),
         "latest": shelf.is_latest(saved),

@@ -1,4 +1,4 @@
-"""What CUDA kernels take: which tensors, in which words of a launch's arguments, and in how many blocks."""
+"""What CUDA kernels take: which tensors, and in which words of a launch's arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import many
-from zero_trial.ops.cuda_backend import Cuda
-from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE, Kernel
+from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE
 from zero_trial.ops.cuda_tables import Piece
 
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
@@ -87,14 +86,9 @@ def numbered(step: float) -> None:
         raise ConfigError("steps of Adam are numbered from 1", where="adam_", got=step)
 
 
-def blocks(cuda: Cuda, kernel: Kernel, where: torch.device, tiles: int) -> int:
-    """All that the device holds at once, and no more than there is work for."""
-    return min(tiles, kernel.blocks * cuda.device(where).multiprocessors)
-
-
 def padded(arguments: bytes) -> bytes:
     """To the alignment of the struct, that of its pointers."""
-    return arguments + bytes(-len(arguments) % 8)
+    return arguments + bytes(-len(arguments) % 8) if len(arguments) % 8 else arguments
 
 
 def pick(indices: Sequence[int], *lists: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.ops import cuda_backend, cuda_kernels, cuda_scalars, cuda_tables, many, overlap, plain
-from zero_trial.ops.cuda_arguments import CODES, blocks, code, flat, one_float, pick, pointer
+from zero_trial.ops.cuda_arguments import CODES, code, flat, one_float, pick, pointer
 from zero_trial.ops.cuda_kernels import FP32
 from zero_trial.ops.cuda_tables import Piece, table_of
 
@@ -28,8 +28,7 @@ def square_sum(x: Tensor) -> Tensor:
     count = -(-x.numel() // ELEMENTS_PER_CHUNK)
     sums = cuda_tables.doubles(count, where=where)
     together = 32 if x.dtype == torch.float32 else 64  # chunks per block
-    grid = blocks(cuda, kernel, where, -(-count // together))
-    cuda.launch(kernel, where, grid, _SUM.pack(x.data_ptr(), sums.data_ptr(), x.numel()))
+    cuda.fill(kernel, where, -(-count // together), _SUM.pack(x.data_ptr(), sums.data_ptr(), x.numel()))
     while count > 1:
         below, count = count, -(-count // SUMS_PER_CHUNK)
         above = cuda_tables.doubles(count, where=where)
@@ -76,7 +75,7 @@ def _copy(into: Sequence[Tensor], source: Sequence[Tensor], *, add: bool) -> Non
         overlap.check_copies(table.content[: table.groups], target_stored, stored)
         held = cuda_tables.upload(table.content, where)
         arguments = _COPY.pack(held.data_ptr(), table.count, table.tiles)
-        cuda.launch(kernel, where, blocks(cuda, kernel, where, table.tiles), arguments)
+        cuda.fill(kernel, where, table.tiles, arguments)
         left -= set(mine)
     rest = pick(sorted(left), into, source)
     (many.add_many_ if add else many.copy_many_)(*rest)

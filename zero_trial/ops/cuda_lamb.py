@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.ops import cuda_backend, cuda_kernels, cuda_scalars, cuda_tables, many, overlap
-from zero_trial.ops.cuda_arguments import CODES, blocks, code, one_float, pieces_of, pointer, takes
+from zero_trial.ops.cuda_arguments import CODES, code, one_float, pieces_of, pointer, takes
 from zero_trial.ops.cuda_backend import Cuda
 from zero_trial.ops.cuda_kernels import FP32, NONE, Kernel
 from zero_trial.ops.cuda_tables import Piece, table_of
@@ -57,8 +57,8 @@ def lamb_moments_(
     arguments = _ARGUMENTS.pack(
         base, base + table.groups, *flags, sums.data_ptr(), squares.data_ptr(), table.count, table.tiles
     )
-    cuda.launch(kernel, where, blocks(cuda, kernel, where, table.tiles), arguments)
-    cuda.launch(add, where, blocks(cuda, add, where, table.count), arguments)
+    cuda.fill(kernel, where, table.tiles, arguments)
+    cuda.fill(add, where, table.count, arguments)
     return squares
 
 
@@ -91,4 +91,4 @@ def lamb_apply_(
     base = held.data_ptr()
     flags = (pointer(found_inf), 0, ratio.data_ptr())
     arguments = _ARGUMENTS.pack(base, base + table.groups, *flags, 0, 0, table.count, table.tiles)
-    cuda.launch(kernel, where, blocks(cuda, kernel, where, table.tiles), arguments)
+    cuda.fill(kernel, where, table.tiles, arguments)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zero_trial.ops import cuda_backend, cuda_kernels, cuda_scalars, cuda_tables, many, overlap, plain
 from zero_trial.ops.cuda_arguments import (
-    blocks,
     by_kind,
     code,
     no_graph,
@@ -59,7 +58,7 @@ def _launch(
             n = one.p.numel()
             overlap.check_step(pointers, n, gradient, out)
             arguments = arguments_of(flags, pointers, n, one.scalars)
-            cuda.launch(kernel, where, blocks(cuda, kernel, where, tiles_of(n)), arguments)
+            cuda.fill(kernel, where, tiles_of(n), arguments)
         return
     table = table_of(pieces)
     overlap.check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, out), "wrwww")
@@ -67,7 +66,7 @@ def _launch(
     base = held.data_ptr()
     head = _ARGUMENTS.pack(base, base + table.groups, *flags, table.count, table.tiles)
     arguments = head + _NO_PIECE + bytes(len(pieces[0].scalars))
-    cuda.launch(kernel, where, blocks(cuda, kernel, where, table.tiles), padded(arguments))
+    cuda.fill(kernel, where, table.tiles, padded(arguments))
 
 
 def _in_turn(op: Callable[..., None], *arguments: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.ops import cuda_backend, cuda_kernels, cuda_scalars, many, overlap, plain
-from zero_trial.ops.cuda_arguments import CODES, blocks, no_graph, numbered, one_float, padded, pointer
+from zero_trial.ops.cuda_arguments import CODES, no_graph, numbered, one_float, padded, pointer
 from zero_trial.ops.cuda_kernels import NONE
 from zero_trial.ops.cuda_tables import tiles_of
 
@@ -24,7 +24,8 @@ def _step(
     op: str, p: Tensor, g: Tensor, a: Tensor, b: Tensor | None, out: Tensor | None, found: Tensor | None, scalars: bytes
 ) -> bool:
     """Steps one tensor; False where plain torch must. Written for few microseconds."""
-    no_graph(p)
+    if p.requires_grad:
+        no_graph(p)
     n, where, cuda = p.numel(), p.device, cuda_backend.cuda_backend().cuda
     takes = p.dtype is torch.float32 and p.is_contiguous()
     for x, may_be_low in ((g, True), (a, False), (b, False), (out, True)):
@@ -43,8 +44,9 @@ def _step(
         return False
     pointers = (p.data_ptr(), g.data_ptr(), a.data_ptr(), pointer(b), pointer(out))
     overlap.check_step(pointers, n, stored, copied)
-    arguments = arguments_of((0 if found is None else found.data_ptr(), 0), pointers, n, scalars)
-    cuda.launch(kernel, where, blocks(cuda, kernel, where, tiles_of(n)), arguments)
+    tiles, flag = tiles_of(n), 0 if found is None else found.data_ptr()
+    arguments = padded(_ARGUMENTS.pack(0, 0, flag, 0, 1, tiles, *pointers, n, 0, 0) + scalars)
+    cuda.fill(kernel, where, tiles, arguments)
     return True
 
 

@@ -37,6 +37,14 @@ def test_by_the_file_latest(tmp_path: Path) -> None:
     assert chosen is not None and chosen.path == tmp_path / "b"
 
 
+def test_by_the_converters_pointer(tmp_path: Path) -> None:
+    make(tmp_path / "a", *STAGE_2)
+    make(tmp_path / "b", *STAGE_2)
+    (tmp_path / "latest_universal").write_text("b")
+    found = find_deepspeed(tmp_path, None)
+    assert found is not None and found.path == tmp_path / "b"
+
+
 def test_a_tags_own_folder_and_a_single_one(tmp_path: Path) -> None:
     make(tmp_path / "a", *STAGE_2)
     for source in (tmp_path / "a", tmp_path):

@@ -58,6 +58,17 @@ def test_a_step_that_stands_nowhere_is_the_number_of_steps(tmp_path: Path) -> No
     assert state["scalars"] == {"0": {"step": 7.0}, "1": {"step": 7.0}} and len(state["groups"]) == 2
 
 
+def test_folders_with_a_prefix(tmp_path: Path) -> None:
+    put(tmp_path, "module.a", fp32=torch.ones(2))
+    put(tmp_path, "b", fp32=torch.zeros(1))
+    content = model_content(
+        {"module.a": torch.zeros(2), "b": torch.zeros(1)}, param_shapes=[{"module.a": (2,), "b": (1,)}]
+    )
+    wishes, state = Wishes(strip="module."), fresh_state()
+    found = read_universal(tmp_path, ModelStates([content], wishes, "test.pt"), wishes, state, [])
+    assert {part.name for part in found} == {"param/a", "param/b"}
+
+
 def test_what_does_not_fit(tmp_path: Path) -> None:
     put(tmp_path, "a", fp32=torch.zeros(4))
     with pytest.raises(CheckpointError, match=r"b: there are no values of a parameter: got no fp32\.pt"):

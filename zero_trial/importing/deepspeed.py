@@ -14,7 +14,7 @@ from zero_trial.importing.findings import Findings, Wishes, fresh_state
 from zero_trial.importing.folder import DeepSpeedFolder
 from zero_trial.importing.model_states import ModelStates
 from zero_trial.importing.numbered import NumberedOptimizer
-from zero_trial.importing.shards import FlatGroup, flat_groups, param_groups, stage_of
+from zero_trial.importing.shards import FlatGroup, flat_groups, one_number, param_groups, stage_of
 from zero_trial.importing.torch_file import TorchFile
 from zero_trial.importing.universal import read_universal
 
@@ -34,19 +34,17 @@ def read_deepspeed(folder: DeepSpeedFolder, wishes: Wishes) -> Findings:
         stage, shards = _sharded(model, optimizers, wishes, state, left_out)
     else:
         stage, shards = 0, _whole(model, wishes, state, left_out)
-    version = model.first.get("ds_version")
-    kind = f"DeepSpeed {version}, " + (
-        "universal"
-        if folder.universal is not None
-        else f"ZeRO stage {stage}, {_count(len(optimizers) or len(models), 'rank')}"
+    version, ranks = model.first.get("ds_version"), len(optimizers) or _ranks(model.first)
+    form = (
+        "universal" if folder.universal is not None else f"ZeRO stage {stage}, {ranks} rank{'s' if ranks != 1 else ''}"
     )
     return Findings(
-        kind,
+        f"DeepSpeed {version}, {form}",
         folder.path.name,
         shards,
         state,
         left_out,
-        world={"zero_stage": stage, "ranks": max(1, len(optimizers)), "written_by": f"DeepSpeed {version}"},
+        world={"zero_stage": stage, "ranks": ranks, "written_by": f"DeepSpeed {version}"},
     )
 
 
@@ -70,11 +68,8 @@ def _sharded(
             shards[rank] += group.slices(rank, wishes.with_optimizer, model.where)
     state["loss_scaler"] = facts.loss_scaler(optimizers[0])
     if wishes.with_optimizer:
-        _note_optimizer(state, param_groups(optimizers[0]), groups, left_out)
-        step = optimizers[0].get("base_optimizer_state_step")  # DeepSpeed's elastic form
-        if isinstance(step, (int, float)):
-            for row_of in state["scalars"].values():
-                row_of.setdefault("step", float(step))
+        step = one_number("step", optimizers[0].get("base_optimizer_state_step"))  # DeepSpeed's elastic form
+        _note_optimizer(state, param_groups(optimizers[0]), groups, step, left_out)
     return stage, shards
 
 
@@ -89,11 +84,16 @@ def _taken_apart(
 
 
 def _note_optimizer(
-    state: dict[str, Any], settings: Sequence[State], groups: Sequence[FlatGroup], left_out: list[str]
+    state: dict[str, Any],
+    settings: Sequence[State],
+    groups: Sequence[FlatGroup],
+    common: Mapping[str, float],
+    left_out: list[str],
 ) -> None:
+    """``common``: numbers that hold for all groups that have none of their own."""
     scalars: dict[str, dict[str, float]] = {}
     for group in groups:
-        scalars.setdefault(str(group.group), {}).update(group.scalars)
+        scalars.setdefault(str(group.group), dict(common)).update(group.scalars)
     count = len(settings) or 1 + max((group.group for group in groups), default=-1)
     state["groups"] = facts.group_settings(settings, left_out) or [{} for _ in range(count)]
     state["optimizer"] = facts.identity(settings, state["ds_config"])
@@ -103,7 +103,8 @@ def _note_optimizer(
 
 def _whole(model: ModelStates, wishes: Wishes, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
     """Stage 0: the optimizer is in the model's file. Without one there, the weights alone."""
-    if any(shape != () and prod(shape) != model.tensors[name].numel for name, shape in model.frozen_shapes().items()):
+    placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
+    if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
         raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
     content = model.first.get("optimizer")
     if not isinstance(content, dict) or not content:
@@ -140,8 +141,10 @@ def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
     }
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
+def _ranks(content: State) -> int:
+    """How many ranks saved, where their number is not that of the files."""
+    found = content.get("dp_world_size")
+    return found if type(found) is int and found > 0 else 1
 
 
 def _dict(file: TorchFile) -> State:

@@ -52,8 +52,9 @@ def find_deepspeed(source: Path, tag: str | None) -> DeepSpeedFolder | None:
 def _tag_folder(source: Path, tag: str | None) -> Path | None:
     if not source.is_dir():
         return None
-    if tag is None and (source / "latest").is_file():
-        tag = (source / "latest").read_text(encoding="utf-8", errors="replace").strip()
+    pointer = next((source / name for name in ("latest", "latest_universal") if (source / name).is_file()), None)
+    if tag is None and pointer is not None:
+        tag = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if tag is not None:
         folder = source / tag
         if tag in ("", ".", "..") or Path(tag).name != tag or not folder.is_dir():

@@ -40,7 +40,7 @@ def read_universal(
         own = scalars.setdefault(str(home[index]), {})
         own |= one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
         for name, shape in shapes.items():
-            slices, numbers = _of_parameter(zero / (wishes.strip + name), name, shape, wishes.with_optimizer)
+            slices, numbers = _of_parameter(_folder(zero, name, wishes), name, shape, wishes.with_optimizer)
             found += slices
             own |= numbers
     if wishes.with_optimizer:
@@ -52,6 +52,12 @@ def read_universal(
         state["kinds"] = kinds
     state["loss_scaler"] = facts.loss_scaler(common)
     return found
+
+
+def _folder(zero: Path, name: str, wishes: Wishes) -> Path:
+    """The folder has the name with its prefix, where it had one."""
+    prefixed = zero / (wishes.strip + name)
+    return prefixed if prefixed.is_dir() else zero / name
 
 
 def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:

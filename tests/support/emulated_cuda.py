@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _build, cuda_backend, cuda_tables
+from zero_trial.ops import _build, cuda_backend, cuda_runtime, cuda_tables
 from zero_trial.ops.cuda_driver import Driver
 from zero_trial.ops.cuda_kernels import Kernel
 
@@ -54,16 +54,16 @@ class Emulator:
         run(*command, "-o", str(path))
         return path
 
-    def cuda(self) -> cuda_backend.Cuda:
+    def cuda(self) -> cuda_runtime.Cuda:
         """The backend that a process with a GPU has, on this one. Images are paths of what g++ made; streams are the null stream."""
 
         def images(kernel: Kernel, arch: int) -> Iterator[bytes]:
             self.build([kernel])
             yield str(self.built[kernel]).encode()
 
-        device = cuda_backend.Device(0, 90, self.multiprocessors)
+        device = cuda_runtime.Device(0, 90, self.multiprocessors)
         given = (MeasuredDriver(self.library), images, lambda _: device, lambda _: 0)
-        return cuda_backend.Cuda(*given, strict=True, kind="cpu")
+        return cuda_runtime.Cuda(*given, strict=True, kind="cpu")
 
     @contextmanager
     def watching(self, *tensors: Tensor | None, read_only: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -119,7 +119,7 @@ def make(folder: Path) -> Emulator:
     return Emulator(folder, compiler, library)
 
 
-def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_backend.Cuda:
+def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime.Cuda:
     """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may be touched."""
     backend, upload, doubles = emulator.cuda(), cuda_tables.upload, cuda_tables.doubles
     monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: cuda_backend.CudaBackend(backend))

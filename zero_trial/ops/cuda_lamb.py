@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zero_trial.ops import cuda_backend, cuda_kernels, cuda_scalars, cuda_tables, many, overlap
 from zero_trial.ops.cuda_arguments import CODES, code, one_float, pieces_of, pointer, takes
-from zero_trial.ops.cuda_backend import Cuda
 from zero_trial.ops.cuda_kernels import FP32, NONE, Kernel
+from zero_trial.ops.cuda_runtime import Cuda
 from zero_trial.ops.cuda_tables import Piece, table_of
 
 _ARGUMENTS = struct.Struct("7P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu

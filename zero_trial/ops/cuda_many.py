@@ -21,9 +21,9 @@ from zero_trial.ops.cuda_arguments import (
     pieces_of,
     pointer,
 )
-from zero_trial.ops.cuda_backend import Cuda
 from zero_trial.ops.cuda_kernels import FP32, Kernel
 from zero_trial.ops.cuda_one import arguments_of
+from zero_trial.ops.cuda_runtime import Cuda
 from zero_trial.ops.cuda_tables import Piece, table_of, tiles_of
 
 _ARGUMENTS, _NO_PIECE = struct.Struct("4P2q"), bytes(64)  # ZtUpdate of csrc/cuda/update.cu; the op follows
@@ -55,10 +55,9 @@ def _launch(
     if len(pieces) == 1 or cuda.capturing(where):  # no table to copy, which a graph could not hold
         for one in pieces:
             pointers = (one.p.data_ptr(), pointer(one.g), pointer(one.a), pointer(one.b), pointer(one.out))
-            n = one.p.numel()
+            n, tiles = one.p.numel(), tiles_of(one.p.numel())
             overlap.check_step(pointers, n, gradient, out)
-            arguments = arguments_of(flags, pointers, n, one.scalars)
-            cuda.fill(kernel, where, tiles_of(n), arguments)
+            cuda.fill(kernel, where, tiles, arguments_of(flags, pointers, n, tiles, one.scalars))
         return
     table = table_of(pieces)
     overlap.check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, out), "wrwww")

@@ -15,9 +15,11 @@ from zero_trial.ops.cuda_tables import tiles_of
 _ARGUMENTS = struct.Struct("4P2q5P3q")  # ZtUpdate of csrc/cuda/update.cu, up to the op
 
 
-def arguments_of(flags: tuple[int, int], pointers: tuple[int, int, int, int, int], n: int, scalars: bytes) -> bytes:
+def arguments_of(
+    flags: tuple[int, int], pointers: tuple[int, int, int, int, int], n: int, tiles: int, scalars: bytes
+) -> bytes:
     """A launch that holds its one piece. ``flags``: found_inf, factor; ``pointers``: p, g, two states, out; null for none."""
-    return padded(_ARGUMENTS.pack(0, 0, *flags, 1, tiles_of(n), *pointers, n, 0, 0) + scalars)
+    return padded(_ARGUMENTS.pack(0, 0, *flags, 1, tiles, *pointers, n, 0, 0) + scalars)
 
 
 def _step(
@@ -45,8 +47,7 @@ def _step(
     pointers = (p.data_ptr(), g.data_ptr(), a.data_ptr(), pointer(b), pointer(out))
     overlap.check_step(pointers, n, stored, copied)
     tiles, flag = tiles_of(n), 0 if found is None else found.data_ptr()
-    arguments = padded(_ARGUMENTS.pack(0, 0, flag, 0, 1, tiles, *pointers, n, 0, 0) + scalars)
-    cuda.fill(kernel, where, tiles, arguments)
+    cuda.fill(kernel, where, tiles, arguments_of((flag, 0), pointers, n, tiles, scalars))
     return True
 
 

@@ -26,6 +26,18 @@ def test_a_batch_that_is_not_the_engines_is_said() -> None:
     assert not any("micro batch is" in message for message in messages(run_rank(LineTrial, steps(1))))
 
 
+class Few(LineTrial):
+    def build_training_data_loader(self) -> Any:
+        return DataLoader(Points(3), self.context.get_train_micro_batch_size_per_gpu())
+
+
+def test_a_data_set_smaller_than_a_batch_is_said(tmp_path: Path) -> None:
+    """It trains, on the same samples again and again; whoever gave the wrong folder shall know."""
+    said = "build_training_data_loader: 3 samples are fewer than one micro-batch (2 of 2 replicas); each comes several times in it"
+    assert said in messages(run_world(2, Few, steps(1), tmp_path)[0])
+    assert not any("fewer than" in message for message in messages(run_rank(Few, steps(1))))
+
+
 class Greedy(LineTrial):
     """Rank 1 takes one batch more."""
 

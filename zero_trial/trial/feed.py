@@ -64,7 +64,7 @@ def nothing(name: str, loader: Any) -> DataError:
         where=type(loader).__name__,
         got="0 batches on this rank",
         expected="at least one",
-        fix="Check the path of the data and its split.",
+        fix="Check the path of the data and its split; with drop_last, that a batch is not larger than a rank's samples.",
     )
 
 
@@ -79,8 +79,12 @@ class Resume:
     loader_state: Any = None
 
 
+class ForeignLoader(DataError, RuntimeError):
+    """A loader that nobody here shards or resumes. Also a RuntimeError, which is what Determined raises for it."""
+
+
 def check_reproducible(loader: Any, name: str, check: bool) -> None:
-    """RuntimeError for a loader that we can neither shard nor resume exactly, unless the trial has said that it knows."""
+    """ForeignLoader for a loader that we can neither shard nor resume exactly, unless the trial has said that it knows."""
     if isinstance(loader, DataLoader):
         return
     if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
@@ -88,11 +92,11 @@ def check_reproducible(loader: Any, name: str, check: bool) -> None:
             f"{name} must return a data loader", got=type(loader).__name__, expected="zero_trial.trial.DataLoader"
         )
     if check:
-        raise RuntimeError(
+        raise ForeignLoader(
             f"{name} returned {type(loader).__module__}.{type(loader).__name__}. Only zero_trial.trial.DataLoader gives exact sharding, "
-            "reproducibility of the shuffle and exact resume. Return one, or, to disable this check, call "
-            "context.disable_dataset_reproducibility_checks() in the trial's __init__; "
-            "sharding the data over the ranks is then up to you."
+            "reproducibility of the shuffle and exact resume",
+            fix="Return one (from zero_trial.trial import DataLoader: the same arguments), or, to disable this check, call "
+            "context.disable_dataset_reproducibility_checks() in the trial's __init__; sharding the data over the ranks is then up to you.",
         )
 
 

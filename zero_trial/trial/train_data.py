@@ -8,7 +8,7 @@ from typing import Any
 from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.data import DataLoader
 from zero_trial.trial.epochs import epoch_steps
-from zero_trial.trial.feed import Resume, TrainFeed, check_reproducible, open_feed
+from zero_trial.trial.feed import Resume, TrainFeed, check_reproducible, open_feed, samples_of
 from zero_trial.trial.trial import ZeroTrial
 
 NAME = "build_training_data_loader"
@@ -34,7 +34,7 @@ class DataPosition:
 def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume) -> TrainData:
     """Collective.
 
-    Builds the loader and goes to where ``resume`` says. Raises DataError, or RuntimeError for other loaders.
+    Builds the loader and goes to where ``resume`` says. Raises DataError.
     """
     mpu, loader = context.mpu, None
     if mpu.should_build_data_loader:
@@ -53,6 +53,12 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
     micro = context.get_train_micro_batch_size_per_gpu()
     if given is not None and given != micro:
         context.note(f"{NAME}: batches of {given} samples, but the engine's micro batch is {micro}")
+    samples, replicas = samples_of(loader), context.mpu.data_parallel_world_size
+    if samples is not None and 0 < samples < micro * replicas:
+        whole = f"{micro} of {replicas} replicas" if replicas > 1 else f"{micro}"
+        context.note(
+            f"{NAME}: {samples} samples are fewer than one micro-batch ({whole}); each comes several times in it"
+        )
 
 
 def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:

@@ -27,13 +27,24 @@ static void fault(const char* what, const void* pointer, long bytes) {
     snprintf(launched->fault, 256, "%s: %ld bytes at %p, block %u, thread %u", what, bytes, pointer, blockIdx.x, threadIdx.x);
 }
 
+static bool allowed(long i, unsigned long begin, long bytes, bool writes) {
+  if (i >= launched->count) return false;
+  const Range& range = launched->ranges[i];
+  return range.begin <= begin && begin + bytes <= range.end && (!writes || range.writable);
+}
+
 static void access_memory(const void* pointer, long bytes, bool writes) {
   const unsigned long begin = (unsigned long)pointer;
   *launched->wide += bytes > 4;
   if (begin % (unsigned long)(bytes > 16 ? 16 : bytes == 12 ? 4 : bytes)) fault("misaligned", pointer, bytes);
+  static long recent[8], next;  // where the last accesses were: launches over thousands of tensors would search for long
+  for (long i : recent)
+    if (allowed(i, begin, bytes, writes)) return;
   for (long i = 0; i < launched->count; ++i)
-    if (launched->ranges[i].begin <= begin && begin + bytes <= launched->ranges[i].end && (!writes || launched->ranges[i].writable))
+    if (allowed(i, begin, bytes, writes)) {
+      recent[next++ % 8] = i;
       return;
+    }
   fault(writes ? "written outside" : "read outside", pointer, bytes);
 }
 #define ZT_ACCESS(pointer, bytes, writes) access_memory((const void*)(pointer), bytes, writes)

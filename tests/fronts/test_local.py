@@ -12,7 +12,7 @@ import pytest
 
 from zero_trial.config import read_ds_config, report_json
 from zero_trial.config.report import REPORT
-from zero_trial.errors import ConfigError, Preempted
+from zero_trial.errors import CheckpointError, ConfigError, Preempted
 from zero_trial.fronts.local import (
     StopRequest,
     forget_errors,
@@ -149,7 +149,23 @@ def test_a_traceback_is_for_faults_of_nobodys_expecting(capsys: pytest.CaptureFi
     except ValueError as error:
         print_error(error)
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("Traceback") and said[-2:] == ["error   ValueError: mine", "        all mine"]
+    assert said[0].startswith("Traceback") and said[-3:-1] == ["error   ValueError: mine", "        all mine"]
+    assert said[-1].startswith("        (test_local.py:"), "the line of the user's code"
+
+
+def test_a_log_and_a_folder_on_a_full_disk_change_no_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sys.stderr", Full())
+    print_error(ConfigError("wrong", where="here"))
+    print_error(ValueError("mine"))
+    (tmp_path / "errors").touch()  # a file, so that no record fits in
+    assert leave_error(CheckpointError("not saved"), tmp_path, RankState()) == 5
+    assert leave_error(ValueError("mine"), tmp_path, RankState()) == 1
 
 
 def test_a_preempted_run_is_known_as_resumable() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.zero.parts import add_optimizer, address
 from tests.zero.two_groups import build
+from zero_trial.errors import TrialError
 from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.pieces import cut_pieces
@@ -24,6 +26,14 @@ def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:
     assert piece.weight.grad is None
 
 
+def test_a_step_past_the_engine_is_refused() -> None:
+    """As in a loop of plain torch: masters would change, and no parameter."""
+    with pytest.raises(TrialError, match=r"optimizer\.step: the engine steps this optimizer.*Call engine\.step\(\)"):
+        ShardedOptimizer(FusedLamb([{"params": []}]), [], scale=lambda: 1.0).step()
+    with pytest.raises(TrialError, match=r"optimizer\.step"):
+        ShardedOptimizer(FusedLamb([{"params": []}]), [], scale=lambda: 1.0).step(lambda: 1.0)  # type: ignore[arg-type]
+
+
 def test_tensors_are_numbered_over_all_units_also_where_a_rank_has_no_piece() -> None:
     """Otherwise a rank whose part of a unit is padding would add its squares to other tensors than its peers."""
     model = build(0)
@@ -34,9 +44,9 @@ def test_tensors_are_numbered_over_all_units_also_where_a_rank_has_no_piece() ->
     names = {slot.name for landing in landings for slot in landing.unit.layout.slots}
     asked: list[tuple[int, ...]] = []
     optimizer.bind_tensors([landing.unit for landing in landings], lambda sums: asked.append(tuple(sums.shape)))
-    optimizer.step()
+    optimizer.step(1.0)
     assert asked == [(2, len(names))] and len(names) > len(pieces[0].unit.layout.slots)
     nothing = ShardedOptimizer(FusedLamb([{"params": []}]), [], scale=lambda: 1.0)
     nothing.bind_tensors([landing.unit for landing in landings], lambda sums: asked.append(tuple(sums.shape)))
-    nothing.step()
+    nothing.step(1.0)
     assert asked == [(2, len(names))] * 2  # also a rank without any piece takes part

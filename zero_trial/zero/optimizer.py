@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zero_trial.errors import TrialError
 from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import (
     FusedLamb,
@@ -97,7 +98,7 @@ class ShardedOptimizer:
 
     def step(
         self,
-        multiplier: float = 1.0,
+        multiplier: float | None = None,
         updated: Callable[[Sequence[ShardPiece], bool], None] = _nobody,
         gate: Gate | None = None,
     ) -> None:
@@ -106,7 +107,15 @@ class ShardedOptimizer:
         ``updated(pieces, rounded)`` hears of pieces as soon as they are done; ``rounded``: their 16-bit copies are, too. Bytes per parameter
         from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass where the optimizer fuses, else 28 and two casts of 6 each.
         With a ``gate`` (see :meth:`takes_gates` and :attr:`divides`) the device may skip the step: then :meth:`take_back` must follow.
+
+        Called without numbers, as a loop of plain torch does, it is a TrialError: nobody would bring the new values to the parameters.
         """
+        if not isinstance(multiplier, (int, float)):
+            raise TrialError(
+                "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
+                where="optimizer.step",
+                fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
+            )
         self._stateful = len(self.base.state)
         for batch in self._store.batches():
             self._store.borrow(batch)

@@ -1,10 +1,14 @@
-"""Optimizer state on NVMe against state in memory, and against the disk's own speed.
+"""Optimizer state on NVMe against state in memory, and against the disk's own speed; with ``--params``, the parameters.
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
+    python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --params
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time of `engine.step()` alone, with state in memory
 and in a file; `disk` is the same traffic through the same buffers with no update in between, and so the least that a step can take; `read` and
 `write` are the disk alone in one direction, in the same requests. All are medians over rounds that take turns, in one process.
+
+With ``--params``: one forward and backward at ZeRO stage 3 that frees each block after use, on ``--rows`` rows, with the shards in memory and in a
+file. `disk` is the same reads with nothing to compute.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import zero_trial
 from benchmarks import record
 from zero_trial.zero.spill import SpillStore
 from zero_trial.zero.spill_file import SpillFile, Ticket
+from zero_trial.zero.spill_shards import SpilledShard
 
 WIDTH = 2048
 COLUMNS: list[record.Column] = [
@@ -39,6 +44,16 @@ COLUMNS: list[record.Column] = [
     ("read MB/s", record.number("read_rate", 0)),
     ("write MB/s", record.number("write_rate", 0)),
 ]
+PARAMETER_COLUMNS: list[record.Column] = [
+    ("buffers", lambda row: str(row["buffers"])),
+    ("MB read", record.number("megabytes", 0)),
+    ("memory ms", record.number("memory")),
+    ("nvme ms", record.number("nvme")),
+    ("disk ms", record.number("disk")),
+    ("nvme / memory", record.number("nvme_by_memory", 2)),
+    ("MiB of shards", record.number("shards", 1)),
+    ("MiB of buffers", record.number("ring", 1)),
+]
 
 
 def main() -> None:
@@ -50,9 +65,18 @@ def main() -> None:
     options.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a buffer at most")
     options.add_argument("--queue-depth", type=int, default=8)
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--params", action="store_true", help="parameters in the place of optimizer state")
+    options.add_argument("--rows", type=int, default=256, help="of a micro-batch, with --params")
     given = options.parse_args()
+    if given.params:
+        found = [measure_parameters(given, count) for count in given.buffers]
+        kept = {key: value for key, value in vars(given).items() if key not in ("folder", "buffers", "params")}
+        kept |= {"threads": torch.get_num_threads(), "direct": found[0]["direct"]}
+        note = "Time of a forward and a backward in bf16 at ZeRO stage 3; see `benchmarks/offload.py`."
+        record.save("offload_params", kept, found, PARAMETER_COLUMNS, note)
+        return
     rows = [measure(given, count) for count in given.buffers]
-    settings = {key: value for key, value in vars(given).items() if key not in ("folder", "buffers")}
+    settings = {key: value for key, value in vars(given).items() if key not in ("folder", "buffers", "params", "rows")}
     settings |= {"threads": torch.get_num_threads(), "direct": rows[0]["direct"]}
     note = "Time of `engine.step()` with bf16 parameters and AdamW; see `benchmarks/offload.py`."
     record.save("offload", settings, rows, COLUMNS, note)
@@ -118,6 +142,81 @@ def step(trained: zero_trial.Engine, store: SpillStore | None = None) -> float:
     trained.step()
     if store is not None:
         store.wait()
+    return time.perf_counter() - start
+
+
+def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
+    """One row: medians over rounds."""
+    here, away = parameter_engine(given, 0), parameter_engine(given, buffers)
+    shards = [unit.away for unit in away.sharded.units if isinstance(unit.away, SpilledShard)]
+    if not shards or not isinstance(file := shards[0].shelf.shelf, SpillFile):
+        raise SystemExit("no parameters are in a file")
+    order = [*reversed(shards), *shards]  # forward, and back
+    passes(away, given.rows)  # the order of the blocks is known afterwards
+    before = file.bytes_read
+    passes(away, given.rows)
+    moved = file.bytes_read - before
+    ways: dict[str, Callable[[], float]] = {
+        "memory": lambda: passes(here, given.rows),
+        "nvme": lambda: passes(away, given.rows),
+        "disk": lambda: reads(order),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(given.rounds):
+        for name, way in ways.items():
+            times[name].append(way())
+    found = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return {
+        "buffers": buffers,
+        "megabytes": moved / 1e6,
+        **found,
+        "nvme_by_memory": found["nvme"] / found["memory"],
+        "shards": sum(shard.numel * shard.itemsize for shard in shards) / 2**20,
+        "ring": sum(buffer.numel() for buffer in shards[0].shelf.buffers) / 2**20,
+        "direct": file.direct,
+    }
+
+
+def parameter_engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
+    """Parameters in memory where there are no buffers. There is no update: plain SGD has no state."""
+    layers = max(2, round(given.parameters * 1e6 / WIDTH**2))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+    zero: dict[str, Any] = {"stage": 3, "reshard_after": "forward", "param_persistence_threshold": 0}
+    if buffers:
+        zero["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": given.folder,
+            "buffer_count": buffers,
+            "max_in_cpu": 0,
+        }
+    config = {
+        "train_batch_size": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        # One block ahead: else a small model is gathered as a whole.
+        "zero_optimization": zero | {"prefetch_bucket_size": 1},
+        "aio": {"queue_depth": given.queue_depth},
+    }
+    return zero_trial.initialize(model=model, config=config)[0]
+
+
+def passes(trained: zero_trial.Engine, rows: int) -> float:
+    """Seconds of a forward and a backward; the step that follows is not counted."""
+    start = time.perf_counter()
+    trained.backward(trained(torch.ones(rows, WIDTH)).float().square().mean())
+    seconds = time.perf_counter() - start
+    trained.step()
+    return seconds
+
+
+def reads(order: list[SpilledShard]) -> float:
+    """Seconds to read the shards one after the other, as far ahead as there are buffers."""
+    into = torch.empty(max(shard.numel for shard in order), dtype=torch.bfloat16)
+    start = time.perf_counter()
+    for index, shard in enumerate(order):
+        for later in order[index : index + 4]:
+            later.expect()
+        shard.fetch(into[: shard.numel])
     return time.perf_counter() - start
 
 

@@ -96,7 +96,16 @@ EXERCISED: dict[str, str] = {
     ),
     "zero_optimization.sub_group_size": f"{_OFFLOAD}::test_sub_group_size_bounds_a_buffer",
     "zero_optimization.offload_optimizer.pin_memory": f"{_OFFLOAD}::test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked",
+    "zero_optimization.offload_optimizer.ratio": f"{_OFFLOAD}::test_a_part_of_the_state_goes_to_the_file",
     "zero_optimization.offload_param.device": f"{_OFFLOAD}::test_host_memory_is_where_it_lives_already",
+    **_below(
+        "zero_optimization.offload_param",
+        "engine/test_behaviour_offload_params.py::test_what_the_section_says",
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+    ),
+    "zero_optimization.offload_param.max_in_cpu": "engine/test_behaviour_offload_params.py::test_so_many_elements_stay_in_memory",
     **_below("aio", f"{_OFFLOAD}::test_what_the_sections_say", "block_size", "queue_depth"),
     **_below("mesh", _MESHED, "shard", "replica", "model", "pipe"),
     **_below(

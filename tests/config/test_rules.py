@@ -20,6 +20,11 @@ GOOD: list[dict[str, Any]] = [
     {"zero_optimization.reshard_after": "auto"},
     {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_optimizer.nvme_path": "x"},
     {"zero_optimization.offload_param.device": "cpu"},
+    {
+        "zero_optimization.offload_param.device": "nvme",
+        "zero_optimization.offload_param.nvme_path": "x",
+        "zero_optimization.stage": 3,
+    },
     {"torch_autocast.enabled": True},
     {"pipeline.schedule": "interleaved", "pipeline.chunks_per_rank": 4},
     {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 2},
@@ -65,7 +70,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "x"},
-        'zero_optimization.offload_param.device: parameters on NVMe do not exist here yet; optimizer state on NVMe does: got "nvme". Remove it;',
+        'zero_optimization.offload_param.device: full parameters always live at ZeRO stage 0: they cannot be on NVMe: got "nvme". Set '
+        "zero_optimization.stage to 3, or remove it;",
     ),
     (
         {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 2},

@@ -17,100 +17,20 @@ import pytest
 import torch
 from torch import nn
 
-import zero_trial
+from tests.engine.offloaded import PLAIN, PRECISIONS, Net, differing, engine_of, loss, train, two_groups, values_of
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from tests.support.strict_mover import StrictMover
 from zero_trial import zero
 from zero_trial.config import read_ds_config
-from zero_trial.engine.offload import Offload, Places, StateElsewhere, offload_line, open_shelf, plan_offload
+from zero_trial.engine.offload import Offload, Places, StateElsewhere, open_shelf, plan_offload
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.zero.spill import SpillStore
 from zero_trial.zero.spill_file import SpillFile
 from zero_trial.zero.staging import StagedStore
 
 ROOT = Path(__file__).parents[2]
-
-
-class Net(nn.Module):
-    """Weights of more than one buffer, tied, frozen and empty ones, dropout, and sizes that fill no block of a disk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 91)
-        self.blocks = nn.ModuleList([nn.Linear(91, 91) for _ in range(3)])
-        self.blocks[2].weight = self.blocks[0].weight
-        self.frozen = nn.Linear(91, 91).requires_grad_(False)
-        self.empty = nn.Parameter(torch.zeros(0, 2))
-        self.last = nn.Linear(91, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        for block in self.blocks:
-            x = x + nn.functional.dropout(torch.tanh(block(x)), 0.2)
-        return self.last(self.frozen(x))
-
-
-def loss(model: Any, turn: Turn) -> torch.Tensor:
-    return (model(turn.normal(4, 6)) - 1).float().square().mean()
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases without decay: groups that end inside a block of the disk."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    return [
-        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
-        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1}},
-}
-PLAIN = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
-
-
-def engine_of(stage: str, config: dict[str, Any], folder: str | None, count: int = 3, **kwargs: Any) -> Any:
-    zero_config = dict(STAGES[stage]) | {"reduce_bucket_size": 20_000}
-    if folder is not None:
-        offload = {"device": "nvme", "nvme_path": folder, "buffer_count": count}
-        zero_config |= {"offload_optimizer": offload, "sub_group_size": 4096}
-    case = Case(Net, loss, groups=two_groups, config=PLAIN | config)
-    return build_engine(case, zero_config, **kwargs)
-
-
-def train(engine: Any, steps: range) -> list[tuple[float, float | None, float]]:
-    """(loss, gradient norm, loss scale); in fp16 the gradient of step 1 overflows on the last rank."""
-    trace = []
-    for step in steps:
-        for number in range(engine.gradient_accumulation_steps()):
-            value = loss(engine, Turn(step, number, engine.global_rank))
-            bad = step == 1 and engine.global_rank == engine.world_size - 1 and engine.fp16_enabled()
-            engine.backward(value * float("inf") if bad else value)
-            engine.step()
-        trace.append((value.item(), engine.get_global_grad_norm() if not bad else 0.0, engine.loss_scale))
-    return trace
-
-
-def values_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Parameters, masters and moments by name. Collective."""
-    found = {f"param {name}": value.clone() for name, value in engine.module_state_dict().items()}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad and param.numel():
-            found[f"master {name}"] = zero.safe_get_full_fp32_param(param)
-            for kind in ("exp_avg", "exp_avg_sq"):
-                if (state := zero.safe_get_full_optimizer_state(param, kind)) is not None:
-                    found[f"{kind} {name}"] = state
-    return found
-
-
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    return sorted(
-        name for name in a.keys() | b.keys() if name not in a or name not in b or not torch.equal(a[name], b[name])
-    )
 
 
 def run_both(stage: str, precision: str, folder: str, save: str) -> int:
@@ -178,12 +98,17 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
     assert kept["parameters"] == width * count, "no masters"
     assert kept["optimizer"] == sum(buffer.numel() for buffer in engine.optimizer.store.buffers)
     before = file.bytes_read, file.bytes_written
+    engine.optimizer.store.wait()  # else backward might find buffers that are being written
     engine.backward(loss(engine, Turn(9, 0, 0)) * float("nan"))
     engine.step()
     engine.backward(loss(engine, Turn(9, 1, 0)))
     engine.step()
     assert engine.skipped_steps == 1
-    assert (file.bytes_read, file.bytes_written) == before, "a step that is skipped reads nothing"
+    ahead = sum(each * piece.numel for piece in engine.optimizer.pieces[:3])
+    assert (file.bytes_read - before[0], file.bytes_written - before[1]) == (ahead, 0), "what was read during backward"
+    train(engine, range(9, 10))
+    moved = file.bytes_read - before[0], file.bytes_written - before[1]
+    assert moved == (each * count, each * count), "the step after one that was skipped does not read that again"
 
 
 def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +116,16 @@ def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made: list[tuple[Path, dict[str, int]]] = []
 
     class Seen(SpillFile):
-        def __init__(self, folder: Path, nbytes: int, **named: int) -> None:
+        def __init__(self, folder: Path, nbytes: int, **named: Any) -> None:
             made.append((folder, named))
             super().__init__(folder, nbytes, **named)
 
     monkeypatch.setattr("zero_trial.engine.offload.SpillFile", Seen)
     config = {"bf16": {"enabled": True}, "aio": {"block_size": 8192, "queue_depth": 3}}
     engine = engine_of("zero1", config, str(tmp_path), count=2)
-    assert made == [(tmp_path, {"block_size": 8192, "depth": 3})]
+    assert made == [
+        (tmp_path, {"block_size": 8192, "depth": 3, "where": "zero_optimization.offload_optimizer.nvme_path"})
+    ]
     store = engine.optimizer.store
     assert isinstance(store, SpillStore)
     assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
@@ -206,26 +133,35 @@ def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(engine_of("zero1", config, None).optimizer.store, SpillStore) is False
 
 
-def test_the_line_at_the_start(tmp_path: Path) -> None:
-    engine = engine_of("zero1", {}, str(tmp_path))
-    line = offload_line(engine)
-    assert line is not None and line.startswith("offload: 0.")
-    assert f"MiB of masters and optimizer state per rank in {tmp_path} (" in line and "; 3 buffers of 0.0 MiB" in line
-    assert offload_line(engine_of("zero1", {}, None)) is None
-
-
-def test_a_relative_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "disk").mkdir()
-    monkeypatch.chdir(tmp_path)
-    line = offload_line(engine_of("zero1", {}, "disk"))
-    assert line is not None and f" in {tmp_path}/disk (" in line
-
-
-def test_a_ratio_is_not_ignored_in_silence(tmp_path: Path) -> None:
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 1, "ratio": 0.5}
-    line = offload_line(build_engine(Case(Net, loss), {"stage": 1, "offload_optimizer": offload}))
-    assert line is not None
-    assert line.endswith("\noffload: ratio 0.5 has no effect yet: all of the state is offloaded")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_a_part_of_the_state_goes_to_the_file(tmp_path: Path, stage: str, precision: str) -> None:
+    """ratio: whole units go while they fit; the others' state stays, and the bits are the same."""
+    each = 8 if precision == "fp32" else 12
+    found: dict[float, int] = {}
+    traces = []
+    for ratio in (None, 0.0, 0.5, 1.0):
+        section = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, "ratio": ratio}
+        given = {"offload_optimizer": section, "sub_group_size": 4096} if ratio is not None else {}
+        case = Case(Net, loss, groups=two_groups, config=PLAIN | PRECISIONS[precision])
+        engine = build_engine(case, STAGES[stage] | {"reduce_bucket_size": 10_000} | given)
+        torch.manual_seed(6)
+        traces.append((train(engine, range(2)), values_of(engine)))
+        if ratio is not None:
+            file = spill_file(engine)
+            before = file.bytes_read, file.bytes_written
+            train(engine, range(2, 3))
+            found[ratio] = file.bytes_written - before[1]
+            assert file.bytes_read - before[0] == found[ratio]
+            staying = engine.persistent_bytes()["optimizer"] - sum(
+                buffer.numel() for buffer in engine.optimizer.store.buffers
+            )
+            count = sum(unit.layout.shard_numel for unit in engine.sharded.units if unit.trainable)
+            moments = found[ratio] * 8 // each
+            assert staying == 8 * count - moments, "what is not in the file is in memory"
+    assert all(trace[0] == traces[0][0] and differing(trace[1], traces[0][1]) == [] for trace in traces)
+    assert found[0.0] == 0 and found[1.0] == each * count
+    assert 0.2 * found[1.0] < found[0.5] <= 0.5 * found[1.0]
 
 
 def test_host_memory_is_where_it_lives_already(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,12 +282,12 @@ def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
     assert made.most == elements
 
 
-def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any) -> Offload:
+def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any) -> Offload:
     """As on a GPU, with a mover that is as late as it may be."""
     section = config.zero_optimization.offload_optimizer
     if section is None or section.device == "none":
         return Offload()
-    shelf = open_shelf(Path(section.nvme_path), 1 << 16, config.aio) if section.device == "nvme" else None
+    shelf = open_shelf(Path(section.nvme_path), 1 << 16, config.aio, "nvme_path") if section.device == "nvme" else None
     return StateElsewhere(section, mesh, 4096, shelf, StrictMover())
 
 
@@ -544,13 +480,6 @@ def run_pipelines(stage: int, folder: str) -> int:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path, stage: int) -> None:
     assert all(count > 1 for count in ranks(2).run(run_pipelines, stage, str(tmp_path)))
-
-
-def test_initialize_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "zero_trial"):
-        engine = engine_of("zero1", {}, str(tmp_path))
-    assert offload_line(engine) in [record.getMessage() for record in caplog.records]
-    assert isinstance(engine, zero_trial.Engine)
 
 
 def test_every_dtype_by_itself(tmp_path: Path) -> None:

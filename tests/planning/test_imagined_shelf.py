@@ -12,7 +12,7 @@ from zero_trial.zero.spill_file import BLOCK, Shelf
 
 
 def test_it_counts_and_keeps_nothing(tmp_path: Path) -> None:
-    shelf: Shelf = IMAGINED.shelf(tmp_path / "none", 1 << 50, AioSection())
+    shelf: Shelf = IMAGINED.shelf(tmp_path / "none", 1 << 50, AioSection(), "nvme_path")
     assert [shelf.reserve(nbytes) for nbytes in (1, BLOCK + 1, 3)] == [0, BLOCK, 3 * BLOCK]
     buffer = shelf.buffer(100)
     assert buffer.dtype == torch.uint8 and buffer.tolist() == [0] * 100

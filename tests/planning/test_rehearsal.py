@@ -96,6 +96,23 @@ def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16:
     assert planned("gpt", config, imagined=False).states == figures.states
 
 
+@pytest.mark.parametrize(("bf16", "state"), [(False, "nvme"), (True, "none")], ids=["fp32", "bf16"])
+def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, bf16: bool, state: str) -> None:
+    config = ds_config(3, bf16=bf16)
+    params = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, "max_in_cpu": 0, "buffer_size": 4096}
+    offload = {"device": state, "nvme_path": str(tmp_path), "buffer_count": 2}
+    config["zero_optimization"] |= {"offload_param": params, "offload_optimizer": offload, "sub_group_size": 4096}
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert (figures.parameters, figures.gradients, figures.optimizer) == (
+        real["parameters"],
+        real["gradients"],
+        real["optimizer"],
+    )
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+    assert figures.parameters < planned("gpt", ds_config(3, bf16=bf16), imagined=True).parameters
+
+
 def test_states_alone_are_the_papers_figures() -> None:
     """Rajbhandari et al. 2020, figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter in mixed precision with Adam."""
     blueprint = Blueprint(torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))))

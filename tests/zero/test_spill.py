@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.zero.late_shelf import LateShelf, LateTicket
 from tests.zero.parts import make_landing, make_unit, parameters
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam
@@ -19,27 +19,14 @@ from zero_trial.zero.absent import is_absent
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.publication import Publication
-from zero_trial.zero.spill import CUT, MOST, MasterShelf, SpillStore, slot_elements
+from zero_trial.zero.spill import SpillStore
+from zero_trial.zero.spill_cut import CUT
 from zero_trial.zero.spill_file import SpillFile
+from zero_trial.zero.spill_masters import MasterShelf
 from zero_trial.zero.state_columns import Column, state_columns
 from zero_trial.zero.unit import Unit
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
-
-
-@pytest.mark.parametrize(
-    ("total", "sub_group", "count", "elements"),
-    [
-        (1 << 30, 10**9, 4, MOST),
-        (1 << 30, 100_000, 4, 24 * CUT),
-        (1 << 20, 10**9, 2, 1 << 17),
-        (1 << 20, 10**9, 4, 1 << 16),
-        (1000, 10**9, 4, CUT),
-        (1000, 1, 1, CUT),
-    ],
-)
-def test_buffers_hold_a_quarter_at_most(total: int, sub_group: int, count: int, elements: int) -> None:
-    assert slot_elements(total, sub_group, count) == elements
 
 
 def units(dtype: torch.dtype, groups: int = 1) -> list[Unit]:
@@ -53,54 +40,6 @@ def units(dtype: torch.dtype, groups: int = 1) -> list[Unit]:
             unit.runs = {0: (0, first), 1: (first, unit.layout.numel)}  # type: ignore[assignment]
         found.append(unit)
     return found
-
-
-class LateTicket:
-    """Done when it is waited for, and not before."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act: Callable[[], object] | None = act
-
-    def done(self) -> bool:
-        return self._act is None
-
-    def wait(self) -> None:
-        act, self._act = self._act, None
-        if act is not None:
-            act()
-
-
-class LateShelf:
-    """Reads see the file as it was when they began and arrive when they are waited for; writes take what is there when they are waited for."""
-
-    def __init__(self) -> None:
-        self.bytes_read = self.bytes_written = 0
-        self._area = torch.zeros(1 << 21, dtype=torch.uint8)
-        self._end = 0
-
-    def reserve(self, nbytes: int) -> int:
-        offset, self._end = self._end, self._end + -(-nbytes // 4096) * 4096
-        return offset
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
-
-    def read(self, offset: int, into: torch.Tensor) -> Any:
-        bits = into.view(torch.uint8)
-        seen = self._area[offset : offset + bits.numel()].clone()
-        bits.fill_(255)
-        return LateTicket(lambda: bits.copy_(seen))
-
-    def write(self, offset: int, source: torch.Tensor) -> Any:
-        bits = source.view(torch.uint8)
-        return LateTicket(lambda: self._area[offset : offset + bits.numel()].copy_(bits))
-
-    @contextmanager
-    def mapped(self) -> Iterator[torch.Tensor]:
-        yield self._area
-
-    def close(self) -> None:
-        pass
 
 
 class Training:
@@ -321,6 +260,41 @@ def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
         away.step(1)
     for training in (here, away):
         training.step(1)
+    assert equal(here.values(), away.values())
+
+
+@pytest.mark.parametrize("between", ["nothing", "skipped", "looked at", "edited", "broken off", "cleared"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_what_is_read_ahead_of_a_step(tmp_path: Path, slots: int, between: str) -> None:
+    """It is read once, also where the step is skipped; what is edited or forgotten meanwhile is not taken from before."""
+    here, away = (
+        Training(BUILDS["torch"], torch.bfloat16),
+        Training(BUILDS["torch"], torch.bfloat16, tmp_path, slots=slots),
+    )
+    each = [12 * piece.numel for piece in away.optimizer.pieces]
+    for training in (here, away):
+        training.step(0)
+        before = training.file.bytes_read if training.file is not None else 0
+        if training.store is not None:
+            training.store.wait()  # else it might find buffers that are being written
+        training.optimizer.expect()
+        if between == "skipped":
+            training.optimizer.expect()
+        if training.file is not None:
+            assert training.file.bytes_read - before == sum(each[:slots])
+        if between in ("looked at", "edited"):
+            with training.optimizer.lent():
+                training.units[0].master.add_(1.0 if between == "edited" else 0.0)
+        if between == "broken off":
+            batches = training.store.batches() if training.store is not None else iter(())
+            if training.store is not None:
+                training.store.borrow(next(batches))
+            training.optimizer.expect()
+        if between == "cleared":
+            training.base.state.clear()
+        training.step(1)
+        if training.file is not None and between in ("nothing", "skipped"):
+            assert training.file.bytes_read - before == sum(each)
     assert equal(here.values(), away.values())
 
 

@@ -15,8 +15,10 @@ from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.pieces import cut_pieces
 from zero_trial.zero.publication import Publication
-from zero_trial.zero.spill import CUT, MasterShelf, SpillStore
+from zero_trial.zero.spill import SpillStore
+from zero_trial.zero.spill_cut import CUT
 from zero_trial.zero.spill_file import SpillFile
+from zero_trial.zero.spill_masters import MasterShelf
 from zero_trial.zero.staging import Desk, StagedPiece, StagedStore, master_to_host
 from zero_trial.zero.state_columns import state_columns
 

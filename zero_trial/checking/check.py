@@ -12,6 +12,7 @@ from zero_trial.checking.context_folder import check_context, measure, shown_siz
 from zero_trial.checking.ds_configs import ConfigChecks, Resolved, check_ds_configs
 from zero_trial.checking.finding import Area, Finding, Severity, findings_of, remark
 from zero_trial.checking.machine import check_machine
+from zero_trial.checking.nvme import check_nvme
 from zero_trial.checking.points import Point, Space, explore
 from zero_trial.checking.searcher import check_searcher
 from zero_trial.config.experiment import ExperimentConfig
@@ -96,10 +97,13 @@ def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -
     context = measure(model_dir)
     report.looked[Area.CONTEXT] = f"folder {shown_size(context.size)}"
     report.findings += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
+    parameters: int | None = None
     if request.build and entrypoint is not None and slots > 0:
         point = first.point if first is not None else _only_point(experiment, report)
         if point is not None:
-            _rehearse(request, experiment, entrypoint, point, model_dir, slots, report)
+            parameters = _rehearse(request, experiment, entrypoint, point, model_dir, slots, report)
+    if first is not None:
+        report.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
 
 
 def _model_dir(request: CheckRequest, experiment: ExperimentConfig, report: CheckReport) -> Path | None:
@@ -173,7 +177,8 @@ def _rehearse(
     model_dir: Path,
     slots: int,
     report: CheckReport,
-) -> None:
+) -> int | None:
+    """How many parameters the trial's engines have, where it got so far."""
     from zero_trial.checking.rehearsal import Scene, rehearse  # torch, and the user's code
 
     seed = experiment.experiment_seed or 0
@@ -187,3 +192,4 @@ def _rehearse(
         report.looked[Area.LOADERS] = f"{found.epoch_steps} steps per epoch{more}"
     if found.metrics is not None:
         report.looked[Area.METRIC] = f"reports {', '.join(found.metrics)}"
+    return found.parameters

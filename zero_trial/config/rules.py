@@ -104,13 +104,14 @@ def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
 
 def _params_stay_off_nvme(values: Values, where: Where) -> ConfigError | None:
     path = "zero_optimization.offload_param.device"
-    if values.get(path) != "nvme":
+    stage = _get(values, "zero_optimization.stage")
+    if values.get(path) != "nvme" or stage == 3:
         return None
     return ConfigError(
-        "parameters on NVMe do not exist here yet; optimizer state on NVMe does",
+        f"full parameters always live at ZeRO stage {stage}: they cannot be on NVMe",
         where=where(path),
         got='"nvme"',
-        fix="Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.",
+        fix="Set zero_optimization.stage to 3, or remove it; offload_optimizer frees 12 of 16 bytes per parameter at every stage.",
     )
 
 

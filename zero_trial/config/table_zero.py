@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from zero_trial.config.key import Answer, Key, Origin, alike
+from zero_trial.config.key import Answer, Key, Origin
 from zero_trial.config.kinds import Bool, Float, Int, Names, Opaque, Section, Text
 
 HONOURED, NO_EFFECT, NOT_YET, REFUSED = Answer.HONOURED, Answer.NO_EFFECT, Answer.NOT_YET, Answer.REFUSED
 
-_PARAMS = "it belongs to parameters on NVMe, which do not exist here yet"
 _NO_UPLOAD = "parameters are not offloaded from a GPU"
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
@@ -284,7 +283,12 @@ OFFLOADS = (
     Key(f"{_Z}.offload_optimizer.pipeline_read", Bool(), NO_EFFECT, "reads always run ahead of the update"),
     Key(f"{_Z}.offload_optimizer.pipeline_write", Bool(), NO_EFFECT, "writes always run behind the update"),
     Key(f"{_Z}.offload_optimizer.fast_init", Bool(), NO_EFFECT, "masters go to NVMe while the model is built"),
-    Key(f"{_Z}.offload_optimizer.ratio", Float(low=0, high=1), NOT_YET, "all of the state is offloaded"),
+    Key(
+        f"{_Z}.offload_optimizer.ratio",
+        Float(low=0, high=1),
+        HONOURED,
+        "nvme: at most this part of the state goes to the file, unit by unit; on a GPU all of it leaves",
+    ),
     Key(f"{_Z}.offload_optimizer.super_offload", Bool(), NO_EFFECT, "there is one way of offloading"),
     Key(
         f"{_Z}.offload_optimizer.cpuadam_cores_perc",
@@ -304,16 +308,21 @@ OFFLOADS = (
         f"{_Z}.offload_param.device",
         _DEVICES,
         HONOURED,
-        "cpu: in host memory, where CPU ranks have them anyway; nvme, and cpu from a GPU, are refused",
+        "nvme: the shards of ZeRO stage 3 live in a file; cpu: in host memory, where CPU ranks have them anyway. From a GPU both are refused",
     ),
-    *alike(
-        f"{_Z}.offload_param",
-        NOT_YET,
-        _PARAMS,
-        nvme_path=Text(),
-        buffer_count=Int(1),
-        buffer_size=Int(1, unit="elements"),
-        max_in_cpu=Int(0, unit="elements"),
+    Key(f"{_Z}.offload_param.nvme_path", Text(), HONOURED, "the folder of the files, one for each rank"),
+    Key(f"{_Z}.offload_param.buffer_count", Int(1), HONOURED, "buffers into which shards are read ahead of their use"),
+    Key(
+        f"{_Z}.offload_param.buffer_size",
+        Int(1, unit="elements"),
+        HONOURED,
+        "at most so many elements in a buffer; fewer where shards are smaller, or all buffers would hold more than a quarter of them",
+    ),
+    Key(
+        f"{_Z}.offload_param.max_in_cpu",
+        Int(0, unit="elements"),
+        HONOURED,
+        "so many elements of a rank's shards stay in memory; with 0 all leave that are freed between uses",
     ),
     Key(f"{_Z}.offload_param.pin_memory", Bool(), NOT_YET, _NO_UPLOAD, was="false"),
     Key(

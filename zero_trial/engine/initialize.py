@@ -21,7 +21,8 @@ from zero_trial.engine.engine import Engine
 from zero_trial.engine.first_words import say_dtypes, say_parts
 from zero_trial.engine.kernels import agree_on_kernels
 from zero_trial.engine.late_verdict import choose_verdict
-from zero_trial.engine.offload import REAL, Offload, Places, offload_line, offloads, plan_offload
+from zero_trial.engine.offload import REAL, Offload, Places, offloads, plan_offload
+from zero_trial.engine.offload_line import offload_line
 from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
 from zero_trial.engine.parameter_groups import Groups, groups_over, parameter_groups
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
@@ -132,7 +133,8 @@ def build_engine(
     say_dtypes(model, wiring.policy.param, mesh)
     say_parts(model, mesh, wiring)
     trained = list(itertools.chain(*(group["params"] for group in groups))) if _optimizes(optimizer, settings) else []
-    offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, places)
+    everything = list(model.parameters())
+    offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, places, everything)
     sharded = ShardedModel(
         model,
         [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],

@@ -1,4 +1,4 @@
-"""Where ds_config wants optimizer state to live, and the store for it: where the rank computes, in host memory, or in a file on an NVMe disk."""
+"""Where ds_config wants optimizer state and parameters to live, and the store for it: where the rank computes, in host memory, or in files."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from zero_trial.config import DsConfig
-from zero_trial.config.sections import AioSection, OffloadOptimizerSection
+from zero_trial.config.sections import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.errors import ConfigError, StorageError, ZeroTrialError
 from zero_trial.mesh import Mesh
 from zero_trial.zero.dtypes import has_own_master, living_dtype
 from zero_trial.zero.layout import ALIGN, round_up
 from zero_trial.zero.mover import Mover, mover_for
-from zero_trial.zero.spill import MasterShelf, SpillStore, slot_elements
-from zero_trial.zero.spill_file import Shelf, SpillFile
+from zero_trial.zero.plan import plan_for_stage
+from zero_trial.zero.spill import SpillStore
+from zero_trial.zero.spill_cut import slot_elements
+from zero_trial.zero.spill_file import BLOCK, Shelf, SpillFile
+from zero_trial.zero.spill_masters import MasterShelf
+from zero_trial.zero.spill_outbox import Outbox, SpilledPiece
+from zero_trial.zero.spill_shards import ShardShelf
 from zero_trial.zero.staging import Desk, StagedPiece, StagedStore, master_to_host
 from zero_trial.zero.state_columns import state_columns
 from zero_trial.zero.store import ShardPiece, StateStore
 from zero_trial.zero.unit import Unit
 
-if TYPE_CHECKING:
-    from zero_trial.engine.engine import Engine
-
 _Z = "zero_optimization"
 T = TypeVar("T")
 
 
-def open_shelf(folder: Path, nbytes: int, aio: AioSection) -> Shelf:
-    """A file of this rank's own. Raises ConfigError, DoesNotFit."""
-    return SpillFile(folder, nbytes, block_size=aio.block_size, depth=aio.queue_depth)
+def open_shelf(folder: Path, nbytes: int, aio: AioSection, where: str) -> Shelf:
+    """A file of this rank's own. ``where``: the key that names the folder. Raises ConfigError, DoesNotFit."""
+    return SpillFile(folder, nbytes, block_size=aio.block_size, depth=aio.queue_depth, where=where)
 
 
 @dataclass(frozen=True)
 class Places:
     """``shelf`` makes the place for that many bytes of state below a folder; ``mover`` the way between a device and the host."""
 
-    shelf: Callable[[Path, int, AioSection], Shelf]
+    shelf: Callable[[Path, int, AioSection, str], Shelf]
     mover: Callable[[torch.device, bool], Mover]
 
 
@@ -54,7 +56,7 @@ class Offload:
     piece: Callable[..., ShardPiece] = ShardPiece
 
     def house(self, unit: Unit) -> None:
-        """Hears of every trainable unit as soon as it is built."""
+        """Hears of every unit as soon as it is built."""
 
     def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
         """The store for ``base`` over ``pieces``; None for the usual one. Collective over the world."""
@@ -62,50 +64,68 @@ class Offload:
 
 
 class StateElsewhere(Offload):
-    """Masters and moments live on a ``shelf`` or, without one, in the host's memory; a ``mover`` where parameters are on another device."""
+    """Masters and moments live on a ``shelf``, or without one in the host's memory; parameters on ``shards``, if there are any; a ``mover`` where
+    parameters are on another device. ``budget``: elements whose state goes to the shelf, None for all of it."""
 
     def __init__(
         self,
-        section: OffloadOptimizerSection,
+        section: OffloadOptimizerSection | OffloadParamSection,
         mesh: Mesh,
         slot_numel: int,
         shelf: Shelf | None,
         mover: Mover | None,
+        shards: ShardShelf | None = None,
+        budget: int | None = None,
     ) -> None:
         self.most: int = slot_numel
         self._section = section
         self._mesh = mesh
-        self._masters = MasterShelf(shelf) if shelf is not None else None
+        self._shards = shards
+        self._outbox = Outbox()
+        self._masters = MasterShelf(shelf, budget) if shelf is not None else None
         self._desk = Desk(mover) if mover is not None else None
         if self._desk is not None:
             self.piece = functools.partial(StagedPiece, desk=self._desk)
+        elif shards is not None:
+            self.piece = functools.partial(SpilledPiece, outbox=self._outbox)
 
     def house(self, unit: Unit) -> None:
-        if self._desk is not None:
+        if self._desk is not None and unit.trainable:
             master_to_host(unit)
         if self._masters is not None:
             self._masters.take(unit)
+        if self._shards is not None:
+            self._shards.take(unit)
 
     def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
         if not elementwise:
+            name = "offload_optimizer" if isinstance(self._section, OffloadOptimizerSection) else "offload_param"
             raise ConfigError(
                 "this optimizer needs whole tensors or their norms, and offloaded state comes in pieces",
-                where=f"{_Z}.offload_optimizer.device",
+                where=f"{_Z}.{name}.device",
                 got=f'"{self._section.device}" with {type(base).__name__}',
-                fix="Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove offload_optimizer.",
+                fix=f"Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove {name}.",
             )
         store: StateStore | None = None
-        if (masters := self._masters) is not None:
-            store = _together(self._mesh, lambda: self._spilled(masters, base, pieces), "room for optimizer state")
+        if self._masters is not None or self._shards is not None:
+            store = _together(self._mesh, lambda: self._spilled(base, pieces), "room for optimizer state")
         if self._desk is not None:
             staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
             store = StagedStore(staged, self._desk, store, buffers=self._section.buffer_count)
         return store
 
-    def _spilled(self, masters: MasterShelf, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> SpillStore:
-        columns = {dtype: state_columns(base, dtype) for dtype in {piece.weight.dtype for piece in pieces}}
-        count = self._section.buffer_count
-        return SpillStore(masters, pieces, base.state, columns, slot_numel=self.most, slots=count)
+    def _spilled(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> SpillStore:
+        dtypes = {piece.weight.dtype for piece in pieces} if self._masters is not None else ()
+        return SpillStore(
+            self._masters,
+            pieces,
+            base.state,
+            {dtype: state_columns(base, dtype) for dtype in dtypes},
+            slot_numel=self.most,
+            slots=self._section.buffer_count,
+            shards=self._shards,
+            outbox=self._outbox,
+        )
 
 
 def offloads(config: DsConfig) -> bool:
@@ -121,60 +141,69 @@ def plan_offload(
     params: Sequence[torch.Tensor],
     dtype: torch.dtype,
     places: Places = REAL,
+    everything: Sequence[torch.Tensor] = (),
 ) -> Offload:
-    """What ``config`` wants for the training of ``params`` on ``device``, with ``dtype`` asked for. Makes this rank's file where there is to be one.
+    """What ``config`` wants for the training of ``params`` on ``device``, with ``dtype`` asked for, in a model of the parameters ``everything``.
+    Makes this rank's files where there are to be some.
 
     Collective over the world. Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be used.
     """
     zero = config.zero_optimization
-    section, shards = zero.offload_optimizer, zero.offload_param
-    if shards is not None and shards.device != "none" and device.type != "cpu":
-        raise ConfigError(
-            f"parameters stay on {device.type} here; optimizer state can leave it",
-            where=f"{_Z}.offload_param.device",
-            got=f'"{shards.device}"',
-            fix="Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.",
-        )
-    if section is None or section.device == "none" or not params or (section.device == "cpu" == device.type):
-        return Offload()
+    section = zero.offload_optimizer
+    _require_parameters_at_home(zero.offload_param, device)
+    shards = _plan_shards(config, mesh, [*everything] or [*params], dtype, places)
+    away = section is not None and section.device != "none" and section.device != device.type and bool(params)
+    if section is None or not away:
+        if shards is None or zero.offload_param is None:
+            return Offload()
+        slot = slot_elements(_elements(params, mesh), zero.sub_group_size, zero.offload_param.buffer_count)
+        return StateElsewhere(zero.offload_param, mesh, slot, None, None, shards)
     mover = places.mover(device, section.pin_memory) if device.type != "cpu" else None
-    elements = sum(round_up(param.numel(), ALIGN) for param in params) // mesh.shard.size
+    elements = _elements(params, mesh)
     shelf: Shelf | None = None
     if section.device == "nvme":
         lacking = [param for param in params if mover or not has_own_master(living_dtype(param.dtype, dtype))]
-        masters = 4 * sum(round_up(param.numel(), ALIGN) for param in lacking) // mesh.shard.size
+        wanted = 4 * _elements(lacking, mesh) + (1 << 16)
         folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
-        wanted = masters + (1 << 16)
-        shelf = _together(mesh, lambda: places.shelf(folder, wanted, config.aio), "file for optimizer state")
+        where = f"{_Z}.offload_optimizer.nvme_path"
+        shelf = _together(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for optimizer state")
     slot_numel = slot_elements(elements, zero.sub_group_size, section.buffer_count)
-    return StateElsewhere(section, mesh, slot_numel, shelf, mover)
+    budget = int(section.ratio * elements) if shelf is not None and mover is None and section.ratio < 1 else None
+    return StateElsewhere(section, mesh, slot_numel, shelf, mover, shards, budget)
 
 
-def offload_line(engine: Engine) -> str | None:
-    """What came of the wish to offload, for the log of rank 0; None where there was none."""
-    zero, store = engine.config.zero_optimization, engine.optimizer.store if engine.optimizer is not None else None
-    lines = []
-    if engine.device.type == "cpu":
-        wishes = {"optimizer state": zero.offload_optimizer, "parameters": zero.offload_param}
-        stays = [what for what, section in wishes.items() if section is not None and section.device == "cpu"]
-        if stays:
-            which = " and ".join(stays)
-            lines.append(f"offload: {which} live in host memory already, because this rank computes there")
-    if isinstance(store, StagedStore):
-        size = sum(buffer.numel() for buffer in store.host_buffers) / 2**20
-        lines.append(f"offload: updates run on the CPU; {size:.1f} MiB of buffers between it and {engine.device}")
-        store = store.behind
-    if isinstance(store, SpillStore) and isinstance(store.shelf, SpillFile):
-        file = store.shelf
-        how = "past the page cache" if file.direct else "through the page cache: the file system has no O_DIRECT"
-        lines.append(
-            f"offload: {file.size / 2**20:.1f} MiB of masters and optimizer state per rank in {file.folder} ({how}); "
-            f"{len(store.buffers)} buffers of {store.buffers[0].numel() / 2**20:.1f} MiB"
+def _require_parameters_at_home(section: OffloadParamSection | None, device: torch.device) -> None:
+    if section is not None and section.device != "none" and device.type != "cpu":
+        raise ConfigError(
+            f"parameters stay on {device.type} here; optimizer state can leave it",
+            where=f"{_Z}.offload_param.device",
+            got=f'"{section.device}"',
+            fix="Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.",
         )
-    ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
-    if lines and ratio < 1:
-        lines.append(f"offload: ratio {ratio:g} has no effect yet: all of the state is offloaded")
-    return "\n".join(lines) or None
+
+
+def _plan_shards(
+    config: DsConfig, mesh: Mesh, params: Sequence[torch.Tensor], dtype: torch.dtype, places: Places
+) -> ShardShelf | None:
+    """The place of parameters on NVMe; None where they are not wanted there, always live, or all fit into ``max_in_cpu``."""
+    zero = config.zero_optimization
+    section = zero.offload_param
+    if section is None or section.device != "nvme" or not plan_for_stage(zero.stage).frees_parameters:
+        return None
+    large = [param for param in params if param.numel() >= zero.param_persistence_threshold]
+    if _elements(large, mesh) <= section.max_in_cpu:
+        return None
+    widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in large]
+    wanted = sum(round_up(_elements([param], mesh) * width, BLOCK) for param, width in widths) + (1 << 16)
+    folder = Path(section.nvme_path or "").absolute()
+    where = f"{_Z}.offload_param.nvme_path"
+    shelf = _together(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for parameters")
+    return ShardShelf(shelf, most=section.buffer_size, count=section.buffer_count, keep=section.max_in_cpu)
+
+
+def _elements(params: Sequence[torch.Tensor], mesh: Mesh) -> int:
+    """What the shards of ``params`` have together at most, padding included."""
+    return sum(round_up(param.numel(), ALIGN) for param in params) // mesh.shard.size
 
 
 def _together(mesh: Mesh, act: Callable[[], T], label: str) -> T:

@@ -84,6 +84,7 @@ class PipelineEngine(Engine):
         schedule = self.schedule(meal.micro_batches)
         self._shards.start_step()
         self.sharded.wait()
+        self.sharded.expect_step()
         scale = self.verdict.scaler.scale * meal.lines
         batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
         outcome = self._perform(schedule, batch, Wishes(loss=self._loss))

@@ -40,12 +40,14 @@ def _with_state_at_hand(method: Callable[Concatenate[Saver, P], T]) -> Callable[
     @functools.wraps(method)
     def run(saver: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine = saver._engine
-        if engine.optimizer is None:
-            return method(saver, *args, **kwargs)
         with ExitStack() as stack:
-            lent = engine.optimizer.lent()
-            called = f"{method.__name__}_checkpoint called by every rank"
-            together(engine.mesh.world, lambda: stack.enter_context(lent), called)
+
+            def lend() -> None:
+                if engine.optimizer is not None:
+                    stack.enter_context(engine.optimizer.lent())
+                stack.enter_context(engine.sharded.lent())
+
+            together(engine.mesh.world, lend, f"{method.__name__}_checkpoint called by every rank")
             result = method(saver, *args, **kwargs)
             together(engine.mesh.world, stack.close, "state put away")
         return result

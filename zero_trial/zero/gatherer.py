@@ -104,6 +104,8 @@ class Gatherer:
         if record:
             self._order.visit(block)
         for unit in self._units.get(block, ()):
+            unit.expect()
+        for unit in self._units.get(block, ()):
             unit.start_gather()
         for unit in self._units.get(block, ()):
             unit.finish_gather()
@@ -161,11 +163,12 @@ class Gatherer:
     def _prefetch(self) -> None:
         if self._limits.prefetch <= 0:
             return
+        fits = True
         for block in self._order.upcoming(self._limits.prefetch):
-            if self._reshard is Reshard.WITHIN_LIMITS and not self._fits(self._sizes[block]):
-                break
+            fits = fits and (self._reshard is not Reshard.WITHIN_LIMITS or self._fits(self._sizes[block]))
             for unit in self._units[block]:
-                unit.start_gather()
+                if (fits or unit.away is not None) and unit.expect() and fits:
+                    unit.start_gather()
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside_root = self._inside_root or block == ROOT

@@ -84,10 +84,11 @@ class Init:
     ) -> None:
         if remote_device not in (None, "none", "cuda", "cpu"):
             raise ConfigError(
-                "parameter offload does not exist yet",
+                "shards are in memory until the engine is built",
                 where="zero.Init(remote_device)",
                 got=remote_device,
                 expected="None",
+                fix="Remove it; zero_optimization.offload_param takes them to NVMe, one unit after the other, when the engine is built.",
             )
         self._dtype = dtype
         self._mesh = mesh

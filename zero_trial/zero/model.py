@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from zero_trial.zero.plan import ReduceAt, ZeroPlan
 from zero_trial.zero.publication import Publication
 from zero_trial.zero.reducer import Reducer
 from zero_trial.zero.settings import ShardingSettings
-from zero_trial.zero.unit import Unit
+from zero_trial.zero.unit import Unit, bytes_on_the_way
 from zero_trial.zero.units import make_units
 from zero_trial.zero.visits import Visits
 from zero_trial.zero.whole_state import WholeState
@@ -36,8 +36,8 @@ from zero_trial.zero.whole_state import WholeState
 class ShardedModel:
     """``module`` with its trainable parameters in units. ``groups``: for each optimizer group, its parameters.
 
-    Construction makes all ranks start from rank 0's values. Collective over data. ``house(unit)`` hears of each trainable unit as soon as it
-    is built, before the next one is: it may take the master elsewhere.
+    Construction makes all ranks start from rank 0's values. Collective over data. ``house(unit)`` hears of each unit as soon as it is built,
+    before the next one is: it may take master and shard elsewhere.
     """
 
     def __init__(
@@ -115,9 +115,16 @@ class ShardedModel:
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
         """A backward pass of this model's own loss starts; ``reduce``: its gradients cross the wire; ``last``: the step follows."""
         self.gatherer.last_micro_batch = last
+        if last:
+            self.expect_step()
         for landing in self.landings:
             landing.begin_pass()
         self.reducer.begin(reduce=reduce)
+
+    def expect_step(self) -> None:
+        """The step follows, unless it is skipped: optimizer state that lives elsewhere begins to come."""
+        if self.optimizer is not None:
+            self.optimizer.expect()
 
     def end_backward(self) -> None:
         """The backward pass has returned; afterwards the gradients that were to be reduced are. Collective over shard and replica if so."""
@@ -221,6 +228,14 @@ class ShardedModel:
         self._visits.close(params, source)
 
     @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, masters and shards can be read and written wherever they live; only between steps. May be nested. Local."""
+        with ExitStack() as stack:
+            for unit in self.units:
+                stack.enter_context(unit.lend())
+            yield
+
+    @contextmanager
     def opened(self) -> Iterator[None]:
         """All parameters whole inside the block. Collective over shard."""
         self._open_all()
@@ -243,7 +258,7 @@ class ShardedModel:
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes that outlive a step on this rank: parameters with masters, and gradients."""
         return {
-            "parameters": sum(unit.persistent_bytes() for unit in self.units),
+            "parameters": sum(unit.persistent_bytes() for unit in self.units) + bytes_on_the_way(self.units),
             "gradients": sum(landing.persistent_bytes() for landing in self.landings),
         }
 
@@ -260,6 +275,9 @@ class ShardedModel:
             landing.remove_hooks()
         self.gatherer.remove_hooks()
         self._whole_state.remove_hooks()
+        for unit in self.units:
+            if unit.away is not None:
+                unit.away.close()
         directory.forget(self._params())
 
     def _open_all(self) -> None:

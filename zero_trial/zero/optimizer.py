@@ -96,6 +96,10 @@ class ShardedOptimizer:
         """Whether a gate must hold what gradients are divided by: torch's own fused optimizers multiply by nothing."""
         return not isinstance(self.base, PieceOptimizer)
 
+    def expect(self) -> None:
+        """A step is coming, unless it is skipped: state that lives elsewhere begins to come."""
+        self._store.expect()
+
     def step(
         self,
         multiplier: float | None = None,

@@ -1,13 +1,15 @@
 """Masters and moments in a file between updates: pieces go through a ring of buffers, read ahead of the update and written behind it.
 
-    buffer 0   read piece 0 | update 0 | write 0        | read piece 3 ...
-    buffer 1        read piece 1       | update 1 | write 1
-    buffer 2             read piece 2             | update 2 | write 2
+    backward   read piece 0, 1, 2
+    buffer 0   update 0 | write 0        | read piece 3 ...
+    buffer 1             update 1 | write 1
+    buffer 2                       update 2 | write 2
                                           time -->
 
 Traffic per step of a rank with n elements: what is spilled, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters (master and two
 moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step reads masters only: there are no moments yet.
-Memory: the ring, which is at most a quarter of what is spilled (:func:`slot_elements`).
+Where parameters are in a file, too (:mod:`zero_trial.zero.spill_shards`), an update writes 2 n more bytes of 16-bit ones, or reads and writes 4 n
+of fp32 ones. Memory: the ring, which is at most a quarter of what is spilled (:func:`zero_trial.zero.spill_cut.slot_elements`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,53 +26,15 @@ import torch
 from zero_trial.errors import StorageError
 from zero_trial.zero.absent import absent, is_absent
 from zero_trial.zero.heap import give_freed_memory_back
-from zero_trial.zero.layout import round_up
-from zero_trial.zero.spill_file import BLOCK, Shelf, Ticket
+from zero_trial.zero.spill_file import Shelf, Ticket
+from zero_trial.zero.spill_masters import MasterShelf
+from zero_trial.zero.spill_opening import Opening
+from zero_trial.zero.spill_outbox import Outbox
+from zero_trial.zero.spill_places import MASTER, ROUNDED, Place, places_of, regions_of
+from zero_trial.zero.spill_shards import ShardShelf
+from zero_trial.zero.spill_trouble import Trouble
 from zero_trial.zero.state_columns import Column
 from zero_trial.zero.store import ShardPiece
-from zero_trial.zero.unit import Unit
-
-MASTER = "master"
-CUT = BLOCK  # elements: pieces are cut at multiples of it, so that for every dtype cuts lie between blocks of the disk
-MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32, where disks have long reached their best
-
-
-def slot_elements(total: int, sub_group: int, count: int) -> int:
-    """Elements per buffer: at most ``sub_group``, and so few that ``count`` buffers hold no more than a quarter of ``total``; CUT at least."""
-    wanted = min(sub_group, MOST, total // (4 * count))
-    return max(wanted // CUT, 1) * CUT
-
-
-class MasterShelf:
-    """Takes each unit's master away as soon as the unit is built, so that the masters of a model are never in memory together."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
-        self.offsets: dict[int, int] = {}  # by id of the unit
-
-    def take(self, unit: Unit) -> None:
-        """The unit's master goes to the file, and reads as NaN. Units without one of their own (fp32, frozen) stay as they are."""
-        master = unit.master
-        if master is unit.shard:
-            return
-        offset = self.offsets[id(unit)] = self.shelf.reserve(master.numel() * master.element_size())
-        self.shelf.write(offset, master).wait()
-        unit.master = absent(master.shape, master.dtype, master.device)
-        del master
-        give_freed_memory_back()
-
-
-@dataclass
-class _Place:
-    """Where a piece's part of one column is: in the file, and in whichever buffer the piece is in."""
-
-    offset: int  # bytes, in the file
-    start: int  # bytes, in the buffer; the same remainder by BLOCK as in the file
-    dtype: torch.dtype
-    numel: int
-
-    def of(self, area: torch.Tensor, start: int) -> torch.Tensor:
-        return area[start : start + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
 @dataclass
@@ -83,77 +47,117 @@ class _Loaded:
 
 
 class SpillStore:
-    """The :class:`StateStore` of pieces whose masters (those on ``masters``) and state ``columns`` (by the weight's dtype) live on its shelf.
+    """The :class:`StateStore` of pieces whose masters (those on ``masters``) and state ``columns`` (by the weight's dtype) live on its shelf,
+    and whose parameters, where they are on ``shards``, live on theirs; new 16-bit values leave through ``outbox``.
 
     Pieces go one by one, in their order, in every step. Between steps their tensors keep shape and dtype and read as NaN; inside
-    :meth:`lent` they are whole. State that is in no column stays in memory.
+    :meth:`lent` they are whole. State that is in no column stays in memory. One of ``masters`` and ``shards`` must be there.
     """
 
     def __init__(
         self,
-        masters: MasterShelf,
+        masters: MasterShelf | None,
         pieces: Sequence[ShardPiece],
         state: Mapping[torch.Tensor, dict[str, Any]],
         columns: Mapping[torch.dtype, Sequence[Column]],
         *,
         slot_numel: int,
         slots: int,
+        shards: ShardShelf | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
-        self._shelf = masters.shelf
+        self._masters = masters
+        self._shards = shards
+        self._outbox = outbox if outbox is not None else Outbox()
+        self._trouble = shards.trouble if shards is not None else Trouble()
         self._pieces = list(pieces)
         self._state = state
-        self._columns = {dtype: {column.kind: column.dtype for column in those} for dtype, those in columns.items()}
         self._units = list({id(piece.unit): piece.unit for piece in pieces}.values())
-        self._regions: dict[tuple[int, str], int] = {}
-        for unit in self._units:
-            if id(unit) in masters.offsets:
-                self._regions[id(unit), MASTER] = masters.offsets[id(unit)]
-                unit.lend = self.lent
-            for kind, dtype in self._columns[unit.master.dtype].items():
-                self._regions[id(unit), kind] = self._shelf.reserve(unit.layout.shard_numel * dtype.itemsize)
-        self._places = {id(piece): self._places_of(piece, slot_numel) for piece in self._pieces}
+        regions = {id(unit): regions_of(unit, columns, masters, shards) for unit in self._units}
+        found = {id(piece): places_of(piece, regions[id(piece.unit)], slot_numel) for piece in self._pieces}
+        self._outs = {key: out for key, (places, _) in found.items() if (out := places.pop(ROUNDED, None)) is not None}
+        self._places = {key: places for key, (places, _) in found.items()}
         self._written: dict[int, list[Ticket]] = {}  # by id of the piece: its writes that may be under way
-        self._stored: set[tuple[int, str]] = set()  # (id of the piece, kind) that the file holds
-        self._free = deque(self._shelf.buffer(self._slot_bytes(slot_numel)) for _ in range(slots))
+        # (id of the piece, kind) that the file holds
+        self._stored = {(key, MASTER) for key, places in self._places.items() if MASTER in places}
+        size = max((size for _, size in found.values()), default=0)
+        self._free = deque(self._some_shelf.buffer(size) for _ in range(slots))
         self._loaded: deque[_Loaded] = deque()
         self._writing: deque[tuple[torch.Tensor, list[Ticket]]] = deque()
         self._coming: deque[ShardPiece] = deque()
-        self._depth = 0
-        self._lost: StorageError | None = None
+        self._expected = False  # what is loaded is for the step that comes
+        self._under_way = False  # a step has begun, and has not ended
+        self._area: torch.Tensor | None = None
+        self._opening = Opening(
+            masters.shelf.mapped if masters is not None else nullcontext,
+            self._trouble,
+            self._drain,
+            self._lay_open,
+            self._put_away,
+        )
         self.buffer_bytes = sum(slot.numel() for slot in self._free)
-        for piece in self._pieces:
-            if id(piece.unit) in masters.offsets:
-                self._stored.add((id(piece), MASTER))
+        for unit in self._units:
+            if MASTER in regions[id(unit)] or ROUNDED in regions[id(unit)]:
+                unit.lend = self.lent
         with self.lent():  # an optimizer that makes its state when it is built
             pass
 
     @property
-    def shelf(self) -> Shelf:
-        return self._shelf
+    def shelf(self) -> Shelf | None:
+        """That of masters and state; None where only parameters are in a file."""
+        return self._masters.shelf if self._masters is not None else None
+
+    @property
+    def staying(self) -> int:
+        """Elements whose optimizer state is in memory."""
+        masters = self._masters
+        return sum(piece.numel for piece in self._pieces if masters is None or not masters.keeps_state_of(piece.unit))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The ring, between steps."""
-        return [*self._free, *(slot for slot, _ in self._writing)]
+        return [*self._free, *(left.slot for left in self._loaded), *(slot for slot, _ in self._writing)]
+
+    @property
+    def _some_shelf(self) -> Shelf:
+        if self._masters is not None:
+            return self._masters.shelf
+        if self._shards is not None:
+            return self._shards.shelf
+        raise StorageError("there is no file for offloaded state", where="SpillStore")
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[Sequence[ShardPiece]]:
-        self._require_whole()
-        if self._loaded:  # the step before was broken off
+    def expect(self) -> None:
+        """A step is coming: reads what it needs first, into the buffers that there are. A step that is skipped leaves that to the next one."""
+        if self._under_way:  # it was broken off
             self._drain()
-        self._coming = deque(self._pieces)
+        if not self._expected and self._trouble.first is None:
+            self._expected = True
+            self._coming = deque(self._pieces)
+            self._read_ahead()
+
+    def batches(self) -> Iterator[Sequence[ShardPiece]]:
+        self._trouble.require_none()
+        if self._under_way:
+            self._drain()
+        if not self._expected:
+            self._coming = deque(self._pieces)
+        self._expected, self._under_way = False, True
         for piece in self._pieces:
             yield [piece]
+        self._under_way = False
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
         """The batch's tensors are in a buffer when this returns; the next ones are on their way. Raises StorageError."""
         self._read_ahead()
         now = self._loaded[0]
-        self._wait(now.tickets)
+        self._trouble.wait(now.tickets)
         for kind, place in self._places[id(now.piece)].items():
             if self._keeps(now.piece, kind):
-                self._tensor(now.piece, kind).data = place.of(now.slot, place.start)
+                self._tensor(now.piece, kind).data = place.of_buffer(now.slot)
+        if (out := self._outs.get(id(now.piece))) is not None:
+            self._outbox.open(now.piece, out.of_buffer(now.slot))
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
         """Starts to write what the update changed; whether the 16-bit copies are up to date now."""
@@ -164,10 +168,17 @@ class SpillStore:
             rounded = True
         kinds = [kind for kind in self._places[id(piece)] if self._has(piece, kind)]
         is_new = any((id(piece), kind) not in self._stored for kind in kinds)
-        tickets = []
+        tickets, of_shard = [], []
         for kind in kinds:
             place = self._places[id(piece)][kind]
-            tickets.append(self._shelf.write(place.offset, self._put(piece, kind, place.of(now.slot, place.start))))
+            tickets.append(place.shelf.write(place.offset, self._put(piece, kind, place.of_buffer(now.slot))))
+            if kind == MASTER and piece.unit.master is piece.unit.shard:
+                of_shard.append(tickets[-1])
+        if (out := self._outs.get(id(piece))) is not None:
+            tickets.append(out.shelf.write(out.offset, self._outbox.take(piece)))
+            of_shard.append(tickets[-1])
+        if self._shards is not None and of_shard:
+            self._shards.wrote(piece.unit, of_shard)
         if is_new:  # the optimizer made its state outside of the buffer, in memory that has just been freed
             give_freed_memory_back()
         self._written[id(piece)] = tickets
@@ -178,12 +189,12 @@ class SpillStore:
         """Reads as many pieces as there are free buffers; waits for a buffer that is being written only if nothing else is left."""
         while self._coming:
             if not self._free and self._writing and (not self._loaded or _done(self._writing[0][1])):
-                self._wait(self._writing[0][1])  # which may be interrupted
+                self._trouble.wait(self._writing[0][1])  # which may be interrupted
                 self._free.append(self._writing.popleft()[0])
             if not self._free:
                 return
             # What the step before wrote must be there before it is read.
-            self._wait(self._written.get(id(self._coming[0]), []))
+            self._trouble.wait(self._written.get(id(self._coming[0]), []))
             self._read(self._coming.popleft(), self._free.popleft())
 
     def _read(self, piece: ShardPiece, slot: torch.Tensor) -> None:
@@ -191,75 +202,30 @@ class SpillStore:
         loaded = _Loaded(piece, slot)
         for kind, place in self._places[id(piece)].items():
             if self._keeps(piece, kind):
-                loaded.tickets.append(self._shelf.read(place.offset, place.of(slot, place.start)))
+                loaded.tickets.append(place.shelf.read(place.offset, place.of_buffer(slot)))
         self._loaded.append(loaded)
 
     def wait(self) -> None:
         """Returns when all that was given back is on the disk; nothing needs that but a clock."""
         for _, tickets in self._writing:
-            self._wait(tickets)
-
-    def _wait(self, tickets: Sequence[Ticket]) -> None:
-        """For all of them. Raises StorageError, and remembers it: what did not reach the disk, or a step that ended there, is not to be mended."""
-        fault: StorageError | None = None
-        for ticket in tickets:
-            try:
-                ticket.wait()
-            except StorageError as found:
-                fault = fault or found
-        if fault is not None:
-            self._lost = self._lost or fault
-            raise fault
-
-    def _require_whole(self) -> None:
-        """A checkpoint of half a step, or a step from it, would be wrong without a word."""
-        if self._lost is not None:
-            raise StorageError(
-                "the disk has failed, and offloaded state is lost",
-                where=self._lost.where,
-                got=self._lost.got,
-                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
-            ) from self._lost
+            self._trouble.wait(tickets)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, all masters and all state are whole, to read and to write, in pages that the kernel may drop. May be nested.
-
-        Raises StorageError, also if the disk has failed before.
-        """
-        self._depth += 1
-        if self._depth > 1:
-            try:
-                yield
-            finally:
-                self._depth -= 1
-            return
-        edited = False
-        try:
-            self._require_whole()
-            self._drain()
-            with self._shelf.mapped() as area:
-                self._lay_open(area)
-                try:
-                    yield
-                finally:
-                    self._put_away(area)
-                    edited = True
-        except StorageError as fault:
-            if edited:  # what was edited may not have reached the disk
-                self._lost = self._lost or fault
-            raise
-        finally:
-            self._depth -= 1
+        """Inside, all masters and all state are whole, and parameters that are in a file; to read and to write, in pages that the kernel may
+        drop. May be nested. Raises StorageError, also if the disk has failed before."""
+        if not self._opening.is_open:
+            self._trouble.require_none()
+            self._drain()  # before the shards open, which waits for their writes only
+        with self._shards.lent() if self._shards is not None else nullcontext(), self._opening():
+            yield
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
         """State of zeros for a piece, where it will be kept; None if there is no such column. Only inside :meth:`lent`."""
         place = self._places[id(piece)].get(kind)
-        if place is None:
-            return None
-        return place.of(self._area, place.offset).zero_()
+        return None if place is None else self._in_file(place).zero_()
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
         """Bytes of memory that a state tensor takes between steps."""
@@ -272,42 +238,52 @@ class SpillStore:
         except StorageError:
             pass  # nobody needs any more what did not get there
         finally:
-            self._shelf.close()
+            for keeper in (self._masters, self._shards):
+                if keeper is not None:
+                    keeper.shelf.close()
 
     def _drain(self) -> None:
         """Nothing is under way afterwards, and all buffers are free."""
         self._coming.clear()
-        under_way = [(left.slot, left.tickets) for left in self._loaded]  # only where a step was broken off
+        self._expected = self._under_way = False
+        under_way = [(left.slot, left.tickets) for left in self._loaded]  # read ahead, or of a step that was broken off
         under_way += self._writing
-        self._wait([ticket for _, tickets in under_way for ticket in tickets])
+        self._trouble.wait([ticket for _, tickets in under_way for ticket in tickets])
         self._free.extend(slot for slot, _ in under_way)
         self._loaded.clear()
         self._writing.clear()
         self._written.clear()
+        self._outbox.clear()
 
-    def _lay_open(self, area: torch.Tensor) -> None:
+    def _in_file(self, place: Place) -> torch.Tensor:
+        shards = self._shards
+        area = shards.area if shards is not None and place.shelf is shards.shelf else self._area
+        if area is None:
+            raise StorageError("offloaded state is not at hand", where="SpillStore", expected="inside lent()")
+        return place.of_file(area)
+
+    def _lay_open(self, area: torch.Tensor | None) -> None:
         self._area = area
         for unit in self._units:
-            if (id(unit), MASTER) in self._regions:
-                start = self._regions[id(unit), MASTER]
-                dtype = unit.master.dtype
+            if self._masters is not None and area is not None and id(unit) in self._masters.offsets:
+                start, dtype = self._masters.offsets[id(unit)], unit.master.dtype
                 unit.master = area[start : start + dtype.itemsize * unit.layout.shard_numel].view(dtype)
         for piece in self._pieces:
             for kind, place in self._places[id(piece)].items():
                 if self._keeps(piece, kind):
-                    self._tensor(piece, kind).data = place.of(area, place.offset)
+                    self._tensor(piece, kind).data = self._in_file(place)
 
-    def _put_away(self, area: torch.Tensor) -> None:
+    def _put_away(self, area: torch.Tensor | None) -> None:
         """State may have been made, replaced or forgotten since it was laid open."""
         self._stored.clear()
         for piece in self._pieces:
             for kind, place in self._places[id(piece)].items():
                 if self._has(piece, kind):
-                    self._put(piece, kind, place.of(area, place.offset))
+                    self._put(piece, kind, self._in_file(place))
         for unit in self._units:
-            if (id(unit), MASTER) in self._regions:
+            if self._masters is not None and id(unit) in self._masters.offsets:
                 unit.master = absent((unit.layout.shard_numel,), unit.master.dtype, unit.master.device)
-        del self._area
+        self._area = None
 
     # --- one tensor -----------------------------------------------------------------------------------------------
 
@@ -342,28 +318,6 @@ class SpillStore:
     @functools.cached_property
     def _nothing(self) -> Any:
         return functools.cache(absent)
-
-    def _places_of(self, piece: ShardPiece, slot_numel: int) -> dict[str, _Place]:
-        places, start = {}, 0
-        kinds = {MASTER: piece.weight.dtype} if (id(piece.unit), MASTER) in self._regions else {}
-        for kind, dtype in (kinds | self._columns[piece.weight.dtype]).items():
-            offset = self._regions[id(piece.unit), kind] + piece.low * dtype.itemsize
-            places[kind] = _Place(offset, start + offset % BLOCK, dtype, piece.numel)
-            start += _room(slot_numel, dtype)
-        return places
-
-    def _slot_bytes(self, slot_numel: int) -> int:
-        away = any(kind == MASTER for _, kind in self._regions)
-        widths = [
-            sum(_room(slot_numel, each) for each in [*([dtype] if away else []), *own.values()])
-            for dtype, own in self._columns.items()
-        ]
-        return max(widths, default=0)
-
-
-def _room(numel: int, dtype: torch.dtype) -> int:
-    """Bytes for that many elements, wherever in a block they begin."""
-    return round_up(numel * dtype.itemsize, BLOCK) + BLOCK
 
 
 def _done(tickets: Sequence[Ticket]) -> bool:

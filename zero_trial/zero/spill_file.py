@@ -82,14 +82,21 @@ class SpillFile:
     """
 
     def __init__(
-        self, folder: Path, nbytes: int = 0, *, block_size: int = 1 << 20, depth: int = 8, direct: bool = True
+        self,
+        folder: Path,
+        nbytes: int = 0,
+        *,
+        block_size: int = 1 << 20,
+        depth: int = 8,
+        direct: bool = True,
+        where: str = "zero_optimization.offload_optimizer.nvme_path",
     ) -> None:
         self.folder = folder
         self.bytes_read = 0
         self.bytes_written = 0
         self._block = max(round_up(block_size, BLOCK), BLOCK)
         self._end = self._size = 0
-        self._cached, self._direct = _open(folder, direct)
+        self._cached, self._direct = _open(folder, direct, where)
         self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zero_trial-disk")
         self._finalizer = weakref.finalize(self, _close, self._pool, [self._cached, self._direct])
         self._allocate(nbytes)
@@ -229,10 +236,9 @@ def free_bytes(folder: Path) -> int:
     return _free(folder)
 
 
-def _open(folder: Path, direct: bool) -> tuple[int, int | None]:
+def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
     """Two descriptors of one unnamed file: through the page cache, and past it (None where that is not possible)."""
     path = folder / f"zero_trial-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    where = "zero_optimization.offload_optimizer.nvme_path"
     if not folder.is_dir():
         fix = "Make it, or name another one."
         raise ConfigError("there is no such folder", where=where, got=str(folder), expected="a folder", fix=fix)

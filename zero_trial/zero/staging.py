@@ -123,6 +123,9 @@ class StagedStore:
         self._coming: deque[StagedPiece] = deque()
         desk.furnish(self._pieces, buffers)
 
+    def expect(self) -> None:
+        self.behind.expect()
+
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
         self._desk.clear()
         self._desk.mover.begin()

@@ -48,6 +48,10 @@ class ShardPiece:
 class StateStore(Protocol):
     """Gives out the pieces of a step batch by batch. Between ``borrow`` and ``give_back`` their weights and moments are where the update runs."""
 
+    def expect(self) -> None:
+        """A step is coming, unless it is skipped: what it needs first may be brought nearer."""
+        ...
+
     def batches(self) -> Iterator[Sequence[ShardPiece]]: ...
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None: ...
@@ -101,6 +105,9 @@ class DeviceStore:
                 room = cast_numel
             self._batches[-1].append(piece)
             room -= needs
+
+    def expect(self) -> None:
+        return None
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
         return iter(self._batches)

@@ -5,12 +5,15 @@ Memory of one unit of n elements on N shards (p bytes per parameter element: 2 f
     full     n p        always, or while the unit computes
     shard    n/N p      part of full while full always lives
     master   4 n/N      fp32; the shard itself when parameters are fp32
+
+A shard, and a master, may live outside of memory: then they read as NaN but inside ``lend``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,6 +23,31 @@ from zero_trial.zero.absent import absent, is_absent
 from zero_trial.zero.dtypes import has_own_master
 from zero_trial.zero.layout import Layout
 from zero_trial.zero.plan import Lifetime, ZeroPlan
+
+
+class AwayShard(Protocol):
+    """A shard that lives outside of memory. Between two updates its values stay the same."""
+
+    def expect(self) -> bool:
+        """They are needed soon: begins to bring them, as far as there is room. Whether that was said before."""
+        ...
+
+    def fetch(self, into: torch.Tensor) -> None:
+        """They are in ``into`` (n/N,) when this returns."""
+        ...
+
+    def forget(self) -> None:
+        """They are about to change."""
+        ...
+
+    def close(self) -> None:
+        """They will not be needed any more."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Memory through which they come; it may be that of other shards, too."""
+        ...
 
 
 class Unit:
@@ -68,8 +96,9 @@ class Unit:
         )
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
-        # Inside, the master is there, wherever it lives.
+        # Inside, master and shard are there, wherever they live.
         self.lend: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.away: AwayShard | None = None
         self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
         self._gathering: Pending | None = None
         self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
@@ -113,7 +142,16 @@ class Unit:
             return
         storage = self.full.untyped_storage()
         storage.resize_(self.layout.numel * self.full.element_size())
-        self._gathering = self.comm.all_gather(self.full, self.shard, self.name)
+        if self.away is not None:
+            self.away.fetch(self.own)
+        self._gathering = self.comm.all_gather(self.full, self.shard if self.away is None else self.own, self.name)
+
+    def expect(self) -> bool:
+        """The unit is used soon. Whether it is time to :meth:`start_gather`; a shard that is away begins to come, and next time it is. The
+        answer depends on the order of calls alone, so that it is the same on all ranks of the axis."""
+        if self.live or self._gathering is not None:
+            return False
+        return self.away is None or self.away.expect()
 
     def finish_gather(self) -> None:
         """Waits until the full parameters are there and lets the modules see them."""
@@ -129,7 +167,10 @@ class Unit:
         Peers must come as far: all ranks call this at the same place between their collectives.
         """
         self.finish_gather()
-        self.comm.settle(self.shard)
+        if self.away is not None:
+            self.away.forget()
+        else:
+            self.comm.settle(self.shard)
 
     @property
     def gathering(self) -> bool:
@@ -185,13 +226,13 @@ class Unit:
     def take_edits(self) -> None:
         """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
         self.settle()
-        if self.master is not self.shard:
-            with self.lend():
+        with self.lend():
+            if self.master is not self.shard:
                 master = self.master.to(self.own.device)
                 edited = self.own != master.to(self.dtype)
                 self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
-        if self.plan.params is not Lifetime.ALWAYS:
-            self.shard.copy_(self.own)
+            if self.plan.params is not Lifetime.ALWAYS:
+                self.shard.copy_(self.own)
 
     def _attach(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
@@ -203,4 +244,11 @@ class Unit:
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
+        low = low if self.away is None else 0  # what passes through buffers is counted once, by bytes_on_the_way
         return low + (0 if elsewhere else self.master.numel() * 4)
+
+
+def bytes_on_the_way(units: Sequence[Unit]) -> int:
+    """Bytes of the buffers through which shards come that live elsewhere."""
+    found = {id(one): one for unit in units if unit.away is not None for one in unit.away.buffers}
+    return sum(one.numel() * one.element_size() for one in found.values())

@@ -50,7 +50,7 @@ def make_units(
 ) -> Units:
     """All units of ``module``, with rank 0's values. ``groups``: for each optimizer group, its parameters.
 
-    ``house(unit)`` hears of each trainable unit as soon as it is built, before the next one is. Collective over data.
+    ``house(unit)`` hears of each unit as soon as it is built, before the next one is. Collective over data.
     """
     number = {id(param): index for index, group in enumerate(groups) for param in group}
     members, params, blocks = members_of(
@@ -69,8 +69,7 @@ def make_units(
     units = []
     for grouping in divide(members, settings.limits):
         units.append(_build(grouping, params, plan, mesh, domains))
-        if units[-1].trainable:
-            house(units[-1])
+        house(units[-1])
     freed: dict[str, list[Unit]] = {}
     for unit in units:
         if unit.plan.params is not Lifetime.ALWAYS:

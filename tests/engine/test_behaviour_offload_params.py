@@ -1,0 +1,343 @@
+"""Tests for parameters on NVMe (zero_trial/engine/offload.py, zero_trial/zero/spill_shards.py): bits, traffic, memory, refusals."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.offloaded import PLAIN, PRECISIONS, Net, differing, loss, train, two_groups, values_of
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.pipelines import batches, layers, make_engine
+from tests.support.pool import Pools
+from zero_trial import zero
+from zero_trial.engine.offload_line import offload_line
+from zero_trial.errors import CheckpointError, ConfigError, StorageError
+from zero_trial.zero.layout import round_up
+from zero_trial.zero.spill_file import BLOCK
+from zero_trial.zero.spill_shards import ShardShelf, SpilledShard
+
+PLACES = ("none", "nvme")
+
+
+def engine_of(stage: str, config: dict[str, Any], folder: str | None, state: str = "none", **params: Any) -> Any:
+    zero_config = dict(STAGES[stage]) | {"sub_group_size": 4096}
+    if folder is not None:
+        zero_config["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0} | params
+        zero_config["offload_optimizer"] = {"device": state, "nvme_path": folder, "buffer_count": 2}
+    return build_engine(Case(Net, loss, groups=two_groups, config=PLAIN | config), zero_config)
+
+
+def shelf_of(engine: Any) -> ShardShelf:
+    found = next(unit.away for unit in engine.sharded.units if unit.away is not None)
+    assert isinstance(found, SpilledShard)
+    return found.shelf
+
+
+def away(engine: Any) -> list[Any]:
+    return [unit for unit in engine.sharded.units if unit.away is not None]
+
+
+def edit(engine: Any) -> None:
+    """Every way to write a value between steps."""
+    model = engine.module
+    with zero.GatheredParameters([model.first.bias, model.frozen.weight], modifier_rank=0), torch.no_grad():
+        model.first.bias[:7] = 0.25
+        model.frozen.weight[3] = -0.5
+    zero.safe_set_full_fp32_param(model.first.weight, torch.full((91, 6), 0.123456))
+    state = engine.module_state_dict()
+    state["blocks.1.weight"] = state["blocks.1.weight"] * 1.5
+    engine.load_module_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        engine.seen = engine(Turn(3, 3, 3).normal(4, 6)).float().sum().item()
+    model.train()
+
+
+def run_both(stage: str, precision: str, state: str, folder: str) -> tuple[int, int]:
+    """Bits of three steps, of edits, of the checkpoints, and of runs that go on from each other's checkpoint."""
+    logging.getLogger("zero_trial").setLevel(logging.ERROR)
+    config = PRECISIONS[precision]
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    here, there = engine_of(stage, config, None), engine_of(stage, config, folder, state, buffer_count=2)
+    for engine, place in ((here, "here"), (there, "away")):
+        torch.manual_seed(70 + rank)
+        engine.trace = train(engine, range(3))
+        edit(engine)
+        engine.save_checkpoint(f"{folder}/save", tag=place)
+        engine.trace += train(engine, range(3, 5))
+    assert here.trace == there.trace and here.seen == there.seen
+    known = values_of(here)
+    assert len([name for name in known if name.startswith("exp_avg ")]) >= 7
+    assert differing(known, values_of(there)) == []
+    for place, target in (("here", folder), ("away", None)):
+        again = engine_of(stage, config, target, state, buffer_count=1)
+        again.load_checkpoint(f"{folder}/save", tag=place)
+        assert train(again, range(3, 5)) == here.trace[3:]
+        assert differing(known, values_of(again)) == []
+        again.destroy()
+    assert there.skipped_steps == (precision == "fp16")
+    kinds = {unit.trainable for unit in away(there)}
+    there.destroy()
+    assert differing(dict(here.module_state_dict()), dict(there.module.state_dict())) == [], "whole again"
+    here.destroy()
+    return len(kinds), len(there.optimizer.pieces)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "state"),
+    [
+        ("zero3-free", "fp32", "none"),
+        ("zero3-free", "fp32", "nvme"),
+        ("zero3-free", "bf16", "nvme"),
+        ("zero3-free", "fp16", "none"),
+        ("zero3", "fp16", "nvme"),
+        ("zero3", "bf16", "none"),
+    ],
+)
+def test_two_ranks_train_the_same_bits(ranks: Pools, tmp_path: Path, stage: str, precision: str, state: str) -> None:
+    (tmp_path / "save").mkdir()
+    for kinds, pieces in ranks(2).run(run_both, stage, precision, state, str(tmp_path)):
+        assert kinds == 2, "trained and frozen ones"
+        assert pieces > 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["save"], "no file has a name"
+
+
+@pytest.mark.parametrize("state", PLACES)
+def test_one_rank_trains_the_same_bits(tmp_path: Path, state: str) -> None:
+    assert run_both("zero3-free", "bf16", state, str(tmp_path))[0] == 2
+
+
+def blocks(units: list[Any]) -> int:
+    """Bytes that a read of each of these shards takes: the file has whole blocks."""
+    return sum(round_up(unit.layout.shard_numel * unit.shard.element_size(), BLOCK) for unit in units)
+
+
+@pytest.mark.parametrize(("precision", "reads", "writes"), [("bf16", 0, 2), ("fp32", 4, 4)])
+def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, reads: int, writes: int) -> None:
+    """Freed after each use, every unit is read for a forward, and every block again for its backward, in whole blocks of the disk; an update
+    writes 2 bytes of a 16-bit parameter, and reads and writes 4 of an fp32 one, which is its own master."""
+    engine = engine_of("zero3-free", PRECISIONS[precision], str(tmp_path))
+    units, shelf = away(engine), shelf_of(engine)
+    trained = sum(unit.layout.shard_numel for unit in units if unit.trainable)
+    train(engine, range(2))
+    before = shelf.shelf.bytes_read, shelf.shelf.bytes_written
+    train(engine, range(2, 4))
+    moved = shelf.shelf.bytes_read - before[0], shelf.shelf.bytes_written - before[1]
+    again = [unit for unit in units if unit.block]
+    assert (len(units), len(again)) == (5, 3)
+    micro_batches = 2 * engine.gradient_accumulation_steps()
+    assert moved == (micro_batches * read_bytes([*units, *again]) + 2 * reads * trained, 2 * writes * trained)
+    kept = engine.persistent_bytes()
+    masters = 4 * trained if precision == "bf16" else 0
+    assert kept["parameters"] == masters + ring(engine)
+    assert all(unit.shard.isnan().all() and unit.shard.untyped_storage().nbytes() <= 4 for unit in units)
+    assert not any(unit.live for unit in units)
+
+
+def read_bytes(units: list[Any]) -> int:
+    """The file has whole blocks."""
+    return sum(round_up(unit.layout.shard_numel * unit.shard.element_size(), BLOCK) for unit in units)
+
+
+def ring(engine: Any) -> int:
+    return sum(buffer.numel() for buffer in shelf_of(engine).buffers)
+
+
+def test_what_the_section_says(tmp_path: Path) -> None:
+    """nvme_path says where, buffer_count and buffer_size how much memory, max_in_cpu what stays."""
+    sections = ({"buffer_size": 4096}, {"buffer_count": 1, "buffer_size": 9000}, {"buffer_count": 2})
+    found = []
+    for section in sections:
+        engine = engine_of("zero3-free", {}, str(tmp_path), **section)
+        engine(Turn(0, 0, 0).normal(4, 6))
+        shelf = shelf_of(engine)
+        found.append((shelf._most, len(shelf.buffers), shelf.buffers[0].numel()))
+        assert shelf.shelf.folder == tmp_path  # type: ignore[attr-defined]
+    assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
+        "a quarter of 27,000 elements"
+    )
+
+
+@pytest.mark.parametrize(("most", "stay"), [(8 * 91 * 91, True), (2 * (8384 + 96) + 10, False), (0, False)])
+def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) -> None:
+    engine = engine_of("zero3-free", {}, str(tmp_path), max_in_cpu=most)
+    here = [unit for unit in engine.sharded.units if unit.away is None]
+    kept = sum(unit.layout.shard_numel for unit in here)
+    assert kept <= most and (len(here) == len(engine.sharded.units)) == stay
+    line = offload_line(engine)
+    assert line is not None and line.endswith(f"{kept:,} elements of this rank's shards stay in memory")
+    assert ("all parameters stay in memory" in line) == stay
+    assert stay or kept == (0, 2 * (8384 + 96))[most > 0]
+    traces = []
+    for each in (engine, engine_of("zero3-free", {}, None)):
+        torch.manual_seed(1)
+        traces.append(train(each, range(2)))
+    assert traces[0] == traces[1]
+
+
+def test_small_parameters_stay(tmp_path: Path) -> None:
+    """Below stage3_param_persistence_threshold they always live, and there is nothing to read."""
+    engine = engine_of("zero3", {"bf16": {"enabled": True}}, str(tmp_path))
+    here = [unit for unit in engine.sharded.units if unit.away is None]
+    assert len(here) == 1 and all(slot.numel < 20 for slot in here[0].layout.slots)
+    assert len(away(engine)) > 3
+
+
+def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on all are, but for what a step begins with."""
+    engine = engine_of("zero3-free", {}, str(tmp_path), buffer_count=40)
+    ahead: list[tuple[str, bool]] = []
+    once = SpilledShard.fetch
+
+    def fetch(shard: SpilledShard, into: torch.Tensor) -> None:
+        parts = shard.parts
+        ahead.append((shard.unit.block, bool(parts) and parts[0].low == 0 and parts[-1].high == shard.numel))
+        once(shard, into)
+
+    monkeypatch.setattr(SpilledShard, "fetch", fetch)
+    train(engine, range(1))
+    seen = len(ahead)
+    assert seen == 2 * (5 + 3)
+    monkeypatch.setattr(
+        SpilledShard, "expect", lambda shard, once=SpilledShard.expect: shard.unit.block and once(shard)
+    )
+    train(engine, range(1, 2))
+    assert [block for block, _ in ahead[seen : seen + 2]] == ["", ""], "the root, trained and frozen, was not announced"
+    assert all(found for block, found in ahead[seen:] if block)
+
+
+def test_two_engines_in_one_folder(tmp_path: Path) -> None:
+    first, second = (engine_of("zero3-free", {}, str(tmp_path), "nvme") for _ in range(2))
+    alone = engine_of("zero3-free", {}, None)
+    traces = []
+    for engine in (alone, first):
+        torch.manual_seed(1)
+        traces.append(train(engine, range(2)))
+        train(second, range(2))
+    assert traces[0] == traces[1]
+    assert differing(values_of(alone), values_of(first)) == []
+
+
+def test_a_model_that_is_not_trained(tmp_path: Path) -> None:
+    """Inference with the weights on a disk; an engine without optimizer has no store, and saves all the same."""
+    case = Case(Net, loss)
+    section = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
+    answers = []
+    for given in ({}, section):
+        engine = build_engine(replace(case, config={"optimizer": None}), STAGES["zero3-free"] | given)
+        assert engine.optimizer is None
+        engine.module.eval()
+        with torch.no_grad():
+            answers.append([engine(Turn(step, 0, 0).normal(4, 6)).sum().item() for step in range(2)])
+        assert engine.save_checkpoint(str(tmp_path / "save"), tag=f"with{len(given)}")
+        engine.load_checkpoint(str(tmp_path / "save"), tag="with0")
+        engine.destroy()
+    assert answers[0] == answers[1]
+
+
+def test_a_step_that_fails_between_is_followed_by_a_whole_one(tmp_path: Path) -> None:
+    """What was read ahead when a forward raised is not taken for what comes later."""
+    results = []
+    for folder in (None, str(tmp_path)):
+        engine = engine_of("zero3-free", {}, folder, "nvme")
+        torch.manual_seed(2)
+        train(engine, range(2))
+        with pytest.raises(RuntimeError):
+            engine(torch.ones(4, 7))
+        zero.safe_set_full_fp32_param(engine.module.first.weight, torch.full((91, 6), 0.1))
+        torch.manual_seed(3)
+        results.append((train(engine, range(2, 4)), values_of(engine)))
+    assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
+
+
+@pytest.mark.parametrize("state", PLACES)
+def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """A write of new parameters fails behind the step's back: neither a forward, nor a checkpoint, nor a step goes on from half of them."""
+    engine = engine_of("zero3-free", {"bf16": {"enabled": True}}, str(tmp_path), state)
+    train(engine, range(1))
+
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", broken)
+        with pytest.raises(StorageError, match="could not be read or written"):
+            train(engine, range(1, 3))
+    for use in (lambda: engine(Turn(0, 0, 0).normal(4, 6)), lambda: engine.save_checkpoint(str(tmp_path / "save"))):
+        with pytest.raises((StorageError, CheckpointError), match="the disk has failed, and offloaded state is lost"):
+            use()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^zero_optimization.offload_param.nvme_path: there is no such folder"):
+        engine_of("zero3", {}, str(tmp_path / "none"))
+
+
+def test_optimizers_that_need_whole_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_of("zero3-free", {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}, str(tmp_path))
+    assert str(error.value).startswith(
+        "zero_optimization.offload_param.device: this optimizer needs whole tensors or their norms, and offloaded "
+        'state comes in pieces: got "nvme" with '
+    )
+
+
+def run_built_in_shards(folder: str) -> None:
+    """A model that no rank ever held: its shards come from zero.Init, and go to the file."""
+
+    def built() -> Net:
+        with zero.Init():
+            return Net()
+
+    found = []
+    for build in (Net, built):
+        section = {"offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}}
+        engine = build_engine(Case(build, loss, config=PRECISIONS["bf16"]), STAGES["zero3-free"] | section)
+        torch.manual_seed(5 + engine.global_rank)
+        found.append((train(engine, range(2)), values_of(engine)))
+        assert len(away(engine)) == 5
+        engine.destroy()
+    assert found[0][0] == found[1][0] and differing(found[0][1], found[1][1]) == []
+
+
+def test_a_model_built_in_shards(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(run_built_in_shards, str(tmp_path))
+
+
+def run_pipelines(folder: str) -> int:
+    """Two pipeline stages with a tied weight; the parameters of each stage's own layers in a file of its rank."""
+    traces = []
+    for section in (None, {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}):
+        zero_config = {"stage": 3, "param_persistence_threshold": 0} | ({"offload_param": section} if section else {})
+        engine = make_engine(layers(blocks=3), 2, zero_config, 2, bf16={"enabled": True})
+        losses = [engine.train_batch(batches(0, 2, 1, start=step)).item() for step in range(3)]
+        found = len(away(engine))
+        traces.append((losses, {name: value.clone() for name, value in engine.module_state_dict().items()}))
+        engine.destroy()
+    assert traces[0][0] == traces[1][0] and differing(traces[0][1], traces[1][1]) == []
+    return found
+
+
+def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path) -> None:
+    assert all(count > 0 for count in ranks(2).run(run_pipelines, str(tmp_path)))
+
+
+def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:
+    engine = engine_of("zero3-free", {}, str(tmp_path), "nvme")
+    train(engine, range(1))
+    descriptor = shelf_of(engine).shelf._cached  # type: ignore[attr-defined]
+    assert os.fstat(descriptor).st_size > 0
+    watch = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert watch() is None
+    with pytest.raises(OSError):
+        os.fstat(descriptor)

@@ -1,0 +1,57 @@
+"""A disk that is as late as it may be: what is used before it was waited for is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class LateTicket:
+    """Done when it is waited for, and not before."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act: Callable[[], object] | None = act
+
+    def done(self) -> bool:
+        return self._act is None
+
+    def wait(self) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+
+
+class LateShelf:
+    """Reads see the file as it was when they began and arrive when they are waited for; writes take what is there when they are waited for."""
+
+    def __init__(self) -> None:
+        self.bytes_read = self.bytes_written = 0
+        self._area = torch.zeros(1 << 21, dtype=torch.uint8)
+        self._end = 0
+
+    def reserve(self, nbytes: int) -> int:
+        offset, self._end = self._end, self._end + -(-nbytes // 4096) * 4096
+        return offset
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)
+
+    def read(self, offset: int, into: torch.Tensor) -> Any:
+        bits = into.view(torch.uint8)
+        seen = self._area[offset : offset + bits.numel()].clone()
+        bits.fill_(255)
+        return LateTicket(lambda: bits.copy_(seen))
+
+    def write(self, offset: int, source: torch.Tensor) -> Any:
+        bits = source.view(torch.uint8)
+        return LateTicket(lambda: self._area[offset : offset + bits.numel()].copy_(bits))
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        yield self._area
+
+    def close(self) -> None:
+        pass

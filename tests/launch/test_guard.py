@@ -92,3 +92,12 @@ def test_an_error_that_the_trial_has_left_stays(tmp_path: Path):
     )
     assert guarded(tmp_path, script).returncode == 2
     assert read_errors(tmp_path) == [ErrorRecord(3, "DataError", "the loader yields nothing", 2, 1.0)]
+
+
+def test_a_disk_that_takes_no_words_does_not_change_the_exit_code(tmp_path: Path):
+    """The folders of records become files while the rank runs."""
+    body = "import shutil\nshutil.rmtree('ranks')\nfor name in ('ranks', 'errors'):\n    open(name, 'w').close()\n"
+    body += "from zero_trial.errors import CheckpointError\nraise CheckpointError('no room')\n"
+    done = guarded(tmp_path, write_program(tmp_path, body))
+    assert done.returncode == 5
+    assert log(tmp_path) == "CheckpointError: no room.\n"

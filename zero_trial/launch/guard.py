@@ -10,6 +10,7 @@ torch.distributed.run and the rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import socket
@@ -54,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
     if options.inject_local_rank:
         options.arguments.insert(0, f"--local_rank={record.local_rank}")
     code = _run_rank(run_dir, record.rank, options)
-    records.write_rank(run_dir, replace(record, exit_code=code))
+    with contextlib.suppress(OSError):  # a full disk takes no words, and changes nothing about how the rank ended
+        records.write_rank(run_dir, replace(record, exit_code=code))
     return code
 
 
@@ -115,7 +117,8 @@ def _print_traceback(error: BaseException) -> None:
 
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:
-    records.write_error(run_dir, records.ErrorRecord(rank, type(error).__name__, message, code, time.time()))
+    with contextlib.suppress(OSError):
+        records.write_error(run_dir, records.ErrorRecord(rank, type(error).__name__, message, code, time.time()))
     return code
 
 

@@ -61,6 +61,16 @@ def test_a_rank_that_only_vanished():
     assert cause is not None and (cause.rank, cause.exit_code) == (1, 5)
 
 
+def test_who_was_gone_before_anyone_was_asked_to_stop_comes_before_who_was_asked():
+    """The agent's word about the first to die may be missing; rank 0 died of the agent's SIGTERM."""
+    assert first_cause([], RANKS, [Death(0, 100, -15)], [RANKS[1]]) == Cause(
+        1, "the process ended without a word (killed?)", 5
+    )
+    both = [Death(0, 100, -15), Death(1, 101, -15)]  # somebody sent SIGTERM to rank 1
+    assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)
+    assert first_cause([], RANKS, both, []) == Cause(0, how_it_ended(-15), 5)
+
+
 def test_an_exit_code_without_words():
     assert first_cause([], RANKS, [Death(2, 102, 3)], []) == Cause(
         2, "the process ended with exit code 3 and left no error", 3

@@ -90,7 +90,7 @@ EXPERIMENT: dict[str, Any] = {
             "train_batch_size": 8,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
             "zero_optimization": {"stage": 2},
-            "comm_timeout_seconds": 5.0,
+            "comm_timeout_seconds": 60.0,
         }
     },
 }
@@ -122,7 +122,8 @@ def processes_of(project: Path) -> list[str]:
 
 def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str], str]:
     """Exit code, error lines and whole output of a run with a fault. Never a traceback on the screen."""
-    write_experiment(project, fault)
+    ds_config = EXPERIMENT["data"]["ds_config"] | ({"comm_timeout_seconds": 5.0} if fault == "hang" else {})
+    write_experiment(project, fault, data={"ds_config": ds_config})
     done = zero_trial("run", "const.yaml", "model", "--slots", ranks, cwd=project)
     assert "Traceback" not in done.stdout + done.stderr
     return done.returncode, done.stderr.splitlines(), done.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.programs import LIMIT, child_environment, zero_trial
-from tests.launch.test_end_to_end import EXPERIMENT, MODEL_DEF, write_experiment
+from tests.launch.test_end_to_end import MODEL_DEF, write_experiment
 
 # Both namespaces have a loopback of their own, so ranks that tried to meet there would never find each other.
 SCRIPT = """
@@ -106,7 +106,7 @@ def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str],
     """The run's folder is shared, as over a network file system; the result is that of two ranks on one host, to the bit."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_def.py").write_text(MODEL_DEF)
-    write_experiment(tmp_path, data={"ds_config": EXPERIMENT["data"]["ds_config"] | {"comm_timeout_seconds": 60.0}})
+    write_experiment(tmp_path)
     one = zero_trial("run", "const.yaml", "model", "--slots", 2, "--run-dir", "one", cwd=tmp_path)
     assert one.returncode == 0
     (first, second) = run_both(namespaces, tmp_path, "run", "--run-dir", "two", "const.yaml", "model")

@@ -86,18 +86,27 @@ def _silent(
 ) -> Cause | None:
     """The rank that died without leaving an error: by the agent's word if it has one, else by its absence.
 
-    The agent ends the others with SIGTERM, so a rank that died of anything else is asked first.
+    The agent ends the others with SIGTERM, and on a busy machine its word about the first may be missing: whoever died of anything else is asked
+    first, then whoever was gone before anyone was asked to stop, and last those that died of SIGTERM.
     """
     spoke = {error.rank for error in errors}
     by_pid = {record.pid: record.rank for record in ranks}
     silent = [(by_pid.get(death.pid, death.local_rank), death.code) for death in deaths]
     silent = [(rank, code) for rank, code in silent if rank not in spoke]
-    for rank, code in sorted(silent, key=lambda item: item[1] == -signal.SIGTERM):  # stable: the agent's order within
-        return Cause(rank, how_it_ended(code), code if 0 < code < 256 else INFRASTRUCTURE)
+    for rank, code in silent:
+        if code != -signal.SIGTERM:
+            return _from_death(rank, code)
     for record in vanished:
-        if record.rank not in spoke:
-            return Cause(record.rank, "the process ended without a word (killed?)", INFRASTRUCTURE)
-    return None
+        if record.rank in spoke:
+            continue
+        if (record.rank, -signal.SIGTERM) in silent:
+            return _from_death(record.rank, -signal.SIGTERM)
+        return Cause(record.rank, "the process ended without a word (killed?)", INFRASTRUCTURE)
+    return _from_death(*silent[0]) if silent else None
+
+
+def _from_death(rank: int, code: int) -> Cause:
+    return Cause(rank, how_it_ended(code), code if 0 < code < 256 else INFRASTRUCTURE)
 
 
 def how_it_ended(code: int) -> str:

@@ -196,3 +196,28 @@ def test_every_opcode_that_pickle_writes_by_protocol_2_is_known() -> None:
         "BYTEARRAY8",
         "POP_MARK",
     }
+
+
+NESTED = b")" + b"2\x86" * 45  # a tuple of twice itself, 45 times: its hash, by Python's, would take a day
+DEEP = b")" + b"\x85" * 200_000  # Python's hash of it would use up all of C's stack
+
+
+@pytest.mark.parametrize("tuples", [NESTED, DEEP])
+@pytest.mark.parametrize(
+    "around",
+    [(b"}", b"K\x01s."), (b"}(", b"K\x01u."), (b"(", b"K\x01d."), (b"\x8f(", b"\x90."), (b"(", b"\x91.")],
+    ids=["setitem", "setitems", "dict", "additems", "frozenset"],
+)
+def test_keys_that_would_never_be_hashed(around: tuple[bytes, bytes], tuples: bytes) -> None:
+    with pytest.raises(CheckpointError, match="a key of more than 64 values"):
+        read(b"\x80\x04" + around[0] + tuples + around[1])
+
+
+def test_tuples_are_keys_where_they_are_small() -> None:
+    value = {("a", (1, 2)): 3, frozenset([("b", 4)]): 5}
+    assert read(pickle.dumps(value, 4)) == value
+
+
+def test_arguments_that_many_calls_share_are_not_copied() -> None:
+    first, second = read(b"\x80\x02](K\x01K\x02\x86q\x00cm\nf\nh\x00Rcm\nf\nh\x00Re.")[1:]
+    assert first.args is second.args

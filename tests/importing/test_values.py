@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from zero_trial.errors import CheckpointError
+from zero_trial.importing import values
 from zero_trial.importing.program import Call, Name, Persistent, read_program
 from zero_trial.importing.values import Foreign, Resolver, Storage, Stored
 
@@ -172,3 +173,51 @@ def test_deep_nesting_is_one_clean_error() -> None:
 def test_a_stored_tensor_reads_through_its_file() -> None:
     found = replace(resolve(rebuilt()), read=lambda stored: torch.zeros(stored.shape))
     assert found.tensor().shape == (3, 4)
+
+
+def called(module: str, name: str, *args: Any) -> Call:
+    return Call(Name(module, name), args)
+
+
+def twice_itself(count: int = 45) -> Any:
+    """Written out it would have 2 ** count parts."""
+    found: Any = ()
+    for _ in range(count):
+        found = (found, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        called("_codecs", "encode", twice_itself()),
+        called("torch", "device", twice_itself()),
+        called("builtins", "set", [twice_itself()]),
+        called("collections", "OrderedDict", [[twice_itself(), 1]]),
+        {called("torch", "Size", twice_itself()): 1},
+        Persistent(twice_itself()),
+        Persistent(("storage", Name("torch", "FloatStorage"), twice_itself(), "cpu", 4)),
+        Persistent(("storage", Name("torch", "FloatStorage"), "0", "cpu", 1 << 80)),
+    ],
+)
+def test_a_small_file_that_would_be_endless_written_out(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="not a structure that torch.save writes"):
+        resolve(value)
+
+
+def test_what_many_places_share_is_not_made_anew_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MOST_COPIED", 1 << 20)
+    pairs, text, sizes = [[number, 0] for number in range(1000)], "x" * 10_000, list(range(10_000))
+    for one in (
+        lambda: called("collections", "OrderedDict", pairs),
+        lambda: called("_codecs", "encode", text),
+        lambda: called("torch", "Size", sizes),
+        lambda: called("builtins", "set", sizes),
+    ):
+        resolve([one()])
+        with pytest.raises(CheckpointError, match="repeated"):
+            resolve([one() for _ in range(1000)])
+
+
+def test_a_foreign_object_is_short_in_words() -> None:
+    assert repr(resolve(called("some.where", "Kind", twice_itself()))) == "<some.where.Kind>"

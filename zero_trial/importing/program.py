@@ -13,6 +13,9 @@ from typing import IO, Any, NamedTuple
 
 from zero_trial.errors import CheckpointError
 
+LARGEST_KEY = 64
+"""Values of a key, tuples inside tuples counted: Python hashes a tuple by walking all of it, each time, however often its parts repeat."""
+
 MOST_OPERATIONS = 20_000_000
 """About 200 000 tensors; more is no checkpoint that one file would hold."""
 
@@ -169,7 +172,7 @@ class _Machine:
         target, args, *rest = self.take(count)
         if not isinstance(args, tuple):
             raise ValueError("arguments that are no tuple")
-        self.push(Call(target, (*args, *rest)))
+        self.push(Call(target, (*args, *rest) if rest else args))
 
     def build(self) -> None:
         (state,) = self.take(1)
@@ -180,7 +183,7 @@ class _Machine:
     def extend(self, found: list[Any]) -> None:
         holder = self.stack[-1]
         if isinstance(holder, set):
-            holder.update(found)
+            holder.update(map(require_key, found))
         else:
             (holder.items if isinstance(holder, Call) else _exactly(holder, list)).extend(found)
 
@@ -190,7 +193,7 @@ class _Machine:
         if isinstance(holder, Call):
             holder.pairs.extend(pairs)
         else:
-            _exactly(holder, dict).update(pairs)
+            _exactly(holder, dict).update((require_key(key), item) for key, item in pairs)
 
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
@@ -203,7 +206,20 @@ def _exactly(value: Any, kind: type) -> Any:
 
 
 def _pairs(found: list[Any]) -> dict[Any, Any]:
-    return dict(zip(found[::2], found[1::2], strict=True))
+    return {require_key(key): item for key, item in zip(found[::2], found[1::2], strict=True)}
+
+
+def require_key(value: Any) -> Any:
+    """``value``, which is to be hashed. Raises ValueError for nested tuples that would take for ever, or all of C's stack."""
+    waiting, room = [value], LARGEST_KEY
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, tuple):
+            room -= len(found) + 1
+            if room < 0:
+                raise ValueError(f"a key of more than {LARGEST_KEY} values")
+            waiting.extend(found)
+    return value
 
 
 def _mark(machine: _Machine, _: Any) -> None:
@@ -252,7 +268,7 @@ _ACTIONS: Mapping[str, Act] = {
     "EMPTY_SET": lambda machine, argument: machine.push(set()),
     "LIST": lambda machine, argument: machine.push(machine.since_mark()),
     "TUPLE": lambda machine, argument: machine.push(tuple(machine.since_mark())),
-    "FROZENSET": lambda machine, argument: machine.push(frozenset(machine.since_mark())),
+    "FROZENSET": lambda machine, argument: machine.push(frozenset(map(require_key, machine.since_mark()))),
     "DICT": lambda machine, argument: machine.push(_pairs(machine.since_mark())),
     "TUPLE1": lambda machine, argument: machine.push(machine.take(1)),
     "TUPLE2": lambda machine, argument: machine.push(machine.take(2)),

@@ -105,9 +105,9 @@ class TorchFile:
             raise CheckpointError("this is not a file of torch.save", where=str(self.path), got="another pickle")
         content = self._resolver.resolve(program)
         for key in keys:
-            storage = self._resolver.storages.get(str(key))
+            storage = self._resolver.storages.get(str(key)) if isinstance(key, (str, int)) else None
             if storage is None:
-                raise self._damaged(f"storage {key!r} belongs to nothing"[:120])
+                raise self._damaged("a storage belongs to nothing")
             place = Place(stream.tell() + 8, storage.numel * storage.dtype.itemsize, None)
             if int.from_bytes(stream.read(8), "little") != storage.numel or place.start + place.size > len(stream):
                 raise self._damaged(f"storage {storage.key} is cut short")

@@ -11,7 +11,7 @@ import torch
 
 from zero_trial.checkpoint.dtypes import dtype_of
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.program import Call, Name, Persistent
+from zero_trial.importing.program import Call, Name, Persistent, require_key
 
 
 class Storage(NamedTuple):
@@ -56,9 +56,9 @@ class Stored:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Foreign:
-    """An object of a class that is not built here: its name, and what it was made of."""
+    """An object of a class that is not built here: its name, and what it was made of. Its repr is short whatever that is."""
 
     path: str
     args: tuple[Any, ...] = ()
@@ -69,6 +69,17 @@ class Foreign:
     def name(self) -> str:
         return self.path.rpartition(".")[2]
 
+    def __repr__(self) -> str:
+        return f"<{self.path[:100]}>"
+
+
+MOST_COPIED = 1 << 30
+"""Bytes of what a file names at many places and has only once, and which is made anew at each: far more than any checkpoint has."""
+
+ENTRY = 100  # bytes of a dict or a set
+
+MOST_DIMENSIONS = 64
+
 
 class Resolver:
     """Turns one file's records into values; ``read`` gives the values of a stored tensor."""
@@ -77,13 +88,14 @@ class Resolver:
         self._file = file
         self._read = read
         self._done: dict[int, tuple[Any, Any]] = {}
+        self._copied = 0
         self.storages: dict[str, Storage] = {}
 
     def resolve(self, value: Any) -> Any:
         """``value`` without records. What the program used twice is one object in the result, too. Raises CheckpointError."""
         try:
             return self._resolve(value)
-        except (RecursionError, TypeError, ValueError, IndexError, KeyError, AttributeError) as fault:
+        except (RecursionError, TypeError, ValueError, IndexError, KeyError, AttributeError, MemoryError) as fault:
             raise CheckpointError(
                 "this is not a structure that torch.save writes",
                 where=self._file,
@@ -99,7 +111,7 @@ class Resolver:
         if type(value) is dict:
             found: Any = {}
             self._done[id(value)] = (value, found)  # before its content: a structure may contain itself
-            found.update({self._resolve(key): self._resolve(item) for key, item in value.items()})
+            found.update({self._key(key): self._resolve(item) for key, item in value.items()})
             return found
         found = self._made(value)
         self._done[id(value)] = (value, found)
@@ -114,7 +126,18 @@ class Resolver:
             return self._called(value)
         if isinstance(value, tuple):
             return tuple(self._resolve(item) for item in value)
+        if isinstance(value, (set, frozenset)):
+            return type(value)(self._key(item) for item in value)
         return type(value)(self._resolve(item) for item in value)
+
+    def _key(self, value: Any) -> Any:
+        return require_key(self._resolve(value))
+
+    def _copy(self, size: int) -> None:
+        """About ``size`` bytes are made of what the file may hold once and name at many places: a small file could ask for any number."""
+        self._copied += size
+        if self._copied > MOST_COPIED:
+            raise ValueError(f"more than {MOST_COPIED} bytes, repeated")
 
     def _called(self, call: Call) -> Any:
         rule = _RULES.get(call.path)
@@ -123,15 +146,15 @@ class Resolver:
                 return rule(self, call)
             except _OtherDtype as fault:
                 return Foreign(str(fault))
-        args = tuple(self._resolve(item) for item in call.args)
+        args = self._resolve(call.args)
         pairs = tuple((self._resolve(key), self._resolve(item)) for key, item in call.pairs)
         return Foreign(call.path, args, self._resolve(call.state), pairs)
 
     def _storage(self, key: Any) -> Storage:
         if not isinstance(key, tuple) or len(key) < 5 or key[0] != "storage" or any(key[5:]):
-            raise ValueError(f"an unknown kind of storage, {key!r}"[:120])
+            raise ValueError("an unknown kind of storage")
         _, kind, name, _, numel = key[:5]
-        storage = Storage(str(name), _storage_dtype(kind), int(numel))
+        storage = Storage(str(_plain(name)), _storage_dtype(kind), _whole(numel))
         if storage.numel < 0 or self.storages.setdefault(storage.key, storage) != storage:
             raise ValueError(f"storage {storage.key} has two sizes")
         return storage
@@ -140,8 +163,9 @@ class Resolver:
         found: dict[Any, Any] = {}
         for item in call.args:
             if type(item) in (list, tuple):  # OrderedDict([[key, value], ...]), as Python 2 wrote it
-                found.update({self._resolve(key): self._resolve(value) for key, value in item})
-        found.update({self._resolve(key): self._resolve(value) for key, value in call.pairs})
+                self._copy(ENTRY * len(item))
+                found.update({self._key(key): self._resolve(value) for key, value in item})
+        found.update({self._key(key): self._resolve(value) for key, value in call.pairs})
         return found
 
     def _tensor(self, call: Call, dtype: torch.dtype | None = None) -> Stored:
@@ -151,8 +175,8 @@ class Resolver:
             storage,
             dtype or storage.dtype,
             _whole(offset),
-            tuple(_whole(size) for size in self._resolve(shape)),
-            tuple(_whole(stride) for stride in self._resolve(strides)),
+            _sizes(self._resolve(shape)),
+            _sizes(self._resolve(strides)),
             self._read,
         )
         stored.check()
@@ -172,7 +196,9 @@ class Resolver:
     def _of_type(self, call: Call) -> Any:
         """A tensor that has attributes of its own, or a subclass of Tensor: the plain tensor."""
         target, _, args = call.args[:3]
-        return self._called(Call(target, tuple(args)))
+        if not isinstance(args, tuple):
+            raise ValueError("arguments that are no tuple")
+        return self._called(Call(target, args))
 
 
 class _OtherDtype(Exception):
@@ -180,8 +206,20 @@ class _OtherDtype(Exception):
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
         raise ValueError(f"{type(value).__name__} where a whole number belongs")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if len(value) > MOST_DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions")
+    return tuple(_whole(size) for size in value)
+
+
+def _plain(value: Any) -> str | int:
+    if not isinstance(value, (str, int)):
+        raise ValueError(f"{type(value).__name__} where a name or a number belongs")
     return value
 
 
@@ -218,21 +256,37 @@ def _storage_dtype(kind: Any) -> torch.dtype:
 
 
 def _a_set(resolver: Resolver, call: Call) -> set[Any]:
-    return {resolver._resolve(item) for item in (*(call.args[0] if call.args else ()), *call.items)}
+    given = call.args[0] if call.args else ()
+    resolver._copy(ENTRY * len(given))
+    return {resolver._key(item) for item in (*given, *call.items)}
+
+
+def _size(resolver: Resolver, call: Call) -> tuple[Any, ...]:
+    found = resolver._resolve(call.args[0]) if call.args else ()
+    resolver._copy(8 * len(found))
+    return tuple(found)
+
+
+def _encoded(resolver: Resolver, call: Call) -> bytes:
+    """How protocol 2 writes bytes."""
+    if not isinstance(call.args[0], str):
+        raise ValueError(f"bytes of a {type(call.args[0]).__name__}")
+    resolver._copy(len(call.args[0]))
+    return call.args[0].encode("latin-1")
 
 
 _RULES: Mapping[str, Callable[[Resolver, Call], Any]] = {
     "collections.OrderedDict": Resolver._dict,
     "collections.defaultdict": Resolver._dict,
-    "torch.Size": lambda resolver, call: tuple(resolver._resolve(call.args[0])) if call.args else (),
-    "torch.device": lambda resolver, call: ":".join(str(part) for part in call.args),
+    "torch.Size": _size,
+    "torch.device": lambda resolver, call: ":".join(str(_plain(part)) for part in call.args[:2]),
     "torch._utils._rebuild_tensor": Resolver._tensor,
     "torch._utils._rebuild_tensor_v2": Resolver._tensor,
     "torch._utils._rebuild_tensor_v3": Resolver._tensor_of_dtype,
     "torch._utils._rebuild_parameter": lambda resolver, call: resolver._resolve(call.args[0]),
     "torch._utils._rebuild_parameter_with_state": lambda resolver, call: resolver._resolve(call.args[0]),
     "torch._tensor._rebuild_from_type_v2": Resolver._of_type,
-    "_codecs.encode": lambda resolver, call: str(call.args[0]).encode("latin-1"),  # how protocol 2 writes bytes
+    "_codecs.encode": _encoded,
     "builtins.bytes": lambda resolver, call: b"",
     "__builtin__.bytes": lambda resolver, call: b"",
     "builtins.set": _a_set,

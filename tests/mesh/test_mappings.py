@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero_trial.mesh import shared_homes
 from zero_trial.mesh.mappings import USUAL_LIMIT, MappingRefused, Mappings, kernel_limit
 from zero_trial.mesh.shared_homes import Homes
 from zero_trial.mesh.shared_memory import SMALLEST, SharedMemory, Ticket
@@ -19,9 +20,9 @@ READER = 1
 def test_three_quarters_of_the_limit_are_for_segments() -> None:
     mappings = Mappings(limit=8)
     for _ in range(6):
-        mappings.take()
+        mappings.take(lambda: None)
     with pytest.raises(MappingRefused, match=r"6 shared segments are mapped, and vm\.max_map_count is 8"):
-        mappings.take()
+        mappings.take(lambda: None)
     assert mappings.count == 6
 
 
@@ -58,3 +59,12 @@ def test_tensors_that_peers_would_read_in_place_stop_at_half(caplog: pytest.LogC
     assert homes.mappings.count == 2
     assert len(caplog.records) == 1
     assert "2 of them, on 4 ranks, are half of vm.max_map_count (16)" in caplog.records[0].message
+
+
+def test_what_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large rooms are asked for anew in every step: counted, refusals would end a long run."""
+    monkeypatch.setattr(shared_homes, "many_open", lambda descriptor: True)
+    homes = Homes(Mappings(limit=16))
+    for _ in range(20):
+        assert homes.find(homes.empty(8, torch.float32)) is None
+    assert homes.mappings.count == 0

@@ -76,6 +76,45 @@ def test_a_segment_that_may_not_be_mapped_is_told_as_such() -> None:
         Pending(watch(), "sum", [], finish).wait()
 
 
+class LateWork:
+    """One that comes when it is waited for a second time."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def wait(self, timeout: object) -> None:
+        self._asked += 1
+        if self._asked == 1:
+            raise RuntimeError("timed out")
+
+
+def test_what_has_not_come_is_not_taken_for_done_when_it_is_asked_for_again() -> None:
+    diary: list[str] = []
+    pending = Pending(watch(), "gather", [LateWork()], lambda: diary.append("result"))
+    with pytest.raises(MeshError):
+        pending.arrive()
+    assert diary == []
+    pending.arrive()
+    assert diary == ["result"]
+
+
+def test_half_a_result_stays_an_error() -> None:
+    """Made again it could be added twice: the sum may lie over what was put in."""
+    diary: list[str] = []
+
+    def finish() -> None:
+        diary.append("begun")
+        raise OSError("/proc/1234/fd/5: no such file")
+
+    pending = Pending(watch(), "sum", [], finish)
+    with pytest.raises(MeshError):
+        pending.arrive()
+    for _ in range(2):
+        with pytest.raises(MeshError, match="sum: this collective has failed before"):
+            pending.wait()
+    assert diary == ["begun"]
+
+
 def test_one_rank_is_done_at_once() -> None:
     DONE.turn()
     DONE.wait()

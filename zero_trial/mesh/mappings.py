@@ -7,10 +7,14 @@ rank that reads it. Segments leave a quarter of the limit to libraries, stacks a
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 USUAL_LIMIT = 65530
+
+Made = TypeVar("Made")
 
 
 class MappingRefused(OSError):
@@ -37,11 +41,13 @@ class Mappings:
     limit: int = field(default_factory=kernel_limit)
     count: int = 0
 
-    def take(self) -> None:
-        """Another one. Raises MappingRefused where it would be too many."""
+    def take(self, make: Callable[[], Made]) -> Made:
+        """Another one, that ``make`` maps; it counts if that succeeds. Raises MappingRefused where it would be too many."""
         if self.count >= self.limit * 3 // 4:
             raise MappingRefused(self.count, self.limit)
+        made = make()
         self.count += 1
+        return made
 
     def allow(self, own: int, ranks: int) -> bool:
         """Whether ``ranks`` that have ``own`` segments each, and map each other's, stay below half of the limit."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
+from zero_trial.errors import MeshError
 from zero_trial.mesh.mappings import MappingRefused
 from zero_trial.mesh.transport import Finish, Received, Works
 from zero_trial.mesh.watch import Watch
@@ -51,12 +53,19 @@ class Pending:
         self.received = Received({})  # what peers contributed to a sum on CPU, if it was asked for
 
     def turn(self, *, keep: bool = False) -> None:
-        """Finishes the part under way and starts what follows it (the gather half of an all-reduce), without waiting for that."""
-        finish, self._finish = self._finish, None
+        """Finishes the part under way and starts what follows it (the gather half of an all-reduce), without waiting for that.
+
+        A MeshError is no end: who asks again waits again, or is told so again.
+        """
+        finish = self._finish
         if finish is None:
             return
-        works, self._works = self._works, []
-        result = finish() if self._watch is None else self._finished(self._watch, works, finish)
+        if self._watch is not None:
+            for work in self._works:
+                self._watch.wait(work, self._label)
+        self._works, self._finish = [], self._refuse  # what breaks off here may have made half of the result
+        result = finish() if self._watch is None else self._finished(self._watch, finish)
+        self._finish = None
         if isinstance(result, Pending):
             self._next = result
         elif isinstance(result, Received):
@@ -78,9 +87,10 @@ class Pending:
         if source is not None and self._settle is not None:
             self._settle(source)
 
-    def _finished(self, watch: Watch, works: Works, finish: Finish) -> object:
-        for work in works:
-            watch.wait(work, self._label)
+    def _refuse(self) -> NoReturn:
+        raise MeshError("this collective has failed before", where=self._label, fix="Look for its first error, above.")
+
+    def _finished(self, watch: Watch, finish: Finish) -> object:
         try:
             return finish()
         except MappingRefused as error:

@@ -146,15 +146,20 @@ class Homes:
                 errno.ENOMEM,
                 f"{len(self._homes)} of them, on {self.ranks} ranks, are half of vm.max_map_count ({limit})",
             )
-        self.mappings.take()
-        segment = create_segment(capacity_for(nbytes))
-        if many_open(segment.descriptor):
-            os.close(segment.descriptor)
-            raise OSError(errno.EMFILE, "half of the open files that `ulimit -Hn` allows are in use")
+        segment = self.mappings.take(lambda: _new_segment(nbytes))
         home = Home(segment, segment.payload(torch.uint8, 1).data_ptr())
         self._homes[home.start] = home
         self._starts = sorted(self._homes)
         return home
+
+
+def _new_segment(nbytes: int) -> Segment:
+    """For ``nbytes``. Raises OSError where the system has none to give, or too few would be left for others."""
+    segment = create_segment(capacity_for(nbytes))
+    if many_open(segment.descriptor):
+        os.close(segment.descriptor)
+        raise OSError(errno.EMFILE, "half of the open files that `ulimit -Hn` allows are in use")
+    return segment
 
 
 def _vacate(home: Home) -> None:

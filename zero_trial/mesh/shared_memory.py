@@ -106,8 +106,7 @@ class SharedMemory:
         """A segment for ``nbytes`` of payload that the ranks ``readers`` will read; its generation is new."""
         found = next((s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and s.free), None)
         if found is None:
-            self.mappings.take()
-            found = create_segment(capacity_for(nbytes))
+            found = self.mappings.take(lambda: create_segment(capacity_for(nbytes)))
             self.segments.append(found)
         found.lend(readers)
         self.written += nbytes
@@ -125,8 +124,7 @@ class SharedMemory:
         key = ticket[:2]
         found = self._mapped.get(key)
         if found is None:
-            self.mappings.take()
-            found = self._mapped[key] = map_segment(*key)
+            found = self._mapped[key] = self.mappings.take(lambda: map_segment(*key))
         return found
 
 

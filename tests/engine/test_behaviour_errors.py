@@ -247,6 +247,9 @@ def more_batches() -> str:
     return ""
 
 
+ELSEWHERE = ("another rank makes another collective call at this point", "gave up before this rank came")
+
+
 def test_ranks_that_part_ways_are_told() -> None:
     """Below stage 3 a block may be left out on one rank; at stage 3 nobody can gather it alone, and the error says who waited for what."""
     pool = RankPool(2)
@@ -265,9 +268,9 @@ def test_ranks_that_part_ways_are_told() -> None:
         first, second = pool.run(leave_out, "zero3")
         assert "blocks.1" in first
         assert second
-        # each waits for the other in a collective of its own: who gives up first waited, the other hears that it was given up
-        told = ["waited 2 s" in text or "gave up before this rank came" in text for text in (first, second)]
+        # through shared memory who comes second sees at once that the other is elsewhere; the other hears so, or that it was given up
+        told = [any(words in text for words in ELSEWHERE) for text in (first, second)]
         assert told == [True, True]
-        assert any("waited 2 s" in text for text in (first, second))
+        assert any(ELSEWHERE[0] in text for text in (first, second))
     finally:
         pool.close()

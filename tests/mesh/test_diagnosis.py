@@ -7,6 +7,7 @@ import pytest
 from zero_trial.mesh.board import Board, Position
 from zero_trial.mesh.diagnosis import behind, explain, listing
 from zero_trial.mesh.mappings import MappingRefused
+from zero_trial.mesh.peers import ELSEWHERE
 
 
 class FakeBoard(Board):
@@ -104,6 +105,19 @@ def test_who_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
     assert f"rank 1 at step 17, in {came.operation} (collective {sequence}" in text
     assert "raise comm_timeout_seconds" in text
     assert "disagree" not in text
+
+
+def test_a_rank_that_came_with_another_call_is_told_at_once() -> None:
+    """Nobody waited for the limit, and where the others' boards stand does not matter."""
+    elsewhere = RuntimeError(f"another rank of this axis (index 1) {ELSEWHERE}")
+    for position in (LATE, HERE, GAVE_UP):
+        text = str(explain(FakeBoard({1: position}), (0, 1), NAME, elsewhere, 300.0))
+        assert (
+            f"rank 0, step 17, {NAME}: another rank makes another collective call at this point. The ranks disagree about what comes next"
+            in text
+        )
+        assert f"rank 1 at step {position.step}" in text
+        assert "300" not in text
 
 
 def test_this_rank_tells_the_others_that_it_gave_up() -> None:

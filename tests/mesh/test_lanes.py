@@ -97,7 +97,7 @@ def test_a_ring_is_used_again_once_it_was_read() -> None:
 def test_another_message_is_not_taken_for_the_one_that_was_asked_for() -> None:
     sender, reader = pair()
     sender.send(torch.ones(2), 1, tag=1)
-    with pytest.raises(RuntimeError, match="axis index 0 has sent another message"):
+    with pytest.raises(RuntimeError, match="axis index 0 is at another operation: it has sent another message"):
         reader.receive(torch.ones(2), 0, tag=2).wait(SOON)
 
 

@@ -7,6 +7,7 @@ import time
 from zero_trial.errors import MeshError
 from zero_trial.mesh.board import PERIOD_SECONDS, Board, Position
 from zero_trial.mesh.mappings import MappingRefused
+from zero_trial.mesh.peers import ELSEWHERE
 
 _GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
@@ -23,6 +24,13 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Excepti
         return too_many_mapped(error, here)
     late = behind(positions, board.rank)
     gone = [rank for rank in positions if rank != board.rank and not gave_up(positions, rank, board.rank)]
+    if ELSEWHERE in text:
+        return MeshError(
+            "another rank makes another collective call at this point",
+            where=here,
+            fix=f"The ranks disagree about what comes next: {listing(positions, board.rank)}. Every rank must make the same collective calls "
+            "in the same order.",
+        )
     if lost and not gone:
         names = ", ".join(f"rank {rank}" for rank in positions if rank != board.rank)
         return MeshError(
@@ -35,7 +43,8 @@ def explain(board: Board, ranks: tuple[int, ...], operation: str, error: Excepti
         return MeshError(
             "another rank ended while this one waited for it",
             where=here,
-            fix=f"Look for that rank's own error: {listing(positions, board.rank, gone)}. ({text[:160]})",
+            fix=f"Look for that rank's own error: {listing(positions, board.rank, gone)}. If it ended without one, it never made this call, which "
+            f"every rank must make. ({text[:160]})",
         )
     if late:
         names = ", ".join(f"rank {rank}" for rank in late)

@@ -27,6 +27,7 @@ import torch
 
 from zero_trial.mesh import peers
 from zero_trial.mesh.comm import AxisComm
+from zero_trial.mesh.peers import ELSEWHERE
 from zero_trial.mesh.shared_memory import SharedMemory, Ticket, map_file, open_descriptor
 
 SLOTS = 2048
@@ -155,7 +156,7 @@ class Lanes:
         tag, size, ticket = ring.facts(number)
         raw = receipt.values.view(-1).view(torch.uint8)
         if tag != receipt.tag or size != raw.numel():
-            raise RuntimeError(f"timed out: axis index {receipt.source} has sent another message ({size} bytes)")
+            raise RuntimeError(f"axis index {receipt.source} {ELSEWHERE}: it has sent another message ({size} bytes)")
         if size > INLINE:
             raw.copy_(self._memory.read(ticket, torch.uint8, size))
             self._memory.acknowledge(ticket, self._index)

@@ -8,6 +8,8 @@ import select
 import time
 from collections.abc import Callable, Mapping
 
+ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
+
 _SPIN_SECONDS = 1e-4  # ranks that arrive together meet within this; then the core is given to others
 _LONGEST_NAP_SECONDS = 1e-3
 _LOOK_SECONDS = 0.05  # how often a waiting rank looks whether its peers still live

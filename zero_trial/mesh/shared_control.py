@@ -17,7 +17,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 
-from zero_trial.mesh.peers import Peers
+from zero_trial.mesh.peers import ELSEWHERE, Peers
 
 ROOM_BYTES = 4096
 _HEADER = struct.Struct("=qqq")  # number, crc of the operation's name, bytes
@@ -53,6 +53,6 @@ class SharedControl:
             self._peers.await_(index, lambda numbers=numbers: numbers[0] >= self._number, timeout)  # type: ignore[misc]
             number, other_kind, size = _HEADER.unpack_from(block, start)
             if (number, other_kind, size) != (self._number, kind, len(payload)):
-                raise RuntimeError(f"timed out: another rank of this axis (index {index}) is at another operation")
+                raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
             found[index] = bytes(block[start + _HEADER.size : start + _HEADER.size + size])
         return found

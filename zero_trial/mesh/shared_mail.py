@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
-from zero_trial.mesh.peers import Peers
+from zero_trial.mesh.peers import ELSEWHERE, Peers
 from zero_trial.mesh.shared_memory import Ticket
 
 SLOTS = 1024
@@ -67,7 +67,7 @@ class SharedMail:
                 self.peers.await_(index, lambda numbers=numbers: numbers[at] == number, timeout)  # type: ignore[misc]
             _, other_tag, *fields, _ = _SLOT.unpack_from(self._others[index], start)
             if other_tag != tag:
-                raise RuntimeError(f"timed out: another rank of this axis (index {index}) is at another operation")
+                raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
             found[index] = Ticket(*fields)
         self.forget(number)
         return found

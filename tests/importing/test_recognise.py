@@ -40,3 +40,14 @@ def test_nothing(tmp_path: Path) -> None:
         read_source(tmp_path, None, Wishes())
     with pytest.raises(CheckpointError, match="there is no such file or folder"):
         read_source(tmp_path / "none", None, Wishes())
+
+
+def test_a_folder_that_is_here_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = unpack("fp32-stage1-ranks2", tmp_path) / "global_step5"
+    monkeypatch.chdir(folder)
+    assert read_source(Path(), None, Wishes()).tag == "global_step5"
+    (tmp_path / "gpt2").mkdir()
+    torch.save({"a": torch.zeros(2)}, tmp_path / "gpt2" / "pytorch_model.bin")
+    monkeypatch.chdir(tmp_path / "gpt2")
+    assert read_source(Path(), None, Wishes()).tag == "gpt2"
+    assert read_source(Path("pytorch_model.bin"), None, Wishes()).tag == "gpt2"

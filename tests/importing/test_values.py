@@ -201,7 +201,7 @@ def twice_itself(count: int = 45) -> Any:
     ],
 )
 def test_a_small_file_that_would_be_endless_written_out(value: Any) -> None:
-    with pytest.raises(CheckpointError, match="not a structure that torch.save writes"):
+    with pytest.raises(CheckpointError, match="not a structure that"):
         resolve(value)
 
 

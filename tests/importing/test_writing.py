@@ -31,9 +31,12 @@ def test_one_file_per_shard_and_no_state_of_ranks(tmp_path: Path) -> None:
     assert reader.manifest.world["zero_stage"] == 2
 
 
-def test_an_earlier_one_is_replaced_and_something_else_is_not(tmp_path: Path) -> None:
-    write_findings(findings(), tmp_path)
-    write_findings(findings(), tmp_path)
+def test_what_has_the_name_stays_as_it_is(tmp_path: Path) -> None:
+    folder = write_findings(findings(), tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(CheckpointError, match=r"a checkpoint of that name already.*--as"):
+        write_findings(findings(client={"other": 1}), tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mp_rank_00_model_states.pt").touch()

@@ -10,7 +10,7 @@ from typing import Any
 from zero_trial.checkpoint.slice import Slice
 from zero_trial.errors import CheckpointError
 from zero_trial.importing import facts
-from zero_trial.importing.findings import Findings, Wishes, fresh_state
+from zero_trial.importing.findings import Findings, Wishes, folder_name, fresh_state
 from zero_trial.importing.folder import DeepSpeedFolder
 from zero_trial.importing.model_states import ModelStates
 from zero_trial.importing.numbered import NumberedOptimizer
@@ -40,7 +40,7 @@ def read_deepspeed(folder: DeepSpeedFolder, wishes: Wishes) -> Findings:
     )
     return Findings(
         f"DeepSpeed {version}, {form}",
-        folder.path.name,
+        folder_name(folder.path),
         shards,
         state,
         left_out,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from zero_trial.checkpoint.slice import Slice
@@ -42,6 +44,11 @@ class Findings:
     def names(self, wanted: Callable[[str], bool]) -> list[str]:
         """The logical tensors whose names are wanted, each once."""
         return sorted({part.name for shard in self.shards for part in shard if wanted(part.name)})
+
+
+def folder_name(folder: Path) -> str:
+    """A folder's own name, also of one that is given as ``.`` or ``..``."""
+    return Path(os.path.abspath(folder)).name
 
 
 def fresh_state() -> dict[str, Any]:

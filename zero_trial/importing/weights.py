@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from zero_trial.checkpoint.slice import Slice
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Findings, Wishes, fresh_state
+from zero_trial.importing.findings import Findings, Wishes, folder_name, fresh_state
 from zero_trial.importing.torch_file import TorchFile
 from zero_trial.importing.values import Stored
 
@@ -54,7 +54,7 @@ def read_weights(path: Path, wishes: Wishes) -> Findings:
             place = "buffer" if is_buffer(name, tensor, wishes.buffers) else "param"
             row.append(Slice.whole(f"{place}/{name}", tensor))
         rows.append(row)
-    tag = path.parent.name if path.name in NAMES else path.name.split(".")[0]
+    tag = folder_name(path.parent) if path.name in NAMES else path.name.split(".")[0]
     buffers = sorted(
         part.name.removeprefix("buffer/") for row in rows for part in row if part.name.startswith("buffer/")
     )

@@ -131,3 +131,21 @@ def test_where_there_is_none(tmp_path: Path, kind: str) -> None:
         place.mkdir()
     with pytest.raises(ConfigError, match=r"no such folder|is a file|no checkpoints here"):
         look_into(place)
+
+
+def test_a_folder_of_many_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each thing in it: then thousands would take minutes."""
+    engine(tmp_path, "t", 1)
+    for number in range(20):
+        (tmp_path / str(number)).touch()
+    listed, iterdir = [], Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: listed.append(self) or iterdir(self))
+    look_into(tmp_path)
+    assert listed.count(tmp_path) == 1
+
+
+def test_metadata_nested_without_end(tmp_path: Path) -> None:
+    folder = trial(tmp_path, 1)
+    (folder / "metadata.json").write_text("[" * 100_000)
+    (saved,) = look_into(tmp_path).saved
+    assert "cannot be read" in (saved.fault or "")

@@ -79,3 +79,10 @@ def test_what_is_made_passes_the_check(name: str, tmp_path: Path, capsys: pytest
     assert main(["check", str(folder / "const.yaml"), str(folder)]) == 0
     assert "warn" not in capsys.readouterr().out
     assert os.listdir(tmp_path) == ["made"]
+
+
+def test_a_link_to_nothing_is_in_the_way_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").symlink_to(tmp_path / "gone")
+    assert main(["init", str(tmp_path)]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

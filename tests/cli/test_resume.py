@@ -60,3 +60,21 @@ def test_no_run(
     assert f"got {place}, expected a run's folder, such as runs/0001" in capsys.readouterr().err
     assert main(["resume"]) == 2
     assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err
+
+
+def test_names_that_are_nearly_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``int`` does not read a superscript, which ``isdigit`` takes for a digit."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("0002", "\u00b2"):
+        make_run(tmp_path / "runs" / name)
+    assert newest_run(Path("runs")) == Path("runs/0002")
+
+
+def test_the_newest_folder_without_a_run_is_said_and_no_older_one_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "0001")
+    (tmp_path / "runs" / "0002").mkdir()
+    assert main(["resume"]) == 2 and not asked
+    assert "there is no run in this folder: got runs/0002" in capsys.readouterr().err

@@ -51,3 +51,19 @@ def test_a_folder_that_is_here_has_a_name(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path / "gpt2")
     assert read_source(Path(), None, Wishes()).tag == "gpt2"
     assert read_source(Path("pytorch_model.bin"), None, Wishes()).tag == "gpt2"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {}, "param_groups": [None]},
+        {"state": [1], "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [[0]]}]},
+        {"state": {}, "param_groups": [{"params": [0]}], "cur_scale": torch.zeros(0), "fp32_groups_flat": [3]},
+    ],
+)
+def test_anything_in_the_place_of_something_else_is_one_clean_error(tmp_path: Path, optimizer: object) -> None:
+    content = {"module": {"a": torch.zeros(2)}, "buffer_names": [], "optimizer": optimizer}
+    torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="something stands where"):
+        read_source(tmp_path, None, Wishes())

@@ -10,7 +10,7 @@ A folder may be a run's (``checkpoints/`` in it), a folder of a trial's or of an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,9 @@ def _look_into(folder: Path) -> Shelf:
         return Shelf(folder, (_of_trial(folder),), single=True)
     inner = folder / "checkpoints"
     place = inner if inner.is_dir() else folder
-    saved = [_look_at(child, {path.name for path in place.iterdir()}) for child in sorted(place.iterdir())]
+    children = sorted(place.iterdir())
+    beside = {child.name for child in children}
+    saved = [_look_at(child, beside) for child in children]
     found = [one for one in saved if one is not None]
     if not found:
         raise ConfigError(
@@ -116,7 +118,7 @@ def _look_into(folder: Path) -> Shelf:
     return Shelf(place, tuple(sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.folder.name))))
 
 
-def _look_at(folder: Path, beside: Iterable[str]) -> Saved | None:
+def _look_at(folder: Path, beside: Collection[str]) -> Saved | None:
     if not folder.is_dir():
         return None
     if _is_engine(folder):
@@ -171,7 +173,7 @@ def _of_trial(folder: Path) -> Saved:
 def _document(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         word = "it is missing" if isinstance(fault, FileNotFoundError) else str(fault)
         raise CheckpointError("a part of the checkpoint cannot be read", where=str(path), got=word) from fault
     if not isinstance(found, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 from importlib import resources
@@ -74,7 +75,7 @@ def plant(folder: Path, files: dict[str, str]) -> None:
     """Write ``files`` into ``folder``, which is made if need be. Raises ConfigError, before anything is written, if one of them is there."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="FOLDER", got=str(folder), expected="a folder, or a new name")
-    there = [name for name in files if (folder / name).exists()]
+    there = [name for name in files if os.path.lexists(folder / name)]
     if there:
         raise ConfigError(
             "nothing is overwritten",

@@ -65,13 +65,13 @@ def is_complete(folder: Path) -> bool:
     """Whether the run has trained all that it was to train; a summary that cannot be read says nothing."""
     try:
         return bool(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("end") == "completed")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
 def newest_run(root: Path) -> Path:
-    """The run with the highest number. Raises ConfigError if there is none."""
-    numbered = [path for path in root.iterdir() if path.name.isdigit() and path.is_dir()] if root.is_dir() else []
+    """The run with the highest number. Raises ConfigError if there is none, or none has begun in it: an older one is not what was meant."""
+    numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
     if not numbered:
         raise ConfigError(
             "there is no run here",
@@ -79,4 +79,4 @@ def newest_run(root: Path) -> Path:
             got=f"no folder {root}/NNNN in {Path.cwd().name}/",
             fix="Name the run's folder: zero-trial resume path/to/runs/0001.",
         )
-    return max(numbered, key=lambda path: int(path.name))
+    return given_run(max(numbered, key=lambda path: int(path.name)))

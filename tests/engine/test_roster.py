@@ -39,6 +39,24 @@ def test_a_replaced_layer(stage: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) -> None:
+    """A moving average, say: it computes, nobody is to train it, and a checkpoint has it."""
+    engine = make_engine(stage)
+    engine.module.add_module("average", nn.Linear(4, 4).requires_grad_(False))
+    engine.train()
+    engine.save_checkpoint(tmp_path)
+    average = engine.module.average.weight
+    assert isinstance(average, torch.Tensor)
+    saved = average.clone()
+    average.zero_()
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(average, saved)
+    engine.module[1] = nn.Linear(4, 4).requires_grad_(False)  # in place of a trained one: the checkpoint would hold both
+    with pytest.raises(TrialError, match=FRESH + "1.weight, 1.bias"):
+        engine.save_checkpoint(tmp_path)
+
+
 def test_many_are_counted() -> None:
     engine = make_engine()
     engine.module.append(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))))

@@ -26,10 +26,10 @@ def fresh_line(timeout: float) -> AxisComm:
     reached = torch.tensor([board.sequence])
     dist.all_reduce(reached, dist.ReduceOp.MAX)
     board.sequence = int(reached) + 1  # earlier tests may have left the ranks at different counts
-    comm = AxisComm(
-        "shard", tuple(range(size)), dist.get_rank(), dist.new_group(list(range(size))), CommCounters(), board, timeout
-    )
-    comm.barrier("start")
+    group, patience = dist.new_group(list(range(size))), PATIENCE.total_seconds()
+    comm = AxisComm("shard", tuple(range(size)), dist.get_rank(), group, CommCounters(), board, patience)
+    comm.barrier("start")  # with patience: on a busy machine ranks leave new_group far apart
+    comm.timeout = timeout
     return comm
 
 

@@ -16,15 +16,20 @@ class Roster:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._trained = WeakTensorKeyDictionary()  # parameter -> whether it was to be trained
+        self._names = frozenset(name for name, _ in module.named_parameters())
         for param in module.parameters():
             self._trained[param] = param.requires_grad
 
     def check(self, where: str) -> None:
-        """Raises TrialError for parameters that came, or were unfrozen, after the engine was made. Reads names and flags only."""
+        """Raises TrialError for parameters that came, or were unfrozen, after the engine was made. Reads names and flags only.
+
+        Frozen ones under names of their own may come: nobody is to train them (a moving average, a metric's network), and a checkpoint has them.
+        """
         fresh, unfrozen = [], []
         for name, param in self._module.named_parameters():
             if param not in self._trained:
-                fresh.append(name)
+                if param.requires_grad or name in self._names:
+                    fresh.append(name)
             elif param.requires_grad and not self._trained[param]:
                 unfrozen.append(name)
         if fresh:

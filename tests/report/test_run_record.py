@@ -142,3 +142,14 @@ def test_no_run_and_a_damaged_lock(tmp_path: Path) -> None:
 
 def test_flat_keys() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [{"f": 1}]}) == {"a.b.c": 1, "a.d": {}, "e": [{"f": 1}]}
+
+
+def test_code_beyond_what_a_certificate_notes_is_said_to_be_missing(tmp_path: Path) -> None:
+    cut = certificate(**{"a.py": "1"})
+    cut["starts"][0]["code"]["complete"] = False
+    a = read_run(make(tmp_path / "a", [train(1, [1.0])], certificate=certificate(**{"a.py": "1"})))
+    b = read_run(make(tmp_path / "b", [train(1, [1.0])], certificate=cut))
+    assert a.whole_code and not b.whole_code
+    assert [note for note in compare_runs(a, b).notes if "more code" in note] == [
+        "B's folder holds more code than is noted: not all is compared"
+    ]

@@ -127,6 +127,11 @@ def _not_compared(a: RunRecord, b: RunRecord) -> Sequence[str]:
         *_missing("code", [name for name, run in named if run.code is None], "no certificate"),
         *_missing("data", [name for name, run in named if run.data is None], why),
     ]
+    notes += [
+        f"{name}'s folder holds more code than is noted: not all is compared"
+        for name, run in named
+        if not run.whole_code
+    ]
     return notes + [
         f"{name} was started {run.starts} times; its last start is compared" for name, run in named if run.starts > 1
     ]

@@ -30,7 +30,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. ``settings``: dotted key -> value. ``code``: file -> digest, None without a certificate. ``data``: the fingerprint that the
+    """One run. ``settings``: dotted key -> value. ``code``: file -> digest, None without a certificate; ``whole_code``: whether it is all of
+    it, or the folder held more than is noted. ``data``: the fingerprint that the
     trial gave when it ended, None if it did not."""
 
     folder: Path
@@ -41,6 +42,7 @@ class RunRecord:
     data: Mapping[str, Any] | None = None
     end: str | None = None
     starts: int = 1
+    whole_code: bool = True
 
     @property
     def last_step(self) -> int:
@@ -67,6 +69,7 @@ def read_run(folder: Path) -> RunRecord:
         flatten(data) if isinstance(data, Mapping) else None,
         str(summary["end"]) if summary.get("end") else None,
         max(1, len(starts)),
+        not (isinstance(code, Mapping) and code.get("complete") is False),
     )
 
 

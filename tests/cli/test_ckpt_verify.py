@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint.test_damage import flip
 from tests.checkpoint.test_shelf import trial
 from zero_trial.cli.main import main
+from zero_trial.platform.seal import METADATA, sealed
 
 
 @pytest.fixture
@@ -58,3 +59,15 @@ def test_nothing_but_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "a.tmp-1").mkdir()
     assert main(["ckpt", "verify", str(tmp_path)]) == 2
     assert "no finished checkpoint" in capsys.readouterr().err
+
+
+def test_what_a_trial_has_written_beside_its_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A changed digit that is JSON still: a run would not go on from it."""
+    folder = trial(tmp_path, 4)
+    (folder / "trial_state.json").write_text('{"step": 4}')
+    metadata = json.loads((folder / METADATA).read_text())
+    (folder / METADATA).write_text(json.dumps(sealed(metadata, folder)))
+    assert main(["ckpt", "verify", str(folder)]) == 0
+    (folder / "trial_state.json").write_text('{"step": 5}')
+    assert main(["ckpt", "verify", str(folder)]) == 5
+    assert "trial_state.json: the file is damaged" in capsys.readouterr().err

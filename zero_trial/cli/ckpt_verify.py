@@ -41,20 +41,32 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.checkpoint.damage import bytes_to_read, find_damage
+    from zero_trial.checkpoint.damage import bytes_to_read
     from zero_trial.checkpoint.shelf import look_into
 
     chosen = _chosen(look_into(options.folder), options.all)
     found: list[tuple[Saved, list[Damage]]] = []
     with closing(bytes_bar("verify", sum(map(bytes_to_read, chosen)), quiet=options.json)) as bar:
         for saved in chosen:
-            found.append((saved, find_damage(saved, bar.update)))
+            found.append((saved, _damage(saved, bar.update)))
     if options.json:
         print(json.dumps({"checkpoints": [_as_dict(saved, damage) for saved, damage in found]}))
     else:
         for saved, damage in found:
             _say(saved, damage)
     return CheckpointError.exit_code if any(damage for _, damage in found) else 0
+
+
+def _damage(saved: Saved, told: Any) -> list[Damage]:
+    """What is wrong with the engines' files, and where nothing is, with what a trial has written beside them."""
+    from zero_trial.checkpoint.damage import Damage, find_damage
+    from zero_trial.platform.seal import find_fault
+
+    found = find_damage(saved, told)
+    if not found and saved.trial is not None and (fault := find_fault(saved.folder)) is not None:
+        file, _, what = fault.partition(": ")
+        found.append(Damage(Path(file), what))
+    return found
 
 
 def _chosen(shelf: Shelf, everything: bool) -> Sequence[Saved]:

@@ -52,7 +52,8 @@ def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) 
     average.zero_()
     engine.load_checkpoint(tmp_path)
     assert torch.equal(average, saved)
-    engine.module[1] = nn.Linear(4, 4).requires_grad_(False)  # in place of a trained one: the checkpoint would hold both
+    # under the name of a trained one: the checkpoint would hold both
+    engine.module[1] = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(TrialError, match=FRESH + "1.weight, 1.bias"):
         engine.save_checkpoint(tmp_path)
 

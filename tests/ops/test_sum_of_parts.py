@@ -129,6 +129,8 @@ def test_the_twin_does_what_no_kernel_does(use: Callable[[_native.Native | None]
     whole, real = torch.ones(3, dtype=torch.int64), torch.ones(3)
     add([whole] * 3, whole)  # no floating point numbers
     add([real] * 2, real)  # torch has one pass for two, too
+    large = torch.ones(sum_of_parts.WORTH_BYTES // 4)
+    add([large], large)  # the kernel begins with the second part
     use(None)
     add([real] * 4, real)  # no kernels
-    assert asked == [3, 2, 4]
+    assert asked == [3, 2, 1, 4]

@@ -27,7 +27,7 @@ def native_sum(otherwise: Sum) -> Sum:
     """A sum of contiguous CPU tensors of one dtype and size, with the bits of ``otherwise``, which does what no kernel does."""
 
     def add(parts: Sequence[Tensor], out: Tensor) -> None:
-        worth = len(parts) > 2 or out.nbytes >= WORTH_BYTES
+        worth = len(parts) > 2 or (len(parts) == 2 and out.nbytes >= WORTH_BYTES)
         native, kind = backend().native if worth else None, _TYPES.get(out.dtype)
         if native is None or kind is None:
             otherwise(parts, out)

@@ -156,6 +156,24 @@ def test_lent_shards_can_be_edited_and_nested() -> None:
     assert shelves.gather(3)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: int) -> None:
+    """What was read ahead is read again, with its edits, and keeps its buffers: the answers of expect() decide over collectives."""
+    looking, other = Shelves(count=count), Shelves(count=count)
+    answers: list[list[Any]] = [[], []]
+    for found, shelves in zip(answers, (looking, other), strict=True):
+        for turn in range(3):
+            found += [unit.expect() for unit in shelves.units]
+            if shelves is looking:
+                with looking.shelf.lent():
+                    looking.units[0].shard[turn] = 7.0
+                looking.values[0][turn] = 7.0
+            found += [shelves.parts(index) for index in range(4)]
+            found += [shelves.gather(index) for index in ((), (2, 0), (1, 3, 0))[turn]]
+        assert len(shelves.shelf.buffers) == count
+    assert answers[0] == answers[1] and False not in answers[0][-3:]
+
+
 def test_some_stay_in_memory() -> None:
     shelves = Shelves(keep=CUT + 32)
     assert [unit.away is None for unit in shelves.units] == [False, True, False, True]

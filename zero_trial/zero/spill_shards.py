@@ -11,7 +11,7 @@ Memory: the buffers. The shard is read into this rank's part of the full buffer,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ class _Part:
     low: int
     high: int
     buffer: torch.Tensor
-    ticket: Ticket
+    ticket: Ticket | None = None  # None before it is read, and where it is to be read again
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class ShardShelf:
                 self._take_one_back()
                 continue
             part = shard.parts[0]
-            self.trouble.wait([part.ticket])  # which may be interrupted
+            self._arrived([part])  # which may be interrupted
             into[part.low : part.high].copy_(_values(part, shard))
             done = part.high
             self._release(shard.parts.popleft())
@@ -183,7 +183,7 @@ class ShardShelf:
 
     def forget(self, shard: SpilledShard) -> None:
         """What was read ahead is not needed, or about to be out of date."""
-        self.trouble.wait([part.ticket for part in shard.parts])
+        self._arrived(shard.parts)
         while shard.parts:
             self._release(shard.parts.popleft())
         self._expected = [other for other in self._expected if other is not shard]
@@ -191,6 +191,9 @@ class ShardShelf:
     def _start(self, shard: SpilledShard, done: int) -> None:
         """Reads what follows the parts that there are, from element ``done`` on if there are none, as far as there are free buffers."""
         free = self._furnished()
+        for part in shard.parts:
+            if part.ticket is None:
+                self._read(shard, part)
         low = shard.parts[-1].high if shard.parts else done
         if low < shard.numel and free and shard not in self._expected:
             self.trouble.wait(shard.written)
@@ -198,17 +201,22 @@ class ShardShelf:
             self._expected.append(shard)
         while low < shard.numel and free:
             high = min(low + self._slot, shard.numel)
-            buffer = free.popleft()
-            # The file has whole blocks, and they come past the page cache.
-            room = buffer[: round_up((high - low) * shard.itemsize, BLOCK)]
-            ticket = self.shelf.read(shard.offset + low * shard.itemsize, room)
-            shard.parts.append(_Part(low, high, buffer, ticket))
+            shard.parts.append(_Part(low, high, free.popleft()))
+            self._read(shard, shard.parts[-1])
             low = high
+
+    def _read(self, shard: SpilledShard, part: _Part) -> None:
+        # The file has whole blocks, and they come past the page cache.
+        room = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
+        part.ticket = self.shelf.read(shard.offset + part.low * shard.itemsize, room)
+
+    def _arrived(self, parts: Iterable[_Part]) -> None:
+        self.trouble.wait([part.ticket for part in parts if part.ticket is not None])
 
     def _take_one_back(self) -> None:
         """A buffer from the shard that is needed last. There is one: whoever asks has none, and none is free."""
         victim = next(shard for shard in reversed(self._expected) if shard.parts)
-        self.trouble.wait([victim.parts[-1].ticket])
+        self._arrived([victim.parts[-1]])
         self._release(victim.parts.pop())
 
     def _release(self, part: _Part) -> None:
@@ -230,8 +238,12 @@ class ShardShelf:
     # --- all of them ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
+        """What was read ahead is read again when it is needed. It keeps its buffers: a rank may look into its shards alone, and what
+        :meth:`expect` answers must stay the same on all ranks."""
         for shard in self._shards.values():
-            self.forget(shard)
+            self._arrived(shard.parts)
+            for part in shard.parts:
+                part.ticket = None
             self.trouble.wait(shard.written)
             shard.written.clear()
 

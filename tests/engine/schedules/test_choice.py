@@ -38,3 +38,19 @@ def test_none_where_there_is_nothing_to_schedule() -> None:
 def test_that_of_another_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="belongs to another optimizer"):
         choose_schedule(sgd(), torch.optim.lr_scheduler.StepLR(sgd(), 1), read_ds_config(PLAIN))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As launchers of several frameworks put one around an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+
+
+def test_that_of_a_wrapper_around_the_engines_is_taken() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    theirs = torch.optim.lr_scheduler.ConstantLR(Wrapper(optimizer), factor=0.5)
+    assert choose_schedule(optimizer, theirs, read_ds_config(PLAIN)) is theirs
+    assert optimizer.param_groups[0]["lr"] == 0.5

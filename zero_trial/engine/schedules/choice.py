@@ -28,6 +28,8 @@ def _require_own(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None
     theirs = getattr(schedule, "optimizer", None)
     if optimizer is None or not isinstance(theirs, torch.optim.Optimizer) or theirs is optimizer:
         return
+    if theirs.param_groups is optimizer.param_groups:  # a wrapper around ours: what it changes is ours
+        return
     kind = type(schedule).__name__
     raise ConfigError(
         "the schedule belongs to another optimizer than the engine's, and would change nothing",

@@ -76,3 +76,10 @@ def test_the_optimizer_means_the_same_tensors() -> None:
     for shapes in ({"a": (3, 2)}, {"b": (2,)}):
         with pytest.raises(CheckpointError, match="differs in the module and the optimizer"):
             model.check_shapes(shapes)
+
+
+def test_no_tensor_is_lost_where_two_names_become_one() -> None:
+    content = model_content({"module.a": torch.zeros(2), "a": torch.ones(3)})
+    assert set(states(content).tensors) == {"module.a", "a"}
+    with pytest.raises(CheckpointError, match="two tensors have one name"):
+        states(content, strip="module.")

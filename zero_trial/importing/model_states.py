@@ -34,6 +34,8 @@ class ModelStates:
             )
         self.tensors = {wishes.own(str(name)): value for name, value in module.items() if isinstance(value, Stored)}
         self.not_tensors = [str(name) for name, value in module.items() if not isinstance(value, Stored)]
+        if len(self.tensors) + len(self.not_tensors) != len(module):
+            raise CheckpointError("two tensors have one name without the prefix", where="--strip", got=wishes.strip)
         buffers = self.first.get("buffer_names")
         self.buffers = {wishes.own(str(name)) for name in buffers} if isinstance(buffers, list) else set()
         self.aliases = self._aliases()

@@ -99,3 +99,11 @@ def test_several_and_no_latest(tmp_path: Path) -> None:
 def test_what_is_not_imported(name: str, word: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=word):
         find_deepspeed(make(tmp_path, *STAGE_2, name), None)
+
+
+@pytest.mark.parametrize("kind", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_two_files_of_one_rank(tmp_path: Path, kind: str) -> None:
+    for name in ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", kind):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match="two files are of one rank"):
+        find_deepspeed(tmp_path, None)

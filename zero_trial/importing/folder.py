@@ -92,7 +92,15 @@ def _by_rank(folder: Path, files: list[str], pattern: re.Pattern[str]) -> tuple[
                 expected="files of mp_rank_00 alone",
                 fix="Join the parts with the model's own code, save a state dict, and import that.",
             )
-        found[int(match["rank"] or 0)] = name
+        rank = int(match["rank"] or 0)
+        if rank in found:
+            raise CheckpointError(
+                "two files are of one rank: one of them is left over from another save",
+                where=str(folder),
+                got=f"{found[rank]} and {name}",
+                fix="Move the older ones away.",
+            )
+        found[rank] = name
     missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
     if missing:
         raise CheckpointError(

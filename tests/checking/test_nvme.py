@@ -110,3 +110,18 @@ def test_the_check_says_it(tmp_path: Path) -> None:
     (text,) = messages(report)
     assert text.startswith("error: ds_config.json:") and "nvme_path: there is no such folder on this machine" in text
     assert report.exit_code == 2
+
+
+def test_a_folder_that_may_not_be_looked_at_is_none(tmp_path: Path) -> None:
+    """The system refuses in its own ways: here by a name that is too long."""
+    assert disk_of(tmp_path / ("x" * 300)) == Disk(False)
+
+
+def test_mounts_may_have_names_in_any_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_bytes(b"/dev/sda1 / ext4 rw 0 0\n/dev/sdb1 /media/caf\xe9 vfat rw 0 0\n")
+    once = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args, **kwargs: once(mounts if "proc" in path.parts else path, *args, **kwargs)
+    )
+    assert disk_of(tmp_path).kind == "ext4"

@@ -14,7 +14,7 @@ from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.fronts.whole import agreed_start, fault_of
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.in_memory import run_ranks
-from zero_trial.platform.seal import sealed
+from zero_trial.platform.seal import manifests, sealed
 
 
 def write(run: Path, step: int) -> Path:
@@ -95,3 +95,16 @@ def test_a_checkpoint_by_name_is_that_one_or_none(run: Path, tmp_path: Path) -> 
         start(new, resume=other)
     with pytest.raises(ConfigError, match="no finished checkpoint"):
         start(new, resume=tmp_path / "nowhere")
+
+
+def test_a_rank_that_cannot_look_says_so_to_the_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = run / "checkpoints/step-000012"
+
+    def look(folder: Path) -> list[Path]:
+        if folder == newest:
+            raise PermissionError(13, "Permission denied")
+        return manifests(folder)
+
+    monkeypatch.setattr("zero_trial.fronts.whole.manifests", look)
+    assert fault_of(newest, 1, 2) == f"rank 1 cannot read {newest} (Permission denied)"
+    assert start(run)[0]["step"] == 8

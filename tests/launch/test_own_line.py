@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.launch.own_line import LONGEST, own_line, with_own_line
 
@@ -58,3 +59,7 @@ def test_the_package_s_own_frames_are_none_of_the_user_s():
         read_experiment("no such file")  # type: ignore[arg-type]
     line = own_line(raised.value)
     assert line is not None and line.startswith("test_own_line.py:")
+
+
+def test_a_folder_with_a_longer_name_than_the_package_s_is_the_user_s():
+    assert own_line(caught("1 / 0", f"{Path(zero_trial.__file__).parent}_demo/train.py")) == "train.py:1"

@@ -92,6 +92,8 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="nothing can be written to this folder"):
         SpillFile(Path("/proc/self"))
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        SpillFile(tmp_path / ("x" * 300))  # where the system refuses to look
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class Disk:
 
 def disk_of(folder: Path) -> Disk:
     """As the system says."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
         return Disk(False)
     found = os.statvfs(folder)
     return Disk(True, os.access(folder, os.W_OK | os.X_OK), found.f_bavail * found.f_frsize, _kind(folder))
@@ -111,7 +111,7 @@ def _kind(folder: Path) -> str:
     """The type of the file system that ``folder`` is on; empty where the system does not say."""
     best, kind = "", ""
     try:
-        for line in Path("/proc/self/mounts").read_text("utf-8").splitlines():
+        for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():
             _, mounted, found = line.split(" ")[:3]
             place = mounted.replace("\\040", " ")
             if len(place) >= len(best) and folder.resolve().is_relative_to(place):

@@ -51,11 +51,13 @@ def fault_of(folder: Path, index: int, count: int) -> str | None:
     """What is wrong with a finished checkpoint; None if nothing. Of ``count`` ranks each reads its share of the files of tensors."""
     if index == 0 and (fault := find_fault(folder)) is not None:
         return fault
-    for manifest in manifests(folder):
-        try:
+    try:
+        for manifest in manifests(folder):
             CheckpointReader(manifest.parent).verify(index, count)
-        except CheckpointError as error:
-            return str(error)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:  # on this rank alone, perhaps: the others wait for its answer
+        return f"rank {index} cannot read {folder} ({error.strerror or error})"
     return None
 
 

@@ -20,7 +20,7 @@ def own_frame(error: BaseException) -> traceback.FrameSummary | None:
 def _is_own(filename: str) -> bool:
     if "site-packages" in filename or "dist-packages" in filename:
         return False
-    return not filename.startswith(("<frozen", _OURS, sys.base_prefix + "/lib", sys.base_prefix + "/lib64"))
+    return not filename.startswith(("<frozen", f"{_OURS}/", sys.base_prefix + "/lib", sys.base_prefix + "/lib64"))
 
 
 def own_line(error: BaseException) -> str | None:

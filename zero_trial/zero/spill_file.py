@@ -239,7 +239,7 @@ def free_bytes(folder: Path) -> int:
 def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
     """Two descriptors of one unnamed file: through the page cache, and past it (None where that is not possible)."""
     path = folder / f"zero_trial-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
         fix = "Make it, or name another one."
         raise ConfigError("there is no such folder", where=where, got=str(folder), expected="a folder", fix=fix)
     try:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.fake_core import Claims, FakeCore
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
-from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.fronts import cluster
 from zero_trial.fronts.cluster import EARLY_EXIT, is_invalid_hp, run_on_cluster
 from zero_trial.platform.cluster import ClusterPlatform, TensorboardSync, TrialFacts
@@ -169,12 +169,14 @@ def test_what_fails_while_the_platform_opens_is_a_failure_too(
     assert capsys.readouterr().err == "error   cluster: not installed.\n"
 
 
-def test_an_exit_of_the_users_own_is_not_held_up(core: FakeCore) -> None:
+def test_an_exit_of_the_users_own_is_told(core: FakeCore, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that left without a word would keep the others waiting."""
+
     def leave(context: ZeroTrialContext) -> Any:
         raise SystemExit(7)
 
-    with pytest.raises(SystemExit, match="7"):
-        run(leave)
+    assert run(leave) == TrialError("").exit_code
+    assert "in leave: the trial's code ended the process: got sys.exit(7)" in capsys.readouterr().err
 
 
 def test_ours_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ class Gatherer:
         if record:
             self._order.visit(block)
         for unit in self._units.get(block, ()):
-            unit.expect()
+            if unit.away is not None:
+                unit.expect()
         for unit in self._units.get(block, ()):
             unit.start_gather()
         for unit in self._units.get(block, ()):
@@ -167,7 +168,7 @@ class Gatherer:
         for block in self._order.upcoming(self._limits.prefetch):
             fits = fits and (self._reshard is not Reshard.WITHIN_LIMITS or self._fits(self._sizes[block]))
             for unit in self._units[block]:
-                if (fits or unit.away is not None) and unit.expect() and fits:
+                if (unit.away is None or unit.expect()) and fits:
                     unit.start_gather()
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:

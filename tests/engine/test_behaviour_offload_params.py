@@ -276,6 +276,22 @@ def test_a_disk_that_fails_gives_nothing_back(tmp_path: Path, monkeypatch: pytes
             use()
 
 
+def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new engine goes on from the last checkpoint, and needs the room."""
+    engine = engine_of("zero3-free", {}, str(tmp_path), "nvme")
+    train(engine, range(1))
+    closed: list[bool] = []
+    monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
+    descriptors = [shelf._cached for shelf in (shelf_of(engine).shelf, engine.optimizer.store.shelf)]
+    shelf_of(engine).trouble.remember(StorageError("no", where="/disk"))
+    with pytest.raises(StorageError, match="the disk has failed"):
+        engine.destroy()
+    assert closed == [True]
+    for descriptor in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^zero_optimization.offload_param.nvme_path: there is no such folder"):
         engine_of("zero3", {}, str(tmp_path / "none"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -211,16 +211,18 @@ class Engine(EngineSurface):
         return self.sharded.persistent_bytes() | {"optimizer": states}
 
     def destroy(self) -> None:
-        """Takes all hooks off; the module is an ordinary one again, monitors are closed, and offloaded state is gone. Collective over shard."""
-        try:
-            self.verdict.close()
-        finally:
-            self.sharded.remove_hooks()
-            self.reporter.close()
-            self.monitor.close()
+        """Takes all hooks off; the module is an ordinary one again, monitors are closed, and offloaded state is gone. Collective over shard.
+
+        All that can be closed is closed, also where a disk has failed and the module cannot be whole again: then StorageError comes at the end.
+        """
+        with ExitStack() as last_first:
+            last_first.callback(COLLECTOR.release, self)
             if self.optimizer is not None:
-                self.optimizer.close()
-            COLLECTOR.release(self)
+                last_first.callback(self.optimizer.close)
+            last_first.callback(self.monitor.close)
+            last_first.callback(self.reporter.close)
+            last_first.callback(self.sharded.remove_hooks)
+            last_first.callback(self.verdict.close)
 
     def __getattr__(self, name: str) -> Any:
         """Falls through to the module, so that ``engine.generate(...)`` works."""

@@ -57,6 +57,12 @@ def test_a_file_that_is_short_or_gone_is_named(folder: Path, name: str) -> None:
     assert name in str(find_fault(folder))
 
 
+@pytest.mark.parametrize("text", ["[" * 200_000, "\xff", "{", "[]", '{"steps_completed": 1, "files": 3}'])
+def test_a_description_that_is_none_is_a_fault(folder: Path, text: str) -> None:
+    (folder / "metadata.json").write_text(text, encoding="latin-1")
+    assert (find_fault(folder) or "").startswith(f"{folder / 'metadata.json'}: ")
+
+
 def test_a_large_file_is_known_by_its_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seal, "SUMMED_BYTES", 10)
     write(folder)

@@ -33,7 +33,9 @@ def test_every_steps_own_values_are_told_at_whatever_pace() -> None:
         trained = [event for event in run.record.events if event["kind"] == "train"]
         assert [value for event in trained for value in event["each"]["loss"]] == run.trial.losses
         ends = [event["step"] for event in trained]
-        assert [len(event["each"]["loss"]) for event in trained] == [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        assert [len(event["each"]["loss"]) for event in trained] == [
+            b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)
+        ]
 
 
 def test_averages_are_over_the_period() -> None:

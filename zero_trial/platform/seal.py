@@ -45,7 +45,7 @@ def find_fault(folder: Path) -> str | None:
         for name, noted in document["files"].items():
             if (fault := _compare(folder / name, noted)) is not None:
                 return f"{folder / name}: {fault}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{path}: cannot be read ({type(error).__name__}: {error})"
     return None
 

@@ -28,6 +28,16 @@ def planned(folder: str, config: dict[str, Any], *, imagined: bool, ranks: int =
     return rehearse([role], ranks, micro, [batch()], calls=config["gradient_accumulation_steps"], imagined=imagined)
 
 
+def assert_as_measured(figures: Figures, real: dict[str, int]) -> None:
+    """What lives through a step to the byte, the peak within a tenth."""
+    assert (figures.parameters, figures.gradients, figures.optimizer) == (
+        real["parameters"],
+        real["gradients"],
+        real["optimizer"],
+    )
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("folder", ["gpt", "bert_mlm"])
@@ -61,12 +71,7 @@ def test_accumulation_of_bf16_gradients_in_fp32(ranks: Pools, stage: int) -> Non
     config = ds_config(stage, bf16=True, accumulation=2)
     figures = planned("gpt", config, imagined=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
-    assert (figures.parameters, figures.gradients, figures.optimizer) == (
-        real["parameters"],
-        real["gradients"],
-        real["optimizer"],
-    )
-    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+    assert_as_measured(figures, real)
 
 
 @pytest.mark.parametrize("name", ["Lion", "Adagrad", "SGD", "Lamb"])
@@ -86,12 +91,7 @@ def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16:
     config["zero_optimization"] |= {"offload_optimizer": offload, "sub_group_size": 4096}
     figures = planned("gpt", config, imagined=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
-    assert (figures.parameters, figures.gradients, figures.optimizer) == (
-        real["parameters"],
-        real["gradients"],
-        real["optimizer"],
-    )
-    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+    assert_as_measured(figures, real)
     assert figures.optimizer < planned("gpt", ds_config(stage, bf16=bf16), imagined=True).optimizer
     assert planned("gpt", config, imagined=False).states == figures.states
 
@@ -104,12 +104,7 @@ def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, bf16: bool, state: str
     config["zero_optimization"] |= {"offload_param": params, "offload_optimizer": offload, "sub_group_size": 4096}
     figures = planned("gpt", config, imagined=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
-    assert (figures.parameters, figures.gradients, figures.optimizer) == (
-        real["parameters"],
-        real["gradients"],
-        real["optimizer"],
-    )
-    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+    assert_as_measured(figures, real)
     assert figures.parameters < planned("gpt", ds_config(3, bf16=bf16), imagined=True).parameters
 
 

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.support.pool import free_port
+from tests.support.pool import free_port, take_place
 
 LIMIT_SECONDS = 60.0
 PRELOADED = ["zero_trial", "zero_trial.run", "zero_trial.trial", "tests.support.fleet"]
@@ -134,15 +134,7 @@ def _live(
     limit: float,
 ) -> None:
     """One rank, from its first line to its exit."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+    take_place(rank, size, port)
     if log is not None:
         log.mkdir(parents=True, exist_ok=True)
         target = os.open(log / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -92,7 +92,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def take_place(rank: int, size: int, port: int) -> None:
+    """This process is ``rank`` of ``size`` on this host, by torch.distributed's variables."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -102,6 +103,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    take_place(rank, size, port)
     import torch
 
     from zero_trial.mesh import init_distributed

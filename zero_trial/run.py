@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zero_trial
-from zero_trial.config import ExperimentConfig, read_experiment
+from zero_trial.config.experiment import ExperimentConfig
+from zero_trial.config.experiment_reader import read_experiment
 from zero_trial.errors import ConfigError
 from zero_trial.fronts.certificate import certify
 from zero_trial.fronts.local import (

@@ -9,7 +9,8 @@ import pytest
 from tests.checking.project import EXPERIMENT, messages, project
 from zero_trial.checking.cluster_rules import check_cluster_rules, keys_of
 from zero_trial.config.experiment_reader import read_experiment
-from zero_trial.master.expconf import ClusterDefaults, InvalidExperiment, complete
+from zero_trial.master.expconf.cluster import ClusterDefaults
+from zero_trial.master.expconf.complete import InvalidExperiment, complete
 
 
 def said(text: str) -> list[str]:

@@ -176,11 +176,11 @@ def honoured() -> list[str]:
 # Runs in every process that Python starts below the test, the ranks of a pool too.
 IGNORE = """
 import dataclasses, os, typing
-from zero_trial.config import sections
+from zero_trial.config.sections import DsConfig
 from zero_trial.config.table import section_class
 
 *above, name = os.environ["IGNORED_KEY"].split(".")
-kind = sections.DsConfig
+kind = DsConfig
 for part in above:
     kind = section_class(typing.get_type_hints(kind)[part])
 field = next(item for item in dataclasses.fields(kind) if item.name == name)

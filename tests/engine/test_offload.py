@@ -23,7 +23,7 @@ from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from tests.support.strict_mover import StrictMover
 from zero_trial import zero
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.engine.offload import Offload, Places, StateElsewhere, open_shelf, plan_offload
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.zero.spill import SpillStore

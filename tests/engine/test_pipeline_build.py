@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.pipelines import cross_entropy, layers, micro_batch
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.engine.pipeline_build import build_layers, hops_of, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.errors import ConfigError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.config import read_ds_config
 from zero_trial.config.pipeline_words import SCHEDULE_CHUNKS
+from zero_trial.config.reader import read_ds_config
 from zero_trial.engine.pipeline_settings import (
     ROOM,
     PipelineSettings,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.engine.wiring import SMALLEST_UNIT, Wiring, mesh_shape, wire
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import MeshShape

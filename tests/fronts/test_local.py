@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.config import read_ds_config, report_json
-from zero_trial.config.report import REPORT
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.report import REPORT, report_json
 from zero_trial.errors import CheckpointError, ConfigError, Preempted
 from zero_trial.fronts.local import (
     StopRequest,

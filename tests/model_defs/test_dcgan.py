@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
 from tests.model_defs.folder import MODEL_DEFS, ROOT, import_from
-from zero_trial.config import read_experiment
+from zero_trial.config.experiment_reader import read_experiment
 from zero_trial.engine import initialize
 from zero_trial.mesh import destroy_distributed
 from zero_trial.platform.local import LocalPlatform

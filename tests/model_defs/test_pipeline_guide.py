@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tests.model_defs.folder import ROOT
-from zero_trial.config import read_ds_config, reconcile
 from zero_trial.config.pipeline_words import ZERO_POLICIES
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.reconcile import reconcile
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.schedules import RECIPES
 

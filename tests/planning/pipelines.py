@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
-from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.sections import DsConfig
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec
 from zero_trial.planning.live_bytes import LiveBytes

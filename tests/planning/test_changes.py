@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.sections import DsConfig
 from zero_trial.errors import ConfigError, DoesNotFit
 from zero_trial.planning.changes import comparison_table, describe_change, does_not_fit, smallest_change
 from zero_trial.planning.plan import Figures

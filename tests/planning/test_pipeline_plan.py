@@ -10,7 +10,7 @@ import pytest
 from tests.planning.pipelines import ROWS, batch, ds_config, pipeline, settings, watched_step
 from tests.support.pool import Pools
 from zero_trial.errors import DoesNotFit
-from zero_trial.planning.pipeline_plan import PipelinePlanner, comparison_table
+from zero_trial.planning.pipeline_plan import PipelinePlanner, pipeline_table
 
 
 def planner(*args: Any, ranks: int = 4, limit: int | None = None, **kwargs: Any) -> PipelinePlanner:
@@ -67,7 +67,7 @@ def test_every_stage_is_compared_even_where_the_policy_is_one_stage_s_own():
         "ZeRO-3, micro batch 4 x accumulation 4 (as configured)",
         "ZeRO-3, micro batch 2 x accumulation 8",
     ]
-    table = comparison_table(rows, 10**9)
+    table = pipeline_table(rows, 10**9)
     assert table.count("  fits") == 5 and table.splitlines()[0].split() == ["stage", "states", "activations", "peak"]
 
 

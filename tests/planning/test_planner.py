@@ -7,9 +7,9 @@ import torch
 
 from tests.planning.measured import ROWS, batch, build, ds_config
 from tests.planning.test_changes import Formula, planner
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.planning import Planner, memory_plan
+from zero_trial.planning.planner import Planner, memory_plan
 
 
 def test_a_plan_for_a_model() -> None:
@@ -35,7 +35,7 @@ def test_a_model_on_the_meta_device_is_planned_without_being_built() -> None:
 
 
 def test_smaller_micro_batches_hold_smaller_activations() -> None:
-    from zero_trial.planning import ModelSubject
+    from zero_trial.planning.subject import ModelSubject
 
     own = Planner(ModelSubject(build("gpt"), batch()), read_ds_config(ds_config(1)), 2)
     whole, half = own.plan(), own.plan(micro_batch=ROWS // 2)

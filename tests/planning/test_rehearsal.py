@@ -10,7 +10,7 @@ import torch
 
 from tests.planning.measured import ROWS, batch, build, ds_config, watched_step
 from tests.support.pool import Pools
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.plan import Figures

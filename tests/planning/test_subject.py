@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.planning.measured import ds_config
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.plan import Figures
 from zero_trial.planning.rehearsal import largest

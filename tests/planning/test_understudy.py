@@ -10,7 +10,7 @@ import torch
 
 from tests.planning.measured import ROWS, batch, build, ds_config
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.planning import Planner, memory_plan
+from zero_trial.planning.planner import Planner, memory_plan
 from zero_trial.planning.understudy import TrialSubject
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.report.searched import CONFIG, DS_CONFIG, context, play
-from zero_trial.config import overwrite_ds_config, read_experiment
+from zero_trial.config.experiment_reader import read_experiment
+from zero_trial.config.overlay import overwrite_ds_config
 from zero_trial.errors import ConfigError
 from zero_trial.master.records import MetricReport
 from zero_trial.report.data import Tone, Verdict

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.trial.fake_engine import FakeEngine
-from zero_trial.config import overwrite_ds_config
+from zero_trial.config.overlay import overwrite_ds_config
 from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.platform.collectives import JsonDistributed

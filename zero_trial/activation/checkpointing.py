@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from zero_trial.activation.saved_inputs import ModelAxis, SavedInputs, to_host
-from zero_trial.config import DsConfig, read_ds_config
-from zero_trial.config.sections import ActivationCheckpointingSection
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.sections import ActivationCheckpointingSection, DsConfig
 from zero_trial.errors import ConfigError
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from zero_trial.checking.finding import Area, Finding, Severity, remark, split_where
 from zero_trial.config.experiment import ExperimentConfig
-from zero_trial.master.expconf import ClusterDefaults, InvalidExperiment, complete
+from zero_trial.master.expconf.cluster import ClusterDefaults
+from zero_trial.master.expconf.complete import InvalidExperiment, complete
 
 # What the cluster adds of its own where an experiment says nothing: nothing is stored by a check.
 _STORAGE = {"type": "shared_fs", "host_path": "/"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.config import DsConfig
+    from zero_trial.config.sections import DsConfig
     from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import Checked
     from zero_trial.planning.pipeline_plan import PipelinePlanner
@@ -95,10 +95,11 @@ def _does_not_fit(planner: Planner | PipelinePlanner, limit: int) -> DoesNotFit:
 
 
 def _compared(rows: Any, limit: int | None) -> str:
-    from zero_trial.planning import changes, pipeline_plan
+    from zero_trial.planning.changes import comparison_table
+    from zero_trial.planning.pipeline_plan import PipelineChoice, pipeline_table
 
-    of_pipelines = isinstance(rows[0], pipeline_plan.PipelineChoice)
-    return pipeline_plan.comparison_table(rows, limit) if of_pipelines else changes.comparison_table(rows, limit)
+    of_pipelines = isinstance(rows[0], PipelineChoice)
+    return pipeline_table(rows, limit) if of_pipelines else comparison_table(rows, limit)
 
 
 def _limit(text: str | None, checked: Checked) -> int | None:

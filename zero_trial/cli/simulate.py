@@ -70,7 +70,8 @@ def handle(options: argparse.Namespace) -> int:
 
 def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
     from zero_trial.errors import ConfigError
-    from zero_trial.master.expconf import ClusterDefaults, complete
+    from zero_trial.master.expconf.cluster import ClusterDefaults
+    from zero_trial.master.expconf.complete import complete
 
     try:
         text = path.read_text("utf-8")

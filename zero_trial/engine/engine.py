@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.config import DsConfig
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.autocast import forward_of
 from zero_trial.engine.casting import cast_floats
 from zero_trial.engine.garbage import COLLECTOR

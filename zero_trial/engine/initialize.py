@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from zero_trial.activation.checkpointing import CHECKPOINTING
-from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.config.report import filled_line
-from zero_trial.config.sections import ActivationCheckpointingSection
+from zero_trial.config.sections import ActivationCheckpointingSection, DsConfig
 from zero_trial.engine.arguments import hints_of
 from zero_trial.engine.console import open_console
 from zero_trial.engine.engine import Engine

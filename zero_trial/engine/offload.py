@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from zero_trial.config import DsConfig
-from zero_trial.config.sections import AioSection, OffloadOptimizerSection, OffloadParamSection
+from zero_trial.config.sections import AioSection, DsConfig, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.errors import ConfigError, StorageError, ZeroTrialError
 from zero_trial.mesh import Mesh
 from zero_trial.zero.dtypes import has_own_master, living_dtype

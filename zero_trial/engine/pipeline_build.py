@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.config import DsConfig
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.chunk_shards import domains_of
 from zero_trial.engine.pipeline_settings import PipelineSettings, choose_policy, pipeline_settings, price_line, weigh
 from zero_trial.engine.wiring import Wiring

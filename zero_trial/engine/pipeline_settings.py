@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_trial.config import DsConfig
 from zero_trial.config.pipeline_words import LIFETIMES, REDUCTIONS, RESHARDS
+from zero_trial.config.sections import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.passes import lower
 from zero_trial.pipeline.policy import Choice, Policy, Sharding, Weights, candidates, choose_fitting, needed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from zero_trial.config import DsConfig, render_report
+from zero_trial.config.report import render_report
+from zero_trial.config.sections import DsConfig
 from zero_trial.zero.unit import Unit
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zero_trial.config import BatchTriple, DsConfig, solve_batch
+from zero_trial.config.batch import BatchTriple, solve_batch
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.data import sharded_loader
 from zero_trial.errors import TrialError
 from zero_trial.precision.loss_scale import LossScale

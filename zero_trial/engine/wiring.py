@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero_trial.config import BatchTriple, DsConfig, solve_batch
+from zero_trial.config.batch import BatchTriple, solve_batch
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.autocast import autocast_dtype
 from zero_trial.errors import ConfigError
 from zero_trial.mesh import MeshShape

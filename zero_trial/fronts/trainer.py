@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import zero_trial
-from zero_trial.config import read_experiment
+from zero_trial.config.experiment_reader import read_experiment
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.fronts.certificate import certify
 from zero_trial.fronts.holding import held_together

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zero_trial.config import DsConfig
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.pipeline_settings import (
     choose_policy,
     pipeline_settings,
@@ -253,7 +253,7 @@ def _either(rehearse: Callable[[bool], Held]) -> Held:
         ) from error
 
 
-def comparison_table(rows: Sequence[PipelineChoice], limit: int | None = None) -> str:
+def pipeline_table(rows: Sequence[PipelineChoice], limit: int | None = None) -> str:
     """The rows side by side, each with the pipeline rank that needs most."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}}  {'stage':>5}{'states':>12}{'activations':>13}{'peak':>12}"]

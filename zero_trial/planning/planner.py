@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from zero_trial.config import DsConfig, read_ds_config
-from zero_trial.config.sections import OffloadOptimizerSection
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.sections import DsConfig, OffloadOptimizerSection
 from zero_trial.engine.wiring import mesh_shape, wire
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.planning.plan import MemoryPlan

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from zero_trial.config import DsConfig
 from zero_trial.config.sections import (
     CometSection,
     CommsLoggerSection,
     CsvMonitorSection,
+    DsConfig,
     FlopsProfilerSection,
     OffloadOptimizerSection,
     TensorBoardSection,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zero_trial.config import DsConfig
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.planning.blueprint import Blueprint
 from zero_trial.planning.plan import Figures

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.config import DsConfig, read_ds_config
+from zero_trial.config.reader import read_ds_config
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.initialize import build_engine
 from zero_trial.engine.wiring import mesh_shape, wire

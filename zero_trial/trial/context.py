@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.config import overwrite_ds_config
+from zero_trial.config.overlay import overwrite_ds_config
 from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.platform.protocols import Platform

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.config import read_ds_config
 from zero_trial.config.document import Document, Place
 from zero_trial.config.overlay import overlay
+from zero_trial.config.reader import read_ds_config
 from zero_trial.config.reconcile import reconcile
 from zero_trial.config.source import open_source
 from zero_trial.errors import ConfigError, InvalidHP

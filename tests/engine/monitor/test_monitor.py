@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.engine.monitor import Monitor, build_monitor
 from zero_trial.engine.monitor.csv_files import CsvFiles
 from zero_trial.engine.monitor.monitor import folder_of

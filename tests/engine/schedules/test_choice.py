@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.config import read_ds_config
+from zero_trial.config.reader import read_ds_config
 from zero_trial.engine.schedules.choice import choose_schedule
 from zero_trial.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.master.expconf.written import completed
-from zero_trial.master.expconf import ClusterDefaults
+from zero_trial.master.expconf.cluster import ClusterDefaults
 
 STORAGE = {"type": "shared_fs", "host_path": "/s"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.master.expconf.written import CLUSTER, completed
-from zero_trial.master.expconf import InvalidExperiment, complete
+from zero_trial.master.expconf.complete import InvalidExperiment, complete
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.master.expconf.written import completed, judge, section
-from zero_trial.master.expconf import ClusterDefaults
+from zero_trial.master.expconf.cluster import ClusterDefaults
 
 SUBDIR = "checkpoint_storage: storage_path must either be a relative directory or a subdirectory of host_path"
 AZURE = "checkpoint_storage: Exactly one of connection_string or account_url must be set"

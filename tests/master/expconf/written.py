@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from zero_trial.master.expconf import ClusterDefaults, CompletedConfig, InvalidExperiment, complete
+from zero_trial.master.expconf.cluster import ClusterDefaults
+from zero_trial.master.expconf.complete import CompletedConfig, InvalidExperiment, complete
 
 BASE = {
     "name": "e",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zero_trial.config import DsConfig
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.monitor.comet import Comet
 from zero_trial.engine.monitor.csv_files import CsvFiles
 from zero_trial.engine.monitor.tensorboard import TensorBoard

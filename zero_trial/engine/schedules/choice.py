@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.config import DsConfig
+from zero_trial.config.sections import DsConfig
 from zero_trial.engine.schedules import build_scheduler
 from zero_trial.errors import ConfigError
 

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.expconf import other_sections as other
 from zero_trial.master.expconf.environment_section import BIND_MOUNTS, ENVIRONMENT, RESOURCES
 from zero_trial.master.expconf.hyperparameters_section import Hyperparameters, check_counts
 from zero_trial.master.expconf.lengths import PERIOD
+from zero_trial.master.expconf.other_sections import (
+    DATA_LAYER,
+    INTEGRATIONS,
+    LOG_POLICIES,
+    OPTIMIZATIONS,
+    PBS,
+    PROFILING,
+    REPRODUCIBILITY,
+    RETENTION,
+    SECURITY,
+    SLURM,
+)
 from zero_trial.master.expconf.rules import Either, Flag, Key, Many, Map, Refused, Section, Text, Whole
 from zero_trial.master.expconf.searcher_section import SEARCHER
 from zero_trial.master.expconf.storage import STORAGE
@@ -50,17 +61,17 @@ _TOP = Section(
         "records_per_epoch": Key(Whole(), 0),
         "max_restarts": Key(Whole(0), 5),
         "preemption_timeout": Key(Whole(1), 3600),
-        "reproducibility": Key(other.REPRODUCIBILITY, {}),
-        "profiling": Key(other.PROFILING, {}),
-        "optimizations": Key(other.OPTIMIZATIONS, {}),
-        "log_policies": Key(other.LOG_POLICIES, []),
-        "retention_policy": Key(other.RETENTION),
-        "integrations": Key(other.INTEGRATIONS),
-        "slurm": Key(other.SLURM, {}),
-        "pbs": Key(other.PBS, {}),
+        "reproducibility": Key(REPRODUCIBILITY, {}),
+        "profiling": Key(PROFILING, {}),
+        "optimizations": Key(OPTIMIZATIONS, {}),
+        "log_policies": Key(LOG_POLICIES, []),
+        "retention_policy": Key(RETENTION),
+        "integrations": Key(INTEGRATIONS),
+        "slurm": Key(SLURM, {}),
+        "pbs": Key(PBS, {}),
         "debug": Key(Flag(), False),
-        "data_layer": Key(other.DATA_LAYER, {"type": "shared_fs"}),
-        "security": Key(other.SECURITY),
+        "data_layer": Key(DATA_LAYER, {"type": "shared_fs"}),
+        "security": Key(SECURITY),
         "tensorboard_storage": Key(Refused("TensorBoard files go to checkpoint_storage. Remove it.")),
         "internal": Key(Refused("is for the master's own use. Remove it.")),
     },

@@ -16,6 +16,7 @@ ARROWS: Mapping[str, set[str]] = {
     "run": {"*"},  # one rank as a module
     "fronts": {"*"},  # the composition roots of one rank
     "errors": set(),
+    "util": set(),  # what every room may use
     "config": {"errors"},
     "mesh": {"errors"},
     "ops": {"errors"},
@@ -60,7 +61,7 @@ ARROWS: Mapping[str, set[str]] = {
 }
 
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within a second.
-WITHOUT_TORCH = ("config", "launch", "master", "report")
+WITHOUT_TORCH = ("util", "config", "launch", "master", "report")
 
 ONLY_IMPORTERS = {"determined": ("zero_trial.platform.determined",), "deepspeed": (), "hjson": (), "pydantic": ()}
 
@@ -81,7 +82,7 @@ def wrong_arrows(module: Module, names: set[str]) -> list[str]:
             continue
         room = room_of(item.module)
         # Importing `zero_trial.x` names its parents too; only the package itself as such is an arrow.
-        if room in (module.room, *allowed) or item.module == "zero_trial":
+        if room in (module.room, "util", *allowed) or item.module == "zero_trial":
             continue
         inside = ".".join(item.module.split(".")[1:])
         if any(

@@ -11,10 +11,11 @@ import torch
 
 from tests.checkpoint.rank_threads import on_ranks
 from tests.checkpoint.test_shelf import trial
-from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
 from zero_trial.checkpoint.damage import bytes_to_read, find_damage
 from zero_trial.checkpoint.ranks import Ranks
 from zero_trial.checkpoint.shelf import look_into
+from zero_trial.errors import CheckpointError
 
 
 def saved_by_two(folder: Path) -> Path:
@@ -65,6 +66,26 @@ def test_missing_short_and_grown_files(tmp_path: Path, harm: Callable[[Path], ob
     harm(folder / "rank-00000.safetensors")
     (one,) = find_damage(look_into(folder).saved[0])
     assert one.tensors and re.fullmatch(what, one.what)
+
+
+def test_a_link_out_of_the_folder_is_not_a_file_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = saved_by_two(tmp_path)
+    shard = folder / "rank-00000.safetensors"
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    shard.rename(elsewhere)
+    shard.symlink_to(elsewhere)
+    (one,) = find_damage(look_into(folder).saved[0])
+    assert one.file == shard and "symbolic link" in one.what and str(elsewhere) in one.what
+    assert not look_into(folder).saved[0].whole
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        CheckpointReader(folder)
+    elsewhere.rename(folder / "blob.safetensors")
+    shard.unlink()
+    shard.symlink_to("blob.safetensors")  # a link within the folder goes where the folder goes
+    assert find_damage(look_into(folder).saved[0]) == [] and look_into(folder).saved[0].whole
+    alias = tmp_path / "alias"
+    alias.symlink_to(folder)  # so does the folder itself under another name
+    assert CheckpointReader(alias).read("param/b").tolist() == [1.0] * 3
 
 
 def test_a_damaged_manifest(tmp_path: Path) -> None:

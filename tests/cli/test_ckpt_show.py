@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_trial
 from tests.checkpoint.test_shelf import engine, trial
+from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.cli.main import main
 
 
@@ -41,6 +42,15 @@ def test_the_page(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["param", "1.bias", "2", "bfloat16"] in lines
     assert ["buffer", "2.num_batches_tracked", "scalar", "int64"] in lines
     assert ["tied", "1.weight", "is", "0.weight"] in lines
+
+
+def test_a_tensor_of_very_many_dimensions_takes_one_short_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(tmp_path, "a", [Slice("param/w", (1,) * 200_000, 0, 1, torch.ones(1))], step=1)
+    assert main(["ckpt", "show", str(tmp_path / "a")]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if " w " in line]
+    assert "1x… (200000 dimensions)" in row and len(row) < 120
 
 
 def test_as_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,12 @@ def test_several_faults_are_indented():
     assert report_error(DoesNotFit("too big"), out) == 3
 
 
+def test_no_control_character_of_an_error_reaches_the_terminal():
+    out = io.StringIO()
+    assert report_error(ConfigError("a\x1b]0;owned\x07b", got="\x1b[2Jc"), out) == 2
+    assert "ab" in out.getvalue() and out.getvalue().replace("\n", "").isprintable()
+
+
 def test_the_installed_names():
     """As a program of its own, without torch."""
     code = "import sys; from zero_trial.cli.main import build_parser; build_parser().format_help(); sys.exit(3 if 'torch' in sys.modules else 0)"

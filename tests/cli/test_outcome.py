@@ -35,6 +35,11 @@ def test_a_stop_is_no_failure(code: int, tmp_path: Path):
     )
 
 
+def test_no_control_character_of_a_trial_reaches_the_terminal(tmp_path: Path):
+    _, text = report(Outcome(1, Cause(1, "ValueError: \x1b]52;c;ZWNobw==\x07red \x1b[31mflag\r", 1)), tmp_path)
+    assert text.startswith("failed  rank 1: ValueError: red flag\n") and text.replace("\n", "").isprintable()
+
+
 def test_a_verdict_that_names_its_rank_is_not_given_another(tmp_path: Path):
     _, text = report(Outcome(4, Cause(1, "rank 0, step 6: the loss became nan", 4)), tmp_path)
     assert text.startswith("failed  rank 0, step 6: the loss became nan\nlog ") and text.endswith("rank-1.log\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero_trial.checkpoint.disk import read_digest
 from zero_trial.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from zero_trial.checkpoint.reader import leads_outside
 from zero_trial.checkpoint.shelf import Saved
 
 Told = Callable[[int], object]
@@ -61,6 +62,8 @@ def damaged_files(folder: Path, manifest: Manifest, told: Told | None = None) ->
 
 
 def _fault(path: Path, expected: FileRecord, told: Told | None) -> str | None:
+    if leads_outside(path):
+        return f"it is a symbolic link to another folder: {path.resolve()}"
     try:
         size = path.stat().st_size
         if size != expected.bytes:

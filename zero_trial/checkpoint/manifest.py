@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -43,6 +43,13 @@ class TensorEntry:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+
+def shape_text(shape: Sequence[int], most: int = 16) -> str:
+    """``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions, for one line of text."""
+    if len(shape) > most:
+        return f"{'x'.join(map(str, shape[:most]))}x… ({len(shape)} dimensions)"
+    return "x".join(map(str, shape)) or "scalar"
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ def check_coverage(name: str, entry: TensorEntry) -> None:
                 "a piece lies outside its tensor",
                 where=name,
                 got=f"elements {piece.start} to {piece.stop} in {piece.file}",
-                expected=f"a range within 0 to {entry.numel}, shape {entry.shape}",
+                expected=f"a range within 0 to {entry.numel}, shape {shape_text(entry.shape)}",
             )
         if piece.start > end:
             raise _hole(name, end, piece.start, entry)
@@ -169,7 +176,11 @@ def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
     listed = list(entries)
     kinds = {(entry.dtype, entry.shape) for entry in listed}
     if len(kinds) > 1:
-        raise CheckpointError("ranks differ about a tensor", where=name, got=" and ".join(map(str, sorted(kinds))))
+        raise CheckpointError(
+            "ranks differ about a tensor",
+            where=name,
+            got=" and ".join(f"{dtype} {shape_text(shape)}" for dtype, shape in sorted(kinds)),
+        )
     pieces = sorted((piece for entry in listed for piece in entry.pieces), key=lambda piece: piece.start)
     return TensorEntry(listed[0].dtype, listed[0].shape, tuple(pieces))
 

@@ -123,10 +123,23 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(text, str(path))
 
 
+def leads_outside(path: Path) -> bool:
+    """Return whether ``path`` is a symbolic link whose target is not in the folder of ``path``."""
+    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
+
+
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every file that the manifest lists is there, with its size. Raises CheckpointError for the first that is not."""
+    """Every file that the manifest lists is in the folder, with its size. Raises CheckpointError for the first that is not."""
     for name, record in manifest.files.items():
         path = folder / name
+        if leads_outside(path):
+            raise CheckpointError(
+                "a file of the checkpoint is a symbolic link to another folder",
+                where=str(path),
+                got=str(path.resolve()),
+                expected="a file of the checkpoint's own: it would be lost where the folder is copied or its target removed",
+                fix="Replace the link with a copy of its target.",
+            )
         size = path.stat().st_size if path.is_file() else None
         if size != record.bytes:
             raise CheckpointError(

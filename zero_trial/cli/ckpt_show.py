@@ -69,11 +69,12 @@ def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[st
 
 
 def _row(word: str, held: Held) -> tuple[str, ...]:
-    shape = "x".join(map(str, held.entry.shape)) or "scalar"
+    from zero_trial.checkpoint.manifest import shape_text
+
     name = held.name if not held.stored.startswith("part") else held.stored.split("/")[0] + "/" + held.name
     dtype = f"{held.entry.dtype} (lives in {held.lives})" if held.is_master else held.entry.dtype
     kinds = [kind if own == "float32" else f"{kind} {own}" for kind, own in held.states.items()]
-    return word, name, shape, dtype, ", ".join(kinds)
+    return word, name, shape_text(held.entry.shape), dtype, ", ".join(kinds)
 
 
 def _counters(state: Mapping[str, Any]) -> str:

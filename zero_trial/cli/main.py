@@ -12,6 +12,7 @@ from typing import TextIO
 
 import zero_trial
 from zero_trial.errors import StorageError, ZeroTrialError
+from zero_trial.util.text import strip_control
 
 VERBS = (
     "init",
@@ -87,7 +88,7 @@ def report_error(error: ZeroTrialError, stream: TextIO, *, debug: bool = False) 
     if debug:
         traceback.print_exception(error, file=stream)
     else:
-        first, *rest = str(error).splitlines() or [type(error).__name__]
+        first, *rest = strip_control(str(error)).splitlines() or [type(error).__name__]
         stream.write("\n".join([f"error   {first}", *(f"        {line}" for line in rest)]) + "\n")
     return error.exit_code
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.util.text import strip_control
 
 DOWN_SECONDS = 90.0
 
@@ -274,7 +275,9 @@ def _text(facts: Mapping[str, Any]) -> list[str]:
         progress = "" if item["progress"] is None else f" {item['progress']:.0%}"
         best = "" if item["best"] is None else f"  best {item['best']:.6g}"
         pruned = f"  ({item['pruned']} pruned before launch)" if item["pruned"] else ""
-        lines.append(f"  {item['id']:>4}  {item['state']}{progress}  {item['name']}  {counts}{pruned}{best}")
+        lines.append(
+            f"  {item['id']:>4}  {item['state']}{progress}  {strip_control(item['name'])}  {counts}{pruned}{best}"
+        )
     return lines
 
 
@@ -289,11 +292,11 @@ def logs_(options: argparse.Namespace) -> int:
     with home.log.open(encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
         shown = lines if options.tail is None else lines[-options.tail :] if options.tail else []
-        print(json.dumps({"lines": shown}) if options.json else "\n".join(shown), flush=True)
+        print(json.dumps({"lines": shown}) if options.json else strip_control("\n".join(shown)), flush=True)
         while options.follow:
             fresh = file.read()
             if fresh:
-                print(fresh, end="", flush=True)
+                print(strip_control(fresh), end="", flush=True)
             else:
                 time.sleep(0.2)
     return 0

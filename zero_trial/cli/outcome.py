@@ -8,6 +8,7 @@ from typing import TextIO
 
 from zero_trial.launch import records
 from zero_trial.launch.supervisor import PREEMPTED, Outcome
+from zero_trial.util.text import strip_control
 
 
 def report_outcome(outcome: Outcome, folder: Path, stream: TextIO) -> int:
@@ -16,7 +17,7 @@ def report_outcome(outcome: Outcome, folder: Path, stream: TextIO) -> int:
     if cause is None:
         return outcome.exit_code
     word = "stopped" if outcome.exit_code in (PREEMPTED, 128 + 2, 128 + 15, 128 + 1) else "failed"
-    first, *rest = cause.headline.splitlines() or [f"exit code {outcome.exit_code}"]
+    first, *rest = strip_control(cause.headline).splitlines() or [f"exit code {outcome.exit_code}"]
     lines = [f"{word:<8}{first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
     log = folder / records.LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
     if word == "failed":

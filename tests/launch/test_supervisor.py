@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.launch.programs import LIMIT, Silent, start_zero_trial, supervisor, write_program
-from zero_trial.launch import records
 from zero_trial.launch.processes import marked
+from zero_trial.launch.records import read_ranks
 from zero_trial.launch.supervisor import Outcome, Supervisor
 
 
@@ -159,4 +159,4 @@ def test_no_orphan_when_the_command_itself_is_ended(number: signal.Signals, tmp_
         command.communicate(timeout=30)
     finally:
         command.kill()
-    assert [record.rank for record in records.read_ranks(tmp_path / "run")] == [0, 1]
+    assert [record.rank for record in read_ranks(tmp_path / "run")] == [0, 1]

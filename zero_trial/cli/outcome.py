@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TextIO
 
-from zero_trial.launch import records
+from zero_trial.launch.run_folder import LOGS
 from zero_trial.launch.supervisor import PREEMPTED, Outcome
 from zero_trial.util.text import strip_control
 
@@ -19,7 +19,7 @@ def report_outcome(outcome: Outcome, folder: Path, stream: TextIO) -> int:
     word = "stopped" if outcome.exit_code in (PREEMPTED, 128 + 2, 128 + 15, 128 + 1) else "failed"
     first, *rest = strip_control(cause.headline).splitlines() or [f"exit code {outcome.exit_code}"]
     lines = [f"{word:<8}{first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
-    log = folder / records.LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
+    log = folder / LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
     if word == "failed":
         lines.append(f"log     {shown(log)}")
         lines += disk_lines(folder)

@@ -22,9 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.launch import records
 from zero_trial.launch.own_line import with_own_line
 from zero_trial.launch.processes import die_with_parent
+from zero_trial.launch.records import ErrorRecord, RankRecord, write_error, write_rank
+from zero_trial.launch.run_folder import LOGS
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
 """Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
@@ -47,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
         return _run_code(options)
     run_dir = Path(options.run_dir)
     record = own_record(os.environ, watched=options.exec is None)
-    redirect_output(run_dir / records.LOGS / f"rank-{record.rank}.log")
-    records.write_rank(run_dir, record)
+    redirect_output(run_dir / LOGS / f"rank-{record.rank}.log")
+    write_rank(run_dir, record)
     os.environ[RUN_DIR] = str(run_dir.resolve())
     if options.cwd:
         os.chdir(options.cwd)
@@ -56,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
         options.arguments.insert(0, f"--local_rank={record.local_rank}")
     code = _run_rank(run_dir, record.rank, options)
     with contextlib.suppress(OSError):  # a full disk takes no words, and changes nothing about how the rank ended
-        records.write_rank(run_dir, replace(record, exit_code=code))
+        write_rank(run_dir, replace(record, exit_code=code))
     return code
 
 
-def own_record(env: Mapping[str, str], *, watched: bool) -> records.RankRecord:
+def own_record(env: Mapping[str, str], *, watched: bool) -> RankRecord:
     """This process as torch.distributed.run has placed it."""
-    return records.RankRecord(
+    return RankRecord(
         int(env.get("RANK", "0")), int(env.get("LOCAL_RANK", "0")), os.getpid(), watched, host=socket.gethostname()
     )
 
@@ -118,7 +119,7 @@ def _print_traceback(error: BaseException) -> None:
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:
     with contextlib.suppress(OSError):
-        records.write_error(run_dir, records.ErrorRecord(rank, type(error).__name__, message, code, time.time()))
+        write_error(run_dir, ErrorRecord(rank, type(error).__name__, message, code, time.time()))
     return code
 
 

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RANKS = "ranks"
-ERRORS = "errors"
-LOGS = "logs"
+from zero_trial.launch.run_folder import ERRORS, RANKS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch import records
+
+RANKS = "ranks"
+ERRORS = "errors"
+LOGS = "logs"
 
 _NUMBER = re.compile(r"\d{4,}")
 
@@ -33,7 +36,7 @@ def given_run_folder(folder: Path) -> Path:
     """Make ``folder``, or take it when it is empty of runs. Raises ConfigError when a run has been there already."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
-    if any((folder / name).exists() for name in ("events.jsonl", records.RANKS, records.ERRORS)):
+    if any((folder / name).exists() for name in ("events.jsonl", RANKS, ERRORS)):
         raise ConfigError(
             "there is a run in this folder already",
             where="--run-dir",
@@ -61,7 +64,7 @@ def resumed_run_folder(folder: Path) -> Path:
         raise ConfigError(
             "there is nothing to resume", where="--resume", got=str(folder), expected="a run's folder with checkpoints/"
         )
-    for name in (records.RANKS, records.ERRORS):
+    for name in (RANKS, ERRORS):
         for path in (folder / name).glob("*.json"):
             path.unlink()
     for name in ("preempt", "early_exit.json"):

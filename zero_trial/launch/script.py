@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TextIO
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch import records
 from zero_trial.launch.agent import AgentCommand, Target
 from zero_trial.launch.devices import count_devices, threads_per_rank
 from zero_trial.launch.environment import rank_environment
@@ -22,7 +21,7 @@ from zero_trial.launch.hosts import HostPlan, parse_exports, ssh_command
 from zero_trial.launch.interfaces import interface_towards, loopback
 from zero_trial.launch.placement import Placement, PlacementRequest, place
 from zero_trial.launch.rendezvous import Rendezvous
-from zero_trial.launch.run_folder import given_run_folder, new_run_folder
+from zero_trial.launch.run_folder import LOGS, given_run_folder, new_run_folder
 from zero_trial.launch.screen import LogWatcher, Silence
 from zero_trial.launch.supervisor import Outcome, Supervisor, Watcher
 
@@ -131,17 +130,17 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
 def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
     if not own.rendezvous.leads:
         return Silence()
-    return LogWatcher(folder / records.LOGS / "rank-0.log", output, stop_at=FAREWELL)
+    return LogWatcher(folder / LOGS / "rank-0.log", output, stop_at=FAREWELL)
 
 
 def _start_others(placement: Placement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
     """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log`` here."""
     exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
     started = []
-    (folder / records.LOGS).mkdir(parents=True, exist_ok=True)
+    (folder / LOGS).mkdir(parents=True, exist_ok=True)
     for plan in placement.others:
         command = ssh_command(plan, remote_command(plan, request, folder), os.getcwd(), exports)
-        with (folder / records.LOGS / f"host-{plan.node_rank}.log").open("ab") as log:
+        with (folder / LOGS / f"host-{plan.node_rank}.log").open("ab") as log:
             started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
     return started
 

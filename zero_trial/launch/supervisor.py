@@ -18,10 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from zero_trial.launch import records
 from zero_trial.launch.agent import AgentCommand, deaths, tail
 from zero_trial.launch.cause import INFRASTRUCTURE, Cause, first_cause
 from zero_trial.launch.processes import MARK, is_running, marked, send
+from zero_trial.launch.records import RankRecord, read_errors, read_ranks
+from zero_trial.launch.run_folder import LOGS
 
 PREEMPTED = 75
 
@@ -73,10 +74,10 @@ class Supervisor:
         self.watcher = watcher
         self.patience = patience or Patience()
         self.mark = uuid.uuid4().hex
-        self._agent_log = self.run_dir / records.LOGS / command.log_name
+        self._agent_log = self.run_dir / LOGS / command.log_name
         self._stop = stop or self._terminate_ranks
         self._asked: list[signal.Signals] = []
-        self._vanished: tuple[records.RankRecord, ...] = ()
+        self._vanished: tuple[RankRecord, ...] = ()
         self._killed: set[int] = set()  # pids that did not end when they should have
         self._deadline: float | None = None
 
@@ -129,7 +130,7 @@ class Supervisor:
 
     def _has_failed(self) -> bool:
         """Whether a rank has left an error, or is gone and the agent has begun to end the others."""
-        if records.read_errors(self.run_dir):
+        if read_errors(self.run_dir):
             return True
         gone = {record.pid for record in self._open_ranks() if not is_running(record.pid)}
         if not gone:
@@ -138,16 +139,16 @@ class Supervisor:
         self._vanished = tuple(record for record in self._open_ranks() if record.pid in gone)
         return bool(self._vanished) and b"closing signal" in self._agent_log.read_bytes()
 
-    def _open_ranks(self) -> list[records.RankRecord]:
+    def _open_ranks(self) -> list[RankRecord]:
         return [record for record in self._own_ranks() if record.watched and record.exit_code is None]
 
-    def _own_ranks(self) -> list[records.RankRecord]:
+    def _own_ranks(self) -> list[RankRecord]:
         """The ranks of this host; other hosts may share the folder."""
-        return [record for record in records.read_ranks(self.run_dir) if record.host == socket.gethostname()]
+        return [record for record in read_ranks(self.run_dir) if record.host == socket.gethostname()]
 
     def _time_to_end(self) -> float:
         """How long the others may take: a preempted rank may still be saving."""
-        preempted = any(error.exit_code == PREEMPTED for error in records.read_errors(self.run_dir))
+        preempted = any(error.exit_code == PREEMPTED for error in read_errors(self.run_dir))
         return self.patience.after_stop if preempted else self.patience.after_failure
 
     def _terminate_ranks(self) -> None:
@@ -192,7 +193,7 @@ class Supervisor:
     def _outcome(self, code: int, log: Path) -> Outcome:
         if code == 0:
             return Outcome(0)
-        errors = records.read_errors(self.run_dir)
+        errors = read_errors(self.run_dir)
         if self._asked:
             saved = next((error for error in errors if error.exit_code == PREEMPTED), None)
             if saved is not None:

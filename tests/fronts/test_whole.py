@@ -63,6 +63,21 @@ def test_a_damaged_one_is_passed_over_in_words(run: Path, name: str) -> None:
     assert (found["step"], len(told)) == (4, 2)
 
 
+def test_a_checkpoint_that_lost_its_description_is_damaged(run: Path) -> None:
+    (run / "checkpoints/step-000012/metadata.json").unlink()
+    found, told = start(run)
+    assert found["step"] == 8
+    assert told == [
+        f"a damaged checkpoint is passed over: {run / 'checkpoints/step-000012/metadata.json'}: the file is missing"
+    ]
+    for step in (4, 8):
+        (run / f"checkpoints/step-{step:06d}/metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole.*step-000012/metadata\.json"):
+        start(run)
+    with pytest.raises(CheckpointError, match=r"step-000004/metadata\.json"):
+        start(run.parent / "new", resume=run / "checkpoints/step-000004")
+
+
 def test_where_none_is_whole_nobody_starts_afresh(run: Path) -> None:
     for folder in (run / "checkpoints").iterdir():
         flip(folder / "model0/rank-00000.safetensors")

@@ -79,18 +79,51 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000005").mkdir(parents=True)
     (tmp_path / "checkpoints/step-000005/mine").touch()
-    with pytest.raises(CheckpointError, match="no checkpoint has its name"):
+    with pytest.raises(CheckpointError, match="not a checkpoint has its name"):
         store(LocalPlatform(tmp_path), 5)
     assert (tmp_path / "checkpoints/step-000005/mine").exists()
+
+
+@pytest.mark.parametrize("left", ["trial_state.json", "model0/manifest.json"])
+def test_a_checkpoint_that_lost_its_description_is_replaced(tmp_path: Path, left: str) -> None:
+    """A run that goes on from an older one comes to its step again."""
+    damaged = tmp_path / "checkpoints/step-000005"
+    (damaged / left).parent.mkdir(parents=True)
+    (damaged / left).write_text('{"sha256": "00"}')
+    platform = LocalPlatform(tmp_path)
+    store(platform, 5)
+    assert find_fault(damaged) is None and not (damaged / left).exists()
+
+
+def test_a_kill_while_checkpoints_are_deleted_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = LocalPlatform(tmp_path)
+    for step in (1, 2):
+        store(platform, step)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", killed)
+        platform.checkpoints.retain(["step-000002"])
+    names = {entry.name.partition(".")[0] for entry in (tmp_path / "checkpoints").iterdir() if "." not in entry.name}
+    assert names == {"step-000002"}, "what is half deleted does not have a checkpoint's name"
+    (tmp_path / "checkpoints/step-000002").rename(tmp_path / "checkpoints/step-000002.old-0123abcd")
+    platform.checkpoints.sweep()
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_latest_is_the_highest_finished_step(tmp_path: Path) -> None:
     platform = LocalPlatform(tmp_path)
     for step in (5, 1000000, 30):
         store(platform, step)
-    (tmp_path / "checkpoints" / "step-2000000").mkdir()  # no metadata: not finished
+    (tmp_path / "checkpoints" / "step-2000000.tmp-1").mkdir()
     latest = latest_checkpoint(tmp_path / "checkpoints")
     assert latest is not None and checkpoint_step(latest) == 1000000
+    assert latest_checkpoint(tmp_path / "checkpoints", [str(latest.resolve())]) == tmp_path / "checkpoints/step-000030"
+    (tmp_path / "checkpoints" / "step-2000000").mkdir()  # it has lost its files: no reason to pass it over in silence
+    latest = latest_checkpoint(tmp_path / "checkpoints")
+    assert latest is not None and latest.name == "step-2000000" and checkpoint_step(latest) is None
     assert latest_checkpoint(tmp_path / "none") is None
 
 

@@ -23,7 +23,7 @@ from zero_trial.fronts.log import done_event
 from zero_trial.fronts.rank import RankState, Trained, figures_of
 from zero_trial.launch.own_line import with_own_line
 from zero_trial.mesh.env import RankEnv
-from zero_trial.platform.local import checkpoint_step, latest_checkpoint
+from zero_trial.platform.local import latest_checkpoint, named_step
 from zero_trial.platform.run_folder import RunFolder, append_line, error_record, write_json
 from zero_trial.platform.seal import METADATA
 from zero_trial.trial.outcome import End, Outcome
@@ -95,7 +95,7 @@ def _error_files(run_dir: Path) -> list[Path]:
 def starting_point(
     run_dir: Path, resume: Path | None = None, warm_start: Path | None = None, apart_from: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The checkpoint to start from, its step, and the trial's id: the run's own latest one, or what ``resume`` (the trial
+    """The checkpoint to try first, its step, and the trial's id: the run's own latest one, or what ``resume`` (the trial
     goes on) or ``warm_start`` (a new trial from its weights) names. Those of ``apart_from`` (absolute paths) are passed over.
 
     Raises CheckpointError for one that says nothing about itself.
@@ -111,18 +111,18 @@ def starting_point(
 
 
 def resumed_from(path: Path) -> dict[str, Any]:
-    """A finished checkpoint, its step, and the trial that it is of."""
+    """A checkpoint, its step, and the trial that it is of; the step of its name where its description is damaged."""
     start = {"checkpoint": str(path.resolve())}
     try:
         metadata = json.loads((path / METADATA).read_text())
         return {**start, "step": int(metadata["steps_completed"]), "trial_id": str(metadata["trial_id"])}
     except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever looks at the whole of it will say how
-        return {**start, "step": checkpoint_step(path) or 0, "trial_id": ""}
+        return {**start, "step": named_step(path) or 0, "trial_id": ""}
 
 
 def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
     """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
-    itself = checkpoint_step(path) is not None
+    itself = named_step(path) is not None
     found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
     if str(path.resolve()) in apart_from or (apart_from and found is None):
         raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")

@@ -18,21 +18,32 @@ from zero_trial.errors import CheckpointError, ZeroTrialError
 from zero_trial.platform.collectives import JsonDistributed
 from zero_trial.platform.protocols import Distributed
 from zero_trial.platform.run_folder import RunFolder, append_line, keep_lines, read_lines, write_json
-from zero_trial.platform.seal import METADATA, sealed
+from zero_trial.platform.seal import METADATA, TRIAL_STATE, manifests, sealed
+
+
+def named_step(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
+
+    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it since.
+    """
+    head, _, digits = path.name.partition("-")
+    return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step that a finished checkpoint folder is named after; None for anything else (temporary ones among them)."""
-    head, _, digits = path.name.partition("-")
-    return int(digits) if head == "step" and digits.isdigit() and (path / METADATA).is_file() else None
+    """The step of a checkpoint that has its ``metadata.json``; None for anything else."""
+    return named_step(path) if (path / METADATA).is_file() else None
 
 
 def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
-    """The finished checkpoint with the highest step, but for those of ``apart_from``. There is no pointer file that could be torn."""
+    """The checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
+
+    There is no pointer file that could be torn.
+    """
     if not folder.is_dir():
         return None
     paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
-    found = [(step, path) for path in paths if (step := checkpoint_step(path)) is not None]
+    found = [(step, path) for path in paths if (step := named_step(path)) is not None]
     return max(found)[1] if found else None
 
 
@@ -132,25 +143,32 @@ class LocalCheckpoints:
     def retain(self, storage_ids: Sequence[str]) -> None:
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name not in storage_ids and checkpoint_step(path) is not None:
-                shutil.rmtree(path, ignore_errors=True)
+                # Renamed first: a process that is killed while it deletes must not leave half a checkpoint under its name.
+                shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
 
     def sweep(self) -> None:
-        """Rank 0, before training: temporary folders that a killed run left behind."""
+        """Rank 0, before training: removes the temporary folders that a killed run left behind.
+
+        A checkpoint that was about to be replaced gets its name back if the new one did not take it.
+        """
         for path in self.folder.glob("step-*.*-*") if self.folder.is_dir() else ():
-            shutil.rmtree(path, ignore_errors=True)
+            name, _, kind = path.name.partition(".")
+            if kind.startswith("old-") and not (self.folder / name).exists():
+                path.rename(self.folder / name)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """``temporary`` gets its final name; an older folder of that name steps aside first.
+    """``temporary`` gets its final name; an older checkpoint of that name, damaged or not, is replaced.
 
-    The parent is flushed, so that the name survives.
+    The parent is flushed, so that the name survives. Raises CheckpointError if ``final`` is not a checkpoint.
     """
     aside = None
-    if final.exists() and checkpoint_step(final) is None:
-        raise CheckpointError("something that is no checkpoint has its name", where=str(final), fix="Move it away.")
+    if final.exists() and not is_checkpoint(final):
+        raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
     if final.exists():
-        aside = final.with_name(f"{final.name}.old-{uuid.uuid4().hex[:8]}")
-        final.rename(aside)
+        aside = final.rename(_other_name(final, "old"))
     temporary.rename(final)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:
@@ -159,6 +177,16 @@ def publish(temporary: Path, final: Path) -> None:
         os.close(descriptor)
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
+    return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
+
+
+def _other_name(path: Path, kind: str) -> Path:
+    """A name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
 
 
 @dataclass(frozen=True)

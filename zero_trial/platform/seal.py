@@ -17,6 +17,7 @@ from typing import Any
 
 METADATA = "metadata.json"
 MANIFEST = "manifest.json"
+TRIAL_STATE = "trial_state.json"
 _SEALED = b'{"sha256": "'  # how a manifest of ours begins
 SUMMED_BYTES = 1 << 26
 """Larger files are known by their size alone: a second reading of them would cost seconds at every save."""
@@ -35,18 +36,24 @@ def find_fault(folder: Path) -> str | None:
     path = folder / METADATA
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(document, dict) or "steps_completed" not in document:
-            return f"{path}: no description of a checkpoint"
-        if "sha256" not in document and "files" not in document:
-            return None
-        seal = document.pop("sha256", None)
-        if seal != _sum(document):
-            return f"{path}: the file is damaged"
-        for name, noted in document["files"].items():
-            if (fault := _compare(folder / name, noted)) is not None:
-                return f"{folder / name}: {fault}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except FileNotFoundError:
+        return f"{path}: the file is missing"
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: a million opening brackets
         return f"{path}: cannot be read ({type(error).__name__}: {error})"
+    if not isinstance(document, dict) or "steps_completed" not in document:
+        return f"{path}: no description of a checkpoint"
+    if "sha256" not in document and "files" not in document:
+        return None
+    checksum = document.pop("sha256", None)
+    if checksum != _sum(document) or not isinstance(document.get("files"), dict):
+        return f"{path}: the file is damaged"
+    for name, noted in document["files"].items():
+        try:
+            fault = _compare(folder / name, noted)
+        except OSError as error:
+            fault = f"cannot be read ({error.strerror or error})"
+        if fault is not None:
+            return f"{folder / name}: {fault}"
     return None
 
 

@@ -196,3 +196,12 @@ def inference(stage: str) -> tuple[bool, int, bool]:
 def test_an_engine_for_inference_only(ranks: Pools) -> None:
     assert ranks(2).run(inference, "zero2") == [(True, 0, True)] * 2
     assert ranks(2).run(inference, "zero3-free") == [(True, 2 * 64 * 65 * 4 // 2, True)] * 2
+
+
+def test_a_model_on_the_meta_device_is_refused_by_the_name_of_a_parameter() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match="meta device") as found:
+        zero_trial.initialize(model=model, config=config)
+    assert found.value.where == "initialize(model): weight"

@@ -94,3 +94,28 @@ def test_distance_counts_what_is_used_before(visited: int, block: str, expected:
     for used in STEP[:visited]:
         uses.visit(used)
     assert uses.distance(block) == expected
+
+
+class CountedSizes(dict[str, int]):
+    """Counts how often a size is read."""
+
+    reads = 0
+
+    def __getitem__(self, block: str) -> int:
+        self.reads += 1
+        return super().__getitem__(block)
+
+
+def test_a_step_of_many_blocks_and_micro_batches_costs_time_in_proportion_to_its_uses() -> None:
+    blocks = [f"h{index}" for index in range(50)]
+    sizes = CountedSizes({block: 100 for block in blocks})
+    step = [*blocks, *reversed(blocks)] * 20
+    uses = UseOrder(sizes)
+    for _ in range(2):
+        uses.start_step()
+        for block in step:
+            uses.visit(block)
+            uses.upcoming(200)
+            uses.distance(block)
+    assert uses.on_track
+    assert sizes.reads < 10 * len(step)

@@ -234,6 +234,32 @@ def test_a_second_sum_goes_on_top_of_the_first(ranks: Pools, stage: int, every: 
         assert fits(final, [3.0, 36.0, 9.0])
 
 
+def one_sided(stage: int, every: str) -> tuple[list[float], int]:
+    """A gradient that only rank 1 has after the reduction."""
+    rig = Rig(stage, every=every)
+    rig.backward([2, 1, 0])
+    if rig.rank == 1:
+        (20.0 * rig.params[1][0]).sum().backward()
+    rig.reducer.ensure_reduced()
+    return rig.sums(), len(rig.reducer._completed)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", ["boundary", "micro"])
+def test_a_gradient_that_one_rank_alone_has_is_reduced_on_all(ranks: Pools, stage: int, every: str) -> None:
+    for final, _ in ranks(2).run(one_sided, stage, every):
+        assert fits(final, [3.0, 26.0, 9.0])
+
+
+def test_the_order_of_completion_is_recorded_only_until_it_is_known() -> None:
+    rig = Rig(2)
+    for _ in range(3):
+        rig.backward([2, 1, 0])
+        rig.reducer.reset()
+    assert rig.reducer.order_by_name() == ["u2", "u1", "u0"]
+    assert rig.reducer._completed == []
+
+
 def no_sync() -> tuple[list[float], int]:
     """Backward passes that were never reduced are, before the step."""
     rig = Rig(2)

@@ -124,6 +124,7 @@ def build_engine(
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
+    _require_values(model)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
     groups = parameter_groups(model, optimizer, model_parameters)
@@ -152,6 +153,19 @@ def build_engine(
     engine.optimizer = sharded.optimizer = wrapped
     engine.lr_scheduler = choose_schedule(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
     return engine
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raises ConfigError for a model that was built on the meta device: training has to start from some values."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    if (name := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+        raise ConfigError(
+            "the model is on the meta device and has no values",
+            where=f"initialize(model): {name}",
+            got="device meta",
+            expected="initialized parameters and buffers",
+            fix="Build it inside zero_trial.zero.Init(), which shards each layer as it is built, or call model.to_empty(device=...) and initialize it.",
+        )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

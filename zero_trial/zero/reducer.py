@@ -105,7 +105,8 @@ class Reducer:
         if not self.active:
             return
         index = self._index[id(landing)]
-        self._completed.append(index)
+        if not self._learned:
+            self._completed.append(index)
         if not landing.late:
             self._ready.add(index)
         while self._cursor < len(self._order) and self._order[self._cursor] in self._ready:
@@ -145,16 +146,31 @@ class Reducer:
         self.square_sums[self._index[id(landing)]] = square_sum(self._counted(landing))
 
     def ensure_reduced(self) -> None:
-        """Before a step: reduces units whose gradients no reduced backward pass took along.
+        """Before a step: reduces units whose gradients no reduced backward pass took along. Collective: every rank must call.
 
         Those are gradients from another engine's loss, from ``no_sync``, or such as came after their unit was complete (re-entrant
-        checkpointing of shared weights); a unit that was reduced before gets a second sum on top of the first.
+        checkpointing of shared weights); a unit that was reduced before gets a second sum on top of the first. A unit that has such gradients
+        on one rank alone is reduced on all of them: the others add zeros.
         """
         self.land()
-        waiting = [landing for landing in self.landings if not landing.shard_filled or landing.touched]
-        for landing in waiting:
-            self._launch(landing)
+        for index in self._left_anywhere():
+            self._launch(self.landings[index])
         self._land_all()
+
+    def _left_anywhere(self) -> list[int]:
+        """The units that are still to be reduced on some rank, the same list on all. One number is exchanged when there are none."""
+        own = [not landing.shard_filled or landing.touched for landing in self.landings]
+        axes = [axis for axis in (self._shard, self._replica) if axis.size > 1]
+        if axes:
+            count = torch.tensor([sum(own)], dtype=torch.int32, device=axes[0].control_device)
+            for axis in axes:
+                axis.all_reduce_small(count, "gradients left to reduce", "max")
+            if bool(count.any()):
+                flags = torch.tensor(own, dtype=torch.int32, device=axes[0].control_device)
+                for axis in axes:
+                    axis.all_reduce_small(flags, "groups left to reduce", "max")
+                own = [bool(left) for left in flags.tolist()]
+        return [index for index, left in enumerate(own) if left]
 
     def reset(self) -> None:
         """Forgets all gradients and sums of this step; reductions under way (backward ended in an exception) are waited for."""

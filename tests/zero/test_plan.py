@@ -71,7 +71,7 @@ def test_persistent_changes_the_parameters_lifetime_alone(stage: int) -> None:
 
 def test_a_plan_describes_itself() -> None:
     assert plan_for_stage(0).describe() == (
-        "parameters live always, gradients until the step (reduced at boundary), optimizer state whole on every rank"
+        "parameters live always, gradients always (reduced at boundary), optimizer state whole on every rank"
     )
     assert plan_for_stage(3).describe() == (
         "parameters live use, gradients until reduced (reduced at micro), optimizer state one shard per rank"

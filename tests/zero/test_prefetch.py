@@ -108,7 +108,7 @@ class CountedSizes(dict[str, int]):
 
 def test_a_step_of_many_blocks_and_micro_batches_costs_time_in_proportion_to_its_uses() -> None:
     blocks = [f"h{index}" for index in range(50)]
-    sizes = CountedSizes({block: 100 for block in blocks})
+    sizes = CountedSizes(dict.fromkeys(blocks, 100))
     step = [*blocks, *reversed(blocks)] * 20
     uses = UseOrder(sizes)
     for _ in range(2):

@@ -164,7 +164,7 @@ def _require_values(model: nn.Module) -> None:
             where=f"initialize(model): {name}",
             got="device meta",
             expected="initialized parameters and buffers",
-            fix="Build it inside zero_trial.zero.Init(), which shards each layer as it is built, or call model.to_empty(device=...) and initialize it.",
+            fix="Build it inside zero_trial.zero.Init(), which shards each layer as it is built, or call model.to_empty() and initialize it.",
         )
 
 

@@ -1,6 +1,6 @@
 """Where the full gradients of a unit are while they live: kept for good, freed and revived, or in rooms that units take in turn.
 
-    Kept      until the step: one buffer per unit, n elements
+    Kept      always: one buffer per unit, n elements
     Revived   until reduced, in ordinary or device memory: the buffer's storage is resized to nothing and back
     Taken     until reduced, where peers read in place: rooms for what is in flight, one being filled and one spare, used by all units in turn
 

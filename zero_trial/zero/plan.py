@@ -2,10 +2,12 @@
 
 | ZeRO stage | full parameters live            | full gradients live   | master weights and moments |
 |------------|---------------------------------|-----------------------|----------------------------|
-| 0          | always                          | until the step        | whole on every rank        |
-| 1          | always                          | until the step        | one shard per rank         |
+| 0          | always                          | always                | whole on every rank        |
+| 1          | always                          | always                | one shard per rank         |
 | 2          | always                          | until reduced         | one shard per rank         |
 | 3          | while their unit computes       | until reduced         | one shard per rank         |
+
+Gradients that always live keep one buffer, which every step fills anew.
 
 Traffic per optimizer step, in elements per rank, N ranks on the shard axis, Psi parameters, g micro-batches (Rajbhandari et al. 2020, section 7):
 
@@ -27,7 +29,6 @@ class Lifetime(Enum):
     """How long the full copy of something lives."""
 
     ALWAYS = "always"  # from construction to the end
-    STEP = "step"  # from first need until the optimizer step
     USE = "use"  # parameters: while their unit computes; gradients: until they are reduced
 
 
@@ -82,7 +83,7 @@ class ZeroPlan:
     def describe(self) -> str:
         state = "one shard per rank" if self.shard_optimizer else "whole on every rank"
         return (
-            f"parameters live {self.params.value}, gradients until {'reduced' if self.grads is Lifetime.USE else 'the step'} "
+            f"parameters live {self.params.value}, gradients {'until reduced' if self.grads is Lifetime.USE else 'always'} "
             f"(reduced at {self.reduce_at.value}), optimizer state {state}"
         )
 

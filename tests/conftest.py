@@ -1,11 +1,19 @@
-"""Fixtures for all tests: the pools of ranks, and a log that one test does not silence for the next."""
+"""Fixtures for all tests: the pools of ranks, random numbers that are the same in every run, and a log that one test does not silence for the next.
+
+Hypothesis derives its examples from each test's own name, so that a failure is there again in the next run. ``--hypothesis-profile=explore``
+looks for new ones, and prints what repeats a failure.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 
+import numpy
 import pytest
+import torch
+from hypothesis import settings
 
 from tests.support.cuda_fixtures import (  # noqa: F401
     cpu_kernels,
@@ -17,6 +25,18 @@ from tests.support.cuda_fixtures import (  # noqa: F401
     kept_kernels,
 )
 from tests.support.pool import Pools
+
+settings.register_profile("recorded", derandomize=True)
+settings.register_profile("explore", print_blob=True)
+settings.load_profile("recorded")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers, alone or after others."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from zero_trial.config.document import Document, Place, twice
+from zero_trial.config.reader import read_ds_config
+from zero_trial.errors import ConfigError
 
 
 @pytest.fixture
@@ -73,3 +77,39 @@ def test_twice():
         str(twice("f.json", ("a", "b"), 2, 5))
         == "f.json:5 a.b: the key stands twice: got it on line 2 and line 5. Remove one of them."
     )
+
+
+def loops() -> list[tuple[dict[str, Any], str]]:
+    inside: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {}}}
+    inside["optimizer"]["params"]["lr"] = inside["optimizer"]
+    in_list: dict[str, Any] = {"optimizer": []}
+    in_list["optimizer"].append([in_list["optimizer"]])
+    return [(inside, "optimizer.params.lr"), (in_list, "optimizer.[0].[0]")]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_configuration_that_contains_itself_is_refused(number: int):
+    value, where = loops()[number]
+    for read in (Document.of, read_ds_config):
+        with pytest.raises(ConfigError, match="contains itself") as caught:
+            read(value)
+        assert caught.value.where == where
+
+
+def test_a_value_may_stand_in_several_places():
+    shared = {"type": "AdamW"}
+    assert Document.of({"a": shared, "b": shared}).value == {"a": shared, "b": shared}
+
+
+@pytest.mark.parametrize("deep", [dict, list])
+def test_a_configuration_nested_too_deep_or_that_multiplies_is_refused(deep: type):
+    value: Any = 1
+    for _ in range(5000):
+        value = {"a": value} if deep is dict else [value]
+    with pytest.raises(ConfigError, match="too deeply nested or too large"):
+        read_ds_config({"optimizer": value})
+    value = 1
+    for _ in range(40):
+        value = {"a": value, "b": value} if deep is dict else [value, value]
+    with pytest.raises(ConfigError, match="too deeply nested or too large"):
+        read_ds_config({"optimizer": value})

@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import traceback
@@ -121,6 +122,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
         try:
             _fresh_logger()
+            random.seed(0)
+            torch.manual_seed(0)
             answer = (True, body(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())

@@ -11,6 +11,9 @@ from zero_trial.errors import ConfigError
 
 Path = tuple[str, ...]
 
+MOST_LEVELS = 64  # of nesting, in dicts as in files
+MOST_VALUES = 100_000
+
 
 @dataclass(frozen=True)
 class Place:
@@ -60,8 +63,10 @@ class Document:
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any], place: Place | None = None) -> Document:
-        """A deep copy of a plain mapping."""
-        return cls(copy.deepcopy(dict(mapping)), {}, place or Place())
+        """A deep copy of a plain mapping. Raises ConfigError for one that contains itself or is nested too deep."""
+        place = place or Place()
+        _require_finite(mapping, place)
+        return cls(copy.deepcopy(dict(mapping)), {}, place)
 
     def at(self, path: Path) -> Place:
         """The place of ``path``, or of the nearest key around it."""
@@ -113,3 +118,27 @@ def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
         got=f"it on line {first} and line {second}",
         fix="Remove one of them.",
     )
+
+
+def _require_finite(mapping: Mapping[str, Any], place: Place) -> None:
+    """Raises ConfigError unless everything that reads ``mapping`` by recursion comes to an end."""
+    stack: list[tuple[Any, Path, tuple[int, ...]]] = [(mapping, (), ())]
+    values = 0
+    while stack:
+        value, path, around = stack.pop()
+        values += 1
+        if isinstance(value, Mapping):
+            inner = [(str(key), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            inner = [(f"[{number}]", item) for number, item in enumerate(value)]
+        else:
+            continue
+        if id(value) in around:
+            raise ConfigError("the configuration contains itself", where=place.where(".".join(path)), fix="Copy it.")
+        if len(path) > MOST_LEVELS or values > MOST_VALUES:
+            raise ConfigError(
+                "too deeply nested or too large",
+                where=place.where(".".join(path[:4])),
+                expected=f"at most {MOST_LEVELS} levels and {MOST_VALUES} values",
+            )
+        stack += [(item, (*path, key), (*around, id(value))) for key, item in inner]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from zero_trial.config.document import Document, Path, Place, twice
+from zero_trial.config.document import MOST_LEVELS, Document, Path, Place, twice
 from zero_trial.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?)")
@@ -22,7 +22,6 @@ _WORDS = {
     "NaN": float("nan"),
 }
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\", "/": "/"}
-_DEPTH = 64
 
 
 def read_json(text: str, file: str) -> Document:
@@ -150,8 +149,8 @@ class _Parser:
         return _ESCAPES[code]
 
     def enter(self, path: Path) -> None:
-        if len(path) > _DEPTH:
-            raise self.fault("too deeply nested", expected=f"at most {_DEPTH} levels")
+        if len(path) > MOST_LEVELS:
+            raise self.fault("too deeply nested", expected=f"at most {MOST_LEVELS} levels")
         self.at += 1
 
     def separators(self) -> None:

@@ -6,13 +6,10 @@ from typing import Any
 
 import yaml
 
-from zero_trial.config.document import Document, Path, Place, twice
+from zero_trial.config.document import MOST_LEVELS, MOST_VALUES, Document, Path, Place, twice
 from zero_trial.config.numerals import EXPONENT, spell_float
 from zero_trial.config.yaml_fault import yaml_fault
 from zero_trial.errors import ConfigError
-
-_DEPTH = 64
-_NODES = 100_000
 
 
 def read_yaml(text: str, file: str) -> Document:
@@ -58,10 +55,12 @@ class _Builder:
     def build(self, node: yaml.Node, path: Path) -> Any:
         """The value of a node. Aliases are expanded, within limits."""
         self.nodes += 1
-        if len(path) > _DEPTH or self.nodes > _NODES:
+        if len(path) > MOST_LEVELS or self.nodes > MOST_VALUES:
             where = f"{self.file}:{node.start_mark.line + 1}"
             raise ConfigError(
-                "too deeply nested or too large", where=where, expected=f"at most {_DEPTH} levels and {_NODES} values"
+                "too deeply nested or too large",
+                where=where,
+                expected=f"at most {MOST_LEVELS} levels and {MOST_VALUES} values",
             )
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)

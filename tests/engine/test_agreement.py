@@ -37,3 +37,22 @@ def test_a_mistake_in_the_program_is_not_dressed_up() -> None:
     agree(world, None, "nothing")
     with pytest.raises(ZeroDivisionError):
         together(world, lambda: 1 // 0, "work")
+
+
+def act_badly(broken: int) -> str:
+    world = build_mesh(MeshShape(shard=2)).world
+
+    def work() -> None:
+        if dist.get_rank() == broken:
+            {}["absent"]
+
+    try:
+        together(world, work, "work")
+    except (CheckpointError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_a_mistake_on_one_rank_ends_the_other_ranks_too(ranks: Pools) -> None:
+    """Caught only as a ZeroTrialError or OSError it would leave them waiting for the next collective's timeout."""
+    assert ranks(2).run(act_badly, 1) == ["CheckpointError: rank 1: KeyError: 'absent'.", "KeyError: 'absent'"]

@@ -507,3 +507,29 @@ def test_a_disk_of_one_rank_that_fails_ends_a_save_on_all(ranks: Pools, when: st
         assert seconds < 10  # the time limit of a collective is 30
     assert (tmp_path / "after/manifest.json").exists()
     assert (tmp_path / "now").exists() == (when == "at the end")
+
+
+class Grown(nn.Module):
+    """A running mean under ``name``: its values differ between ranks, so each rank saves its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer(name, torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def buffer_renamed(folder: str) -> str:
+    first = engine_of("zero1", {}, lambda: Grown("mean"))
+    first.module.mean.fill_(float(first.global_rank))
+    first.save_checkpoint(folder)
+    second = engine_of("zero1", {}, lambda: Grown("average"))
+    path, _ = second.load_checkpoint(folder, load_module_strict=False)
+    return Path(path or "").name
+
+
+def test_a_buffer_that_the_model_has_no_more_is_left_out_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+    """Only rank 1 has saved a value of its own, so only rank 1 would fail while rank 0 waited."""
+    assert ranks(2).run(buffer_renamed, str(tmp_path)) == ["global_step0"] * 2

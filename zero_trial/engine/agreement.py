@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
-from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
 from zero_trial.mesh import AxisComm
 
+T = TypeVar("T")
 
-def together(world: AxisComm, act: Callable[[], Any], label: str) -> Any:
-    """What ``act`` returns on this rank. Raises CheckpointError on every rank if it fails on any. Collective over ``world``."""
-    fault, result = None, None
+
+def together(
+    world: AxisComm, act: Callable[[], T], label: str, others: Callable[[str], ZeroTrialError] | None = None
+) -> T:
+    """Return what ``act`` returns on this rank; if it fails on any rank, raise on every rank. Collective over ``world``.
+
+    Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed raises its own error instead, and the other
+    ranks raise ``others(fault)``. An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged.
+    A MeshError passes at once, because the ranks can no longer be asked.
+    """
     try:
         result = act()
-    except (ZeroTrialError, OSError) as error:
-        fault = str(error)
-    agree(world, fault, label)
+    except MeshError:
+        raise
+    except Exception as error:
+        known = isinstance(error, ZeroTrialError | OSError)
+        fault = str(error) if known else f"rank {world.ranks[world.index]}: {type(error).__name__}: {error}"
+        if known and others is None:
+            agree(world, fault, label)
+        world.gather_json(fault, label)
+        raise
+    agree(world, None, label, others or CheckpointError)
     return result
 
 
-def agree(world: AxisComm, fault: str | None, label: str) -> None:
-    """Raises the first rank's fault, if there is one. Collective over ``world``."""
+def agree(
+    world: AxisComm, fault: str | None, label: str, error: Callable[[str], ZeroTrialError] = CheckpointError
+) -> None:
+    """Raise the first rank's fault, if there is one. Collective over ``world``."""
     faults = [found for found in world.gather_json(fault, label) if found is not None]
     if faults:
-        raise CheckpointError(faults[0])
+        raise error(faults[0])

@@ -64,16 +64,23 @@ class Loader:
         engine.sharded.publish_frozen()
         engine.sharded.wait()
         if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
-            engine.lr_scheduler.load_state_dict(state["scheduler"])
+            together(
+                engine.mesh.world, lambda: engine.lr_scheduler.load_state_dict(state["scheduler"]), "read lr schedule"
+            )
         if with_counters:
-            for name in COUNTERS:
-                setattr(engine, name, state["counters"][name])
-            if engine.micro_steps % engine.gradient_accumulation_steps():  # saved with another accumulation
-                engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-            engine.loss_scaler = engine.loss_scaler.restored(state["loss_scaler"])
-            engine.sharded.reducer.take_order(state["reduction_order"])
+            together(engine.mesh.world, lambda: self._take_counters(state), "read counters")
             together(engine.mesh.world, lambda: self._read_own(reader), "read rank state")
         return str(folder), state["client"]
+
+    def _take_counters(self, state: Mapping[str, Any]) -> None:
+        """Counts of steps, loss scale and the order of reductions."""
+        engine = self._engine
+        for name in COUNTERS:
+            setattr(engine, name, state["counters"][name])
+        if engine.micro_steps % engine.gradient_accumulation_steps():  # saved with another accumulation
+            engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        engine.loss_scaler = engine.loss_scaler.restored(state["loss_scaler"])
+        engine.sharded.reducer.take_order(state["reduction_order"])
 
     def _find(self, directory: Path, tag: str | None) -> tuple[Path, bool] | None:
         """Where the checkpoint is, the same answer on every rank, and whether rank 0 has verified its sums already."""
@@ -219,9 +226,10 @@ class Loader:
                 )
             return
         own = decode(reader.manifest.rank_state[engine.mesh.rank], reader.read)
-        buffers = dict(engine.module.named_buffers())
+        buffers = dict(self._contents.buffers())
         for name, value in own["buffers"].items():
-            buffers[name].copy_(value)
+            if name in buffers:  # else the model has lost it since, and _read_weights has said so
+                buffers[name].copy_(value)
         restore_rng(own["rng"], engine.device)
 
 

@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 
 from zero_trial.config.sections import AioSection, DsConfig, OffloadOptimizerSection, OffloadParamSection
-from zero_trial.errors import ConfigError, StorageError, ZeroTrialError
+from zero_trial.engine.agreement import together
+from zero_trial.errors import ConfigError, StorageError
 from zero_trial.mesh import Mesh
 from zero_trial.zero.dtypes import has_own_master, living_dtype
 from zero_trial.zero.layout import ALIGN, round_up
@@ -107,7 +108,7 @@ class StateElsewhere(Offload):
             )
         store: StateStore | None = None
         if self._masters is not None or self._shards is not None:
-            store = _together(self._mesh, lambda: self._spilled(base, pieces), "room for optimizer state")
+            store = _all_or_none(self._mesh, lambda: self._spilled(base, pieces), "room for optimizer state")
         if self._desk is not None:
             staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
             store = StagedStore(staged, self._desk, store, buffers=self._section.buffer_count)
@@ -165,7 +166,7 @@ def plan_offload(
         wanted = 4 * _elements(lacking, mesh) + (1 << 16)
         folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
         where = f"{_Z}.offload_optimizer.nvme_path"
-        shelf = _together(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for optimizer state")
+        shelf = _all_or_none(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for optimizer state")
     slot_numel = slot_elements(elements, zero.sub_group_size, section.buffer_count)
     budget = int(section.ratio * elements) if shelf is not None and mover is None and section.ratio < 1 else None
     return StateElsewhere(section, mesh, slot_numel, shelf, mover, shards, budget)
@@ -196,7 +197,7 @@ def _plan_shards(
     wanted = sum(round_up(_elements([param], mesh) * width, BLOCK) for param, width in widths) + (1 << 16)
     folder = Path(section.nvme_path or "").absolute()
     where = f"{_Z}.offload_param.nvme_path"
-    shelf = _together(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for parameters")
+    shelf = _all_or_none(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for parameters")
     return ShardShelf(shelf, most=section.buffer_size, count=section.buffer_count, keep=section.max_in_cpu)
 
 
@@ -205,16 +206,7 @@ def _elements(params: Sequence[torch.Tensor], mesh: Mesh) -> int:
     return sum(round_up(param.numel(), ALIGN) for param in params) // mesh.shard.size
 
 
-def _together(mesh: Mesh, act: Callable[[], T], label: str) -> T:
-    """Every rank acts; if any fails, all raise, so that none waits for the next collective."""
-    fault: ZeroTrialError | None = None
-    try:
-        result = act()
-    except ZeroTrialError as found:
-        fault = found
-    faults = [text for text in mesh.world.gather_json(fault and str(fault), label) if text is not None]
-    if fault is not None:
-        raise fault
-    if faults:
-        raise StorageError("another rank has no place for its state", where=label, got=faults[0])
-    return result
+def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
+    """What ``act`` returns; where it fails on one rank, the others raise StorageError."""
+    sentence = "another rank has no place for its state"
+    return together(mesh.world, act, label, lambda fault: StorageError(sentence, where=label, got=fault))

@@ -229,6 +229,21 @@ def test_stopped_and_resumed_is_bit_equal_to_unbroken(project: Path):
     assert (part["step"], whole["step"]) == (10, 10)
 
 
+def test_a_run_killed_before_its_first_checkpoint_can_be_resumed(project: Path):
+    unbroken = zero_trial("run", "const.yaml", "model", "--run-dir", "whole", cwd=project)
+    assert unbroken.returncode == 0
+    write_experiment(project, "kill once")
+    done = zero_trial("run", "const.yaml", "model", "--run-dir", "part", cwd=project, env={"READY": str(project)})
+    assert done.returncode == 5 and not (project / "part/checkpoints").exists()
+    resumed = zero_trial("resume", "part", cwd=project, env={"READY": str(project)})
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert "saved no checkpoint" in resumed.stdout
+    whole, part = (json.loads((project / name / "summary.json").read_text()) for name in ("whole", "part"))
+    assert part["final_validation"] == whole["final_validation"]
+    steps = [json.loads(line) for line in (project / "part/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if line["group"] == "training"] == list(range(1, 11))
+
+
 def test_a_run_that_crashed_after_it_had_saved_goes_on_by_itself(project: Path):
     """``max_restarts``: once, from the newest checkpoint; a run that keeps crashing at one place is given up (other tests here)."""
     write_experiment(project, "kill once", min_checkpoint_period={"batches": 4}, max_restarts=1)

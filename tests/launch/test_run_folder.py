@@ -54,6 +54,15 @@ def test_a_resumed_folder_forgets_how_it_ended(tmp_path: Path):
         resumed_run_folder(tmp_path / "nowhere")
 
 
+def test_a_run_that_saved_nothing_can_be_resumed(tmp_path: Path):
+    """What ``--run-dir`` refuses because a run has been there, ``--resume`` takes."""
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/rank-0.json").write_text("{}")
+    with pytest.raises(ConfigError, match="--resume"):
+        given_run_folder(tmp_path)
+    assert resumed_run_folder(tmp_path) == tmp_path and not list((tmp_path / "ranks").iterdir())
+
+
 @pytest.mark.parametrize("make", [new_run_folder, given_run_folder])
 def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_path: Path):
     """As one that may not be written, or a full disk: said by the command, before any rank is started."""

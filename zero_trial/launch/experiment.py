@@ -26,7 +26,7 @@ from zero_trial.launch.held import held
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.lock import NAME, Locked, locked_model_dir, write_lock
 from zero_trial.launch.placement import PlacementRequest, place
-from zero_trial.launch.restarts import may_help, newest_step, restart_line
+from zero_trial.launch.restarts import has_checkpoints, may_help, newest_step, restart_line
 from zero_trial.launch.run_folder import given_run_folder, new_run_folder, resumed_run_folder
 from zero_trial.launch.screen import EventWatcher, Screen, Silence
 from zero_trial.launch.script import host_environment, host_names
@@ -144,6 +144,8 @@ def _run_in(folder: Path, checked: Checked, screen: Screen, events_before: bool)
         write_report(folder, checked)
     most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
     restarts = 0
+    if events_before and not has_checkpoints(folder):
+        screen.say("note    this run has saved no checkpoint: it starts again at its first step")
     while True:
         before = newest_step(folder)
         outcome = _supervisor(folder, lock, checked, screen, events_before).run()

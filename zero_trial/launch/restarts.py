@@ -25,6 +25,11 @@ def newest_step(folder: Path) -> int | None:
     return max(found, default=None)
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a run's folder has any checkpoint, damaged or not."""
+    return any(path.name.removeprefix("step-").isdigit() for path in (folder / "checkpoints").glob("step-*"))
+
+
 def may_help(outcome: Outcome, before: int | None, now: int | None) -> bool:
     """Whether to start again, given the newest checkpoint's step when the run began and now. Pure."""
     if outcome.exit_code not in (INFRASTRUCTURE, UNEXPECTED):

@@ -36,7 +36,7 @@ def given_run_folder(folder: Path) -> Path:
     """Make ``folder``, or take it when it is empty of runs. Raises ConfigError when a run has been there already."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
-    if any((folder / name).exists() for name in ("events.jsonl", RANKS, ERRORS)):
+    if has_run(folder):
         raise ConfigError(
             "there is a run in this folder already",
             where="--run-dir",
@@ -45,6 +45,11 @@ def given_run_folder(folder: Path) -> Path:
         )
     _make(folder, "--run-dir", "Give another folder.")
     return folder
+
+
+def has_run(folder: Path) -> bool:
+    """Whether the ranks of a run have been started in this folder."""
+    return any((folder / name).exists() for name in ("events.jsonl", RANKS, ERRORS))
 
 
 def _make(folder: Path, where: str, fix: str) -> None:
@@ -59,11 +64,12 @@ def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
 
 
 def resumed_run_folder(folder: Path) -> Path:
-    """Make a run's folder ready to go on: what told of its end is removed, its checkpoints, metrics and logs stay."""
-    if not (folder / "checkpoints").is_dir():
-        raise ConfigError(
-            "there is nothing to resume", where="--resume", got=str(folder), expected="a run's folder with checkpoints/"
-        )
+    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints, metrics and logs stay.
+
+    A run that ended before its first checkpoint starts again at its first step.
+    """
+    if not has_run(folder) and not (folder / "checkpoints").is_dir():
+        raise ConfigError("there is nothing to resume", where="--resume", got=str(folder), expected="a run's folder")
     for name in (RANKS, ERRORS):
         for path in (folder / name).glob("*.json"):
             path.unlink()

@@ -194,9 +194,9 @@ def test_accumulation(ranks: Pools, stage: int, every: str) -> None:
         assert launches == (9 if every == "micro" else 3)
 
 
-def flying(in_flight: int) -> int:
+def flying(in_flight: int, shard: int | None = None) -> int:
     """How many full gradient buffers live at most while units complete one after the other."""
-    rig = Rig(2, in_flight=in_flight)
+    rig = Rig(2, in_flight=in_flight, shard=shard)
     most = 0
     offer = rig.reducer.offer
 
@@ -214,6 +214,38 @@ def flying(in_flight: int) -> int:
 @pytest.mark.parametrize("in_flight", [0, 1, 2])
 def test_in_flight_bounds_the_full_buffers(ranks: Pools, in_flight: int) -> None:
     assert ranks(2).run(flying, in_flight) == [in_flight] * 2
+
+
+def test_full_buffers_are_freed_in_the_backward_pass_also_where_there_are_replicas(ranks: Pools) -> None:
+    assert ranks(4).run(flying, 0, 2) == [0] * 4
+
+
+def passed_on() -> list[str]:
+    """The collectives over replica that start before backward ends."""
+    rig = Rig(0, in_flight=1)
+    started: list[str] = []
+    start = rig.mesh.replica._collectives.start
+
+    def watched(kind: str, *args: Any, **kwargs: Any) -> Any:
+        started.append(kind)
+        return start(kind, *args, **kwargs)
+
+    rig.mesh.replica._collectives.start = watched  # type: ignore[method-assign]
+    finish = rig.reducer.finish
+    seen: list[str] = []
+
+    def finished() -> None:
+        seen.extend(started)
+        finish()
+
+    rig.reducer.finish = finished  # type: ignore[method-assign]
+    rig.backward([0, 1, 2])
+    return seen
+
+
+def test_a_sum_goes_to_the_other_replicas_while_backward_still_runs(ranks: Pools) -> None:
+    for started in ranks(2).run(passed_on):
+        assert started == ["all_reduce", "all_reduce", "all_gather", "all_reduce", "all_gather"]
 
 
 def second_sums(stage: int, every: str) -> tuple[list[float], list[float]]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
 from zero_trial.mesh import AxisComm, Pending
+from zero_trial.mesh.pending import DONE
 from zero_trial.ops.accumulate import accumulate
 from zero_trial.zero.dtypes import wide_dtype
 from zero_trial.zero.gradient_memory import Room
@@ -23,7 +25,15 @@ from zero_trial.zero.plan import ReduceAt
 from zero_trial.zero.wires import Wires
 
 
-@dataclass
+class _Phase(Enum):
+    """What a reduction waits for next. Along an axis of one rank there is nothing to wait for."""
+
+    SCATTER = "the sum over shard"
+    REDUCE = "the sum over replica"
+    GATHER = "its way to the other replicas"
+
+
+@dataclass(eq=False)
 class _Flight:
     """One unit's reduction under way, and the tensors that it owns."""
 
@@ -33,7 +43,8 @@ class _Flight:
     out: torch.Tensor
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     scatter: Pending
-    reduce: Pending | None = None
+    phase: _Phase = _Phase.SCATTER
+    reduce: Pending = DONE
     square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was looked at
     bad_replicas: dict[int, int] = field(
         default_factory=dict
@@ -61,7 +72,8 @@ class Reducer:
     """Reduces the landings of one model.
 
     ``wire_dtype``: dtype on the wire (None: the landing's own). ``wire_scale`` multiplies before the sum (prescaling against overflow).
-    ``in_flight`` bounds how many units wait at once, so that stage 2 and 3 hold at most that many full gradient buffers.
+    ``in_flight`` bounds how many units wait at once in each phase, so that stage 2 and 3 hold at most that many full gradient buffers (three
+    times as many where gradients go over ``replica``, too).
     """
 
     def __init__(
@@ -218,18 +230,27 @@ class Reducer:
         flight = _Flight(landing, wire, room, out, stash, scatter)
         self._flights.append(flight)
         if self._shard.size == 1:
-            self._over_replicas(flight)
-        waiting = [f for f in self._flights if f.reduce is None]
-        if len(waiting) > self._in_flight:
-            self._turn(waiting[0])
-            if self._replica.size == 1:
-                self._flights.remove(waiting[0])
-                self._store(waiting[0])
+            self._advance(flight)
+        for phase in _Phase:
+            waiting = [flight for flight in self._flights if flight.phase is phase]
+            if len(waiting) > self._in_flight:
+                self._advance(waiting[0])
 
-    def _turn(self, flight: _Flight) -> None:
-        if flight.reduce is None:
+    def _advance(self, flight: _Flight) -> None:
+        """Waits for the flight's phase and starts the next one. All ranks do so in the same order."""
+        if flight.phase is _Phase.SCATTER:
             flight.scatter.arrive(keep=True)
             self._over_replicas(flight)
+            flight.phase = _Phase.REDUCE
+            if self._replica.size > 1:
+                return
+        elif flight.phase is _Phase.REDUCE:
+            flight.reduce.turn()
+            flight.phase = _Phase.GATHER
+            return
+        flight.reduce.arrive()
+        self._flights.remove(flight)
+        self._store(flight)
 
     def _over_replicas(self, flight: _Flight) -> None:
         """Starts the sum over ``replica``, and takes note of its squares and of whose part spoils it: the sum is passed on over what was put in."""
@@ -245,16 +266,9 @@ class Reducer:
         flight.reduce = self._replica.all_reduce(flight.out, flight.landing.unit.name, look)
 
     def _land_all(self) -> None:
-        for flight in self._flights:
-            self._turn(flight)
-        for flight in self._flights:
-            if flight.reduce is not None:
-                flight.reduce.turn()
-        for flight in self._flights:
-            if flight.reduce is not None:
-                flight.reduce.arrive()
-            self._store(flight)
-        self._flights.clear()
+        for phase in _Phase:
+            for flight in [flight for flight in self._flights if flight.phase is phase]:
+                self._advance(flight)
 
     def _store(self, flight: _Flight) -> None:
         landing, out = flight.landing, flight.out

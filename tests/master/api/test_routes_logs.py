@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,27 @@ def test_filters_that_a_cluster_does_not_know_are_applied_before_the_limit(user:
     ]
 
 
-@pytest.mark.parametrize("query", ["limit=x", "rankIds=x", "timestampAfter=noon", "enableRegex=true&searchText=("])
+@pytest.mark.parametrize("of", ["trials/1", "tasks/task-1"])
+def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(
+    ask: Ask, cluster: FakeCluster, of: str
+) -> None:
+    cluster.lines = [line("a" * 10_000 + "!")]
+    started = time.monotonic()
+    answer = ask("GET", f"/api/v1/{of}/logs?enableRegex=true&searchText=(a%2B)%2B%24", user=USER_TOKEN)
+    assert answer == (200, {})
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "limit=x",
+        "rankIds=x",
+        "timestampAfter=noon",
+        "enableRegex=true&searchText=(",
+        "enableRegex=true&searchText=(a{1000}b{1000}){1,9}",
+    ],
+)
 def test_a_question_that_makes_no_sense_is_refused(ask: Ask, query: str) -> None:
     assert ask("GET", f"/api/v1/trials/1/logs?{query}", user=USER_TOKEN)[0] == 400
 

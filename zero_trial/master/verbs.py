@@ -82,11 +82,16 @@ class Created:
 
 @dataclass(frozen=True)
 class ExperimentPatch:
-    """What to change; None leaves a thing as it is. In ``resources`` the keys are max_slots (None lifts it), weight and priority."""
+    """What to change; None leaves a thing as it is. In ``resources`` the keys are max_slots (None lifts it), weight and priority.
+
+    ``add_label`` and ``remove_label`` change the labels that there are when the patch is applied.
+    """
 
     name: str | None = None
     description: str | None = None
     labels: Sequence[str] | None = None
+    add_label: str | None = None
+    remove_label: str | None = None
     notes: str | None = None
     resources: Mapping[str, float | None] | None = None
     gc_policy: GcPolicy | None = None

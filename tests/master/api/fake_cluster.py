@@ -185,6 +185,10 @@ class FakeExperiments:
         }
         if patch.labels is not None:
             changes["labels"] = tuple(patch.labels)
+        if patch.add_label is not None:
+            changes["labels"] = (*found.labels, patch.add_label)
+        if patch.remove_label is not None:
+            changes["labels"] = tuple(label for label in found.labels if label != patch.remove_label)
         self.world.stored_experiments[experiment_id] = replace(found, **changes)
         return self.world.stored_experiments[experiment_id]
 

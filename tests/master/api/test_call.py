@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.master.api.fake_cluster import FakeCluster, allocation
+from zero_trial.master.api import render
 from zero_trial.master.api.call import Call, Waits, moment, real, whole
 from zero_trial.master.api.request import BadRequest, Request, parse_head, parse_query
 from zero_trial.master.auth import Principal
@@ -69,6 +70,14 @@ def test_a_moment_is_rfc_3339() -> None:
     )
     with pytest.raises(Invalid, match="timestampAfter must be a time"):
         moment("yesterday", "timestampAfter")
+
+
+@pytest.mark.parametrize("text", ["9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+00:01"])
+def test_a_moment_can_be_written_in_utc(text: str) -> None:
+    with pytest.raises(Invalid, match="years 1 to 9999"):
+        moment(text, "reportTime")
+    for edge in ("9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"):
+        assert render.when(moment(edge, "reportTime")) == edge.replace("Z", ".000Z")
 
 
 def test_a_body_is_an_object_or_nothing() -> None:

@@ -16,7 +16,7 @@ from zero_trial.master.api import Server
 from zero_trial.master.api.answer import Answer
 from zero_trial.master.api.call import Call
 from zero_trial.master.api.gate import Gate
-from zero_trial.master.api.request import parse_head
+from zero_trial.master.api.request import Head, parse_head
 from zero_trial.master.api.router import Route, Router, Who
 from zero_trial.master.api.routes import all_routes
 
@@ -302,3 +302,15 @@ def test_few_logins_are_checked_at_once(cluster: FakeCluster) -> None:
     for thread in threads:
         thread.join(timeout=30)
     assert peak == [True] * 8
+
+
+def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations() -> None:
+    route = Route("GET", "/api/v1/things/{thingId}", lambda call: Answer(), Who.BOTH)
+    gate = Gate(FakeCluster(), Router([route]), port=80, waits=1)
+
+    def status(**headers: str) -> int:
+        head = Head("GET", "/api/v1/things/7", "", {"host": "localhost:80", **headers}, keep_alive=True, length=0)
+        return gate(head, lambda limit: b"").status
+
+    assert status(authorization=f"Bearer {USER_TOKEN}") == 200
+    assert status(**{"grpc-metadata-x-allocation-token": f"Bearer {TASK_TOKEN}"}) == 403

@@ -18,6 +18,13 @@ def test_times_are_utc_with_milliseconds() -> None:
     assert render.maybe_when(None) is None
 
 
+@pytest.mark.parametrize("seconds", [253402343999.0, 253402300799.9999999, -1e12, 1e18, float("inf")])
+def test_a_time_that_an_older_master_stored_is_shown_whatever_it_is(seconds: float) -> None:
+    report = MetricReport(1, 1, "validation", 1, {"loss": 1.0}, reported=seconds)
+    shown = bindings.v1MetricsWorkload.from_json(render.metrics_workload(report)).endTime
+    assert shown in ("9999-12-31T23:59:59.000Z", "0001-01-01T00:00:00.000Z")
+
+
 @pytest.mark.parametrize("state", list(ExperimentState))
 def test_every_state_of_an_experiment_is_one_that_clients_know(state: ExperimentState) -> None:
     found = bindings.v1Experiment.from_json(render.experiment(experiment(1, state=state, shown_state="")))

@@ -73,6 +73,14 @@ def test_a_report_of_a_run_that_is_over_is_refused(task: Any, cluster: FakeClust
         {"group": "training", "metrics": {"trialRunId": "x", "metrics": {"avgMetrics": {}}}},
         {"group": "training", "metrics": {"trialRunId": 1, "stepsCompleted": 1.5, "metrics": {"avgMetrics": {}}}},
         {"group": "training", "metrics": {"trialRunId": 1, "reportTime": "noon", "metrics": {"avgMetrics": {}}}},
+        *(
+            {"group": "training", "metrics": {"trialRunId": 1, "metrics": {"avgMetrics": {}, "batchMetrics": batches}}}
+            for batches in ("x", 1, {"loss": 1.0}, [1.0], [{"loss": 1.0}, None])
+        ),
+        {
+            "group": "training",
+            "metrics": {"trialRunId": 1, "reportTime": "9999-12-31T23:59:59-12:00", "metrics": {"avgMetrics": {}}},
+        },
     ],
 )
 def test_a_report_that_is_none_is_refused(ask: Ask, cluster: FakeCluster, body: dict[str, Any]) -> None:

@@ -95,6 +95,7 @@ def test_an_unknown_one_deletes_nothing_of_the_others(master: Master) -> None:
 def test_files_that_match_are_removed(master: Master) -> None:
     master.create()
     name = save(master, 1, 1, files=("weights", "optimizer.bin", "metadata.json"))
+    save(master, 1, 2)
     master.cluster.checkpoints.remove_files([name], ["*.bin"])
     found = master.cluster.checkpoints.get(name)
     assert found.state is CheckpointState.PARTIALLY_DELETED and set(found.resources) == {"weights", "metadata.json"}
@@ -139,5 +140,44 @@ def test_numbers_that_cannot_be_are_refused(master: Master, steps: object, size:
         resources={"weights": size},
     )
     with pytest.raises(Invalid, match="whole number"):
+        master.cluster.checkpoints.report(told)
+    assert master.cluster.trials.get(1).latest_checkpoint is None
+
+
+def test_no_file_goes_of_what_a_living_trial_resumes_from(master: Master) -> None:
+    master.create()
+    old, new = save(master, 1, 1), save(master, 1, 2)
+    for globs in (["weights"], ["**/*"], []):
+        with pytest.raises(Conflict):
+            master.cluster.checkpoints.remove_files([old, new], globs)
+    assert all((base(master, 1) / name / "weights").exists() for name in (old, new))
+    assert master.cluster.checkpoints.get(old).state is CheckpointState.COMPLETED
+    master.cluster.checkpoints.remove_files([old], ["weights"])
+    assert not (base(master, 1) / old / "weights").exists()
+
+
+def test_a_checkpoint_is_no_source_any_more_before_its_first_file_goes(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master.create()
+    name = save(master, 1, 1)
+    save(master, 1, 2)
+    seen: list[CheckpointState] = []
+
+    def watched(*_: object) -> dict[str, int]:
+        seen.append(master.cluster.checkpoints.get(name).state)
+        return {}
+
+    monkeypatch.setattr("zero_trial.master.agent.storage.delete_matching", watched)
+    master.cluster.checkpoints.remove_files([name], ["weights"])
+    assert seen == [CheckpointState.PARTIALLY_DELETED]
+
+
+@pytest.mark.parametrize("name", ["", "x", "../" * 20, "weights\x1b[2J", "12345678123456781234567812345678", " " * 36])
+def test_a_name_that_is_no_uuid_is_refused(master: Master, name: str) -> None:
+    master.create()
+    run = master.run_of(1).allocation
+    told = Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {})
+    with pytest.raises(Invalid, match="not a UUID"):
         master.cluster.checkpoints.report(told)
     assert master.cluster.trials.get(1).latest_checkpoint is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -251,3 +252,20 @@ class TestContinue:
             master.cluster.experiments.resume_ended(9, "")
         with pytest.raises(Invalid):
             master.cluster.experiments.resume_ended(running.id, "[1, 2")
+
+
+def test_labels_that_many_clients_put_at_once_are_all_kept(master: Master) -> None:
+    made = master.create(labels=["first"])
+    labels = [f"label {number}" for number in range(20)]
+    with ThreadPoolExecutor(20) as pool:
+        list(
+            pool.map(lambda label: master.cluster.experiments.patch(made.id, ExperimentPatch(add_label=label)), labels)
+        )
+    assert set(master.cluster.experiments.get(made.id).labels) == {"first", *labels}
+    with ThreadPoolExecutor(20) as pool:
+        list(
+            pool.map(
+                lambda label: master.cluster.experiments.patch(made.id, ExperimentPatch(remove_label=label)), labels
+            )
+        )
+    assert master.cluster.experiments.get(made.id).labels == ("first",)

@@ -89,6 +89,9 @@ def test_lines_sent_over_http(master: Master) -> None:
     assert (by_text["one"].level, by_text["one"].rank) == ("ERROR", 2) and by_text["two"].time == master.clock.now
     with pytest.raises(Invalid):
         master.cluster.tasks.append_logs(task, [{"log": "x", "timestamp": "yesterday"}])
+    for late in ("9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):
+        with pytest.raises(Invalid):
+            master.cluster.tasks.append_logs(task, [{"log": "x", "timestamp": late}])
     with pytest.raises(Invalid, match="rankId"):
         master.cluster.tasks.append_logs(task, [{"log": "x", "rankId": "first"}])
 

@@ -49,13 +49,18 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 
 def folder_of(base: Path, name: str) -> Path | None:
     """The folder of a checkpoint; None if the name is no UUID, or there is no such folder, or it is a link to somewhere else."""
-    try:
-        if str(uuid.UUID(name)) != name.lower():
-            return None
-    except ValueError:
+    if not is_uuid(name):
         return None
     folder = base / name
     return folder if folder.is_dir() and not folder.is_symlink() else None
+
+
+def is_uuid(name: str) -> bool:
+    """Whether a name is a UUID as the harness writes it: it names a row, a folder and a part of a path."""
+    try:
+        return str(uuid.UUID(name)) == name.lower()
+    except ValueError:
+        return False
 
 
 def delete(base: Path, name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from zero_trial.master.api.request import BadRequest, Request
 from zero_trial.master.auth import Principal, require_own
+from zero_trial.master.records import EARLIEST, LATEST
 from zero_trial.master.verbs import Cluster, Forbidden, Invalid
 
 T = TypeVar("T")
@@ -186,7 +187,9 @@ def real(value: Any, name: str) -> float:
 def moment(text: str, name: str) -> float:
     """Seconds since the epoch of an RFC 3339 time. Invalid otherwise."""
     try:
-        when = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00"))
-        return when.timestamp()
+        seconds = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
         raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60]) from None
+    if not EARLIEST <= seconds <= LATEST:
+        raise Invalid(f"{name} must be a time in the years 1 to 9999 of UTC", got=repr(text)[:60])
+    return seconds

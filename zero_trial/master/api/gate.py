@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _STATUS: dict[type[VerbError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Unsupported: 501}
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
+_FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
 _NOBODY = Principal()
 
 
@@ -111,6 +112,9 @@ class Gate:
         """An allocation asks only for its own: every part of the path that names something is compared, before anything is read."""
         if principal.allocation is None:
             return
+        unknown = found.args.keys() - _NAMES.keys() - _NUMBERS.keys() - _FREE
+        if unknown:  # a part that nothing compares is open to nobody
+            raise Forbidden(f"the token of an allocation is not good for {', '.join(sorted(unknown))}")
         asked: dict[str, object] = {_NAMES[name]: value for name, value in found.args.items() if name in _NAMES}
         asked |= {_NUMBERS[name]: value for name, value in numbers.items() if name in _NUMBERS}
         auth.require_own(principal.allocation, **asked)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from zero_trial.master.records import Checkpoint, Experiment, Job, MetricReport, Trial, Workload
+from zero_trial.master.records import EARLIEST, LATEST, Checkpoint, Experiment, Job, MetricReport, Trial, Workload
 
 Dict = dict[str, Any]
 
@@ -17,8 +17,12 @@ _OWN_GROUPS = {"training": "avg_metrics", "validation": "validation_metrics"}  #
 
 
 def when(seconds: float) -> str:
-    """RFC 3339 in UTC, with milliseconds."""
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """RFC 3339 in UTC, with milliseconds. A time that has no such form, which older masters stored, becomes the nearest that has one."""
+    return (
+        datetime.fromtimestamp(min(max(seconds, EARLIEST), LATEST), timezone.utc)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def maybe_when(seconds: float | None) -> str | None:

@@ -171,12 +171,10 @@ def _count(value: Any, name: str) -> int:
 
 def label(call: Call) -> Answer:
     """PUT and DELETE /experiments/{experimentId}/labels/{label}."""
-    experiment = call.cluster.experiments.get(call.number("experimentId"))
     name = call.text("label")
-    labels = [each for each in experiment.labels if each != name]
-    if call.request.head.method == "PUT":
-        labels.append(name)
-    changed = call.cluster.experiments.patch(experiment.id, ExperimentPatch(labels=labels))
+    put = call.request.head.method == "PUT"
+    change = ExperimentPatch(add_label=name) if put else ExperimentPatch(remove_label=name)
+    changed = call.cluster.experiments.patch(call.number("experimentId"), change)
     return ok({"labels": list(changed.labels)})
 
 

@@ -77,6 +77,9 @@ def report_metrics(call: Call) -> Answer:
     number = call.number("trialId")
     if not isinstance(values, dict) or not isinstance(averages, dict) or report.get("trialId", number) != number:
         raise BadRequest(400, "a report has metrics.avgMetrics and the trial's own id")
+    batches = values.get("batchMetrics")
+    if batches is not None and not (isinstance(batches, list) and all(isinstance(batch, dict) for batch in batches)):
+        raise BadRequest(400, "metrics.batchMetrics is a list of objects, one of each batch")
     steps, reported = report.get("stepsCompleted"), report.get("reportTime")
     call.cluster.trials.report_metrics(
         number,
@@ -84,7 +87,7 @@ def report_metrics(call: Call) -> Answer:
         group=group,
         steps_completed=None if steps is None else whole(steps, "stepsCompleted"),
         metrics=averages,
-        batch_metrics=values.get("batchMetrics"),
+        batch_metrics=batches,
         reported=moment(reported, "reportTime") if isinstance(reported, str) and reported else None,
     )
     return Answer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,8 @@ class Checkpoints:
 
     def report(self, checkpoint: Checkpoint) -> None:
         """See verbs."""
+        if not storage.is_uuid(checkpoint.uuid):
+            raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
         with self._hub.change() as change:
             run = trials.allocation(change.connection, checkpoint.allocation_id)
             if run is None:
@@ -71,14 +74,7 @@ class Checkpoints:
     def delete(self, uuids: Sequence[str]) -> None:
         """See verbs."""
         with self._hub.change() as change:
-            for uuid in uuids:
-                found = checkpoints.get(change.connection, uuid, derived=False)
-                if found is None:
-                    raise NotFound(f"checkpoint {uuid} not found")
-                trial = None if found.trial_id is None else trials.get(change.connection, found.trial_id)
-                if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
-                    raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
-            require_unneeded(change.connection, uuids)
+            _require_deletable(change.connection, uuids)
             checkpoints.doom(change.connection, uuids)
             change.chores = True
 
@@ -87,11 +83,12 @@ class Checkpoints:
         if not globs or list(globs) == ["**/*"]:
             self.delete(uuids)
             return
-        with self._hub.database.reading() as connection:
-            require_unneeded(connection, uuids)
-        for uuid, base in [
-            (uuid, self._base(self.get(uuid))) for uuid in uuids
-        ]:  # all are looked up before any is touched
+        bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}  # all are looked up before any is touched
+        with self._hub.change() as change:
+            _require_deletable(change.connection, uuids)
+            for uuid in uuids:  # before a file goes: no trial starts from it from here on
+                checkpoints.change(change.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
+        for uuid, base in bases.items():
             self.patch_resources(uuid, storage.delete_matching(base, uuid, globs))
 
     def _base(self, checkpoint: Checkpoint) -> Path:
@@ -106,6 +103,18 @@ class Checkpoints:
                 expected="checkpoint_storage of type shared_fs or directory",
             )
         return base
+
+
+def _require_deletable(connection: sqlite3.Connection, uuids: Sequence[str]) -> None:
+    """NotFound for one that is not known, Conflict for one that a registered or running trial needs."""
+    for uuid in uuids:
+        found = checkpoints.get(connection, uuid, derived=False)
+        if found is None:
+            raise NotFound(f"checkpoint {uuid} not found")
+        trial = None if found.trial_id is None else trials.get(connection, found.trial_id)
+        if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
+            raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
+    require_unneeded(connection, uuids)
 
 
 def _count(value: object, where: str) -> int:

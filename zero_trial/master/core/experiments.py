@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -253,6 +254,7 @@ class Experiments:
             found = experiments.get(change.connection, experiment_id, derived=False)
             if found is None:
                 raise NotFound(f"experiment {experiment_id} not found")
+            patch = replace(patch, labels=_labels(found.labels, patch))
             config = _patched(found.config, patch)
             _check_size(config)
             columns: dict[str, Any] = {"config": config}
@@ -261,7 +263,7 @@ class Experiments:
                 if value is not None:
                     columns[name] = value
             if patch.labels is not None:
-                columns["labels"] = list(dict.fromkeys(patch.labels))
+                columns["labels"] = list(patch.labels)
             if patch.gc_policy is not None and found.state.final:
                 columns["collect"] = 1
                 change.chores = True
@@ -327,6 +329,15 @@ class Experiments:
         change.trial(trial_id, trial_life.Start())
 
 
+def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:
+    """The labels after the patch, each once; None if it leaves them as they are."""
+    if patch.labels is None and patch.add_label is None and patch.remove_label is None:
+        return None
+    labels = there if patch.labels is None else patch.labels
+    kept = [label for label in labels if label not in (patch.add_label, patch.remove_label)]
+    return list(dict.fromkeys(kept if patch.add_label is None else [*kept, patch.add_label]))
+
+
 def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any]:
     """The config with the patch in it, so that trials to come see it."""
     merged = dict(config)
@@ -335,7 +346,7 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
     if patch.description is not None:
         merged["description"] = patch.description
     if patch.labels is not None:
-        merged["labels"] = list(dict.fromkeys(patch.labels))
+        merged["labels"] = list(patch.labels)
     if patch.resources is not None:
         merged["resources"] = {**(config.get("resources") or {}), **_checked(patch.resources)}
     if patch.gc_policy is not None:

@@ -10,7 +10,7 @@ from zero_trial.master import logs
 from zero_trial.master.core.hub import Hub
 from zero_trial.master.core.trials import read_logs
 from zero_trial.master.lifecycle import trial as life
-from zero_trial.master.records import Allocation, AllocationState, Json, LogLine, Task, Trial
+from zero_trial.master.records import EARLIEST, LATEST, Allocation, AllocationState, Json, LogLine, Task, Trial
 from zero_trial.master.store import experiments, trials
 from zero_trial.master.verbs import Invalid, LogQuery, NotFound, Rendezvous
 
@@ -141,5 +141,7 @@ class Tasks:
         try:
             at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._hub.clock()
         except (ValueError, OverflowError) as error:
-            raise Invalid("not a time", where="timestamp", got=stamp) from error
+            raise Invalid("not a time", where="timestamp", got=repr(stamp)[:60]) from error
+        if not EARLIEST <= at <= LATEST:
+            raise Invalid("not a time in the years 1 to 9999 of UTC", where="timestamp", got=repr(stamp)[:60])
         return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)

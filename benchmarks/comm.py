@@ -2,6 +2,7 @@
 
     python benchmarks/comm.py --rounds 5
     python benchmarks/comm.py --ops reduce_scatter --bytes 16777216 --ranks 4
+    python benchmarks/comm.py --ops reduce_scatter --bytes 65536 --rounds 1     # quick
 
 Sizes are those of the whole fp32 tensor on a rank. `copy` is what every rank has to move at the least, as a plain copy that all ranks make at
 the same time: n (N-1)/N elements for reduce-scatter and all-gather, twice that for all-reduce, n for a broadcast. `mapped` is what the engine

@@ -1,7 +1,7 @@
 """The proof of the CUDA half on one GPU, within eight minutes: `make gpu-check`.
 
     python benchmarks/gpu_check.py                    # needs a CUDA device, torch, safetensors, tqdm, pyyaml and pytest, and nothing installed
-    python benchmarks/gpu_check.py --dry-run          # the same steps, tiny, on the CPU: that the script works
+    python benchmarks/gpu_check.py --dry-run          # quick: the same steps, tiny, on the CPU: that the script works
 
 In this order, all in processes of their own that are ended when their time is up, so that a crash or a hang costs one row:
 

@@ -1,5 +1,8 @@
 """The embedded master's speed, with the genuine ``det`` and the genuine harness: up, first step, metric reports, followed logs.
 
+    python benchmarks/master.py --rounds 3
+    python benchmarks/master.py --rounds 1 --count 50     # quick
+
 Needs the extra ``determined``. Every number is taken through HTTP on a master of its own in a temporary folder.
 """
 
@@ -17,6 +20,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.record import Column, number, save
 

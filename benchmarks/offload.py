@@ -2,6 +2,7 @@
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --params
+    python benchmarks/offload.py --parameters 1 --rounds 1     # quick
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time of `engine.step()` alone, with state in memory
 and in a file; `disk` is the same traffic through the same buffers with no update in between, and so the least that a step can take; `read` and

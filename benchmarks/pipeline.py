@@ -1,7 +1,7 @@
 """Step time of pipelines over the ideal with bubble: each schedule of ours, DeepSpeed's PipelineModule and torch.distributed.pipelining.
 
 python benchmarks/pipeline.py --rounds 5
-python benchmarks/pipeline.py --ranks 2 --contenders ours-1f1b ours-zb_h1 --rounds 1
+python benchmarks/pipeline.py --ranks 2 --contenders ours-1f1b ours-zb_h1 --rounds 1 --steps 2     # quick
 """
 
 from __future__ import annotations

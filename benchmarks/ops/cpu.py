@@ -1,6 +1,7 @@
 """The optimizer step on CPU: ours, torch's and DeepSpeed's AdamW, and these with 16-bit gradients and parameters, beside a plain update stream.
 
     python benchmarks/ops/cpu.py --numel 25000000 --threads 1 2 --rounds 7
+    python benchmarks/ops/cpu.py --numel 100000 --threads 1 --rounds 1     # quick
 
 Every round runs each contender once, in turn, so that a slow moment of the machine hits all alike; the table shows medians over rounds,
 each number of threads in a process of its own. `stream` is a loop that reads four fp32 arrays and writes three, 28 bytes per parameter,
@@ -246,10 +247,11 @@ def around() -> dict[str, Any]:
         )
         for _ in range(3)
     ]
-    x, calls = torch.zeros(16), []
+    p, g, m, v = (torch.zeros(16) for _ in range(4))
+    calls = []
     for _ in range(20_000):
         start = time.perf_counter()
-        OPS.adam_(x, x, x, x, None, None, LR, *BETAS, EPS, DECAY, 1.0, 1.0, True)
+        OPS.adam_(p, g, m, v, None, None, LR, *BETAS, EPS, DECAY, 1.0, 1.0, True)
         calls.append(time.perf_counter() - start)
     return {
         "cold build s": round(build, 2),

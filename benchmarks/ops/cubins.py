@@ -1,6 +1,7 @@
 """The CUDA kernels as machine code: how long NVRTC takes cold and from the cache, and what each kernel uses. Needs no GPU.
 
     pip install 'zero_trial[cuda-check]' && python benchmarks/ops/cubins.py
+    python benchmarks/ops/cubins.py --only zt_step_control --arch 90     # quick
 
 Registers, stack and spills come from cuobjdump, loads and stores are counted in its disassembly. ``tests/ops/test_cuda_kernels.py``
 holds some of them to the table in ``tests/ops/sass_budget.json``; this holds all of them to it, on every architecture.

@@ -1,7 +1,7 @@
 """The optimizer's kernels on a GPU, as a percentage of the measured copy bandwidth, beside torch's own and DeepSpeed's.
 
     python benchmarks/ops/gpu.py                      # needs a CUDA device; two minutes, more where DeepSpeed must be built
-    python benchmarks/ops/gpu.py --dry-run            # tiny, on the CPU: that the script works
+    python benchmarks/ops/gpu.py --dry-run            # quick: tiny, on the CPU: that the script works
 
 `bytes` are those that the job needs per element: a 16-bit gradient read, fp32 parameter and state read and written, a 16-bit copy written.
 A contender that moves more has a lower percentage for the same job. Times are medians of device time between two events, on data that is

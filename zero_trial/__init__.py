@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from zero_trial import zero
     from zero_trial.activation import checkpointing
     from zero_trial.engine import Engine, RepeatingLoader, add_config_arguments, initialize
+    from zero_trial.errors import InvalidHP
+    from zero_trial.fronts.trainer import Trainer, init
     from zero_trial.mesh import destroy_distributed, init_distributed
     from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-    from zero_trial.trial import ZeroTrial, ZeroTrialContext
+    from zero_trial.trial import Batch, DataLoader, Epoch, ZeroTrial, ZeroTrialContext
 
 _PLACES = {
     "Engine": "zero_trial.engine",
@@ -32,7 +34,9 @@ _PLACES = {
     "init": "zero_trial.fronts.trainer",
     "destroy_distributed": "zero_trial.mesh",
     "init_distributed": "zero_trial.mesh",
+    "InvalidHP": "zero_trial.errors",
     "Batch": "zero_trial.trial",
+    "DataLoader": "zero_trial.trial",
     "Epoch": "zero_trial.trial",
     "ZeroTrial": "zero_trial.trial",
     "ZeroTrialContext": "zero_trial.trial",
@@ -45,17 +49,23 @@ _MODULES = {
 }
 
 __all__ = [
+    "Batch",
+    "DataLoader",
     "Engine",
+    "Epoch",
+    "InvalidHP",
     "LayerSpec",
     "PipelineModule",
     "RepeatingLoader",
     "TiedLayerSpec",
+    "Trainer",
     "ZeroTrial",
     "ZeroTrialContext",
     "__version__",
     "add_config_arguments",
     "checkpointing",
     "destroy_distributed",
+    "init",
     "init_distributed",
     "initialize",
     "pipe",

@@ -1,0 +1,28 @@
+"""The names that ``import zero_trial`` offers: each exists, and a type checker knows it too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import zero_trial
+
+
+def names_for_type_checkers() -> set[str]:
+    """What the ``if TYPE_CHECKING`` block of the package imports."""
+    tree = ast.parse(Path(zero_trial.__file__).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def test_every_public_name_exists_and_has_a_type() -> None:
+    from zero_trial.trial import Batch
+
+    assert all(getattr(zero_trial, name) is not None for name in zero_trial.__all__)
+    assert zero_trial.Batch is Batch
+    assert names_for_type_checkers() == set(zero_trial.__all__) - {"__version__"}
+
+
+def test_a_script_needs_no_other_import() -> None:
+    assert {"Trainer", "init", "Batch", "Epoch", "InvalidHP", "DataLoader", "ZeroTrial"} <= set(zero_trial.__all__)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+import zero_trial
 from zero_trial.engine import optimizer_registry
-from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer, torch_optimizer_names
+from zero_trial.engine.optimizer_registry import check_shapes, is_elementwise, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
@@ -210,3 +212,27 @@ def test_all_faults_of_the_params_come_together() -> None:
 def test_values_that_torch_refuses_are_a_config_error() -> None:
     with pytest.raises(ConfigError, match="learning rate"):
         resolve_optimizer("AdamW", {"lr": -1.0}).build(params())
+
+
+def test_muon_is_refused_by_the_name_of_what_it_cannot_train() -> None:
+    matrix, bias = torch.zeros(4, 4), torch.zeros(4)
+    check_shapes("muon", {"weight": matrix}, 1)
+    check_shapes("AdamW", {"weight": matrix, "bias": bias}, 8)
+    with pytest.raises(ConfigError, match=r"optimizer\.type.*layer\.bias of shape \(4,\)"):
+        check_shapes("Muon", {"layer.weight": matrix, "layer.bias": bias}, 1)
+    with pytest.raises(ConfigError, match=r"Muon needs whole matrices, and 2 ranks"):
+        check_shapes("Muon", {"weight": matrix}, 2)
+
+
+def test_muon_trains_matrices_and_refuses_a_bias_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    model = torch.nn.Linear(4, 4, bias=False)
+    before = model.weight.detach().clone()
+    engine, *_ = zero_trial.initialize(model=model, config=config)
+    engine.backward(engine(torch.randn(2, 4)).sum())
+    engine.step()
+    assert not torch.equal(engine.module.weight, before)
+    engine.destroy()
+    monkeypatch.setattr(sys.modules["zero_trial.engine.initialize"], "ShardedModel", None)  # the first to communicate
+    with pytest.raises(ConfigError, match="bias of shape"):
+        zero_trial.initialize(model=torch.nn.Linear(4, 4), config=config)

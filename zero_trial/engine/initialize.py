@@ -23,7 +23,7 @@ from zero_trial.engine.kernels import agree_on_kernels
 from zero_trial.engine.late_verdict import choose_verdict
 from zero_trial.engine.offload import REAL, Offload, Places, offloads, plan_offload
 from zero_trial.engine.offload_line import offload_line
-from zero_trial.engine.optimizer_registry import is_elementwise, resolve_optimizer
+from zero_trial.engine.optimizer_registry import check_shapes, is_elementwise, resolve_optimizer
 from zero_trial.engine.parameter_groups import Groups, groups_over, parameter_groups
 from zero_trial.engine.pipeline_build import PipelineWiring, build_layers, wire_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
@@ -128,6 +128,10 @@ def build_engine(
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
     groups = parameter_groups(model, optimizer, model_parameters)
+    if optimizer is None and settings.optimizer is not None:
+        trained = {id(param) for group in groups for param in group["params"]}
+        tensors = {name: param for name, param in model.named_parameters() if id(param) in trained}
+        check_shapes(settings.optimizer.type, tensors, mesh.shard.size if wiring.plan.shard_optimizer else 1)
     pipeline: PipelineWiring | None = None
     if isinstance(model, PipelineModule):
         wiring, pipeline = wire_pipeline(model, settings, mesh, wiring, device)

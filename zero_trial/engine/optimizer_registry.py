@@ -129,6 +129,30 @@ def is_elementwise(optimizer_class: type) -> bool:
     return not any(base.__name__ in WHOLE_TENSOR_NAMES for base in optimizer_class.__mro__)
 
 
+def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> None:
+    """Raises ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut over ``shard`` ranks.
+
+    Pure and the same on every rank, so that it can be asked before the first collective. Muon orthogonalizes whole matrices.
+    """
+    if name.lower() != "muon":
+        return
+    other = next((each for each, tensor in tensors.items() if tensor.dim() != 2), None)
+    if other is not None:
+        raise ConfigError(
+            "Muon trains matrices only",
+            where="optimizer.type",
+            got=f"{other} of shape {tuple(tensors[other].shape)}",
+            expected="parameters of two dimensions",
+            fix="Use AdamW, or pass the matrices alone: initialize(model_parameters=...), with requires_grad_(False) for the rest.",
+        )
+    if shard > 1:
+        raise ConfigError(
+            f"Muon needs whole matrices, and {shard} ranks share each of them",
+            where="optimizer.type",
+            fix="Use zero_optimization.stage 0 or mesh.shard 1, or an elementwise optimizer such as AdamW.",
+        )
+
+
 def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
     """The optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for what nobody could
     honour."""

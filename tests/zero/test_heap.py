@@ -8,8 +8,14 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
+from tests.zero.parts import mesh_for
+from zero_trial.precision.policy import dtype_policy
 from zero_trial.zero.heap import give_freed_memory_back, keep_freed_memory
+from zero_trial.zero.model import ShardedModel
+from zero_trial.zero.plan import plan_for_stage
+from zero_trial.zero.settings import ShardingSettings
 
 PAGES = (8 << 20) // resource.getpagesize()
 
@@ -60,3 +66,15 @@ def test_pages_between_living_blocks_go_back() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         before, after = pool.apply(resident_before_and_after)
     assert before - after > 48 << 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_allocator_is_set_only_where_host_memory_is_freed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the process; on a GPU torch's own allocator keeps what a unit frees."""
+    calls: list[str] = []
+    monkeypatch.setattr("zero_trial.zero.model.keep_freed_memory", lambda: calls.append(device))
+    model = nn.Linear(300, 300, device=device)
+    ShardedModel(
+        model, [list(model.parameters())], plan_for_stage(3), mesh_for(3), dtype_policy("fp32"), ShardingSettings()
+    )
+    assert calls == ["cpu"] * (device == "cpu")

@@ -57,8 +57,8 @@ class ShardedModel:
         self.policy = policy
         self.wire_scale = settings.wire_scale
         self.domains = Domains(domains)
-        if plan.frees_memory:
-            keep_freed_memory()
+        if plan.frees_memory and any(param.device.type == "cpu" for param in module.parameters()):
+            keep_freed_memory()  # changes the allocator of the whole process: not where only GPU memory is freed
         units = make_units(module, groups, plan, mesh, policy, settings, self.domains, house)
         self.units = units.all
         agree_outside(module, {id(param) for param in self._params()}, policy, self.domains, mesh.data)

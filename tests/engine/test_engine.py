@@ -175,3 +175,30 @@ def test_gradients_from_elsewhere_and_without_sync_are_enough_for_a_step() -> No
     generator(torch.ones(2, 3)).sum().backward()  # by autograd itself
     generator.step()
     assert (generator.global_steps, critic.global_steps) == (3, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zero_grad_in_mid_accumulation_starts_the_accumulation_again(stage: int) -> None:
+    """Else the next boundary would divide the gradient of one micro-batch by two."""
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": sgd,
+        "zero_optimization": {"stage": stage},
+    }
+    states = []
+    for spoiled in (False, True):
+        torch.manual_seed(1)
+        engine, *_ = zero_trial.initialize(model=nn.Linear(3, 3), config=config)
+        if spoiled:
+            engine.backward(engine(torch.full((1, 3), 9.0)).sum())
+            engine.step()
+            engine.zero_grad()
+            assert engine.pending_micro_batches() == 0
+        for value in (1.0, 2.0):
+            engine.backward(engine(torch.full((1, 3), value)).sum())
+            engine.step()
+        assert engine.global_steps == 1
+        states.append(engine.module_state_dict()["weight"].clone())
+    assert torch.equal(*states)

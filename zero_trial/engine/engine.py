@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from zero_trial.errors import TrialError
 from zero_trial.mesh import Mesh
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 from zero_trial.zero.dtypes import wide_dtype
+
+log = logging.getLogger("zero_trial")
 
 
 class Engine(EngineSurface):
@@ -146,9 +149,21 @@ class Engine(EngineSurface):
         self.reporter.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator)."""
+        """Forget all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator).
+
+        In the middle of an accumulation it starts again: a step would otherwise divide the gradients of too few micro-batches by all.
+        """
         self.sharded.reducer.reset()
         self._pending = 0
+        done = self.micro_steps % self._batch.accumulation if self._managed and self._boundary is None else 0
+        if done:
+            self.micro_steps -= done
+            if self.mesh.rank == 0:
+                log.warning(
+                    "zero_grad() after %d of %d micro-batches: the accumulation starts again",
+                    done,
+                    self._batch.accumulation,
+                )
         for param in self.module.parameters():
             param.grad = None
 

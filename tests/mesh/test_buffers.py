@@ -19,7 +19,7 @@ READER = 1
 
 
 def buffers(homes: Homes | None) -> Buffers:
-    made = Buffers("shard", Watch(Board(None, 0, 1), (0, 1), 0.05, on_cpu=True))
+    made = Buffers("shard", Watch(Board(None, 0, 1), (0, 1), 0.05))
     made.homes = homes
     return made
 

@@ -43,7 +43,7 @@ class FakeLanes:
 
 def over(work: Work) -> tuple[Messages, FakeLanes]:
     """Axis index 0 of global ranks 4 and 6."""
-    messages = Messages(0, None, Watch(Board(None, 4, 8), (4, 6), 0.5, on_cpu=True))
+    messages = Messages(0, None, Watch(Board(None, 4, 8), (4, 6), 0.5))
     messages.lanes = lanes = FakeLanes(work)
     return messages, lanes
 

@@ -27,7 +27,7 @@ class Work:
 
 
 def watch() -> Watch:
-    return Watch(Board(None, 0, 1), (0, 1), 1.0, on_cpu=True)
+    return Watch(Board(None, 0, 1), (0, 1), 1.0)
 
 
 def test_the_two_ends_of_a_collective() -> None:

@@ -23,9 +23,12 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world. After a failure the world is thrown away: its ranks may wait for each other for ever."""
+    """``size`` processes in one world. After a failure the world is thrown away: its ranks may wait for each other for ever.
 
-    def __init__(self, size: int) -> None:
+    ``strict``: the world's collectives go over :mod:`tests.support.strict_backend` instead of gloo.
+    """
+
+    def __init__(self, size: int, *, strict: bool = False) -> None:
         self.size = size
         context = multiprocessing.get_context("spawn")
         port = free_port()
@@ -33,7 +36,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, strict), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -106,14 +109,17 @@ def take_place(rank: int, size: int, port: int) -> None:
     )
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> None:
     take_place(rank, size, port)
     import torch
 
+    from tests.support import strict_backend
     from zero_trial.mesh import init_distributed
 
     torch.set_num_threads(1)
-    init_distributed(timeout=COLLECTIVE_TIMEOUT_SECONDS)
+    if strict:
+        strict_backend.register()
+    init_distributed(strict_backend.NAME if strict else None, timeout=COLLECTIVE_TIMEOUT_SECONDS)
     while True:
         try:
             body, args, kwargs, timeout = pipe.recv()

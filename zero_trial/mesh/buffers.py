@@ -39,4 +39,4 @@ class Buffers:
         return home is None or home.settled
 
     def _home_of(self, tensor: torch.Tensor) -> Home | None:
-        return None if self.homes is None or tensor.device.type != "cpu" else self.homes.find(tensor)
+        return None if self.homes is None or not self._watch.on_host(tensor) else self.homes.find(tensor)

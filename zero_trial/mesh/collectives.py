@@ -53,7 +53,8 @@ class Collectives:
     ) -> Pending:
         """Starts a collective; ``then`` starts the one that follows when the first is done, and is that one (``again``)."""
         name, tag = self._enter(kind, label)
-        transport: Transport = self._native if full.device.type != "cpu" else self.shared or self._direct
+        on_host = self._watch.on_host(full)
+        transport: Transport = (self.shared or self._direct) if on_host else self._native
         try:
             if kind == "all_gather":
                 works, finish = transport.all_gather(full, part, tag, again, lend)
@@ -64,13 +65,13 @@ class Collectives:
         self._watch.board.leave()
         source = part if kind == "all_gather" else full
         if then is None:
-            return Pending(self._watch, name, works, finish, source, self._buffers.settle)
+            return Pending(self._watch, name, works, finish, source, self._buffers.settle, on_host=on_host)
 
         def go_on() -> Pending:
             result = finish()
             return then(result if isinstance(result, Received) else None)
 
-        return Pending(self._watch, name, works, go_on, source, self._buffers.settle)
+        return Pending(self._watch, name, works, go_on, source, self._buffers.settle, on_host=on_host)
 
     def broadcast(self, shared: SharedTransport, raw: torch.Tensor, label: str, source: int) -> None:
         """``raw`` (flat) of axis index ``source`` into everyone else's, through ``shared`` memory, waited for."""

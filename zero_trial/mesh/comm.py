@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.buffers import Buffers
@@ -27,7 +26,7 @@ from zero_trial.mesh.shared_memory import SharedMemory
 from zero_trial.mesh.shared_transport import MessageMail
 from zero_trial.mesh.small_values import SmallValues
 from zero_trial.mesh.sums import Sum, sum_in_order
-from zero_trial.mesh.transport import Received
+from zero_trial.mesh.transport import Received, moves_host_tensors
 from zero_trial.mesh.watch import Watch
 
 
@@ -57,9 +56,9 @@ class AxisComm:
         self.counters = counters
         self.board = board
         self.add = add
-        self.on_cpu = group is None or "gloo" in str(dist.get_backend(group))
-        self.watch = Watch(board, ranks, timeout, self.on_cpu)
-        device = torch.device("cpu") if self.on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.takes_host_tensors = group is None or moves_host_tensors(group)
+        self.watch = Watch(board, ranks, timeout)
+        device = torch.device("cpu") if self.takes_host_tensors else torch.device("cuda", torch.cuda.current_device())
         self._small = SmallValues(name, group, self.watch, device)
         self._buffers = Buffers(name, self.watch)
         self._collectives = Collectives(name, index, group, self.watch, self._buffers, add)
@@ -84,6 +83,11 @@ class AxisComm:
     def reads_in_place(self, device: torch.device) -> bool:
         """Whether peers read this rank's :meth:`buffer` s on ``device`` where they lie."""
         return device.type == "cpu" and self._buffers.homes is not None
+
+    def on_host(self, values: torch.Tensor) -> bool:
+        """Whether a collective of ``values`` is done when its wait returns, so that reading them costs nothing. On a device it is only
+        ordered before what is launched there next."""
+        return self.watch.on_host(values)
 
     def settle(self, tensor: torch.Tensor) -> None:
         """Returns when no peer reads any more from the buffer in which ``tensor`` lies: it may be overwritten. At once for any other tensor.
@@ -181,7 +185,7 @@ class AxisComm:
         self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
         values = tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
-        shared = self._collectives.shared if raw.device.type == "cpu" and not self._small.fits(raw) else None
+        shared = self._collectives.shared if self.watch.on_host(raw) and not self._small.fits(raw) else None
         if shared is not None:
             self._collectives.broadcast(shared, raw, label, source)
         else:

@@ -25,9 +25,8 @@ from datetime import timedelta
 
 import torch
 
-from zero_trial.mesh import peers
 from zero_trial.mesh.comm import AxisComm
-from zero_trial.mesh.peers import ELSEWHERE
+from zero_trial.mesh.peers import ELSEWHERE, offered
 from zero_trial.mesh.shared_memory import SharedMemory, Ticket, map_file, open_descriptor
 
 SLOTS = 2048
@@ -215,7 +214,7 @@ def open_lanes(comm: AxisComm, memory: SharedMemory) -> Lanes | None:
     bell = Bell()
     rings: dict[int, int] = {}
     try:
-        for index in others if peers.offered() else ():
+        for index in others if offered() else ():
             rings[index] = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
             os.ftruncate(rings[index], RING_BYTES)
     except (OSError, AttributeError):

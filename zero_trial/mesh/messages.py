@@ -36,7 +36,7 @@ class Message:
     def wait(self) -> torch.Tensor:
         """The tensor, once it has arrived or left. May be called again. Raises MeshError, naming the other rank, where that does not happen."""
         if self._work is not None:
-            self._watch.wait(self._work, self._name, self._among)
+            self._watch.wait(self._work, self._name, self._among, on_host=self._watch.on_host(self.values))
             self._work = None
         return self.values
 
@@ -63,7 +63,7 @@ class Messages:
         return Message(self._watch, work, name, values, among)
 
     def _work(self, kind: str, values: torch.Tensor, peer: int, tag: int) -> Any:
-        if self.lanes is not None and values.device.type == "cpu":
+        if self.lanes is not None and self._watch.on_host(values):
             return self.lanes.send(values, peer, tag) if kind == "send" else self.lanes.receive(values, peer, tag)
         verb = dist.isend if kind == "send" else dist.irecv
         way = (self._index, peer) if kind == "send" else (peer, self._index)

@@ -38,12 +38,15 @@ class Pending:
         finish: Finish | None,
         source: torch.Tensor | None = None,
         settle: Callable[[torch.Tensor], None] | None = None,
+        *,
+        on_host: bool = True,
     ) -> None:
         """``works``, waited for by ``watch``, and then ``finish()``, make the result; ``settle(source)`` waits for those who read the input.
 
-        ``watch`` is None where there are no works to wait for.
+        ``watch`` is None where there are no works to wait for. ``on_host``: as :meth:`Watch.wait` has it.
         """
         self._watch = watch
+        self._on_host = on_host
         self._label = label
         self._works = works
         self._finish = finish
@@ -62,7 +65,7 @@ class Pending:
             return
         if self._watch is not None:
             for work in self._works:
-                self._watch.wait(work, self._label)
+                self._watch.wait(work, self._label, on_host=self._on_host)
         self._works, self._finish = [], self._refuse  # what breaks off here may have made half of the result
         result = finish() if self._watch is None else self._finished(self._watch, finish)
         self._finish = None

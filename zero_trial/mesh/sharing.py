@@ -11,12 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zero_trial.mesh import peers, shared_control, shared_mail
 from zero_trial.mesh.comm import AxisComm
 from zero_trial.mesh.lanes import open_lanes
-from zero_trial.mesh.peers import Peers
+from zero_trial.mesh.peers import Peers, offered
+from zero_trial.mesh.shared_control import BLOCK_BYTES as CONTROL_BYTES
 from zero_trial.mesh.shared_control import SharedControl
 from zero_trial.mesh.shared_homes import Homes
+from zero_trial.mesh.shared_mail import BLOCK_BYTES as MAIL_BYTES
 from zero_trial.mesh.shared_mail import SharedMail
 from zero_trial.mesh.shared_memory import SharedMemory, Ticket, map_file, open_descriptor
 
@@ -42,7 +43,7 @@ def share_if_possible(comm: AxisComm) -> bool:
 
     Each rank writes a random number into a segment; a peer that reads another number, or nothing, is on another host or in another container.
     """
-    if comm.size == 1 or not comm.on_cpu:
+    if comm.size == 1 or not comm.takes_host_tensors:
         return False
     world = dist.group.WORLD
     memory = _MEMORIES.setdefault(world, SharedMemory())
@@ -72,7 +73,7 @@ def _try(comm: AxisComm, memory: SharedMemory, homes: Homes) -> Shared | None:
     try:
         segment = memory.acquire(8, [])
         segment.payload(torch.int64, 1)[0] = secret
-        blocks = [_block(shared_control.BLOCK_BYTES), _block(shared_mail.BLOCK_BYTES)]
+        blocks = [_block(CONTROL_BYTES), _block(MAIL_BYTES)]
         mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, *blocks]
     except (OSError, AttributeError):  # no memfd here
         mine = []
@@ -97,7 +98,7 @@ def _open(memory: SharedMemory, homes: Homes, comm: AxisComm, everyone: list[lis
     others = {at: row for at, row in enumerate(everyone) if at != comm.index}
     own = everyone[comm.index]
     try:
-        watched = Peers({at: row[0] for at, row in others.items()}) if peers.offered() else None
+        watched = Peers({at: row[0] for at, row in others.items()}) if offered() else None
         small, tickets = ({at: map_file(open_descriptor(row[0], row[k])) for at, row in others.items()} for k in (5, 6))
         if watched is None:
             return Shared(memory, homes, None, None)

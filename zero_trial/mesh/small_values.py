@@ -23,7 +23,8 @@ _LEFT_BEHIND: list[Callable[[], Any]] = []
 
 
 class SmallValues:
-    """Sums, broadcasts and gathers of small things between the ranks of one axis. Each returns when it is done.
+    """Sums, broadcasts and gathers of small things between the ranks of one axis. Values on the host are there when a call returns; those on a
+    device, for what is launched next on it.
 
     ``device``: where values must be so that the group's backend can move them. ``shared``: a block in which CPU values travel.
     """
@@ -46,7 +47,9 @@ class SmallValues:
             values.copy_(total.view(values.shape))
             return
         reduce_op = _BACKENDS_OWN[op]
-        self._now("all_reduce", label, lambda: dist.all_reduce(values, reduce_op, group=self._group, async_op=True))
+        self._now(
+            "all_reduce", label, values, lambda: dist.all_reduce(values, reduce_op, group=self._group, async_op=True)
+        )
 
     def broadcast(self, raw: torch.Tensor, label: str, source: int) -> None:
         """``raw`` (n,) of axis index ``source`` into everyone else's."""
@@ -54,7 +57,7 @@ class SmallValues:
             raw.copy_(self._exchange("broadcast", label, raw)[source])
             return
         root = self._watch.ranks[source]
-        self._now("broadcast", label, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
+        self._now("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
 
     def gather_json(self, value: Any, label: str, index: int) -> list[Any]:
         """Every rank's ``value``, in rank order; this rank is axis index ``index``."""
@@ -69,13 +72,15 @@ class SmallValues:
             rows = self._exchange("gather", label, padded)
         else:
             rows = [torch.empty_like(padded) for _ in range(self._size)]
-            self._now("all_gather", label, lambda: dist.all_gather(rows, padded, group=self._group, async_op=True))
+            self._now(
+                "all_gather", label, padded, lambda: dist.all_gather(rows, padded, group=self._group, async_op=True)
+            )
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def fits(self, values: torch.Tensor) -> bool:
         """Whether these values go through the shared block."""
         nbytes = values.numel() * values.element_size()
-        return self.shared is not None and values.device.type == "cpu" and 0 < nbytes <= CAPACITY
+        return self.shared is not None and self._watch.on_host(values) and 0 < nbytes <= CAPACITY
 
     def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``values``, flat, in rank order."""
@@ -95,14 +100,14 @@ class SmallValues:
             for index in range(self._size)
         ]
 
-    def _now(self, kind: str, label: str, call: Callable[[], Any]) -> None:
+    def _now(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
         name = self._enter(kind, label)
         try:
             work = call()
         except RuntimeError as error:
             self._watch.fail(name, error)
         try:
-            self._watch.wait(work, name)
+            self._watch.wait(work, name, on_host=self._watch.on_host(values))
         except MeshError:
             _LEFT_BEHIND.append(call)
             raise

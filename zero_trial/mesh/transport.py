@@ -45,6 +45,11 @@ class Transport(Protocol):
         ...
 
 
+def moves_host_tensors(group: Any) -> bool:
+    """Whether ``group`` (None: the world) has a backend for tensors on the host. ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
 class NativeTransport:
     """The backend's own tensor collectives (NCCL; gloo for tensors that direct exchange cannot reach)."""
 

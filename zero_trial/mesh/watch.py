@@ -5,27 +5,37 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
+
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.diagnosis import explain
 
 
 class Watch:
-    """Waits for works among ``ranks`` for at most ``timeout`` seconds. ``on_cpu``: the group's backend blocks until a work is done."""
+    """Waits for works among ``ranks`` for at most ``timeout`` seconds."""
 
-    def __init__(self, board: Board, ranks: tuple[int, ...], timeout: float, on_cpu: bool) -> None:
+    def __init__(self, board: Board, ranks: tuple[int, ...], timeout: float) -> None:
         self.board = board
         self.ranks = ranks
         self.timeout = timeout
-        self._on_cpu = on_cpu
 
-    def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None) -> None:
-        """Returns when ``work`` (of torch.distributed, or waited for like one) is done. Raises MeshError, about ``among`` or all ranks."""
+    @staticmethod
+    def on_host(values: torch.Tensor) -> bool:
+        """Whether ``values`` are in the host's memory. A collective of any others runs on their device, in the order of its streams."""
+        return values.device.type == "cpu"
+
+    def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None, *, on_host: bool = True) -> None:
+        """Waits for ``work`` (of torch.distributed, or waited for like one). Raises MeshError, about ``among`` or all ranks.
+
+        ``on_host``: what :meth:`on_host` says of its tensors. Then the work is done when this returns; otherwise what this rank
+        launches next comes after it on the device, and the host goes on.
+        """
         self.board.waiting(name)
         try:
-            if self._on_cpu:
+            if on_host:
                 work.wait(timedelta(seconds=self.timeout))
             else:
-                work.wait()  # on CUDA this orders streams and does not block; NCCL's watchdog bounds it
+                work.wait()  # with a time limit NCCL would block the host; its own watchdog bounds the work
         except (RuntimeError, OSError) as error:
             self.fail(name, error, among)
         self.board.leave()

@@ -19,6 +19,7 @@ from zero_trial.mesh.arrival import arrive, not_found
 from zero_trial.mesh.board import Board
 from zero_trial.mesh.env import RankEnv, meeting_place, read_rank_env
 from zero_trial.mesh.farewell import Farewell
+from zero_trial.mesh.transport import moves_host_tensors
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -45,8 +46,8 @@ def agree_on(numbers: Sequence[float]) -> list[float]:
     """Rank 0's ``numbers`` on every rank, which must pass equally many. Collective over the world."""
     if world_size() == 1:
         return list(numbers)
-    on_cpu = "gloo" in str(dist.get_backend())
-    values = torch.tensor(numbers, dtype=torch.float64, device="cpu" if on_cpu else "cuda")
+    device = "cpu" if moves_host_tensors(None) else "cuda"
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.broadcast(values, 0)
     return [float(value) for value in values.tolist()]
 

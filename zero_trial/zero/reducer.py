@@ -256,7 +256,7 @@ class Reducer:
         """Starts the sum over ``replica``, and takes note of its squares and of whose part spoils it: the sum is passed on over what was put in."""
 
         def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
-            if total.device.type != "cpu":
+            if not self._replica.on_host(total):
                 return
             flight.square_sum = square_sum(total)
             if not math.isfinite(flight.square_sum.item()):
@@ -287,7 +287,7 @@ class Reducer:
         landing.shard_filled = True
         total = square_sum(self._counted(landing)) if total is None else total
         self.square_sums[self._index[id(landing)]] = total
-        if total.device.type == "cpu" and not self._is_bad(landing) and not self._is_finite(landing, total):
+        if self._shard.on_host(total) and not self._is_bad(landing) and not self._is_finite(landing, total):
             self.culprits.extend(self._find(flight))
         flight.scatter.received.release()
         self._wires.release(flight.room)
@@ -328,7 +328,7 @@ class Reducer:
             for index, part in flight.scatter.received.items()
             if (position := first_bad(part)) is not None
         ]
-        between = landing.shard.device.type == "cpu" and replica.size > 1
+        between = replica.on_host(landing.shard) and replica.size > 1
         length = landing.unit.layout.shard_numel // replica.size
         start = length * replica.index if between else 0
         if not found:

@@ -1,0 +1,66 @@
+"""Beyond one accelerator the host runs ahead: in a step whose collectives run on a device, it waits for none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import strict_backend
+from tests.support.dense import STAGES, Case, Turn, build_engine
+from tests.support.late import make_late, on_device
+from tests.support.models import Tower
+from tests.support.pool import RankPool
+
+WARM, STEPS = 2, 3
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RankPool]:
+    pool = RankPool(4, strict=True)
+    yield pool
+    pool.close()
+
+
+def loss(model: Any, turn: Turn) -> torch.Tensor:
+    return (model(turn.normal(4, 5).to(next(model.parameters()).dtype)) - 1).float().square().mean()
+
+
+def steady_steps(zero: dict[str, Any], config: dict[str, Any]) -> tuple[list[str], list[str], int, float]:
+    """What the host waited for in some steps after the first ones, what it read of the device's values, what it launched, and the last loss."""
+    with strict_backend.pretended_device():
+        engine = build_engine(Case(lambda: Tower(5, 8), loss, config=config, clip=1.0), zero)
+        verdict = make_late(engine)
+        losses: list[torch.Tensor] = []
+
+        def step(number: int) -> None:
+            for turn in range(config["gradient_accumulation_steps"]):
+                losses.append(loss(engine, Turn(number, turn, engine.global_rank)))
+                engine.backward(losses[-1])
+                engine.step()
+
+        for number in range(WARM):
+            step(number)
+        strict_backend.host_waits.clear()
+        strict_backend.launched.clear()
+        reads = on_device(engine, verdict, lambda: [step(number) for number in range(WARM, WARM + STEPS)])
+        waits, launches = list(strict_backend.host_waits), list(strict_backend.launched)
+        last = losses[-1].item()
+        engine.destroy()
+    return waits, reads, len(launches), last
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_host_wait_in_a_step(strict: RankPool, stage: str, replicas: int, accumulation: int) -> None:
+    if stage == "zero0":
+        replicas = 4
+    zero = STAGES[stage]
+    config = {"comm_transport": "gloo", "mesh": {"replica": replicas}, "gradient_accumulation_steps": accumulation}
+    for waits, reads, launches, _ in strict.run(steady_steps, zero, config):
+        assert waits == []
+        assert reads == []
+        assert launches >= 2 * STEPS

@@ -1,0 +1,185 @@
+"""A stand-in for NCCL on a machine without GPUs: a backend of torch.distributed that is as strict about who waits for what.
+
+Tensors of floating-point numbers count as being on the device, all others as being on the host: parameters, gradients, norms and losses
+are the former, what ranks tell each other in between (JSON, lengths, counts) is the latter.
+
+    device   one thread per group makes the collectives, in the order of their launches; a wait without a time limit stands for ordering
+             streams, a wait with one blocks the host, as ProcessGroupNCCL has it, and is noted in ``host_waits``
+    host     gloo; every wait blocks the host and is noted
+
+The two kinds may not be mixed in one call, and the tensor collectives of the hot path take device tensors only.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_trial.mesh.watch import Watch
+
+NAME = "strict"
+
+Call = Callable[[], Any]  # starts a collective of gloo's; returns its work
+
+host_waits: list[str] = []  # of this process, by operation and caller
+launched: list[str] = []  # the device's operations, in the order of their launches
+
+
+def on_host(values: torch.Tensor) -> bool:
+    return not values.is_floating_point()
+
+
+def register() -> None:
+    """From now on ``init_process_group("strict")`` makes such groups."""
+    dist.Backend.register_backend(NAME, StrictGroup, devices=["cpu"])
+
+
+@contextmanager
+def pretended_device() -> Iterator[None]:
+    """Inside, the mesh treats floating-point tensors as a device's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "on_host", staticmethod(on_host))
+        yield
+
+
+def note(operation: str) -> None:
+    callers = [frame for frame in traceback.extract_stack() if "zero_trial/" in frame.filename]
+    host_waits.append(f"{operation}: " + " < ".join(f"{frame.name}" for frame in reversed(callers[-5:])))
+
+
+class StrictWork(dist.Work):
+    """A collective that was launched on the device."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
+        if timeout:
+            note(self.operation)
+        self.done.wait()  # there are no streams here: what the caller computes next is computed at once
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def synchronize(self) -> None:
+        note(self.operation)
+        self.done.wait()
+
+
+class HostWork(dist.Work):
+    """A collective of the host's."""
+
+    def __init__(self, operation: str, work: Any) -> None:
+        super().__init__()
+        self.operation = operation
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # type: ignore[override]
+        note(self.operation)
+        return bool(self.work.wait(timeout) if timeout else self.work.wait())
+
+
+class StrictGroup(dist.ProcessGroup):
+    """``rank`` of ``size`` in one group."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._device = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout)  # type: ignore[attr-defined]
+        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)  # type: ignore[attr-defined]
+        self._size = size
+        self._launches: queue.SimpleQueue[tuple[StrictWork, Call]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="strict-device", daemon=True).start()
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Any:
+        def call() -> Any:
+            sums = whole.clone()  # gloo has no reduce-scatter in every release
+            return _Then(
+                self._device.allreduce([sums]),
+                lambda: output.copy_(sums.view(self._size, -1)[self.rank()].view_as(output)),
+            )
+
+        return self._launch("reduce_scatter", [output, whole], call)
+
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> Any:
+        def call() -> Any:
+            parts = [torch.empty_like(part) for _ in range(self._size)]
+            work = self._device.allgather([parts], [part.clone()])
+            return _Then(work, lambda: output.view(self._size, -1).copy_(torch.stack(parts).view(self._size, -1)))
+
+        return self._launch("all_gather", [output, part], call)
+
+    reduce_scatter_single, all_gather_single = _reduce_scatter_base, _allgather_base  # as torch calls them from 2.13 on
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        return self._either("all_reduce", tensors, lambda group: group.allreduce(list(tensors), opts))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        return self._either("broadcast", tensors, lambda group: group.broadcast(list(tensors), opts))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._either("all_gather", [*outputs[0], *inputs], lambda group: group.allgather(outputs, inputs, opts))
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int = 0) -> Any:
+        return self._either("send", tensors, lambda group: group.send(list(tensors), to, tag))
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int = 0) -> Any:
+        return self._either("recv", tensors, lambda group: group.recv(list(tensors), source, tag))
+
+    def barrier(self, opts: Any = None) -> Any:
+        return HostWork("barrier", self._host.barrier())
+
+    def _either(self, operation: str, tensors: Sequence[torch.Tensor], start: Callable[[Any], Any]) -> Any:
+        if all(on_host(values) for values in tensors):
+            return HostWork(operation, start(self._host))
+        return self._launch(operation, tensors, lambda: start(self._device))
+
+    def _launch(self, operation: str, tensors: Sequence[torch.Tensor], call: Call) -> StrictWork:
+        if any(on_host(values) for values in tensors):
+            kinds = ", ".join(f"{values.dtype} on the {'host' if on_host(values) else 'device'}" for values in tensors)
+            raise RuntimeError(f"{operation} takes tensors on the device only, got {kinds}")
+        work = StrictWork(operation)
+        launched.append(operation)
+        self._launches.put((work, call))
+        return work
+
+    def _run(self) -> None:
+        while True:
+            work, call = self._launches.get()
+            try:
+                call().wait()
+            except Exception as error:
+                work.error = error
+            work.done.set()
+
+
+class _Then:
+    """A work, and what is to be done after it."""
+
+    def __init__(self, work: Any, act: Callable[[], Any]) -> None:
+        self._work = work
+        self._act = act
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._act()

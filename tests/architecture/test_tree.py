@@ -26,6 +26,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/config/test_exercised.py": "every honoured key and the test that fails without it",
     "tests/config/test_fuzz.py": "the whole room, with configurations changed at random",
     "tests/master/test_behaviour_": "what users live through with a master, across its modules",
+    "tests/mesh/test_device_waits.py": "every verb over a strict backend",
     "tests/master/test_det_cli": "the genuine det command against a master, across its modules",
     "tests/checking/test_ten_mistakes.py": "mistakes of users and what is said about each, by whichever part finds it",
     "tests/launch/test_end_to_end.py": "whole runs from the command line",

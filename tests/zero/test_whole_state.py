@@ -8,6 +8,7 @@ from torch import nn
 
 import zero_trial
 from zero_trial.zero import safe_get_full_fp32_param
+from zero_trial.zero.unit import Unit
 
 
 def engine(stage: int = 3) -> zero_trial.Engine:
@@ -81,3 +82,24 @@ def test_without_hooks_the_module_is_plain_again():
     module = found.module
     assert not any(part._state_dict_pre_hooks or part._load_state_dict_pre_hooks for part in module.modules())
     assert module.state_dict()["0.weight"].data_ptr() == module[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["state_dict", "load_state_dict"])
+def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch):
+    found = engine()
+    most = 0
+    finish = Unit.finish_gather
+
+    def watched(unit: Unit) -> None:
+        nonlocal most
+        finish(unit)
+        most = max(most, sum(live(found)))
+
+    state = found.module.state_dict()
+    monkeypatch.setattr(Unit, "finish_gather", watched)
+    if how == "state_dict":
+        found.module.state_dict()
+    else:
+        found.module.load_state_dict(state)
+    assert len(found.sharded.units) > 1
+    assert most == 1

@@ -23,7 +23,7 @@ from zero_trial.zero.heap import keep_freed_memory
 from zero_trial.zero.landing import Landing
 from zero_trial.zero.optimizer import ShardedOptimizer
 from zero_trial.zero.outside import agree_outside
-from zero_trial.zero.plan import ReduceAt, ZeroPlan
+from zero_trial.zero.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.zero.publication import Publication
 from zero_trial.zero.reducer import Reducer
 from zero_trial.zero.settings import ShardingSettings
@@ -238,7 +238,8 @@ class ShardedModel:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """All parameters whole inside the block. Collective over shard."""
-        self._open_all()
+        self.wait()
+        self.gatherer.ensure_all()
         try:
             yield
         finally:
@@ -269,8 +270,19 @@ class ShardedModel:
         return [*of_units, *(landing.full for landing in self.landings), *rooms]
 
     def remove_hooks(self) -> None:
-        """Takes every hook off the module; its parameters become whole, ordinary parameters again. Collective over shard."""
-        self._open_all()
+        """Takes every hook off the module; its parameters become whole, ordinary parameters again. Collective over shard.
+
+        Parameters that did not always live are in the host's memory then: group by group, for the device may not hold them all at once.
+        """
+        self.wait()
+        for unit in self.units:
+            unit.start_gather()
+            unit.finish_gather()
+            if unit.plan.params is not Lifetime.ALWAYS and unit.full.device.type != "cpu":
+                values = [param.detach().to("cpu", copy=True) for param in unit.params]
+                unit.free(stale=True)
+                for param, value in zip(unit.params, values, strict=True):
+                    param.data = value
         for landing in self.landings:
             landing.remove_hooks()
         self.gatherer.remove_hooks()
@@ -279,7 +291,3 @@ class ShardedModel:
             if unit.away is not None:
                 unit.away.close()
         directory.forget(self._params())
-
-    def _open_all(self) -> None:
-        self.wait()
-        self.gatherer.ensure_all()

@@ -34,6 +34,7 @@ TESTS_WITHOUT_A_MODULE = {
     "tests/fronts/test_embedded_master.py": "whole trials, from det to the last step",
     "tests/fronts/test_guides.py": "the names in the guides",
     "tests/fronts/test_first_sweep.py": "the guide from zero to a sweep",
+    "tests/importing/test_mutated.py": "every reader, with files changed at random",
     "tests/launch/test_two_hosts.py": "whole runs between two network namespaces",
 }
 

@@ -65,5 +65,17 @@ def test_a_folder_that_is_here_has_a_name(tmp_path: Path, monkeypatch: pytest.Mo
 def test_anything_in_the_place_of_something_else_is_one_clean_error(tmp_path: Path, optimizer: object) -> None:
     content = {"module": {"a": torch.zeros(2)}, "buffer_names": [], "optimizer": optimizer}
     torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="something stands where"):
+    with pytest.raises(CheckpointError, match=r"unexpected content|do not match the groups"):
+        read_source(tmp_path, None, Wishes())
+
+
+def test_a_fault_of_the_reader_itself_is_not_blamed_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("a fault in the reader")
+
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr("zero_trial.importing.recognise.read_weights", broken)
+    with pytest.raises(TypeError, match="a fault in the reader"):
         read_source(tmp_path, None, Wishes())

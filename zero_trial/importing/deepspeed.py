@@ -69,7 +69,7 @@ def _sharded(
     state["loss_scaler"] = facts.loss_scaler(optimizers[0])
     if wishes.with_optimizer:
         step = one_number("step", optimizers[0].get("base_optimizer_state_step"))  # DeepSpeed's elastic form
-        _note_optimizer(state, param_groups(optimizers[0]), groups, step, left_out)
+        _note_optimizer(state, param_groups(optimizers[0], model.where), groups, step, left_out)
     return stage, shards
 
 

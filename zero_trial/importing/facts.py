@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.importing.values import Foreign, Stored
+from zero_trial.importing.values import Foreign, Stored, as_dict, as_integers, as_list
 
 OWN_KEYS = frozenset(
     [
@@ -42,6 +42,7 @@ OWN_KEYS = frozenset(
 """What DeepSpeed puts into a file of model states; the rest is the client's."""
 
 MOST_VALUES = 100_000
+DEEPEST = 100
 
 _SAME_STATE = frozenset(
     [
@@ -84,12 +85,14 @@ class NotPlain(Exception):
     """A value that a checkpoint of ours cannot hold; its text is the place and the kind."""
 
 
-def plain(value: Any, place: str = "", budget: list[int] | None = None) -> Any:
+def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: int = 0) -> Any:
     """``value`` with tensors read, if all of it can be saved without pickle. Raises NotPlain."""
     budget = [MOST_VALUES] if budget is None else budget
     budget[0] -= 1
     if budget[0] < 0:
         raise NotPlain(f"{place}: more than {MOST_VALUES} values")
+    if depth > DEEPEST:  # a structure may contain itself
+        raise NotPlain(f"{place[:100]}: nested more than {DEEPEST} deep")
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         return value
     if isinstance(value, Stored):
@@ -97,9 +100,12 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None) -> Any:
     if isinstance(value, Foreign) and value.path.endswith("multiarray.scalar"):
         return _numpy_number(value, place)
     if isinstance(value, dict):
-        return {plain(key, place, budget): plain(item, f"{place}.{key}", budget) for key, item in value.items()}
+        pairs = [
+            (plain(key, place, budget), plain(item, f"{place}.{key}", budget, depth + 1)) for key, item in value.items()
+        ]
+        return dict(pairs)
     if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "_fields"):
-        return type(value)(plain(item, f"{place}[{index}]", budget) for index, item in enumerate(value))
+        return type(value)(plain(item, f"{place}[{index}]", budget, depth + 1) for index, item in enumerate(value))
     raise NotPlain(f"{place}: {value.path if isinstance(value, Foreign) else type(value).__name__}")
 
 
@@ -118,7 +124,7 @@ def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
     """``plain``, or None and a line in ``left_out``."""
     try:
         return plain(value, place)
-    except (NotPlain, RecursionError) as fault:
+    except NotPlain as fault:
         left_out.append(str(fault)[:200])
         return None
 
@@ -130,7 +136,7 @@ def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any
         if key not in OWN_KEYS:
             try:
                 found[key] = plain(value, f"client state {key!r}")
-            except (NotPlain, RecursionError) as fault:
+            except NotPlain as fault:
                 left_out.append(str(fault)[:200])
     return found
 
@@ -176,6 +182,26 @@ def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> 
                     left_out.append(str(fault)[:200])
         found.append(kept)
     return found
+
+
+def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
+    """``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none where ``inner`` is no such dict.
+
+    Raises CheckpointError for groups of another kind.
+    """
+    listed = as_list(inner.get("param_groups", []), f"{where}, param_groups") if isinstance(inner, dict) else []
+    found = []
+    for index, group in enumerate(listed):
+        place = f"{where}, param_groups[{index}]"
+        numbers = as_integers(as_dict(group, place).get("params", []), f"{place}, params")
+        found.append({**group, "params": numbers})
+    return found
+
+
+def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
+    """``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises CheckpointError for another structure."""
+    rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
+    return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 
 
 def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any] | None:

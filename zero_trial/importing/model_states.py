@@ -11,7 +11,7 @@ import torch
 from zero_trial.checkpoint.slice import Slice
 from zero_trial.errors import CheckpointError
 from zero_trial.importing.findings import Wishes
-from zero_trial.importing.values import Stored
+from zero_trial.importing.values import Stored, as_shape
 
 State = Mapping[Any, Any]
 
@@ -49,7 +49,10 @@ class ModelStates:
         """Shapes of what the optimizer does not have, where DeepSpeed says (stages 2 and 3)."""
         found = self.first.get("frozen_param_shapes")
         return (
-            {self._wishes.own(str(name)): tuple(shape) for name, shape in found.items()}
+            {
+                self._wishes.own(str(name)): as_shape(shape, f"{self.where}, frozen_param_shapes, {name}")
+                for name, shape in found.items()
+            }
             if isinstance(found, dict)
             else {}
         )

@@ -10,11 +10,12 @@ import torch
 
 from zero_trial.checkpoint.slice import Slice
 from zero_trial.errors import CheckpointError
+from zero_trial.importing.facts import optimizer_groups, optimizer_state
 from zero_trial.importing.findings import Wishes
 from zero_trial.importing.model_states import ModelStates
 from zero_trial.importing.order import deal
 from zero_trial.importing.shards import one_number
-from zero_trial.importing.values import Stored
+from zero_trial.importing.values import Stored, as_list, as_tensor
 
 State = Mapping[Any, Any]
 
@@ -27,12 +28,17 @@ class NumberedOptimizer:
         inner = optimizer.get("optimizer_state_dict", optimizer)
         if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
             raise CheckpointError("not the state of an optimizer", where=self._where)
-        self.groups: list[State] = inner["param_groups"]
-        self._state: State = inner.get("state", {})
+        self.groups = optimizer_groups(inner, self._where)
+        self._state = optimizer_state(inner, self._where)
         self._model = model
         flat, rows = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
-        self._flat: list[Stored] | None = flat if isinstance(flat, list) else None
-        self._masters: list[list[Stored]] | None = rows if isinstance(rows, list) else None
+        self._flat = self._tensors(flat, "fp32_groups_flat") if flat is not None else None
+        self._masters = (
+            [self._tensors(row, "fp32_groups") for row in as_list(rows, f"{self._where}, fp32_groups")]
+            if rows is not None
+            else None
+        )
+        self._check_counts()
         self.kinds = self._kinds()
         self.names = self._given(wishes.names) if wishes.names is not None else self._matched()
 
@@ -67,6 +73,21 @@ class NumberedOptimizer:
                     own_shape = shape if tensor.numel() == prod(shape) else tuple(tensor.shape)
                     found.append(Slice.whole(f"{kind}/{name}", tensor.reshape(own_shape)))
         return found
+
+    def _tensors(self, rows: Any, key: str) -> list[Stored]:
+        place = f"{self._where}, {key}"
+        return [as_tensor(value, place) for value in as_list(rows, place)]
+
+    def _check_counts(self) -> None:
+        """Each group has its masters. Raises CheckpointError."""
+        counts = [len(group["params"]) for group in self.groups]
+        if self._flat is not None and (len(self._flat) != len(counts) or 0 in counts):
+            got, expected = f"{len(self._flat)} flat buffers", f"one for each of {len(counts)} groups of parameters"
+        elif self._masters is not None and [len(row) for row in self._masters] != counts:
+            got, expected = f"masters of {[len(row) for row in self._masters]} parameters", f"{counts}"
+        else:
+            return
+        raise CheckpointError("the masters do not match the groups", where=self._where, got=got, expected=expected)
 
     def has_masters(self) -> bool:
         return self._flat is not None or self._masters is not None

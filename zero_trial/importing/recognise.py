@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero_trial.checkpoint.manifest import MANIFEST_NAME
-from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.errors import CheckpointError
 from zero_trial.importing.deepspeed import read_deepspeed
 from zero_trial.importing.findings import Findings, Wishes
 from zero_trial.importing.folder import find_deepspeed
@@ -13,24 +13,7 @@ from zero_trial.importing.weights import NAMES, find_weights, read_weights
 
 
 def read_source(source: Path, tag: str | None, wishes: Wishes) -> Findings:
-    """The findings of the reader whose format this is. Raises CheckpointError for a path that is of none, or not there.
-
-    A file of a foreign format may hold anything at every place; where a reader stumbles over that, the file is to blame.
-    """
-    try:
-        return _read(source, tag, wishes)
-    except ZeroTrialError:
-        raise
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError) as fault:
-        raise CheckpointError(
-            "something stands where a checkpoint of this kind has something else",
-            where=str(source),
-            got=f"{type(fault).__name__}: {fault}"[:200],
-            fix="Copy it again from where it was written; zero-trial --debug ckpt import shows where the reader stumbled.",
-        ) from fault
-
-
-def _read(source: Path, tag: str | None, wishes: Wishes) -> Findings:
+    """The findings of the reader whose format this is. Raises CheckpointError for a path that is of none, or not there."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)

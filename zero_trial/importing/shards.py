@@ -8,9 +8,10 @@ from typing import Any
 
 from zero_trial.checkpoint.slice import Slice
 from zero_trial.errors import CheckpointError
+from zero_trial.importing.facts import optimizer_groups, optimizer_state
 from zero_trial.importing.findings import Wishes
 from zero_trial.importing.flat import Run, each_parameter_runs, whole_group_runs
-from zero_trial.importing.values import Foreign, Stored
+from zero_trial.importing.values import Foreign, Stored, as_dict, as_integers, as_list, as_shape, as_tensor
 
 State = Mapping[Any, Any]
 
@@ -53,7 +54,8 @@ def flat_groups(model: State, optimizers: Sequence[State], wishes: Wishes, where
     """All buffers of all ranks, matched with the shapes that the model's file names. Raises CheckpointError where they do not match."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
-    if max(counts) != ranks if isinstance(counts, list) and counts else counts != ranks:
+    most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts
+    if most != ranks:
         raise CheckpointError(
             "some ranks' files are missing, or groups of ranks hold copies",
             where=where,
@@ -65,21 +67,21 @@ def flat_groups(model: State, optimizers: Sequence[State], wishes: Wishes, where
         if stage == 3
         else ("single_partition_of_fp32_groups", "base_optimizer_state")
     )
-    buffers = [_list(optimizer, key, where) for optimizer in optimizers]
+    buffers = [as_list(optimizer.get(key), f"{where}, {key}") for optimizer in optimizers]
     shapes = shapes_of(model, wishes, where)
     if {len(row) for row in buffers} != {len(shapes)}:
         got = f"{len(buffers[0])} flat buffers for {len(shapes)} lists of shapes"
         raise CheckpointError("the optimizer's buffers do not match the model's shapes", where=where, got=got)
-    home = group_of_buffer(optimizers[0].get(inner), len(shapes))
-    gaps = optimizers[0].get("param_alignment_paddings") if stage != 3 else None
+    home = group_of_buffer(optimizer_groups(optimizers[0].get(inner), f"{where}, {inner}"), len(shapes))
+    gaps = _gaps(optimizers[0], len(shapes), where) if stage != 3 else None
     found = []
     for index, named in enumerate(shapes):
-        masters = [_stored(row[index], f"{key}[{index}]", where) for row in buffers]
+        masters = [as_tensor(row[index], f"{where}, {key}[{index}]") for row in buffers]
         place = f"{where}, {key}[{index}]"
         if stage == 3:
             runs = each_parameter_runs(named, masters[0].numel, ranks, place)
         else:
-            runs = whole_group_runs(named, masters[0].numel, ranks, gaps[index] if gaps else None, place)
+            runs = whole_group_runs(named, masters[0].numel, ranks, gaps[index] if gaps is not None else None, place)
         states, scalars = _state(optimizers, inner, index, where)
         found.append(FlatGroup(home[index], runs, masters, states, scalars))
     return found
@@ -87,20 +89,35 @@ def flat_groups(model: State, optimizers: Sequence[State], wishes: Wishes, where
 
 def shapes_of(model: State, wishes: Wishes, where: str) -> list[dict[str, tuple[int, ...]]]:
     """The trained parameters by flat buffer, in the order in which they lie there."""
-    return [_shapes(part, wishes, where) for part in _list(model, "param_shapes", where)]
+    place = f"{where}, param_shapes"
+    return [
+        {wishes.own(str(name)): as_shape(shape, f"{place}, {name}") for name, shape in as_dict(part, place).items()}
+        for part in as_list(model.get("param_shapes"), place)
+    ]
 
 
-def param_groups(optimizer: State) -> list[State]:
+def param_groups(optimizer: State, where: str) -> list[dict[Any, Any]]:
     """The hyperparameters, by group; none in DeepSpeed's elastic form."""
-    inner = optimizer.get("optimizer_state_dict" if stage_of(optimizer) == 3 else "base_optimizer_state")
-    return list(inner.get("param_groups", ())) if isinstance(inner, dict) else []
+    key = "optimizer_state_dict" if stage_of(optimizer) == 3 else "base_optimizer_state"
+    return optimizer_groups(optimizer.get(key), f"{where}, {key}")
+
+
+def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
+    """Stages 1 and 2: elements that are left free behind each parameter, by flat buffer."""
+    found, place = optimizer.get("param_alignment_paddings"), f"{where}, param_alignment_paddings"
+    if not found:
+        return None
+    listed = [as_integers(row, place) for row in as_list(found, place)]
+    if len(listed) != count:
+        raise CheckpointError("another number of flat buffers", where=place, got=len(listed), expected=count)
+    return listed
 
 
 def _state(
     optimizers: Sequence[State], inner: str, index: int, where: str
 ) -> tuple[dict[str, list[Stored]], dict[str, float]]:
     """State of one buffer: tensors by kind and rank, and what is one number."""
-    rows = [_state_of(optimizer.get(inner), index) for optimizer in optimizers]
+    rows = [_state_of(optimizer.get(inner), index, f"{where}, {inner}") for optimizer in optimizers]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise CheckpointError(
             "ranks have different kinds of optimizer state", where=where, got=[sorted(row) for row in rows]
@@ -109,13 +126,11 @@ def _state(
     scalars: dict[str, float] = {}
     for kind, first in rows[0].items():
         if isinstance(first, Stored) and first.shape:
-            states[str(kind)] = [_stored(row[kind], str(kind), where) for row in rows]
+            states[str(kind)] = [as_tensor(row[kind], f"{where}, {kind}") for row in rows]
         else:
             scalars |= one_number(str(kind), first)
-    inner_state = optimizers[0].get(inner)
-    groups = inner_state.get("param_groups", ()) if isinstance(inner_state, dict) else ()
-    for group in groups:
-        if index in group.get("params", ()):  # where older optimizers keep it; newer ones leave a 0 there
+    for group in optimizer_groups(optimizers[0].get(inner), f"{where}, {inner}"):
+        if index in group["params"]:  # where older optimizers keep it; newer ones leave a 0 there
             scalars = one_number("step", group.get("step")) | scalars
     return states, scalars
 
@@ -127,36 +142,13 @@ def one_number(kind: str, value: Any) -> dict[str, float]:
     return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
 
 
-def _state_of(inner: Any, index: int) -> State:
+def _state_of(inner: Any, index: int, where: str) -> State:
     if isinstance(inner, list):  # DeepSpeed's elastic form: one row per group, without padding
-        return dict(inner[index]) if index < len(inner) else {}
-    return dict(inner.get("state", {}).get(index, {})) if isinstance(inner, dict) else {}
+        return as_dict(inner[index], f"{where}[{index}]") if index < len(inner) else {}
+    return optimizer_state(inner, where).get(index, {})
 
 
-def group_of_buffer(inner: Any, count: int) -> list[int]:
+def group_of_buffer(groups: Sequence[State], count: int) -> list[int]:
     """A group of stage 3 may be cut into several buffers; ``params`` of the groups says which are whose."""
-    groups = inner.get("param_groups", ()) if isinstance(inner, dict) else ()
-    home = {place: index for index, group in enumerate(groups) for place in group.get("params", ())}
+    home = {place: index for index, group in enumerate(groups) for place in group["params"]}
     return [home.get(index, index) for index in range(count)]
-
-
-def _shapes(part: Any, wishes: Wishes, where: str) -> dict[str, tuple[int, ...]]:
-    if not isinstance(part, dict) or not all(isinstance(shape, tuple) for shape in part.values()):
-        raise CheckpointError("the list of shapes is of another kind", where=f"{where}, param_shapes")
-    return {wishes.own(str(name)): tuple(int(size) for size in shape) for name, shape in part.items()}
-
-
-def _list(content: State, key: str, where: str) -> list[Any]:
-    found = content.get(key)
-    if not isinstance(found, list):
-        raise CheckpointError(
-            "an entry is missing", where=where, got=f"{key} is {type(found).__name__}", expected="a list"
-        )
-    return found
-
-
-def _stored(value: Any, key: str, where: str) -> Stored:
-    if not isinstance(value, Stored):
-        got = value.path if isinstance(value, Foreign) else type(value).__name__
-        raise CheckpointError("something else than a tensor", where=f"{where}, {key}", got=got)
-    return value

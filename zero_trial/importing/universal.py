@@ -32,8 +32,8 @@ def read_universal(
         if "param_groups" in common
         else common.get("optimizer_state_dict", common.get("base_optimizer_state", {}))
     )
-    settings = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    home = group_of_buffer(inner, len(buffers))
+    settings = facts.optimizer_groups(inner, str(zero / COMMON))
+    home = group_of_buffer(settings, len(buffers))
     found: list[Slice] = []
     scalars: dict[str, dict[str, float]] = {}
     for index, shapes in enumerate(buffers):

@@ -73,6 +73,53 @@ class Foreign:
         return f"<{self.path[:100]}>"
 
 
+def as_dict(value: Any, where: str) -> dict[Any, Any]:
+    """``value``, which must be a dict. Raises CheckpointError."""
+    if not isinstance(value, dict):
+        raise unexpected(value, where, "a dict")
+    return value
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    """``value``, which must be a list. Raises CheckpointError."""
+    if not isinstance(value, list):
+        raise unexpected(value, where, "a list")
+    return value
+
+
+def as_integers(value: Any, where: str) -> list[int]:
+    """``value``, which must be a list or tuple of integers that are not negative and fit 64 bits. Raises CheckpointError."""
+    if not isinstance(value, (list, tuple)) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+        raise unexpected(value, where, "integers")
+    return list(value)
+
+
+def as_shape(value: Any, where: str) -> tuple[int, ...]:
+    """``value``, which must be a tensor's shape. Raises CheckpointError."""
+    if not isinstance(value, tuple) or len(value) > MOST_DIMENSIONS or prod(as_integers(value, where)) >= 2**63:
+        raise unexpected(value, where, "a shape")
+    return value
+
+
+def as_tensor(value: Any, where: str) -> Stored:
+    """``value``, which must be a tensor. Raises CheckpointError."""
+    if not isinstance(value, Stored):
+        raise unexpected(value, where, "a tensor")
+    return value
+
+
+def unexpected(value: Any, where: str, expected: str) -> CheckpointError:
+    """The error for content of another kind than a checkpoint has at this place."""
+    got = value.path if isinstance(value, Foreign) else type(value).__name__
+    return CheckpointError(
+        "unexpected content",
+        where=where,
+        got=f"{got} {value!r}"[:60] if isinstance(value, (str, int, float)) else got[:60],
+        expected=expected,
+        fix="Copy the file again from where it was written.",
+    )
+
+
 MOST_COPIED = 1 << 30
 """Bytes of what a file names at many places and has only once, and which is made anew at each: far more than any checkpoint has."""
 

@@ -82,11 +82,13 @@ def _listed(index: Path) -> dict[Path, set[str] | None]:
     """The files of an index, each with the names that are to be found there."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-        pairs = {str(name): str(file) for name, file in content["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
+        raise CheckpointError("not an index of weights", where=str(index), got=str(fault)[:200]) from fault
+    pairs = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(pairs, dict) or not all(isinstance(file, str) for file in pairs.values()):
         raise CheckpointError(
-            "not an index of weights", where=str(index), got=f"{type(fault).__name__}: {fault}"[:200]
-        ) from fault
+            "not an index of weights", where=str(index), expected="weight_map: tensor name -> file name"
+        )
     found: dict[Path, set[str] | None] = {}
     for name, file in pairs.items():
         if Path(file).name != file or not (index.parent / file).is_file():

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import record
 from benchmarks.rounds import _free_port
-from zero_trial.mesh import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed, sum_in_order
-from zero_trial.mesh.transport import NativeTransport
-from zero_trial.ops.sum_of_parts import native_sum
+from zero_trial.comm import AxisComm, MeshShape, build_mesh, destroy_distributed, init_distributed, sum_in_order
+from zero_trial.comm.backends import NativeTransport
+from zero_trial.ops.cpu import native_sum
 
 SIZES = (16, 1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "small_sum", "barrier")

@@ -53,8 +53,8 @@ def kind_of(name: str) -> str:
 def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
     """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
     from zero_trial.errors import ZeroTrialError
-    from zero_trial.fronts.whole import agreed_start
-    from zero_trial.platform.collectives import JsonDistributed
+    from zero_trial.runtime.open import agree_on_start
+    from zero_trial.runtime.protocols import JsonDistributed
 
     run = desk.copy(desk.unbroken(Plan()))
     path = newest(run) / name
@@ -62,7 +62,7 @@ def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
     told: list[str] = []
     begin = time.monotonic()
     try:
-        start: dict[str, Any] = agreed_start(JsonDistributed(), run, note=told.append)
+        start: dict[str, Any] = agree_on_start(JsonDistributed(), run, note=told.append)
         why = "" if start["step"] == OLDER else f"{name} {how}: starts from step {start['step']}"
         said = any(f"step-{NEWEST:06d}" in line for line in told)
         why = why or ("" if said or (how == "gone" and name == "metadata.json") else f"{name} {how}: nothing is said")

@@ -20,8 +20,8 @@ PROMISED = 30.0  # seconds until every rank has an error
 def mismatch(kind: str, victim: int) -> str:
     """A few good steps, then one rank does something else; the words of what is raised, and what was called."""
     import zero_trial
+    from zero_trial.comm import MeshShape, build_mesh
     from zero_trial.errors import MeshError
-    from zero_trial.mesh import MeshShape, build_mesh
 
     env = zero_trial.init_distributed(timeout=60)
     mesh = build_mesh(MeshShape(shard=env.world_size), timeout=TIMEOUT)
@@ -119,10 +119,10 @@ def never_started(desk: Desk, count: int) -> Iterator[Result]:
 def hold(folder: str) -> str:
     """Holds a run's folder until it is killed; a second one is told who does."""
     from zero_trial.errors import ConfigError
-    from zero_trial.launch.held import held
+    from zero_trial.runs.layout import lock_run
 
     try:
-        with held(Path(folder)):
+        with lock_run(Path(folder)):
             Path(folder, "is held").touch()
             time.sleep(60)
     except ConfigError as error:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zero_trial.checkpoint import disk
+from zero_trial.checkpoint import writer
 
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
@@ -36,7 +36,7 @@ class Tap:
         """For the rest of this process."""
         sys.addaudithook(self._hear)
         os.fsync = self._fsync
-        disk.sha256 = self._digest  # type: ignore[assignment]
+        writer.sha256 = self._digest  # type: ignore[assignment]
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._inside:

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import zero_trial
 from benchmarks import record
-from zero_trial.zero.spill import SpillStore
-from zero_trial.zero.spill_file import SpillFile, Ticket
-from zero_trial.zero.spill_shards import SpilledShard
+from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
+from zero_trial.sharding.offload.nvme_params import SwappedShard
+from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
 
 WIDTH = 2048
 COLUMNS: list[record.Column] = [
@@ -87,7 +87,7 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     """One row: medians over rounds."""
     here, away = engine(given, 0), engine(given, buffers)
     store = away.optimizer.store if away.optimizer is not None else None
-    if not isinstance(store, SpillStore) or not isinstance(store.shelf, SpillFile):
+    if not isinstance(store, SwappedStore) or not isinstance(store.shelf, SwapFile):
         raise SystemExit("nothing was offloaded")
     ways: dict[str, Callable[[], float]] = {
         "memory": lambda: step(here),
@@ -136,7 +136,7 @@ def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
     return zero_trial.initialize(model=model, config=config)[0]
 
 
-def step(trained: zero_trial.Engine, store: SpillStore | None = None) -> float:
+def step(trained: zero_trial.Engine, store: SwappedStore | None = None) -> float:
     """Seconds of the update, until the last byte is on its way and, with a ``store``, there."""
     trained.backward(trained(torch.ones(4, WIDTH)).float().square().mean())
     start = time.perf_counter()
@@ -149,8 +149,8 @@ def step(trained: zero_trial.Engine, store: SpillStore | None = None) -> float:
 def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     """One row: medians over rounds."""
     here, away = parameter_engine(given, 0), parameter_engine(given, buffers)
-    shards = [unit.away for unit in away.sharded.units if isinstance(unit.away, SpilledShard)]
-    if not shards or not isinstance(file := shards[0].shelf.shelf, SpillFile):
+    shards = [unit.away for unit in away.sharded.units if isinstance(unit.away, SwappedShard)]
+    if not shards or not isinstance(file := shards[0].shelf.shelf, SwapFile):
         raise SystemExit("no parameters are in a file")
     order = [*reversed(shards), *shards]  # forward, and back
     passes(away, given.rows)  # the order of the blocks is known afterwards
@@ -210,7 +210,7 @@ def passes(trained: zero_trial.Engine, rows: int) -> float:
     return seconds
 
 
-def reads(order: list[SpilledShard]) -> float:
+def reads(order: list[SwappedShard]) -> float:
     """Seconds to read the shards one after the other, as far ahead as there are buffers."""
     into = torch.empty(max(shard.numel for shard in order), dtype=torch.bfloat16)
     start = time.perf_counter()
@@ -221,7 +221,7 @@ def reads(order: list[SpilledShard]) -> float:
     return time.perf_counter() - start
 
 
-def traffic(store: SpillStore) -> float:
+def traffic(store: SwappedStore) -> float:
     """Seconds of a step that updates nothing."""
     start = time.perf_counter()
     for batch in store.batches():
@@ -231,15 +231,15 @@ def traffic(store: SpillStore) -> float:
     return time.perf_counter() - start
 
 
-def one_way(store: SpillStore, name: str, nbytes: int) -> float:
+def one_way(store: SwappedStore, name: str, nbytes: int) -> float:
     """Bytes per second of reads or writes through all buffers in turn, in a file of their own that was written before."""
     buffers = store.buffers
     size = buffers[0].numel() // 4096 * 4096
     offsets = range(0, nbytes, size)
-    scratch = SpillFile(store.shelf.folder if isinstance(store.shelf, SpillFile) else Path(), len(offsets) * size)
+    scratch = SwapFile(store.shelf.folder if isinstance(store.shelf, SwapFile) else Path(), len(offsets) * size)
     for offset in offsets:  # a block's first write costs more
         scratch.write(offset, buffers[0][:size]).wait()
-    tickets: list[Ticket] = []
+    tickets: list[DiskTransfer] = []
     start = time.perf_counter()
     for number, offset in enumerate(offsets):
         if len(tickets) == len(buffers):

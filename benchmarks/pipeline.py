@@ -21,10 +21,9 @@ from benchmarks.pipeline_contenders import CHUNKS, missing
 from benchmarks.pipeline_work import Times
 from benchmarks.record import Column, number, save
 from benchmarks.rounds import Failed, run_once
-from zero_trial.pipeline.costs import Costs
-from zero_trial.pipeline.passes import lower
-from zero_trial.pipeline.schedules import build
-from zero_trial.pipeline.validate import validate
+from zero_trial.pipeline.generators import build
+from zero_trial.pipeline.lowering import lower
+from zero_trial.pipeline.simulate import Costs, validate
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 OURS = [f"ours-{name}" for name in ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v")]

@@ -13,8 +13,9 @@ import pytest
 from tests.trial.fake_engine import fake_factory
 from zero_trial.cli.main import main as command_line
 from zero_trial.errors import ConfigError
-from zero_trial.platform.run_folder import RunFolder, read_lines
 from zero_trial.run import main
+from zero_trial.runs.events import read_lines
+from zero_trial.runs.layout import RunFolder
 
 MODEL = '''
 """A line fitted through points."""
@@ -216,14 +217,14 @@ def test_without_a_folder_and_off_a_cluster_it_says_what_is_missing(
 
 def test_on_a_cluster_the_task_says_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the class is not named either, it is the experiment's entrypoint that names it."""
-    import zero_trial.fronts.cluster
-    import zero_trial.platform.determined
+    import zero_trial.runtime.determined
+    import zero_trial.runtime.open
 
     monkeypatch.setenv("DET_TASK_TYPE", "TRIAL")
     monkeypatch.setenv("DET_ALLOCATION_ID", "trial.1")
     line = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run no_such_module:MyTrial"
-    facts = zero_trial.platform.determined.TrialFacts("1", "1", 0, {}, {"entrypoint": line})
-    monkeypatch.setattr(zero_trial.platform.determined, "require_facts", lambda: facts)
+    facts = zero_trial.runtime.determined.TrialFacts("1", "1", 0, {}, {"entrypoint": line})
+    monkeypatch.setattr(zero_trial.runtime.determined, "require_facts", lambda: facts)
     seen: list[Any] = []
 
     def run_on_cluster(load: Any, factory: Any) -> int:
@@ -232,7 +233,7 @@ def test_on_a_cluster_the_task_says_the_rest(monkeypatch: pytest.MonkeyPatch) ->
         seen.append(factory)
         return 0
 
-    monkeypatch.setattr(zero_trial.fronts.cluster, "run_on_cluster", run_on_cluster)
+    monkeypatch.setattr(zero_trial.runtime.open, "run_on_cluster", run_on_cluster)
     assert main([]) == 0 and seen == [zero_trial.initialize]
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from zero_trial import activation_checkpointing as checkpointing
     from zero_trial import pipeline as pipe
     from zero_trial import zero
-    from zero_trial.activation import checkpointing
+    from zero_trial.comm import destroy_distributed, init_distributed
     from zero_trial.engine import Engine, RepeatingLoader, add_config_arguments, initialize
     from zero_trial.errors import InvalidHP
-    from zero_trial.fronts.trainer import Trainer, init
-    from zero_trial.mesh import destroy_distributed, init_distributed
     from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+    from zero_trial.runtime.trainer import Trainer, init
     from zero_trial.trial import Batch, DataLoader, Epoch, ZeroTrial, ZeroTrialContext
 
 _PLACES = {
@@ -30,10 +30,10 @@ _PLACES = {
     "RepeatingLoader": "zero_trial.engine",
     "add_config_arguments": "zero_trial.engine",
     "initialize": "zero_trial.engine",
-    "Trainer": "zero_trial.fronts.trainer",
-    "init": "zero_trial.fronts.trainer",
-    "destroy_distributed": "zero_trial.mesh",
-    "init_distributed": "zero_trial.mesh",
+    "Trainer": "zero_trial.runtime.trainer",
+    "init": "zero_trial.runtime.trainer",
+    "destroy_distributed": "zero_trial.comm",
+    "init_distributed": "zero_trial.comm",
     "InvalidHP": "zero_trial.errors",
     "Batch": "zero_trial.trial",
     "DataLoader": "zero_trial.trial",
@@ -43,7 +43,7 @@ _PLACES = {
 }
 
 _MODULES = {
-    "checkpointing": "zero_trial.activation.checkpointing",
+    "checkpointing": "zero_trial.activation_checkpointing",
     "pipe": "zero_trial.pipeline",
     "zero": "zero_trial.zero",
 }
@@ -88,4 +88,4 @@ def _is_determined_harness() -> bool:
 
 
 if _is_determined_harness():
-    import_module("zero_trial.fronts.harness").adopt()
+    import_module("zero_trial.runtime.harness").adopt()

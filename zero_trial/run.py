@@ -13,27 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zero_trial
-from zero_trial.config.experiment import ExperimentConfig
-from zero_trial.config.experiment_reader import read_experiment
+from zero_trial.comm.env import is_cluster_trial, read_rank_env
+from zero_trial.comm.rendezvous import destroy_distributed, init_distributed
 from zero_trial.errors import ConfigError
-from zero_trial.fronts.certificate import certify
-from zero_trial.fronts.local import (
+from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
+from zero_trial.launch.entrypoint import parse_entrypoint
+from zero_trial.runs.records import has_failed_ranks
+from zero_trial.runtime.local import LocalPlatform
+from zero_trial.runtime.open import (
     StopRequest,
+    agree_on_start,
     forget_errors,
-    has_failed_ranks,
-    leave_error,
+    print_config_report,
     print_error,
     raise_if_preempted,
-    say_config,
+    record_error,
+    record_provenance,
     write_summary,
 )
-from zero_trial.fronts.rank import RankState, known, load_trial_class, own_device, train, world
-from zero_trial.fronts.whole import agreed_start
-from zero_trial.launch.entrypoint import parse_entrypoint
-from zero_trial.mesh.env import is_cluster_trial, read_rank_env
-from zero_trial.mesh.world import destroy_distributed, init_distributed
-from zero_trial.platform.local import LocalPlatform
-from zero_trial.platform.protocols import Distributed
+from zero_trial.runtime.protocols import Distributed
+from zero_trial.runtime.rank import RankState, as_known_error, load_trial_class, own_device, rank_world, train
 from zero_trial.trial.context import EngineFactory
 
 
@@ -68,8 +67,8 @@ def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
 
 def cluster_main(options: argparse.Namespace, engine_factory: EngineFactory) -> int:
     """One rank of a task of a Determined master."""
-    from zero_trial.fronts.cluster import run_on_cluster
-    from zero_trial.platform.determined import require_facts
+    from zero_trial.runtime.determined import require_facts
+    from zero_trial.runtime.open import run_on_cluster
 
     def load() -> type[zero_trial.ZeroTrial]:
         name = parse_entrypoint(options.entrypoint or require_facts().experiment.get("entrypoint"))
@@ -92,7 +91,7 @@ def local_main(options: argparse.Namespace, engine_factory: EngineFactory) -> in
         with stop.listening():
             run_rank(options, state, engine_factory, stop)
     except (Exception, KeyboardInterrupt) as error:
-        return fail(known(error), options, state)
+        return fail(as_known_error(error), options, state)
     finally:
         destroy_distributed()
     return 0
@@ -102,7 +101,7 @@ def fail(error: BaseException, options: argparse.Namespace, state: RankState) ->
     """The exit code; the error is left in the run's folder if there is one."""
     print_error(error)
     if options.run_dir is not None:
-        return leave_error(error, options.run_dir, state)
+        return record_error(error, options.run_dir, state)
     return error.exit_code if isinstance(error, ConfigError) else 1
 
 
@@ -115,12 +114,12 @@ def run_rank(options: argparse.Namespace, state: RankState, engine_factory: Engi
     name = parse_entrypoint(options.entrypoint or experiment.entrypoint)
     kind = load_trial_class(name, model_dir)
     state.env = init_distributed()
-    ranks = world(state.env)
+    ranks = rank_world(state.env)
     platform = build_platform(options, experiment, model_dir, ranks, stop)
     if ranks.rank == 0:
         platform.tidy()
-        certify(platform, own_device(state.env))
-        say_config(options.run_dir)
+        record_provenance(platform, own_device(state.env))
+        print_config_report(options.run_dir)
     trained = train(kind, platform, state, engine_factory)
     write_summary(trained, options.run_dir, options.repeat)
     raise_if_preempted(trained.outcome)
@@ -135,7 +134,7 @@ def build_platform(
 ) -> LocalPlatform:
     """Collective. The run's folder as platform, and the checkpoint from which the trial starts."""
     notes: list[str] = []
-    start = agreed_start(ranks, options.run_dir, options.resume, options.warm_start, note=notes.append)
+    start = agree_on_start(ranks, options.run_dir, options.resume, options.warm_start, note=notes.append)
     seed = options.seed if options.seed is not None else experiment.experiment_seed or 0
     platform = LocalPlatform(
         run_dir=options.run_dir,

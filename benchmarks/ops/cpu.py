@@ -33,8 +33,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import record
-from zero_trial.ops import _build, backend, reference
-from zero_trial.ops.library import OPS
+from zero_trial.ops import backend, cpu_library, reference
+from zero_trial.ops.dispatch import OPS
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 STEPS, ERROR_NUMEL = 10, 1_000_003
@@ -237,7 +237,7 @@ def around() -> dict[str, Any]:
     """What there is besides the loop: building, loading, calling."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        _build.build(Path(folder, "library.so"), _build.find_compiler(os.environ))
+        cpu_library.build(Path(folder, "library.so"), cpu_library.find_compiler(os.environ))
         build = time.perf_counter() - start
     loads = [
         float(

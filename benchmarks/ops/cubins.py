@@ -29,9 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import record
-from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
-from zero_trial.ops._nvrtc_cache import KernelCache
-from zero_trial.ops.cuda_kernels import Kernel
+from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops.cuda_runtime import Kernel
+from zero_trial.ops.kernel_cache import KernelCache
 
 BUDGETS = Path(__file__).parents[2] / "tests" / "ops" / "sass_budget.json"
 PLACES = ("nvidia/cu13/bin", "triton/backends/nvidia/bin")
@@ -111,8 +111,8 @@ def over_budget(kernel: Kernel, usage: Usage, budget: Mapping[str, int]) -> list
     }
     # A tensor that the variant stores in 16 bits is accessed 8 bytes at a time, in fp32 16 bytes: the table counts accesses.
     for role, kind in (("ZT_GRADIENT", "load"), ("ZT_FROM", "load"), ("ZT_OUT", "store"), ("ZT_INTO", "store")):
-        if role in given and given[role] != cuda_kernels.NONE and kernel.entry in READS.get(role, ()):
-            least[f"{kind}s{16 if given[role] == cuda_kernels.FP32 else 8}"] += 1
+        if role in given and given[role] != cuda_runtime.NONE and kernel.entry in READS.get(role, ()):
+            least[f"{kind}s{16 if given[role] == cuda_runtime.FP32 else 8}"] += 1
     return wrong + [
         f"{key} {getattr(usage, key)} < {count}" for key, count in least.items() if getattr(usage, key) < count
     ]
@@ -126,15 +126,15 @@ READS = {
 }
 
 
-def measure(nvrtc: _nvrtc.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
+def measure(nvrtc: cuda_bindings.Nvrtc, cuobjdump: str | None, kernel: Kernel, arch: int) -> dict[str, Any]:
     """Cold and cached time, of the processor, so that a busy machine does not show; and what it uses."""
     target = nvrtc.target(arch)
     with tempfile.TemporaryDirectory() as folder:
         start = time.thread_time()
-        image = cuda_backend.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
+        image = cuda_runtime.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
         cold = time.thread_time() - start
         start = time.thread_time()
-        cuda_backend.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
+        cuda_runtime.compiled(kernel, nvrtc, target, KernelCache(Path(folder)))
         cached = time.thread_time() - start
     row: dict[str, Any] = {"kernel": kernel.name, "arch": arch, "cold": 1e3 * cold, "cached": 1e3 * cached}
     if cuobjdump:
@@ -171,11 +171,11 @@ def each(key: str, digits: int = 0) -> Callable[[dict[str, Any]], str]:
 def main() -> None:
     """All kernels on all architectures; exits with 1 where one is over its budget."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--arch", type=int, nargs="+", default=list(cuda_kernels.ARCHS))
+    options.add_argument("--arch", type=int, nargs="+", default=list(cuda_runtime.ARCHS))
     options.add_argument("--only", default="", help="kernels whose name contains this; nothing is written")
     given = options.parse_args()
-    nvrtc, cuobjdump = _nvrtc.open_nvrtc(), find_cuobjdump()
-    kernels = [kernel for kernel in cuda_kernels.every_kernel() if given.only in kernel.name]
+    nvrtc, cuobjdump = cuda_bindings.open_nvrtc(), find_cuobjdump()
+    kernels = [kernel for kernel in cuda_runtime.every_kernel() if given.only in kernel.name]
     measured = [measure(nvrtc, cuobjdump, kernel, arch) for arch in given.arch for kernel in kernels]
     rows = by_kernel(measured)
     columns: list[record.Column] = [
@@ -192,7 +192,7 @@ def main() -> None:
         "slowest cached ms": round(max(row["cached"] for row in measured), 1),
         "over budget": sum(bool(row.get("over")) for row in measured),
     }
-    if given.only or given.arch != list(cuda_kernels.ARCHS):
+    if given.only or given.arch != list(cuda_runtime.ARCHS):
         print(record.markdown(rows, columns))
     else:
         record.save("cubins", settings, rows, columns, (__doc__ or "").strip())

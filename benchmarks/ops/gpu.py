@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import record
 from benchmarks.ops import gpu_exact
 from benchmarks.processes import BROKEN
-from zero_trial.ops.library import OPS
+from zero_trial.ops.dispatch import OPS
 
 MOST = 256 * 2**20  # elements
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01

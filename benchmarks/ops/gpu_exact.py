@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.processes import BROKEN
 from zero_trial.ops import reference
-from zero_trial.ops.cuda_backend import cuda_backend
-from zero_trial.ops.library import OPS
+from zero_trial.ops.cuda_runtime import cuda_backend
+from zero_trial.ops.dispatch import OPS
 
 SIZES = (1, 15, 1023, 2047, 2048, 2049, 40_003, 1_000_003)
 SHIFTS = (0, 1, 4)

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.processes import BROKEN
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
-from zero_trial.ops._nvrtc_cache import KernelCache
-from zero_trial.ops.cuda_driver import THREADS, Driver, open_driver
-from zero_trial.ops.cuda_kernels import Kernel
+from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops.cuda_bindings import THREADS, Driver, open_driver
+from zero_trial.ops.cuda_runtime import Kernel
+from zero_trial.ops.kernel_cache import KernelCache
 
 REGISTERS, LOCAL = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 Row = dict[str, Any]
@@ -37,15 +37,15 @@ Row = dict[str, Any]
 def sources() -> dict[str, list[Kernel]]:
     """The kernels by the file that they are in."""
     found: dict[str, list[Kernel]] = {}
-    for kernel in cuda_kernels.every_kernel():
+    for kernel in cuda_runtime.every_kernel():
         found.setdefault(kernel.source, []).append(kernel)
     return found
 
 
 def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None) -> Row:
     """All kernels of one source; the first that fails does not hide the others."""
-    nvrtc = _nvrtc.open_nvrtc(majors=cuda_backend.majors())
-    folder = cuda_backend.kernel_cache(os.environ)
+    nvrtc = cuda_bindings.open_nvrtc(majors=cuda_runtime.majors())
+    folder = cuda_runtime.kernel_cache(os.environ)
     target, cold, cached, wrong = nvrtc.target(arch), list[float](), list[float](), list[str]()
     most, fewer = 0, list[str]()
     for kernel in kernels:
@@ -53,7 +53,7 @@ def row_of(name: str, kernels: Sequence[Kernel], arch: int, loads: Loads | None)
             times = []
             for kept in (folder, KernelCache(folder.folder)):
                 begin = time.perf_counter()
-                image = cuda_backend.compiled(kernel, nvrtc, target, kept)
+                image = cuda_runtime.compiled(kernel, nvrtc, target, kept)
                 times.append(1e3 * (time.perf_counter() - begin))
             if loads is not None:
                 registers, local, blocks = loads.usage(image, kernel.entry)
@@ -105,7 +105,7 @@ def main() -> None:
     arch, loads = 90, None
     if not given.dry_run:
         torch.ones(1, device="cuda")  # torch's primary context is current in this thread from here on
-        arch = cuda_backend.device_of(torch.device("cuda", torch.cuda.current_device())).arch
+        arch = cuda_runtime.device_of(torch.device("cuda", torch.cuda.current_device())).arch
         loads = Loads(open_driver(), ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device())
     wrong = 0
     for name in given.sources or sources():

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from zero_trial import ZeroTrial, ZeroTrialContext
 from zero_trial.data import GlyphImages, glyph_images, image_folder
-from zero_trial.data.pictures import contact_sheet, write_png
+from zero_trial.data.images import contact_sheet, write_png
 from zero_trial.trial import DataLoader
 
 SHOWN = 64  # letters on a sheet, always from the same noise

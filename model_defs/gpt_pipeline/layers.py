@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from model import Block, Embedding, GPTConfig, Linear
 from torch import Tensor, nn
 
-from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_trial.pipeline.layers import LayerSpec, TiedLayerSpec
 
 
 class Positions(nn.Module):

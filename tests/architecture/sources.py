@@ -40,9 +40,9 @@ class Module:
     def place(self) -> str:
         return str(self.path.relative_to(ROOT))
 
-    def imports(self) -> list[Import]:
-        """Every import that can run: those under TYPE_CHECKING are left out, those inside functions are not ``top``."""
-        return list(_imports(self.tree, self.name, self.path.name == "__init__.py", top=True))
+    def imports(self, *, types: bool = False) -> list[Import]:
+        """List the imports that can run, with ``types`` also those under TYPE_CHECKING; those inside functions are not ``top``."""
+        return list(_imports(self.tree, self.name, self.path.name == "__init__.py", top=True, types=types))
 
 
 @cache
@@ -70,7 +70,7 @@ def tracked_files() -> list[Path]:
     return [path for path in ROOT.rglob("*") if path.is_file() and not products & set(path.relative_to(ROOT).parts)]
 
 
-def _imports(tree: ast.AST, name: str, is_package: bool, *, top: bool) -> Iterator[Import]:
+def _imports(tree: ast.AST, name: str, is_package: bool, *, top: bool, types: bool) -> Iterator[Import]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno, top) for alias in node.names)
@@ -84,11 +84,11 @@ def _imports(tree: ast.AST, name: str, is_package: bool, *, top: bool) -> Iterat
                 if base.startswith("zero_trial")
             )
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for branch in node.orelse:
-                yield from _imports(branch, name, is_package, top=top)
+            for branch in [*(node.body if types else ()), *node.orelse]:
+                yield from _imports(ast.Module([branch], []), name, is_package, top=top, types=types)
         else:
             inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from _imports(node, name, is_package, top=top and not inside)
+            yield from _imports(node, name, is_package, top=top and not inside, types=types)
 
 
 def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:

@@ -10,60 +10,71 @@ import pytest
 
 from tests.architecture.sources import Module, known_names, modules
 
-# Room -> what it may import of the package. "platform.protocols" allows that one module of a room. Its own room is always allowed.
+# Room -> what it may import of the package. "runtime.protocols" allows that one module of a room. Its own room, and util, are always
+# allowed.
 ARROWS: Mapping[str, set[str]] = {
     "__init__": {"*"},  # the public names
     "run": {"*"},  # one rank as a module
-    "fronts": {"*"},  # the composition roots of one rank
+    "runtime": {"*"},  # the composition roots of one rank
     "errors": set(),
-    "util": set(),  # what every room may use
-    "config": {"errors"},
-    "mesh": {"errors"},
+    "util": {"errors"},
+    # Configuration
+    "schema": {"errors"},
+    "ds_config": {"schema", "errors"},
+    "experiment": {"ds_config", "schema", "errors"},
+    # The engine half: knows nothing of experiments.
+    "comm": {"errors"},
     "ops": {"errors"},
     "precision": {"errors"},
+    "activation_checkpointing": {"ds_config", "errors"},
+    "sharding": {"ops", "comm", "precision", "errors"},
+    "zero": {"sharding"},  # the public names of sharding
+    "checkpoint": {"comm", "errors"},
+    "importing": {"checkpoint", "errors"},  # foreign files become a checkpoint; no engine is needed for it
+    "pipeline": {"comm", "activation_checkpointing", "errors"},  # never sharding: unshard and reduce are actions
+    "engine": {
+        *("sharding", "zero", "pipeline", "checkpoint", "ops", "comm", "precision", "activation_checkpointing"),
+        *("ds_config", "errors"),
+    },
+    # The trial half: knows nothing of sharding.
     "data": {"errors"},
     "templates": {"data", "trial", "__init__"},  # what a user may write
-    "activation": {"config", "errors"},
-    "zero": {"ops", "mesh", "precision", "errors"},
-    "checkpoint": {"zero.layout", "mesh", "errors"},
-    # Foreign files become a checkpoint of ours; no engine is needed for it.
-    "importing": {"checkpoint", "errors"},
-    "pipeline": {"mesh", "activation", "errors"},
-    "engine": {"zero", "pipeline", "checkpoint", "precision", "ops", "mesh", "config", "activation", "errors"},
-    # A plan imagines an engine on ranks that are not there.
-    "planning": {"engine", "zero", "pipeline", "checkpoint", "precision", "ops", "mesh", "config", "errors"},
-    "platform": {"errors"},
-    "trial": {"platform.protocols", "config", "errors"},
-    "launch": {"config", "errors"},
-    "master": {"config", "errors"},
-    # A report reads what runs and the master have written; it asks the search's own rules why a trial was stopped.
-    "report": {"config", "master", "errors"},
-    # A check rehearses the user's trial with an engine of its own, so it meets the trial half and never the engine's; it refuses by the
-    # master's rules what the master would refuse.
-    "checking": {"config", "launch", "master.expconf", "trial", "platform", "errors"},
-    # A plan needs both halves, the user's trial and an engine, and a platform in memory for the trial: they meet in cli/plan.
-    "cli": {
-        "checkpoint",
-        "checking",
-        "launch",
+    "trial": {"runtime.protocols", "ds_config", "schema", "errors"},
+    "runs": {"experiment", "errors"},
+    "launch": {"experiment", "ds_config", "runs", "errors"},
+    "master": {"experiment", "ds_config", "schema", "errors"},
+    "report": {
+        "experiment",
+        "schema",
         "master",
-        "trial",
-        "engine",
-        "importing",
-        "pipeline",
-        "planning",
-        "platform",
-        "report",
-        "config",
+        "runs",
         "errors",
-        "__init__",
+    },  # asks the search's own rules why a trial was stopped
+    # A dry run puts both halves together: the user's trial and the engine, on ranks that are not there.
+    "preflight": {
+        *(
+            "engine",
+            "sharding",
+            "pipeline",
+            "comm",
+            "trial",
+            "runtime.protocols",
+            "runtime.in_memory",
+            "launch",
+            "runs",
+        ),
+        *("experiment", "ds_config", "schema", "precision", "ops", "checkpoint", "errors"),
+    },
+    "cli": {
+        *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),
+        *("report", "experiment", "ds_config", "schema", "errors", "__init__"),
     },
 }
 
 # Rooms whose import must not bring torch with it: they read configurations and start ranks, within a second.
-WITHOUT_TORCH = ("util", "config", "launch", "master", "report")
+WITHOUT_TORCH = ("util", "schema", "ds_config", "experiment", "runs", "launch", "master", "report")
 
-ONLY_IMPORTERS = {"determined": ("zero_trial.platform.determined",), "deepspeed": (), "hjson": (), "pydantic": ()}
+ONLY_IMPORTERS = {"determined": ("zero_trial.runtime.determined",), "deepspeed": (), "hjson": (), "pydantic": ()}
 
 
 def room_of(name: str) -> str:
@@ -150,18 +161,28 @@ def test_optional_packages_have_one_importer(package: str):
     assert importers <= set(ONLY_IMPORTERS[package])
 
 
+# Circles through TYPE_CHECKING that stand today: each is an object that knows its owner's class.
+KNOWN_CIRCLES = (
+    {"zero_trial.engine.engine", "zero_trial.engine.loading", "zero_trial.engine.observe"}
+    | {"zero_trial.engine.profile", "zero_trial.engine.saving"},
+    {"zero_trial.master.core.searching", "zero_trial.master.core.state", "zero_trial.master.core.transaction"},
+)
+
+
 def test_no_import_cycles():
+    """Imports under TYPE_CHECKING count: who has to know whom is the same question for a reader as for Python."""
     names = known_names()
     graph = {
-        m.name: {i.module for i in m.imports() if i.top and i.module in names and i.module != m.name} for m in modules()
+        m.name: {i.module for i in m.imports(types=True) if i.top and i.module in names and i.module != m.name}
+        for m in modules()
     }
     # A package and its own modules are one noun: `__init__` re-exports, and is not a ring.
     packages = {m.name for m in modules() if m.path.name == "__init__.py"}
     inner = {name: targets - packages for name, targets in graph.items() if name not in packages}
-    assert cycles(inner) == []
+    assert [ring for ring in cycles(inner) if set(ring) not in KNOWN_CIRCLES] == []
 
 
-@pytest.mark.parametrize("room", ["launch", "config", "cli.main"])
+@pytest.mark.parametrize("room", ["launch", "ds_config", "experiment", "runs", "cli.main"])
 def test_importing_does_not_load_torch(room: str):
     """By running it: ``import zero_trial`` itself must stay lazy too."""
     listed = [m.name for m in modules() if m.name == f"zero_trial.{room}" or m.name.startswith(f"zero_trial.{room}.")]
@@ -177,8 +198,9 @@ def test_the_rules_can_fail():
     stranger = Module(
         "zero_trial.trial.x",
         trial.path,
-        __import__("ast").parse("import zero_trial.zero.layout\nfrom zero_trial.platform import local"),
+        __import__("ast").parse("import zero_trial.sharding.layout\nfrom zero_trial.runtime import local"),
     )
     assert (
-        len(wrong_arrows(stranger, {"zero_trial.zero.layout", "zero_trial.platform.local", "zero_trial.platform"})) >= 2
+        len(wrong_arrows(stranger, {"zero_trial.sharding.layout", "zero_trial.runtime.local", "zero_trial.runtime"}))
+        >= 2
     )

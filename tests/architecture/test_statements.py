@@ -10,11 +10,11 @@ from tests.architecture.sources import Module, modules
 # Where the environment may be read: the one reader of rank variables, those who start processes, and the choice of kernels, which is
 # one of the machine (compiler, cache folder, ZERO_TRIAL_OPS) and holds for scripts that use nothing but the optimizers.
 ENVIRONMENT_READERS = (
-    "zero_trial.mesh.env",
+    "zero_trial.comm.env",
     "zero_trial.launch.",
     "zero_trial.cli.",
-    "zero_trial.ops._native",
-    "zero_trial.ops.cuda_backend",
+    "zero_trial.ops.cpu_library",
+    "zero_trial.ops.cuda_runtime",
     "zero_trial.master.relocation.",
 )
 
@@ -103,7 +103,7 @@ def test_nothing_is_pickled():
 def test_torch_distributed_has_one_caller():
     """mesh/ owns the groups and counts the traffic; nobody communicates behind its back. ``cli/env`` only asks what is available."""
     callers = {m.name for m in modules() for item in m.imports() if item.module.startswith("torch.distributed")}
-    assert {name for name in callers if not name.startswith("zero_trial.mesh")} <= {"zero_trial.cli.env"}
+    assert {name for name in callers if not name.startswith("zero_trial.comm")} <= {"zero_trial.cli.env"}
 
 
 def test_the_rules_can_fail():

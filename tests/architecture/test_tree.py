@@ -1,4 +1,4 @@
-"""The tree: tests mirror modules, files say what they are, experiments can be read, and nothing tells of one person's machine."""
+"""The tree: each module has a test in its room, a class name stands once, files say what they are, nothing tells of one machine."""
 
 from __future__ import annotations
 
@@ -10,36 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.architecture.sources import ROOT, Module, modules, parse, tracked_files
+from tests.architecture.sources import ROOT, Module, known_names, modules, parse, tracked_files
 
-# Tests that have no module of their name, and why.
-TESTS_WITHOUT_A_MODULE = {
-    "tests/architecture/": "they test the tree",
-    "tests/model_defs/": "they mirror model_defs/",
-    "tests/experiments/": "they mirror experiments/",
-    "tests/benchmarks/": "they mirror benchmarks/",
-    "tests/trial/test_with_": "the controller around the real engines",
-    "tests/engine/test_oracle.py": "every stage against dense training: no one module's business",
-    "tests/zero/test_volume.py": "what each stage moves per step, by the formulas: every piece has its part in it",
-    "tests/engine/test_behaviour_": "what users do with an engine, across its modules",
-    "tests/engine/test_keys.py": "each ds_config key from the file to its effect",
-    "tests/config/test_exercised.py": "every honoured key and the test that fails without it",
-    "tests/config/test_fuzz.py": "the whole room, with configurations changed at random",
-    "tests/master/test_behaviour_": "what users live through with a master, across its modules",
-    "tests/mesh/test_device_waits.py": "every verb over a strict backend",
-    "tests/master/test_det_cli": "the genuine det command against a master, across its modules",
-    "tests/checking/test_ten_mistakes.py": "mistakes of users and what is said about each, by whichever part finds it",
-    "tests/launch/test_end_to_end.py": "whole runs from the command line",
-    "tests/fronts/test_genuine_harness.py": "whole trials, through every front",
-    "tests/fronts/test_embedded_master.py": "whole trials, from det to the last step",
-    "tests/fronts/test_guides.py": "the names in the guides",
-    "tests/fronts/test_first_sweep.py": "the guide from zero to a sweep",
-    "tests/importing/test_mutated.py": "every reader, with files changed at random",
-    "tests/launch/test_two_hosts.py": "whole runs between two network namespaces",
+# Modules that no test of their room imports, and where they are tested instead.
+TESTED_ELSEWHERE: dict[str, str] = {
+    "zero_trial.comm.control": "the small sums of tests/comm go through it",
+    "zero_trial.comm.failures": "every mistake on one rank of tests/engine goes through it",
+    "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
+    "zero_trial.master.http.routes.users": "tests/master/http calls each route by its path",
 }
-
-# Modules with code but no test file of their own, and where they are tested instead.
-MODULES_WITHOUT_A_TEST: dict[str, str] = {}
 
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/[\w.]")
 WORDS = re.compile(r"\b(?:this|last|next|your|my) sess" + r"ion\b", re.IGNORECASE)
@@ -61,18 +40,6 @@ def _does_something(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     )
 
 
-def mirror_of(module: Module) -> Path:
-    """Where the test of a module lies."""
-    relative = module.path.relative_to(ROOT / "zero_trial")
-    return ROOT / "tests" / relative.parent / f"test_{relative.name}"
-
-
-def module_of(test: Path) -> Path:
-    """Which module a test file is about."""
-    relative = test.relative_to(ROOT / "tests")
-    return ROOT / "zero_trial" / relative.parent / relative.name.removeprefix("test_")
-
-
 def text_files() -> list[tuple[str, str]]:
     """Tracked files that are text, by name."""
     found = []
@@ -83,29 +50,60 @@ def text_files() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_module_has_a_test():
+def imported_by_tests_of(room: str) -> set[str]:
+    """Name the modules that the tests of a room import, also by a name that a package passes on, or that a string names."""
+    known = known_names()
+    passed_on = {
+        f"{m.name}.{alias.asname or alias.name}": f"{node.module}"
+        for m in modules()
+        if m.path.name == "__init__.py"
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found: set[str] = set()
+    for path in sorted((ROOT / "tests" / room).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        named = {item.module for item in Module("tests", path, ast.parse(text)).imports(types=True)}
+        named |= set(re.findall(r"zero_trial(?:\.\w+)+", text))
+        named |= {passed_on[name] for name in named if name in passed_on}
+        found |= {
+            ".".join(parts[:n]) for name in named for parts in [name.split(".")] for n in range(2, len(parts) + 1)
+        }
+    return found & known
+
+
+def has_test_file(module: Module) -> bool:
+    """Say whether the tests of the room have a file of the module's name: verbs of the command line are tested by calling it."""
+    stem = module.name.rpartition(".")[2].lstrip("_")
+    return any((ROOT / "tests" / module.room).rglob(f"test_{stem}*.py"))
+
+
+def test_every_module_is_tested_in_its_room():
+    tested = {room: imported_by_tests_of(room) for room in {module.room for module in modules()}}
     missing = [
-        str(mirror_of(module).relative_to(ROOT))
+        module.name
         for module in modules()
-        if module.path.name != "__init__.py" and not is_trivial(module) and not mirror_of(module).exists()
+        if module.path.name != "__init__.py"
+        and module.path.parent.name != "zero_trial"
+        and not is_trivial(module)
+        and module.name not in tested[module.room]
+        and not has_test_file(module)
+        and module.name not in TESTED_ELSEWHERE
     ]
-    assert [name for name in missing if name not in MODULES_WITHOUT_A_TEST] == []
+    assert missing == []
 
 
-def test_every_test_has_a_module():
-    strangers = [
-        name
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if not module_of(path).exists()
-        and not any((name := str(path.relative_to(ROOT))).startswith(start) for start in TESTS_WITHOUT_A_MODULE)
-    ]
-    assert strangers == []
-
-
-def test_exceptions_are_not_stale():
-    """An exception whose file exists, or whose module is gone, is removed from the table."""
-    stale = [name for name in MODULES_WITHOUT_A_TEST if (ROOT / name).exists() or not module_of(ROOT / name).exists()]
-    assert stale == []
+def test_a_public_class_name_stands_once():
+    """A reader who meets a name finds one class of it. Templates are files of the user's and stand apart."""
+    places: dict[str, list[str]] = {}
+    for module in modules():
+        if module.room == "templates":
+            continue
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.place)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize("folder", ["zero_trial", "tests", "model_defs", "benchmarks"])

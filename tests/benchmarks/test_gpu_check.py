@@ -19,7 +19,7 @@ from benchmarks import gpu_check, gpu_train
 from benchmarks.gpu_check import Check, carry_out, describe
 from benchmarks.ops import gpu, gpu_exact, gpu_load
 from benchmarks.processes import ROOT, Ended
-from zero_trial.engine.peaks import Peak
+from zero_trial.engine.flop_count import Peak
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 

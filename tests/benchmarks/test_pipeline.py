@@ -9,9 +9,8 @@ from benchmarks.pipeline import WORKER, PipelineJob, row_of, theory
 from benchmarks.pipeline_contenders import missing
 from benchmarks.pipeline_work import ROWS, WIDTH, Layer, Times, batches, layers
 from benchmarks.rounds import run_once
-from zero_trial.pipeline.gate import Gate
-from zero_trial.pipeline.parcel import parcel_of
-from zero_trial.pipeline.split_backward import SplitBackward
+from zero_trial.pipeline.channel import to_payload
+from zero_trial.pipeline.stage import SplitBackward, StageBoundary
 
 TEN = Times(0.01, 0.01, 0.01)
 
@@ -48,7 +47,7 @@ def test_layers_wait_where_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("benchmarks.pipeline_work.time.sleep", waits.append)
     layer = Layer(Times(1, 2, 3))
     anchor = torch.zeros((), requires_grad=True)
-    gate = Gate(parcel_of(torch.ones(ROWS, WIDTH).requires_grad_())[1], anchor)
+    gate = StageBoundary(to_payload(torch.ones(ROWS, WIDTH).requires_grad_())[1], anchor)
     out = layer(gate.open())
     assert waits == [1]
     assert gate.node is not None

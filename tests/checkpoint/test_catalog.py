@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_trial.checkpoint import Slice, latest_checkpoint, list_checkpoints, save_checkpoint
-from zero_trial.checkpoint.catalog import checkpoint_folder
+from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.errors import CheckpointError
 
 

@@ -12,9 +12,8 @@ import torch
 from tests.checkpoint.rank_threads import on_ranks
 from tests.checkpoint.test_shelf import trial
 from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
-from zero_trial.checkpoint.damage import bytes_to_read, find_damage
-from zero_trial.checkpoint.ranks import Ranks
-from zero_trial.checkpoint.shelf import look_into
+from zero_trial.checkpoint.folder import bytes_to_read, find_damage, inspect_folder
+from zero_trial.checkpoint.writer import Ranks
 from zero_trial.errors import CheckpointError
 
 
@@ -39,15 +38,15 @@ def flip(path: Path, at: int = -1) -> None:
 def test_a_flipped_bit_is_found_and_what_lies_there_is_named(tmp_path: Path) -> None:
     folder = saved_by_two(tmp_path)
     read: list[int] = []
-    saved = look_into(folder).saved[0]
+    saved = inspect_folder(folder).saved[0]
     assert find_damage(saved, read.append) == []
     assert sum(read) == bytes_to_read(saved) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     flip(folder / "rank-00001.safetensors")
-    (one,) = find_damage(look_into(folder).saved[0])
+    (one,) = find_damage(inspect_folder(folder).saved[0])
     assert one.file == folder / "rank-00001.safetensors" and "its content has changed" in one.what
     assert one.tensors == ("param/w[6:10]",)
     flip(folder / "rank-00000.safetensors")
-    assert [set(one.tensors) for one in find_damage(look_into(folder).saved[0])] == [
+    assert [set(one.tensors) for one in find_damage(inspect_folder(folder).saved[0])] == [
         {"param/b", "param/w[0:6]"},
         {"param/w[6:10]"},
     ]
@@ -64,7 +63,7 @@ def test_a_flipped_bit_is_found_and_what_lies_there_is_named(tmp_path: Path) -> 
 def test_missing_short_and_grown_files(tmp_path: Path, harm: Callable[[Path], object], what: str) -> None:
     folder = saved_by_two(tmp_path)
     harm(folder / "rank-00000.safetensors")
-    (one,) = find_damage(look_into(folder).saved[0])
+    (one,) = find_damage(inspect_folder(folder).saved[0])
     assert one.tensors and re.fullmatch(what, one.what)
 
 
@@ -74,15 +73,15 @@ def test_a_link_out_of_the_folder_is_not_a_file_of_the_checkpoint(tmp_path: Path
     elsewhere = tmp_path / "elsewhere.safetensors"
     shard.rename(elsewhere)
     shard.symlink_to(elsewhere)
-    (one,) = find_damage(look_into(folder).saved[0])
+    (one,) = find_damage(inspect_folder(folder).saved[0])
     assert one.file == shard and "symbolic link" in one.what and str(elsewhere) in one.what
-    assert not look_into(folder).saved[0].whole
+    assert not inspect_folder(folder).saved[0].whole
     with pytest.raises(CheckpointError, match="symbolic link"):
         CheckpointReader(folder)
     elsewhere.rename(folder / "blob.safetensors")
     shard.unlink()
     shard.symlink_to("blob.safetensors")  # a link within the folder goes where the folder goes
-    assert find_damage(look_into(folder).saved[0]) == [] and look_into(folder).saved[0].whole
+    assert find_damage(inspect_folder(folder).saved[0]) == [] and inspect_folder(folder).saved[0].whole
     alias = tmp_path / "alias"
     alias.symlink_to(folder)  # so does the folder itself under another name
     assert CheckpointReader(alias).read("param/b").tolist() == [1.0] * 3
@@ -91,12 +90,12 @@ def test_a_link_out_of_the_folder_is_not_a_file_of_the_checkpoint(tmp_path: Path
 def test_a_damaged_manifest(tmp_path: Path) -> None:
     folder = trial(tmp_path, 5)
     flip(folder / "model0/manifest.json", 200)
-    (one,) = find_damage(look_into(folder).saved[0])
+    (one,) = find_damage(inspect_folder(folder).saved[0])
     assert one.file == folder / "model0/manifest.json" and one.tensors == ()
 
 
 def test_what_a_trial_adds_is_looked_at_too(tmp_path: Path) -> None:
     folder = trial(tmp_path, 5)
     (folder / "trial_state.json").write_text("{")
-    (one,) = find_damage(look_into(folder).saved[0])
+    (one,) = find_damage(inspect_folder(folder).saved[0])
     assert "trial_state.json" in one.what

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.checkpoint.dtypes import dtype_name, dtype_of, safetensors_name
+from zero_trial.checkpoint.format import dtype_name, dtype_of, safetensors_name
 from zero_trial.errors import CheckpointError
 
 

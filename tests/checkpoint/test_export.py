@@ -21,11 +21,16 @@ from tests.support import pipelines
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
-from zero_trial.checkpoint.disk import Disk
-from zero_trial.checkpoint.export import Exported, file_names, write_export
-from zero_trial.checkpoint.export_plan import Weights, plan_export
-from zero_trial.checkpoint.inventory import take_inventory
-from zero_trial.checkpoint.stream import TensorStream
+from zero_trial.checkpoint.export import (
+    Exported,
+    TensorStream,
+    WeightSource,
+    file_names,
+    plan_export,
+    take_inventory,
+    write_export,
+)
+from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.pipeline import PipelineModule
 
@@ -85,7 +90,9 @@ def test_the_models_16_bit_weights_and_their_masters(
 ) -> None:
     expected = ranks(2).run(save_at, "zero3", section, str(tmp_path))[0]
     plain = Net().to(dtype)
-    load_model(plain, next(iter(export(tmp_path / "a", tmp_path / "model", weights=Weights.MODEL).files)), strict=True)
+    load_model(
+        plain, next(iter(export(tmp_path / "a", tmp_path / "model", weights=WeightSource.MODEL).files)), strict=True
+    )
     assert torch.equal(outputs(plain, dtype), expected)
     masters = load_file(next(iter(export(tmp_path / "a", tmp_path / "masters").files)))
     rounded = load_file(tmp_path / "model" / "model.safetensors")
@@ -217,15 +224,15 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     folder, calls = example(tmp_path), []
     method = "rename" if at == 3 else "write"
-    real = getattr(Disk, method)
+    real = getattr(DurableFiles, method)
 
-    def fail(self: Disk, *args: Any) -> Any:
+    def fail(self: DurableFiles, *args: Any) -> Any:
         calls.append(args)
         if len(calls) > at % 3 + (at == 3):
             raise OSError(errno.ENOSPC, "No space left on device", str(args[0]))
         return real(self, *args)
 
-    monkeypatch.setattr(Disk, method, fail)
+    monkeypatch.setattr(DurableFiles, method, fail)
     with pytest.raises(CheckpointError, match="cannot be written: got No space left"):
         export(folder, tmp_path / "out", shard_bytes=100)
     assert not (tmp_path / "out").exists()
@@ -236,7 +243,7 @@ def test_an_engine_exports_what_save_16bit_model_writes(tmp_path: Path) -> None:
     engine, *_ = zero_trial.initialize(model=torch.nn.Linear(3, 2), config=config | {"optimizer": {"type": "AdamW"}})
     engine.save_checkpoint(tmp_path, tag="a")
     engine.save_16bit_model(str(tmp_path / "by_engine"), "w.safetensors")
-    export(tmp_path / "a", tmp_path / "out.safetensors", weights=Weights.MODEL)
+    export(tmp_path / "a", tmp_path / "out.safetensors", weights=WeightSource.MODEL)
     theirs, ours = load_file(tmp_path / "by_engine" / "w.safetensors"), load_file(tmp_path / "out.safetensors")
     assert theirs.keys() == ours.keys() and all(torch.equal(value, ours[name]) for name, value in theirs.items())
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from tests.checkpoint.test_inventory import manifest
-from zero_trial.checkpoint.export_plan import Weights, describe_dtypes, exported_dtype, plan_export
-from zero_trial.checkpoint.inventory import Inventory, take_inventory
+from zero_trial.checkpoint.export import (
+    Inventory,
+    WeightSource,
+    describe_dtypes,
+    exported_dtype,
+    plan_export,
+    take_inventory,
+)
 from zero_trial.errors import CheckpointError, ConfigError
 
 BF16 = {"dtypes": {"blocks.2.w": "bfloat16", "blocks.10.w": "bfloat16"}}
@@ -25,7 +31,7 @@ def test_masters_are_what_is_taken_unless_the_models_weights_are_asked_for() -> 
         ("mean", torch.float32),
     ]
     assert plan.took == "float32 masters of 2 of 2 parameters; the model computes in bfloat16"
-    plan = plan_export(inventory(**BF16), weights=Weights.MODEL)
+    plan = plan_export(inventory(**BF16), weights=WeightSource.MODEL)
     assert {item.name: item.dtype for item in plan.items} == {
         "blocks.2.w": torch.bfloat16,
         "blocks.10.w": torch.bfloat16,
@@ -43,7 +49,7 @@ def test_masters_are_what_is_taken_unless_the_models_weights_are_asked_for() -> 
 
 
 def test_a_dtype_for_all_comes_last() -> None:
-    plan = plan_export(inventory(**BF16), weights=Weights.MODEL, dtype=torch.float32)
+    plan = plan_export(inventory(**BF16), weights=WeightSource.MODEL, dtype=torch.float32)
     assert {(item.through, item.dtype) for item in plan.items if item.name != "mean"} == {
         (torch.bfloat16, torch.float32)
     }
@@ -63,7 +69,7 @@ def test_shards_hold_at_most_the_limit_or_one_tensor(limit: int | None, counts: 
 
 
 def test_every_tensor_begins_at_a_multiple_of_its_elements_size() -> None:
-    plan = plan_export(inventory(dtypes={"blocks.2.w": "bfloat16"}), weights=Weights.MODEL)
+    plan = plan_export(inventory(dtypes={"blocks.2.w": "bfloat16"}), weights=WeightSource.MODEL)
     assert [item.name for item in plan.shards[0]] == ["blocks.10.w", "mean", "blocks.2.w"]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.checkpoint.inventory import take_inventory
-from zero_trial.checkpoint.manifest import FileRecord, Manifest, Piece, TensorEntry
+from zero_trial.checkpoint.export import take_inventory
+from zero_trial.checkpoint.format import FileRecord, Manifest, StoredPiece, TensorEntry
 
 NAMES = (
     "param/blocks.10.w",
@@ -20,7 +20,7 @@ NAMES = (
 
 
 def manifest(names: tuple[str, ...] = NAMES, dtype: str = "float32", **state: Any) -> Manifest:
-    tensors = {name: TensorEntry(dtype, (2, 3), (Piece("a.safetensors", name, 0, 6),)) for name in names}
+    tensors = {name: TensorEntry(dtype, (2, 3), (StoredPiece("a.safetensors", name, 0, 6),)) for name in names}
     return Manifest(3, tensors, {"a.safetensors": FileRecord(1, "0" * 64)}, state=state)
 
 

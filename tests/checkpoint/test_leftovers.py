@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from zero_trial.checkpoint import Slice, latest_checkpoint, save_checkpoint
-from zero_trial.checkpoint.leftovers import FORGOTTEN_SECONDS, TEMPORARY, is_abandoned, temporary_name
+from zero_trial.checkpoint.writer import FORGOTTEN_SECONDS, TEMPORARY, is_abandoned, temporary_name
 
 
 def of(tmp_path: Path, pid: int, host: str = "") -> Path:

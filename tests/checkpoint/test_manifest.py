@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from zero_trial.checkpoint.manifest import FileRecord, Manifest, Piece, TensorEntry, check_coverage, same_tensor, seal
+from zero_trial.checkpoint.format import (
+    FileRecord,
+    Manifest,
+    StoredPiece,
+    TensorEntry,
+    check_coverage,
+    same_tensor,
+    seal,
+)
 from zero_trial.errors import CheckpointError
 
 FILES = {"rank-00000.safetensors": FileRecord(64, "0" * 64), "rank-00001.safetensors": FileRecord(32, "f" * 64)}
@@ -16,9 +24,9 @@ ZERO, ONE = FILES
 
 
 def manifest() -> Manifest:
-    wte = TensorEntry("float32", (2, 3), (Piece(ZERO, "wte[0:4]", 0, 4), Piece(ONE, "wte[4:6]", 4, 6)))
+    wte = TensorEntry("float32", (2, 3), (StoredPiece(ZERO, "wte[0:4]", 0, 4), StoredPiece(ONE, "wte[4:6]", 4, 6)))
     empty = TensorEntry("bfloat16", (0, 5))
-    scalar = TensorEntry("float32", (), (Piece(ZERO, "t[0:1]", 0, 1),))
+    scalar = TensorEntry("float32", (), (StoredPiece(ZERO, "t[0:1]", 0, 1),))
     state = {"lr": [0.1, 1e-300], "text": "é"}
     return Manifest(7, {"param/wte": wte, "empty": empty, "t": scalar}, FILES, state, ({"seed": 1}, None), {"ranks": 2})
 
@@ -45,14 +53,14 @@ def test_json_there_and_back() -> None:
     ],
 )
 def test_coverage_faults_name_tensor_and_range(pieces: list[tuple[int, int]], message: str) -> None:
-    entry = TensorEntry("float32", (2, 3), tuple(Piece(ZERO, "k", a, b) for a, b in pieces))
+    entry = TensorEntry("float32", (2, 3), tuple(StoredPiece(ZERO, "k", a, b) for a, b in pieces))
     with pytest.raises(CheckpointError, match=message) as raised:
         check_coverage("param/wte", entry)
     assert raised.value.where == "param/wte"
 
 
 def test_pieces_may_come_in_any_order() -> None:
-    check_coverage("w", TensorEntry("float32", (6,), (Piece(ONE, "k", 4, 6), Piece(ZERO, "k", 0, 4))))
+    check_coverage("w", TensorEntry("float32", (6,), (StoredPiece(ONE, "k", 4, 6), StoredPiece(ZERO, "k", 0, 4))))
 
 
 def test_ranks_must_agree_about_a_tensor() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.checkpoint.match import compare, require_match
+from zero_trial.checkpoint.reader import compare_tensors, require_match
 from zero_trial.errors import CheckpointError
 
 STORED = {"wte": (50257, 768), "ln": (768,), "old": (3,)}
@@ -12,7 +12,7 @@ WANTED = {"wte": (50304, 768), "ln": (768,), "head.weight": (2, 2), "head.bias":
 
 
 def test_the_message() -> None:
-    assert compare(STORED, WANTED).describe() == (
+    assert compare_tensors(STORED, WANTED).describe() == (
         "checkpoint has 3 tensors, model has 4. Missing: head.bias, head.weight. Not in the model: old. "
         "Shape differs: wte (50257, 768) vs (50304, 768)"
     )
@@ -36,4 +36,4 @@ def test_allowed_differences_pass_but_never_shapes() -> None:
 
 def test_long_lists_are_shortened() -> None:
     wanted = {f"layer.{i:02}": (1,) for i in range(20)}
-    assert "layer.07 and 12 more" in compare({}, wanted).describe()
+    assert "layer.07 and 12 more" in compare_tensors({}, wanted).describe()

@@ -8,38 +8,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_trial.checkpoint.manifest import Piece, TensorEntry
-from zero_trial.checkpoint.plan import Copy, Want, plan_copies
+from zero_trial.checkpoint.format import StoredPiece, TensorEntry
+from zero_trial.checkpoint.reader import ReadCopy, ReadRequest, plan_copies
 from zero_trial.errors import CheckpointError
 
 
 def entry(numel: int, *cuts: int) -> TensorEntry:
     ends = [0, *sorted(cuts), numel]
-    pieces = [Piece(f"f{i}", "k", a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
+    pieces = [StoredPiece(f"f{i}", "k", a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
     return TensorEntry("float32", (numel,), tuple(pieces))
 
 
 def test_a_range_over_three_pieces() -> None:
-    assert plan_copies({"w": entry(10, 3, 5)}, [Want("w", 2, 8, target=1)]) == [
-        Copy("f0", "k", 2, 3, target=1, offset=0),
-        Copy("f1", "k", 0, 2, target=1, offset=1),
-        Copy("f2", "k", 0, 3, target=1, offset=3),
+    assert plan_copies({"w": entry(10, 3, 5)}, [ReadRequest("w", 2, 8, target=1)]) == [
+        ReadCopy("f0", "k", 2, 3, target=1, offset=0),
+        ReadCopy("f1", "k", 0, 2, target=1, offset=1),
+        ReadCopy("f2", "k", 0, 3, target=1, offset=3),
     ]
 
 
 def test_in_the_order_of_files() -> None:
     tensors = {"a": entry(4, 2), "b": entry(4, 2)}
-    copies = plan_copies(tensors, [Want("a", 0, 4, 0), Want("b", 0, 4, 1)])
+    copies = plan_copies(tensors, [ReadRequest("a", 0, 4, 0), ReadRequest("b", 0, 4, 1)])
     assert [copy.file for copy in copies] == ["f0", "f0", "f1", "f1"]
 
 
 def test_nothing_wanted() -> None:
     assert plan_copies({"w": entry(4)}, []) == []
-    assert plan_copies({"w": entry(4)}, [Want("w", 2, 2, 0)]) == []
+    assert plan_copies({"w": entry(4)}, [ReadRequest("w", 2, 2, 0)]) == []
 
 
-@pytest.mark.parametrize("want", [Want("x", 0, 1, 0), Want("w", 0, 5, 0), Want("w", -1, 2, 0)])
-def test_what_is_not_there(want: Want) -> None:
+@pytest.mark.parametrize("want", [ReadRequest("x", 0, 1, 0), ReadRequest("w", 0, 5, 0), ReadRequest("w", -1, 2, 0)])
+def test_what_is_not_there(want: ReadRequest) -> None:
     with pytest.raises(CheckpointError, match="not in the checkpoint"):
         plan_copies({"w": entry(4)}, [want])
 
@@ -50,7 +50,7 @@ def test_any_cut_into_any_cut(numel: int, stored: list[int], wanted: list[int]) 
     tensor = entry(numel, *(min(cut, numel) for cut in stored))
     files = {piece.file: list(range(piece.start, piece.stop)) for piece in tensor.pieces}
     ends = [0, *sorted(min(cut, numel) for cut in wanted), numel]
-    wants = [Want("w", a, b, i) for i, (a, b) in enumerate(itertools.pairwise(ends))]
+    wants = [ReadRequest("w", a, b, i) for i, (a, b) in enumerate(itertools.pairwise(ends))]
     filled: list[list[int | None]] = [[None] * (want.stop - want.start) for want in wants]
     for copy in plan_copies({"w": tensor}, wants):
         for i in range(copy.source_stop - copy.source_start):

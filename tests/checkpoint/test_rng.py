@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_trial.checkpoint.rng import capture_rng, restore_rng
-from zero_trial.checkpoint.tree import decode, encode
+from zero_trial.checkpoint.state_tree import capture_rng, decode_state, encode_state, restore_rng
 from zero_trial.errors import CheckpointError
 
 
@@ -38,9 +37,9 @@ def keep_the_generators_of_other_tests() -> Any:
 def test_what_follows_is_the_same(odd: bool) -> None:
     if odd:
         draw()
-    document, tensors = encode(capture_rng(), "rng/rank-0")
+    document, tensors = encode_state(capture_rng(), "rng/rank-0")
     expected = [draw() for _ in range(3)]
-    state = decode(json.loads(json.dumps(document)), tensors.__getitem__)
+    state = decode_state(json.loads(json.dumps(document)), tensors.__getitem__)
     assert restore_rng(state) == []
     assert [draw() for _ in range(3)] == expected
 

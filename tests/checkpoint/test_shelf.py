@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero_trial.checkpoint import Slice, save_checkpoint
-from zero_trial.checkpoint.shelf import look_into
+from zero_trial.checkpoint.folder import inspect_folder
 from zero_trial.errors import CheckpointError, ConfigError
 
 
@@ -32,13 +32,13 @@ def trial(folder: Path, step: int, models: int = 1, trial_id: str = "x") -> Path
 
 
 def seen(folder: Path) -> list[tuple[str, int | None, bool, bool]]:
-    return [(one.folder.name, one.step, one.whole, one.leftover) for one in look_into(folder).saved]
+    return [(one.folder.name, one.step, one.whole, one.leftover) for one in inspect_folder(folder).saved]
 
 
 def test_a_runs_folder(tmp_path: Path) -> None:
     for step in (20, 100, 3):
         trial(tmp_path / "checkpoints", step)
-    shelf = look_into(tmp_path)
+    shelf = inspect_folder(tmp_path)
     assert [one.step for one in shelf.saved] == [3, 20, 100]
     assert shelf.latest() is shelf.saved[-1] and not shelf.single
     one = shelf.saved[0]
@@ -50,7 +50,7 @@ def test_a_runs_folder(tmp_path: Path) -> None:
 def test_one_checkpoint_alone(tmp_path: Path) -> None:
     place = trial(tmp_path, 7, models=2)
     for folder, engines in ((place, ["model0", "model1"]), (place / "model1", ["model1"])):
-        shelf = look_into(folder)
+        shelf = inspect_folder(folder)
         assert shelf.single and [engine.folder.name for engine in shelf.saved[0].engines] == engines
         assert shelf.saved[0].step == 7
 
@@ -67,7 +67,7 @@ def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
     """As in a cluster's storage."""
     for step, name in ((1, "a"), (2, "b"), (3, "a")):
         trial(tmp_path, step, trial_id=name)
-    shelf = look_into(tmp_path)
+    shelf = inspect_folder(tmp_path)
     assert shelf.trials == ("a", "b")
     assert [shelf.is_latest(one) for one in shelf.saved] == [False, True, True]
 
@@ -80,7 +80,7 @@ def test_what_is_broken_is_said_and_is_not_the_latest(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
     (tmp_path / "step-000003/metadata.json").unlink()
     (tmp_path / "step-000002/model0/manifest.json").unlink()
-    shelf = look_into(tmp_path)
+    shelf = inspect_folder(tmp_path)
     latest = shelf.latest()
     assert latest is not None and latest.step == 1
     faults = {one.folder.name: one.fault or "" for one in shelf.saved}
@@ -112,14 +112,14 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Path, "iterdir", refused)
     with pytest.raises(CheckpointError, match="cannot be read: got Permission denied"):
-        look_into(tmp_path)
+        inspect_folder(tmp_path)
 
 
 @pytest.mark.parametrize("odd", ["[]", "3", "{", '{"steps_completed": "x", "trial_id": [1]}', "\udcff"])
 def test_odd_metadata(tmp_path: Path, odd: str) -> None:
     folder = trial(tmp_path, 4)
     (folder / "metadata.json").write_bytes(odd.encode("utf-8", "surrogateescape"))
-    assert look_into(tmp_path).saved[0].step == 4  # as the engine has it
+    assert inspect_folder(tmp_path).saved[0].step == 4  # as the engine has it
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty"])
@@ -130,7 +130,7 @@ def test_where_there_is_none(tmp_path: Path, kind: str) -> None:
     if kind == "empty":
         place.mkdir()
     with pytest.raises(ConfigError, match=r"no such folder|is a file|no checkpoints here"):
-        look_into(place)
+        inspect_folder(place)
 
 
 def test_a_folder_of_many_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +140,12 @@ def test_a_folder_of_many_is_listed_once(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / str(number)).touch()
     listed, iterdir = [], Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda self: listed.append(self) or iterdir(self))
-    look_into(tmp_path)
+    inspect_folder(tmp_path)
     assert listed.count(tmp_path) == 1
 
 
 def test_metadata_nested_without_end(tmp_path: Path) -> None:
     folder = trial(tmp_path, 1)
     (folder / "metadata.json").write_text("[" * 100_000)
-    (saved,) = look_into(tmp_path).saved
+    (saved,) = inspect_folder(tmp_path).saved
     assert "cannot be read" in (saved.fault or "")

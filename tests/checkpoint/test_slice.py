@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.checkpoint.slice import Slice, ranges
+from zero_trial.checkpoint.format import Slice, ranges
 from zero_trial.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoint.test_damage import saved_by_two
 from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
-from zero_trial.checkpoint.stream import TensorStream
+from zero_trial.checkpoint.export import TensorStream
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 8, 20, 1 << 20])
@@ -29,7 +29,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
 
 
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_trial.checkpoint.stream.OPEN_FILES", 1)
+    monkeypatch.setattr("zero_trial.checkpoint.export.OPEN_FILES", 1)
     with TensorStream(CheckpointReader(saved_by_two(tmp_path)), 4) as stream:
         for _ in range(2):
             assert torch.cat(list(stream.chunks("param/w"))).tolist() == list(range(10))

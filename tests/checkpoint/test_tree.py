@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_trial.checkpoint.tree import decode, encode
+from zero_trial.checkpoint.state_tree import decode_state, encode_state
 from zero_trial.errors import CheckpointError
 
 
 def there_and_back(value: Any) -> Any:
-    document, tensors = encode(value, "x")
-    return decode(json.loads(json.dumps(document, allow_nan=False)), tensors.__getitem__)
+    document, tensors = encode_state(value, "x")
+    return decode_state(json.loads(json.dumps(document, allow_nan=False)), tensors.__getitem__)
 
 
 def test_an_optimizers_state() -> None:
@@ -29,9 +29,9 @@ def test_an_optimizers_state() -> None:
     p.grad = torch.ones(3)
     optimizer.step()
     state = optimizer.state_dict()
-    document, tensors = encode(state, "optimizer")
+    document, tensors = encode_state(state, "optimizer")
     assert "optimizer/state/0/exp_avg" in tensors
-    back = decode(json.loads(json.dumps(document)), tensors.__getitem__)
+    back = decode_state(json.loads(json.dumps(document)), tensors.__getitem__)
     assert back["param_groups"] == state["param_groups"]
     assert back["param_groups"][0]["betas"] == (0.8, 0.9)
     assert torch.equal(back["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
@@ -104,7 +104,7 @@ def test_ordered_dicts_keep_their_order() -> None:
 )
 def test_what_is_not_plain_is_refused_with_its_place(value: Any, kind: str) -> None:
     with pytest.raises(CheckpointError, match=kind) as raised:
-        encode({"client": [0, value]}, "state")
+        encode_state({"client": [0, value]}, "state")
     assert raised.value.where == "state/client/1"
 
 
@@ -112,10 +112,10 @@ def test_a_value_that_contains_itself() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(CheckpointError, match="contains itself"):
-        encode(loop, "state")
+        encode_state(loop, "state")
 
 
 @pytest.mark.parametrize("document", [{"$class": "os.system"}, {"$tuple": [1], "x": 2}, {"$object": {}}])
 def test_unknown_markers_are_refused(document: Any) -> None:
     with pytest.raises(CheckpointError):
-        decode(document, lambda _: torch.empty(0))
+        decode_state(document, lambda _: torch.empty(0))

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from zero_trial.checkpoint import weights_file
-from zero_trial.checkpoint.weights_file import write_weights
+from zero_trial.checkpoint import export
+from zero_trial.checkpoint.export import write_weights
 
 
 def test_written_and_replaced(tmp_path: Path):
@@ -29,7 +29,7 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
         Path(target).write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(weights_file, "save_file", full)
+    monkeypatch.setattr(export, "save_file", full)
     with pytest.raises(SafetensorError):
         write_weights(path, {"w": torch.zeros(3)}, {})
     assert load_file(path)["w"].tolist() == [1, 1, 1] and [entry.name for entry in tmp_path.iterdir()] == [

@@ -13,10 +13,9 @@ import torch
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
-from zero_trial.checkpoint.catalog import checkpoint_folder
-from zero_trial.checkpoint.disk import Disk
-from zero_trial.checkpoint.manifest import FileRecord
-from zero_trial.checkpoint.writer import begin, commit, merge, publish, write_manifest, write_rank
+from zero_trial.checkpoint.folder import checkpoint_folder
+from zero_trial.checkpoint.format import FileRecord
+from zero_trial.checkpoint.writer import DurableFiles, begin, commit, merge, publish, write_manifest, write_rank
 from zero_trial.errors import CheckpointError
 
 WTE = torch.arange(24.0).view(4, 6)
@@ -29,7 +28,7 @@ def part_of(rank: int, size: int, value: torch.Tensor = WTE) -> list[Slice]:
     return [Slice("param/wte", tuple(value.shape), start, stop, value.reshape(-1)[start:stop].clone())]
 
 
-def save_alone(directory: Path, tag: str, step: int, value: float = 1.0, disk: Disk | None = None) -> Path:
+def save_alone(directory: Path, tag: str, step: int, value: float = 1.0, disk: DurableFiles | None = None) -> Path:
     return save_checkpoint(directory, tag, part_of(0, 1, WTE * value), step=step, state={"value": value}, disk=disk)
 
 
@@ -80,7 +79,7 @@ def test_elements_that_nobody_gives_or_two_give_are_named_on_every_rank(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-class FullDisk(Disk):
+class FullDisk(DurableFiles):
     """Takes ``room`` bytes, then no more."""
 
     def __init__(self, room: int) -> None:
@@ -102,13 +101,13 @@ def test_a_full_disk_ends_in_an_error_on_every_rank_and_keeps_the_old(tmp_path: 
     save_alone(tmp_path, "step-1", 1)
 
     def work(rank: ThreadRank) -> Path:
-        disk = FullDisk(room) if rank.index == 1 else Disk()
+        disk = FullDisk(room) if rank.index == 1 else DurableFiles()
         return save_checkpoint(tmp_path, "step-2", part_of(rank.index, 2), step=2, ranks=rank, disk=disk)
 
     if room == 330:  # enough for rank 1's file; the fault must come from rank 0's manifest
 
         def work(rank: ThreadRank) -> Path:  # type: ignore[no-redef]
-            disk = FullDisk(room) if rank.index == 0 else Disk()
+            disk = FullDisk(room) if rank.index == 0 else DurableFiles()
             return save_checkpoint(tmp_path, "step-2", part_of(rank.index, 2), step=2, ranks=rank, disk=disk)
 
     for error in on_ranks(2, work):
@@ -139,7 +138,7 @@ def test_tags_are_plain_names(tmp_path: Path, tag: str) -> None:
 def test_the_steps_one_by_one_leave_the_previous_readable(tmp_path: Path) -> None:
     """What is on the disk between any two steps of a save is what a kill there would leave."""
     save_alone(tmp_path, "step-1", 1)
-    disk, final = Disk(), tmp_path / "step-2"
+    disk, final = DurableFiles(), tmp_path / "step-2"
 
     def newest() -> int:
         found = latest_checkpoint(tmp_path)
@@ -160,7 +159,7 @@ class Killed(BaseException):
     """The process is gone: nothing after it runs, not even clean-up."""
 
 
-class KilledDisk(Disk):
+class KilledDisk(DurableFiles):
     """Dies at the ``at``-th change of the disk: before it, after it, or with half of a file written."""
 
     def __init__(self, at: int, how: str) -> None:
@@ -235,11 +234,11 @@ def test_killed_at_every_change_of_the_disk(tmp_path: Path, how: str, tag: str) 
 
 
 def test_a_folder_that_rank_0_does_not_see_is_explained(tmp_path: Path) -> None:
-    reports = [write_rank(begin(tmp_path / "here" / "a", Disk()), 0, part_of(0, 2), None, Disk())]
-    other_host = begin(tmp_path / "there" / "a", Disk())
-    reports.append(write_rank(other_host, 1, part_of(1, 2), None, Disk()))
+    reports = [write_rank(begin(tmp_path / "here" / "a", DurableFiles()), 0, part_of(0, 2), None, DurableFiles())]
+    other_host = begin(tmp_path / "there" / "a", DurableFiles())
+    reports.append(write_rank(other_host, 1, part_of(1, 2), None, DurableFiles()))
     with pytest.raises(CheckpointError, match="all hosts share"):
-        commit(other_host, tmp_path / "there" / "a", reports, 1, None, {}, Disk())
+        commit(other_host, tmp_path / "there" / "a", reports, 1, None, {}, DurableFiles())
     assert not other_host.exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checking.project import DS_CONFIG, EXPERIMENT, MODEL, project
+from tests.preflight.project import DS_CONFIG, EXPERIMENT, MODEL, project
 from zero_trial.cli.main import main
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.test_damage import flip
 from tests.checkpoint.test_shelf import trial
 from zero_trial.cli.main import main
-from zero_trial.platform.seal import METADATA, sealed
+from zero_trial.runs.checkpoints import METADATA, add_checksums
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_what_a_trial_has_written_beside_its_engines(tmp_path: Path, capsys: pyt
     folder = trial(tmp_path, 4)
     (folder / "trial_state.json").write_text('{"step": 4}')
     metadata = json.loads((folder / METADATA).read_text())
-    (folder / METADATA).write_text(json.dumps(sealed(metadata, folder)))
+    (folder / METADATA).write_text(json.dumps(add_checksums(metadata, folder)))
     assert main(["ckpt", "verify", str(folder)]) == 0
     (folder / "trial_state.json").write_text('{"step": 5}')
     assert main(["ckpt", "verify", str(folder)]) == 5

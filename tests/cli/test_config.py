@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checking.project import DS_CONFIG, EXPERIMENT, project
+from tests.preflight.project import DS_CONFIG, EXPERIMENT, project
 from zero_trial.cli.main import main
-from zero_trial.config.reader import read_ds_config
+from zero_trial.ds_config.reader import read_ds_config
 
 
 def test_every_value_and_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -20,7 +20,7 @@ from tests.master.fakes import experiment, tgz
 from zero_trial.cli import main as cli
 from zero_trial.cli.master import default_root
 from zero_trial.master.agent.processes import Identity, marked
-from zero_trial.master.home import Home
+from zero_trial.master.directory import MasterDirectory
 
 
 class Shell:
@@ -28,7 +28,7 @@ class Shell:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.home = Home(root)
+        self.home = MasterDirectory(root)
 
     def run(self, word: str, *options: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-m", "zero_trial.cli.main", "master", word, "--root", str(self.root), *options]

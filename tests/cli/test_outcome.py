@@ -7,46 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.cli.outcome import disk_lines, report_outcome, shown
-from zero_trial.launch.cause import Cause
-from zero_trial.launch.supervisor import Outcome
+from zero_trial.cli.output import disk_lines, report_outcome, shown
+from zero_trial.launch.supervisor import Cause, LaunchResult
 
 
-def report(outcome: Outcome, folder: Path) -> tuple[int, str]:
+def report(outcome: LaunchResult, folder: Path) -> tuple[int, str]:
     out = io.StringIO()
     return report_outcome(outcome, folder, out), out.getvalue()
 
 
 def test_success_says_nothing(tmp_path: Path):
-    assert report(Outcome(0), tmp_path) == (0, "")
+    assert report(LaunchResult(0), tmp_path) == (0, "")
 
 
 def test_the_rank_its_words_and_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    code, text = report(Outcome(2, Cause(1, "a\nb", 2)), tmp_path / "runs" / "0001")
+    code, text = report(LaunchResult(2, Cause(1, "a\nb", 2)), tmp_path / "runs" / "0001")
     assert (code, text) == (2, "failed  rank 1: a\n        b\nlog     runs/0001/logs/rank-1.log\n")
 
 
 @pytest.mark.parametrize("code", [75, 130, 143])
 def test_a_stop_is_no_failure(code: int, tmp_path: Path):
-    assert report(Outcome(code, Cause(None, "stopped by SIGINT", code)), tmp_path) == (
+    assert report(LaunchResult(code, Cause(None, "stopped by SIGINT", code)), tmp_path) == (
         code,
         "stopped by SIGINT\n",
     )
 
 
 def test_no_control_character_of_a_trial_reaches_the_terminal(tmp_path: Path):
-    _, text = report(Outcome(1, Cause(1, "ValueError: \x1b]52;c;ZWNobw==\x07red \x1b[31mflag\r", 1)), tmp_path)
+    _, text = report(LaunchResult(1, Cause(1, "ValueError: \x1b]52;c;ZWNobw==\x07red \x1b[31mflag\r", 1)), tmp_path)
     assert text.startswith("failed  rank 1: ValueError: red flag\n") and text.replace("\n", "").isprintable()
 
 
 def test_a_verdict_that_names_its_rank_is_not_given_another(tmp_path: Path):
-    _, text = report(Outcome(4, Cause(1, "rank 0, step 6: the loss became nan", 4)), tmp_path)
+    _, text = report(LaunchResult(4, Cause(1, "rank 0, step 6: the loss became nan", 4)), tmp_path)
     assert text.startswith("failed  rank 0, step 6: the loss became nan\nlog ") and text.endswith("rank-1.log\n")
 
 
 def test_no_rank_to_blame_points_to_all_logs(tmp_path: Path):
-    _, text = report(Outcome(5, Cause(None, "port in use", 5)), tmp_path)
+    _, text = report(LaunchResult(5, Cause(None, "port in use", 5)), tmp_path)
     assert text == f"failed  port in use\nlog     {shown(tmp_path / 'logs')}\n"
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from zero_trial.cli import progress_bar
+from zero_trial.cli import output
 
 
 class Terminal(io.StringIO):
@@ -22,8 +22,8 @@ def test_it_is_drawn_on_a_terminal_only(
 ) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress_bar, "is_terminal", lambda _: watched)
-    bar = progress_bar.bytes_bar("verify", 100, quiet=quiet)
+    monkeypatch.setattr(output, "is_terminal", lambda _: watched)
+    bar = output.bytes_bar("verify", 100, quiet=quiet)
     bar.update(50)
     bar.refresh()
     bar.close()

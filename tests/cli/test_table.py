@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.cli.table import table
+from zero_trial.cli.output import table
 
 
 def test_words_stand_left_and_numbers_right() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zero_trial.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
+from zero_trial.data.text import unigram_bits_per_byte, xz_bits_per_byte
 from zero_trial.errors import DataError
 
 

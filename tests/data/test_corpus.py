@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_trial.data.corpus import local_corpus
+from zero_trial.data.text import local_corpus
 from zero_trial.errors import DataError
 
 

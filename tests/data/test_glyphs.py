@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_trial.data import glyph_images
-from zero_trial.data.glyphs import _matplotlib_fonts
+from zero_trial.data.images import _matplotlib_fonts
 from zero_trial.errors import DataError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_trial.data import image_folder
-from zero_trial.data.pictures import write_png
+from zero_trial.data.images import write_png
 from zero_trial.errors import DataError
 
 

@@ -8,7 +8,7 @@ import numpy
 import torch
 from PIL import Image
 
-from zero_trial.data.pictures import contact_sheet, write_png
+from zero_trial.data.images import contact_sheet, write_png
 
 
 def test_a_png_is_read_back_as_it_was(tmp_path: Path) -> None:

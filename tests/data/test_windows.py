@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.data.windows import ByteDataset
+from zero_trial.data.text import ByteDataset
 from zero_trial.errors import DataError
 
 TEXT = torch.arange(101, dtype=torch.uint8)

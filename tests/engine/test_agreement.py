@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.engine.agreement import agree, together
+from zero_trial.comm import MeshShape, build_mesh
+from zero_trial.comm.failures import fail_together, raise_together
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.mesh import MeshShape, build_mesh
 
 
 def act(broken: int) -> Any:
@@ -22,7 +22,7 @@ def act(broken: int) -> Any:
         return dist.get_rank()
 
     try:
-        return together(world, work, "work")
+        return fail_together(world, work, "work")
     except CheckpointError as error:
         return str(error)
 
@@ -34,9 +34,9 @@ def test_all_get_their_result_or_the_first_fault(ranks: Pools) -> None:
 
 def test_a_mistake_in_the_program_is_not_dressed_up() -> None:
     world = build_mesh(MeshShape()).world
-    agree(world, None, "nothing")
+    raise_together(world, None, "nothing")
     with pytest.raises(ZeroDivisionError):
-        together(world, lambda: 1 // 0, "work")
+        fail_together(world, lambda: 1 // 0, "work")
 
 
 def act_badly(broken: int) -> str:
@@ -47,7 +47,7 @@ def act_badly(broken: int) -> str:
             {}["absent"]
 
     try:
-        together(world, work, "work")
+        fail_together(world, work, "work")
     except (CheckpointError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
     return "went on"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.engine.arguments import add_config_arguments, config_of, hints_of
+from zero_trial.engine.compat import add_config_arguments, config_of, hints_of
 from zero_trial.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.engine.autocast import autocast_dtype, forward_of
 from zero_trial.errors import ConfigError
+from zero_trial.precision import autocast_dtype, forward_of
 
 
 def test_off_is_the_module_itself():

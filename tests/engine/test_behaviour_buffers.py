@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
-from zero_trial.mesh.shared_homes import Homes
-from zero_trial.mesh.sharing import _HOMES
+from zero_trial.comm.shm.lending import SharedTensorPool
+from zero_trial.comm.shm.probe import _HOMES
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -83,13 +83,13 @@ def test_hybrid_sharding_on_four_ranks(ranks: Pools) -> None:
 def shortage(poor_rank: int) -> tuple[list[float], int]:
     """One rank gets no memory to share while its engine is built: its tensors are ordinary, the others' are not."""
 
-    def none_left(homes: Homes, nbytes: int) -> None:
+    def none_left(homes: SharedTensorPool, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
 
     gc.collect()  # earlier engines
     patch = pytest.MonkeyPatch()
     if dist.get_rank() == poor_rank:
-        patch.setattr(Homes, "_vacant", none_left)
+        patch.setattr(SharedTensorPool, "_vacant", none_left)
     with patch.context():
         engine = make_engine(TinyLM, CONFIGS["stage 1, torch's Adam scales gradients in place"])
     patch.undo()

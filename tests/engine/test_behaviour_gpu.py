@@ -88,7 +88,7 @@ def train(stage: int, precision: str) -> tuple[Losses, str, str]:
 
 def all_cases(cases: list[Case], backend: str | None, cpu: bool, ops: str) -> dict[Case, Any]:
     """What :func:`train` returns for each, or the error's text. All in one process: starting one costs more than training."""
-    from zero_trial.mesh import init_distributed
+    from zero_trial.comm import init_distributed
 
     os.environ["ZERO_TRIAL_OPS"] = ops
     if cpu:
@@ -108,7 +108,7 @@ def gloo_moves_cuda_tensors() -> bool:
     """Whether this torch's gloo can do what ZeRO needs between CUDA tensors."""
     import torch.distributed as dist
 
-    from zero_trial.mesh import init_distributed
+    from zero_trial.comm import init_distributed
 
     init_distributed(dist_backend="gloo", timeout=30.0)
     part, whole = torch.ones(8, device="cuda"), torch.zeros(16, device="cuda")

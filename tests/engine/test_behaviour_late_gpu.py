@@ -12,8 +12,7 @@ from tests.engine.test_behaviour_gpu import on_ranks
 from tests.engine.test_late_verdict import FP16, OPTIMIZERS, SCHEDULE, differences, left, spoil, two_groups
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import Tower
-from zero_trial.engine.late_verdict import LateVerdict
-from zero_trial.engine.verdict import Verdict
+from zero_trial.engine.step import DeferredStepOutcome, StepOutcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,11 +38,11 @@ def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str,
     """Steps 1, 4 and 5 are not finite. Late steps run where every wait for the device is an error, but for the first: it makes state."""
     config = SCHEDULE | PRECISIONS[precision]
     engine = build_engine(Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=config, clip=0.3), STAGES[stage])
-    assert type(engine.verdict) is LateVerdict and engine.device.type == "cuda"
+    assert type(engine.verdict) is DeferredStepOutcome and engine.device.type == "cuda"
     if prompt:
         assert engine.optimizer is not None
         engine.optimizer.when_asked = lambda: None
-        engine.verdict = Verdict(engine.sharded, engine.wiring, engine.device)
+        engine.verdict = StepOutcome(engine.sharded, engine.wiring, engine.device)
     when = {"now": False}
     spoil(engine, "blocks.1.weight", 0, when, float("inf"))
     for step in range(STEPS):
@@ -64,7 +63,7 @@ def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str,
 
 
 def every_case(cases: list[tuple[str, str, str]]) -> dict[tuple[str, str, str], list[str]]:
-    from zero_trial.mesh import init_distributed
+    from zero_trial.comm import init_distributed
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Tests for parameters on NVMe (zero_trial/engine/offload.py, zero_trial/zero/spill_shards.py): bits, traffic, memory, refusals."""
+"""Tests for parameters on NVMe (zero_trial/engine/offload_config.py, zero_trial/sharding/offload/nvme_params.py): bits, traffic, memory, refusals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from zero_trial import zero
-from zero_trial.engine.offload_line import offload_line
+from zero_trial.engine.offload_config import offload_line
 from zero_trial.errors import CheckpointError, ConfigError, StorageError
-from zero_trial.zero.layout import round_up
-from zero_trial.zero.spill_file import BLOCK
-from zero_trial.zero.spill_shards import ShardShelf, SpilledShard
+from zero_trial.sharding.layout import round_up
+from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
+from zero_trial.sharding.offload.swap_file import BLOCK
 
 PLACES = ("none", "nvme")
 
@@ -35,9 +35,9 @@ def engine_of(stage: str, config: dict[str, Any], folder: str | None, state: str
     return build_engine(Case(Net, loss, groups=two_groups, config=PLAIN | config), zero_config)
 
 
-def shelf_of(engine: Any) -> ShardShelf:
+def shelf_of(engine: Any) -> ParamSwapper:
     found = next(unit.away for unit in engine.sharded.units if unit.away is not None)
-    assert isinstance(found, SpilledShard)
+    assert isinstance(found, SwappedShard)
     return found.shelf
 
 
@@ -195,19 +195,19 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
     """From the second step on all are, but for what a step begins with."""
     engine = engine_of("zero3-free", {}, str(tmp_path), buffer_count=40)
     ahead: list[tuple[str, bool]] = []
-    once = SpilledShard.fetch
+    once = SwappedShard.fetch
 
-    def fetch(shard: SpilledShard, into: torch.Tensor) -> None:
+    def fetch(shard: SwappedShard, into: torch.Tensor) -> None:
         parts = shard.parts
         ahead.append((shard.unit.block, bool(parts) and parts[0].low == 0 and parts[-1].high == shard.numel))
         once(shard, into)
 
-    monkeypatch.setattr(SpilledShard, "fetch", fetch)
+    monkeypatch.setattr(SwappedShard, "fetch", fetch)
     train(engine, range(1))
     seen = len(ahead)
     assert seen == 2 * (5 + 3)
     monkeypatch.setattr(
-        SpilledShard, "expect", lambda shard, once=SpilledShard.expect: shard.unit.block and once(shard)
+        SwappedShard, "expect", lambda shard, once=SwappedShard.expect: shard.unit.block and once(shard)
     )
     train(engine, range(1, 2))
     assert [block for block, _ in ahead[seen : seen + 2]] == ["", ""], "the root, trained and frozen, was not announced"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_trial.engine.casting import cast_floats
+from zero_trial.precision import cast_floats
 
 
 def test_floats_are_cast_and_all_else_stays():

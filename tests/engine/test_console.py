@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from zero_trial.engine.console import ConsoleHandler, open_console
+from zero_trial.engine.build import ConsoleHandler, open_console
 from zero_trial.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ import zero_trial
 from tests.support.dense import STAGES, Turn
 from tests.support.models import ADAMW
 from tests.support.pool import Pools
-from zero_trial.engine.contents import Contents
+from zero_trial.engine.loading import CheckpointNames
 from zero_trial.errors import CheckpointError, TrialError
 
 
@@ -139,7 +139,7 @@ def test_parts_are_not_joined_by_accident(ranks: Pools, tmp_path: Path) -> None:
 
 def test_names() -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
-    names = Contents(engine)
+    names = CheckpointNames(engine)
     assert (names.param("w"), names.state("m", "w"), names.buffer("b")) == ("param/w", "state/m/w", "buffer/b")
     assert names.twins is engine.mesh.world and names.aliases() == {} and names.buffers() == []
 
@@ -149,9 +149,9 @@ def test_the_dtypes_that_masters_do_not_tell() -> None:
     config = {"train_batch_size": 1, "optimizer": ADAMW}
     engine, *_ = zero_trial.initialize(model=module, config=config)
     kinds = {"1.weight": "bfloat16", "1.bias": "bfloat16", "2.weight": "float64", "2.bias": "float64"}
-    assert Contents(engine).dtypes() == kinds
+    assert CheckpointNames(engine).dtypes() == kinds
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=config | {"bf16": {"enabled": True}})
-    assert Contents(engine).dtypes() == {"weight": "bfloat16", "bias": "bfloat16"}
+    assert CheckpointNames(engine).dtypes() == {"weight": "bfloat16", "bias": "bfloat16"}
 
 
 def clipped(by_client: bool) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.engine.courier import Courier
+from zero_trial.engine.step import PinnedReadback
 
 
 def test_what_is_received_is_what_was_there_when_it_was_sent():
-    courier = Courier(torch.device("cpu"), 3)
+    courier = PinnedReadback(torch.device("cpu"), 3)
     courier.there.copy_(torch.tensor([1.0, 2.0, 3.0]))
     courier.send()
     courier.there.zero_()
@@ -21,7 +21,7 @@ def test_what_is_received_is_what_was_there_when_it_was_sent():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_sending_from_a_busy_device_does_not_wait():
-    courier = Courier(torch.device("cuda", 0), 1)
+    courier = PinnedReadback(torch.device("cuda", 0), 1)
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = torch.nn.functional.normalize(busy @ busy)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from zero_trial.engine.data import RepeatingLoader, sharded_loader
+from zero_trial.engine.compat import RepeatingLoader, sharded_loader
 from zero_trial.errors import DataError
 
 

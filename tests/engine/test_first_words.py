@@ -1,4 +1,4 @@
-"""Tests for zero_trial/engine/first_words.py; of parallel parts in test_contents.py."""
+"""Tests for zero_trial/engine/build.py; of parallel parts in test_contents.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.engine.first_words import say_dtypes, say_parts
+from zero_trial.engine.build import log_dtypes, log_model_parts
 
 
 def mesh(rank: int = 0, parts: int = 1, size: int = 1) -> Any:
@@ -21,10 +21,10 @@ def wiring(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def test_rank_0_says_which_dtypes_were_cast(caplog: pytest.LogCaptureFixture) -> None:
-    say_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh(1))
-    say_dtypes(nn.Linear(2, 2), torch.float32, mesh())
+    log_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh(1))
+    log_dtypes(nn.Linear(2, 2), torch.float32, mesh())
     assert caplog.messages == []
-    say_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh())
+    log_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh())
     assert len(caplog.messages) == 1 and "float64" in caplog.messages[0]
 
 
@@ -40,7 +40,7 @@ def test_rank_0_says_which_dtypes_were_cast(caplog: pytest.LogCaptureFixture) ->
     ],
 )
 def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    say_parts(nn.Linear(2, 2), where, how)
+    log_model_parts(nn.Linear(2, 2), where, how)
     assert len(caplog.messages) == bool(said)
     assert said in caplog.text
 
@@ -48,5 +48,5 @@ def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: py
 def test_a_marked_parameter_settles_it(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     model.weight.tensor_model_parallel = True  # type: ignore[assignment]
-    say_parts(model, mesh(parts=2, size=2), wiring(1.0))
+    log_model_parts(model, mesh(parts=2, size=2), wiring(1.0))
     assert caplog.messages == []

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.engine.flop_count import Flops
-from zero_trial.engine.flops import ModelProfile, build_profile, get_model_profile, timed_modules
-from zero_trial.engine.peaks import Peak
-from zero_trial.engine.timers import Timers
+from zero_trial.engine.flop_count import Flops, Peak
+from zero_trial.engine.profile import ModelProfile, Timers, build_profile, get_model_profile, timed_modules
 from zero_trial.errors import ConfigError
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.engine.flops import ModelProfile, ModuleRow
-from zero_trial.engine.flops_report import render, shorten
-from zero_trial.engine.peaks import Peak
+from zero_trial.engine.flop_count import Peak
+from zero_trial.engine.profile import ModelProfile, ModuleRow, render, shorten
 
 PROFILE = ModelProfile(
     rows=(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_trial.engine.garbage import CollectorPause
+from zero_trial.engine.observe import CollectorPause
 
 
 class Owner:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from zero_trial.engine.grid import PipelineParallelGrid
-from zero_trial.mesh import MeshShape
+from zero_trial.comm import MeshShape
+from zero_trial.engine.compat import PipelineParallelGrid
 
 
 def grid(rank: int) -> PipelineParallelGrid:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.engine import kernels
+from zero_trial.engine import build
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import Backend, _native, backend
+from zero_trial.ops import Backend, backend, cpu_library
 
 CONFIG = {
     "train_batch_size": 8,
@@ -38,7 +38,7 @@ class Lines(logging.Handler):
 @contextmanager
 def kernels_of_this_rank(mine: Backend) -> Iterator[list[str]]:
     """For a rank of the pool, which others use later: its own choice comes back."""
-    real, lines = _native.backend(), Lines()
+    real, lines = cpu_library.backend(), Lines()
     kept = (real.native, real.why, real.strict)
     real.native, real.why, real.strict = mine.native, mine.why, mine.strict
     logging.getLogger("zero_trial").addHandler(lines)
@@ -50,13 +50,13 @@ def kernels_of_this_rank(mine: Backend) -> Iterator[list[str]]:
 
 
 def one_is_blind(blind: int) -> tuple[str, str, list[str]]:
-    native = _native.backend().native
+    native = cpu_library.backend().native
     mine = Backend(None, "no C++ compiler") if dist.get_rank() == blind else Backend(native)
     with kernels_of_this_rank(mine) as said:
         engine = make_engine(TinyLM, CONFIG)
         assert engine.optimizer is not None
         assert len(train_engine(engine, range(2), 8)) == 2
-        return type(engine.optimizer.base).__name__, _native.backend().describe(), list(said)
+        return type(engine.optimizer.base).__name__, cpu_library.backend().describe(), list(said)
 
 
 @pytest.mark.parametrize("blind", [0, 1])
@@ -69,7 +69,7 @@ def test_one_rank_without_kernels_takes_them_from_all(ranks: Pools, blind: int) 
 
 
 def none_is_blind() -> tuple[str, list[str]]:
-    with kernels_of_this_rank(Backend(_native.backend().native)) as said:
+    with kernels_of_this_rank(Backend(cpu_library.backend().native)) as said:
         engine = make_engine(TinyLM, CONFIG)
         assert engine.optimizer is not None
         return type(engine.optimizer.base).__name__, list(said)
@@ -80,7 +80,7 @@ def test_where_all_have_them_nothing_is_said(ranks: Pools) -> None:
 
 
 def strict_and_blind() -> str:
-    native = _native.backend().native
+    native = cpu_library.backend().native
     mine = Backend(native, strict=True) if dist.get_rank() == 0 else Backend(None, "no C++ compiler")
     with kernels_of_this_rank(mine):
         try:
@@ -113,15 +113,15 @@ def test_a_rank_that_must_and_cannot_tells_the_others_before_it_ends(monkeypatch
     def refuse() -> Backend:
         raise KernelUnavailable("no C++ compiler")
 
-    monkeypatch.setattr(kernels, "backend", refuse)
+    monkeypatch.setattr(build, "backend", refuse)
     world = World(native=True, why="", strict=False)
     with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
-        kernels.agree_on_kernels(world)  # type: ignore[arg-type]
+        build.agree_on_kernels(world)  # type: ignore[arg-type]
     assert world.told == {"native": False, "why": "no C++ compiler", "strict": True}
 
 
 def test_plain_torch_everywhere_is_nothing_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Backend(None, "ZERO_TRIAL_OPS=reference")
-    monkeypatch.setattr(kernels, "backend", lambda: own)
-    kernels.agree_on_kernels(World(native=False, why="no C++ compiler", strict=False))  # type: ignore[arg-type]
+    monkeypatch.setattr(build, "backend", lambda: own)
+    build.agree_on_kernels(World(native=False, why="no C++ compiler", strict=False))  # type: ignore[arg-type]
     assert own.why == "ZERO_TRIAL_OPS=reference"

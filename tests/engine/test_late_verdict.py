@@ -18,8 +18,7 @@ from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
 from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
-from zero_trial.engine.late_verdict import LateVerdict, choose_verdict
-from zero_trial.engine.verdict import Verdict
+from zero_trial.engine.step import DeferredStepOutcome, StepOutcome, choose_step_outcome
 from zero_trial.errors import Diverged
 
 STEPS = 8
@@ -277,7 +276,7 @@ def test_the_proof_sees_who_reads():
     assert read(lambda: bool((master * 2).isnan().any()))[-1:] == ["aten::_local_scalar_dense"]
     assert read(lambda: verdict.courier._here.copy_(verdict.courier.there)) == ["aten::copy_ to the host"]
     assert read(lambda: master.sum()) == []
-    engine.verdict = Verdict(engine.sharded, engine.wiring, engine.device)
+    engine.verdict = StepOutcome(engine.sharded, engine.wiring, engine.device)
     assert read(engine.step) == ["aten::_local_scalar_dense"]
 
 
@@ -503,15 +502,15 @@ def test_a_pipeline(ranks: Pools, stage: int, config: dict[str, Any]) -> None:
 def test_the_device_decides_on_cuda_for_optimizers_that_it_can_tell():
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
 
-    def chosen(device: torch.device, **optimizer: Any) -> type[Verdict]:
+    def chosen(device: torch.device, **optimizer: Any) -> type[StepOutcome]:
         engine = build_engine(Case(Tower, loss, optimizer=optimizer), STAGES["zero1"])
-        assert type(engine.verdict) is Verdict, "a CPU reads at no cost"
-        verdict = choose_verdict(engine.sharded, engine.wiring, device, engine.optimizer)
+        assert type(engine.verdict) is StepOutcome, "a CPU reads at no cost"
+        verdict = choose_step_outcome(engine.sharded, engine.wiring, device, engine.optimizer)
         return type(verdict)
 
-    assert chosen(cpu, **OPTIMIZERS["AdamW"]) is Verdict
-    assert chosen(cuda, type="RMSprop", params={"lr": 0.1}) is Verdict
-    assert chosen(cuda, type="AdamW", params={"lr": 0.1, "foreach": True, "torch_adam": True}) is Verdict
+    assert chosen(cpu, **OPTIMIZERS["AdamW"]) is StepOutcome
+    assert chosen(cuda, type="RMSprop", params={"lr": 0.1}) is StepOutcome
+    assert chosen(cuda, type="AdamW", params={"lr": 0.1, "foreach": True, "torch_adam": True}) is StepOutcome
 
 
 def test_an_optimizer_takes_gates_where_its_weights_and_gradients_are_together():
@@ -520,4 +519,4 @@ def test_an_optimizer_takes_gates_where_its_weights_and_gradients_are_together()
     assert optimizer is not None and optimizer.takes_gates(engine.device)
     optimizer._store = object()  # type: ignore[assignment]
     assert not optimizer.takes_gates(engine.device)
-    assert isinstance(LateVerdict(engine.sharded, engine.wiring, engine.device, optimizer), Verdict)
+    assert isinstance(DeferredStepOutcome(engine.sharded, engine.wiring, engine.device, optimizer), StepOutcome)

@@ -12,7 +12,7 @@ from torch import nn
 
 import zero_trial
 from zero_trial.checkpoint import Slice, save_checkpoint
-from zero_trial.engine.loading import COUNTERS, Loader
+from zero_trial.engine.loading import COUNTERS, StateLoader
 from zero_trial.errors import CheckpointError
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -20,7 +20,7 @@ CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0
 
 def test_nothing_there(tmp_path: Path) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
-    assert Loader(engine).load(tmp_path / "none", None, True, True, True, True) == (None, None)
+    assert StateLoader(engine).load(tmp_path / "none", None, True, True, True, True) == (None, None)
     assert all(getattr(engine, name) == 0 for name in COUNTERS)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from zero_trial.engine.module_tracker import ModuleTracker
+from zero_trial.engine.flop_count import ModuleTracker
 
 
 class Products(TorchDispatchMode):

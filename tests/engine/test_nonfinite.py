@@ -7,19 +7,21 @@ import torch
 from torch import nn
 
 import zero_trial
-from zero_trial.engine.nonfinite import NonFinite, agree, blame, evidence
+from zero_trial.engine.step import NonFiniteStep, agree_on_culprit, local_culprits, with_culprit
 from zero_trial.errors import Diverged
 
 
 @pytest.mark.parametrize(("rank", "who"), [(3, "on rank 3"), (0, "on rank 0"), (None, "in the sum over ranks")])
 def test_one_line_says_which_step_parameter_and_rank(rank: int | None, who: str):
-    assert NonFinite(7, rank, "head.weight").describe() == f"step 7: the gradient of head.weight is not finite {who}"
+    assert (
+        NonFiniteStep(7, rank, "head.weight").describe() == f"step 7: the gradient of head.weight is not finite {who}"
+    )
 
 
 def test_the_end_of_a_run_names_the_culprit():
     error = Diverged("no scale left", where="loss scale", got="scale 1", expected="more", fix="Use bf16.")
-    assert blame(error, None) is error
-    text = str(blame(error, NonFinite(2, 1, "a.b")))
+    assert with_culprit(error, None) is error
+    text = str(with_culprit(error, NonFiniteStep(2, 1, "a.b")))
     assert (
         text
         == "loss scale: no scale left: got scale 1, and step 2: the gradient of a.b is not finite on rank 1, expected more. Use bf16."
@@ -41,7 +43,7 @@ def test_a_single_rank_names_itself(stage: int, name: str):
     dict(model.named_parameters())[name].register_hook(lambda grad: grad * float("nan"))
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
-    assert engine.last_nonfinite == NonFinite(0, 0, name)
+    assert engine.last_nonfinite == NonFiniteStep(0, 0, name)
     assert not engine.was_step_applied()
     assert engine.skipped_steps == engine.global_steps == 1
     assert all(torch.equal(value, before[key]) for key, value in engine.module_state_dict().items())
@@ -93,13 +95,15 @@ def test_evidence_after_something_else_has_landed(stage: int) -> None:
     engine.sharded.reducer.ensure_reduced()
     sums, sharded = dict(engine.sharded.reducer.square_sums), engine.sharded
     assert len(sharded.units) > 1
-    (row,) = evidence(sharded, [], sums)
-    assert row == evidence(sharded, [])[0]
+    (row,) = local_culprits(sharded, [], sums)
+    assert row == local_culprits(sharded, [])[0]
     number = row[2]
     assert row == (2, 0, number, "2.weight")
     for landing in sharded.landings:
         landing.shard.zero_()
-    assert evidence(sharded, []) == []
+    assert local_culprits(sharded, []) == []
     unit = sharded.units[number]
-    assert evidence(sharded, [], sums) == [(3, 0, number, unit.name)]
-    assert agree(sharded, 4, [(3, 0, number, unit.name)], lambda block: True) == NonFinite(4, None, unit.name)
+    assert local_culprits(sharded, [], sums) == [(3, 0, number, unit.name)]
+    assert agree_on_culprit(sharded, 4, [(3, 0, number, unit.name)], lambda block: True) == NonFiniteStep(
+        4, None, unit.name
+    )

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/engine/offload.py: state on NVMe trains the same bits, moves the bytes that it should, and says what it cannot do."""
+"""Tests for zero_trial/engine/offload_config.py: state on NVMe trains the same bits, moves the bytes that it should, and says what it cannot do."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
 from tests.support.strict_mover import StrictMover
 from zero_trial import zero
-from zero_trial.config.reader import read_ds_config
-from zero_trial.engine.offload import Offload, Places, StateElsewhere, open_shelf, plan_offload
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.offload_config import OffloadBackends, OffloadedState, OffloadPlan, open_swap_file, plan_offload
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
-from zero_trial.zero.spill import SpillStore
-from zero_trial.zero.spill_file import SpillFile
-from zero_trial.zero.staging import StagedStore
+from zero_trial.sharding.offload.host import StagedStore
+from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
+from zero_trial.sharding.offload.swap_file import SwapFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,9 +78,9 @@ def test_one_rank_trains_the_same_bits(tmp_path: Path, stage: str) -> None:
     assert run_both(stage, "bf16", str(tmp_path), str(tmp_path / "save")) > 5
 
 
-def spill_file(engine: Any) -> SpillFile:
+def spill_file(engine: Any) -> SwapFile:
     store = engine.optimizer.store
-    assert isinstance(store, SpillStore) and isinstance(store.shelf, SpillFile)
+    assert isinstance(store, SwappedStore) and isinstance(store.shelf, SwapFile)
     return store.shelf
 
 
@@ -115,22 +115,22 @@ def test_what_the_sections_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """device and nvme_path say where, buffer_count how much memory, block_size and queue_depth how it is read."""
     made: list[tuple[Path, dict[str, int]]] = []
 
-    class Seen(SpillFile):
+    class Seen(SwapFile):
         def __init__(self, folder: Path, nbytes: int, **named: Any) -> None:
             made.append((folder, named))
             super().__init__(folder, nbytes, **named)
 
-    monkeypatch.setattr("zero_trial.engine.offload.SpillFile", Seen)
+    monkeypatch.setattr("zero_trial.engine.offload_config.SwapFile", Seen)
     config = {"bf16": {"enabled": True}, "aio": {"block_size": 8192, "queue_depth": 3}}
     engine = engine_of("zero1", config, str(tmp_path), count=2)
     assert made == [
         (tmp_path, {"block_size": 8192, "depth": 3, "where": "zero_optimization.offload_optimizer.nvme_path"})
     ]
     store = engine.optimizer.store
-    assert isinstance(store, SpillStore)
+    assert isinstance(store, SwappedStore)
     assert [buffer.numel() for buffer in store.buffers] == [3 * (4 * 4096 + 4096)] * 2
     assert max(piece.numel for piece in engine.optimizer.pieces) == 4096
-    assert isinstance(engine_of("zero1", config, None).optimizer.store, SpillStore) is False
+    assert isinstance(engine_of("zero1", config, None).optimizer.store, SwappedStore) is False
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -267,8 +267,10 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
     for pinned in (True, False):
         section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
         config = read_ds_config({"zero_optimization": {"stage": 1, "offload_optimizer": section}})
-        made = plan_offload(config, mesh, torch.device("cuda"), params, torch.float32, Places(open_shelf, mover))
-        assert isinstance(made, StateElsewhere) and made.most == 1 << 16
+        made = plan_offload(
+            config, mesh, torch.device("cuda"), params, torch.float32, OffloadBackends(open_swap_file, mover)
+        )
+        assert isinstance(made, OffloadedState) and made.most == 1 << 16
     assert asked == [("cuda", True), ("cuda", False)]
 
 
@@ -276,19 +278,21 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
 def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
     zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": {"device": "cpu", "buffer_count": 2}}
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
-    places = Places(open_shelf, lambda device, pinned: StrictMover())
+    places = OffloadBackends(open_swap_file, lambda device, pinned: StrictMover())
     config = read_ds_config({"zero_optimization": zero_config})
     made = plan_offload(config, mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places)
     assert made.most == elements
 
 
-def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any) -> Offload:
+def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any) -> OffloadPlan:
     """As on a GPU, with a mover that is as late as it may be."""
     section = config.zero_optimization.offload_optimizer
     if section is None or section.device == "none":
-        return Offload()
-    shelf = open_shelf(Path(section.nvme_path), 1 << 16, config.aio, "nvme_path") if section.device == "nvme" else None
-    return StateElsewhere(section, mesh, 4096, shelf, StrictMover())
+        return OffloadPlan()
+    shelf = (
+        open_swap_file(Path(section.nvme_path), 1 << 16, config.aio, "nvme_path") if section.device == "nvme" else None
+    )
+    return OffloadedState(section, mesh, 4096, shelf, StrictMover())
 
 
 def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
@@ -297,7 +301,7 @@ def run_staged(stage: str, precision: str, place: str, folder: str) -> None:
     config = PRECISIONS[precision]
     here = engine_of(stage, config, None)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys.modules["zero_trial.engine.initialize"], "plan_offload", staged)
+        patched.setattr(sys.modules["zero_trial.engine.build"], "plan_offload", staged)
         offload = {"device": place, "nvme_path": folder, "buffer_count": 2}
         case = Case(Net, loss, groups=two_groups, config=PLAIN | config)
         away = build_engine(case, STAGES[stage] | {"reduce_bucket_size": 20_000, "offload_optimizer": offload})

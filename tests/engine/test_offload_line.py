@@ -1,4 +1,4 @@
-"""Tests for zero_trial/engine/offload_line.py."""
+"""Tests for zero_trial/engine/offload_config.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import zero_trial
 from tests.engine.offloaded import Net, engine_of, loss
 from tests.support.dense import STAGES, Case, build_engine
-from zero_trial.engine.offload_line import offload_line
+from zero_trial.engine.offload_config import offload_line
 
 
 def with_params(folder: Path, **given: Any) -> zero_trial.Engine:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zero_trial
-from zero_trial.engine import optimizer_registry
-from zero_trial.engine.optimizer_registry import check_shapes, is_elementwise, resolve_optimizer, torch_optimizer_names
+from zero_trial.engine import optimizers
+from zero_trial.engine.optimizers import check_shapes, is_elementwise, resolve_optimizer, torch_optimizer_names
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
@@ -23,7 +23,7 @@ def params(*sizes: int) -> list[torch.nn.Parameter]:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """No native kernels."""
-    monkeypatch.setattr(optimizer_registry, "native_on", lambda device: False)
+    monkeypatch.setattr(optimizers, "native_on", lambda device: False)
 
 
 @pytest.mark.usefixtures("plain")
@@ -103,7 +103,7 @@ def test_native_kernels_leave_other_tensors_to_torch() -> None:
 
 
 def test_native_kernels_run_wherever_the_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_registry, "native_on", lambda device: device.type == "meta")
+    monkeypatch.setattr(optimizers, "native_on", lambda device: device.type == "meta")
     there, here = (torch.nn.Parameter(torch.zeros(3, device=device)) for device in ("meta", "cpu"))
     assert type(resolve_optimizer("AdamW").build([there])) is FusedAdam
     assert type(resolve_optimizer("AdamW").build([here, there])) is torch.optim.AdamW
@@ -233,6 +233,6 @@ def test_muon_trains_matrices_and_refuses_a_bias_before_anything_is_built(monkey
     engine.step()
     assert not torch.equal(engine.module.weight, before)
     engine.destroy()
-    monkeypatch.setattr(sys.modules["zero_trial.engine.initialize"], "ShardedModel", None)  # the first to communicate
+    monkeypatch.setattr(sys.modules["zero_trial.engine.build"], "ShardedModel", None)  # the first to communicate
     with pytest.raises(ConfigError, match="bias of shape"):
         zero_trial.initialize(model=torch.nn.Linear(4, 4), config=config)

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/engine/parameter_groups.py."""
+"""Tests for zero_trial/engine/optimizers.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.engine.parameter_groups import groups_over, parameter_groups
+from zero_trial.engine.optimizers import groups_over, parameter_groups
 from zero_trial.errors import ConfigError
 
 

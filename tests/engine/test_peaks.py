@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.engine.peaks import data_sheet, measure, peak_of
+from zero_trial.engine.flop_count import data_sheet, measure, peak_of
 
 
 @pytest.mark.parametrize(

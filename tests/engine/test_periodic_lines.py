@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.engine.periodic_lines import (
+from zero_trial.engine.observe import (
     PeriodicLines,
     comms_line,
     comms_table,
@@ -18,7 +18,7 @@ from zero_trial.engine.periodic_lines import (
     progress_line,
     timer_line,
 )
-from zero_trial.engine.timers import Timers
+from zero_trial.engine.profile import Timers
 
 
 class FakeEngine:

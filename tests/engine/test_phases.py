@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.engine.phases import PhaseGroup, Phases, watch_with
+from zero_trial.engine.profile import PhaseGroup, Phases, watch_with
 
 
 class Recorder(Phases):

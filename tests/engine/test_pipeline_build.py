@@ -10,14 +10,14 @@ from torch import nn
 
 import zero_trial
 from tests.support.pipelines import cross_entropy, layers, micro_batch
-from zero_trial.config.reader import read_ds_config
+from zero_trial.comm import MeshShape, build_mesh
+from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.pipeline_build import build_layers, hops_of, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import MeshShape, build_mesh
 from zero_trial.pipeline import PipelineModule
-from zero_trial.pipeline.placement import Placement
-from zero_trial.zero.plan import Reshard
+from zero_trial.pipeline.schedule import ChunkPlacement
+from zero_trial.sharding.plan import Reshard
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -59,10 +59,10 @@ def test_parameters_that_were_given_away_are_not_replaced():
 
 
 def test_messages_go_over_every_border_and_back():
-    assert hops_of(Placement.loop(3)) == [(0, 1), (1, 2), (1, 0), (2, 1)]
-    assert hops_of(Placement.loop(2, 2)) == [(0, 1), (1, 0)]
-    assert hops_of(Placement.loop(3, 2)) == [(0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)]
-    assert hops_of(Placement.v(3)) == [(0, 1), (1, 2), (2, 1), (1, 0)]
+    assert hops_of(ChunkPlacement.loop(3)) == [(0, 1), (1, 2), (1, 0), (2, 1)]
+    assert hops_of(ChunkPlacement.loop(2, 2)) == [(0, 1), (1, 0)]
+    assert hops_of(ChunkPlacement.loop(3, 2)) == [(0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)]
+    assert hops_of(ChunkPlacement.v(3)) == [(0, 1), (1, 2), (2, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])

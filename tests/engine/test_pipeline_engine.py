@@ -25,9 +25,9 @@ from tests.support.pipelines import (
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.checkpoint import CheckpointReader
-from zero_trial.checkpoint.catalog import checkpoint_folder
+from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.pipeline import PipelineModule
-from zero_trial.pipeline.validate import validate
+from zero_trial.pipeline.simulate import validate
 
 TOLERANCE = 2e-6
 STEPS = 20

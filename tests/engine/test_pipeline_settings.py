@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from zero_trial.config.pipeline_words import SCHEDULE_CHUNKS
-from zero_trial.config.reader import read_ds_config
-from zero_trial.engine.pipeline_settings import (
+from zero_trial.ds_config.keys_running import SCHEDULE_CHUNKS
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.pipeline_build import (
     ROOM,
     PipelineSettings,
     choose_policy,
@@ -19,13 +19,13 @@ from zero_trial.engine.pipeline_settings import (
     weigh,
 )
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.policy import Sharding, Weights, choose
-from zero_trial.pipeline.schedule import Parameters, Reduction
-from zero_trial.pipeline.schedules import RECIPES
-from zero_trial.precision.policy import dtype_policy
-from zero_trial.zero.plan import plan_for_stage
+from zero_trial.pipeline.generators import RECIPES
+from zero_trial.pipeline.lowering import ModelBytes, Sharding, choose
+from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
+from zero_trial.precision import dtype_policy
+from zero_trial.sharding.plan import plan_for_stage
 
-FOUR = Weights(parameters=400, gradients=400, optimizer=800, ranks=4)
+FOUR = ModelBytes(parameters=400, gradients=400, optimizer=800, ranks=4)
 
 
 def settings(stage: int = 3, zero: dict[str, Any] | None = None, **pipeline: Any) -> PipelineSettings:
@@ -42,7 +42,7 @@ def test_nothing_said():
 KEYS: dict[str, tuple[Any, str, Any]] = {
     # key: value, what of the settings becomes what
     "pipeline.schedule": ("zero_bubble", "schedule", "zb_h1"),
-    "pipeline.zero_policy": ("micro", "reduction", Reduction.MICRO),
+    "pipeline.zero_policy": ("micro", "reduction", ReductionTiming.MICRO),
     "pipeline.partition_method": ("type:Block", "partition_method", "type:Block"),
     "pipeline.activation_checkpoint_interval": (3, "activation_checkpoint_interval", 3),
 }
@@ -62,12 +62,20 @@ def test_chunks_per_rank():
 @pytest.mark.parametrize(
     ("stage", "words", "expected"),
     [
-        (3, {"zero_policy": "free"}, (Parameters.FREE, None)),
-        (3, {"zero_policy": "hold", "zero": {"reduce_every": "micro"}}, (Parameters.HOLD, Reduction.MICRO)),
-        (3, {"zero": {"reshard_after": "forward"}}, (Parameters.FREE, None)),
-        (3, {"zero": {"reshard_after": "step"}, "zero_policy": "boundary"}, (Parameters.HOLD, Reduction.BOUNDARY)),
+        (3, {"zero_policy": "free"}, (ParameterLifetime.FREE, None)),
+        (
+            3,
+            {"zero_policy": "hold", "zero": {"reduce_every": "micro"}},
+            (ParameterLifetime.HOLD, ReductionTiming.MICRO),
+        ),
+        (3, {"zero": {"reshard_after": "forward"}}, (ParameterLifetime.FREE, None)),
+        (
+            3,
+            {"zero": {"reshard_after": "step"}, "zero_policy": "boundary"},
+            (ParameterLifetime.HOLD, ReductionTiming.BOUNDARY),
+        ),
         (2, {"zero_policy": "hold"}, (None, None)),  # parameters stay all the same
-        (2, {"zero": {"reduce_every": "micro"}}, (None, Reduction.MICRO)),
+        (2, {"zero": {"reduce_every": "micro"}}, (None, ReductionTiming.MICRO)),
     ],
 )
 def test_older_keys_say_the_same_of_a_pipeline(stage: int, words: dict[str, Any], expected: tuple[Any, Any]):
@@ -90,30 +98,30 @@ def test_a_plan_and_its_stage_number_cut_the_same(stage: int):
 def test_a_schedule_has_all_that_a_step_needs(name: str):
     schedule = training_schedule(settings(schedule=name), choose(Sharding.of_stage(3)), 4)
     assert (schedule.stages, schedule.micro_batches, schedule.steps, schedule.training) == (2, 4, True, True)
-    assert schedule.parameters is Parameters.HOLD and schedule.reduction is Reduction.BOUNDARY
+    assert schedule.parameters is ParameterLifetime.HOLD and schedule.reduction is ReductionTiming.BOUNDARY
 
 
 def test_the_policy_follows_the_memory_of_the_rank_that_needs_most():
     """Looped breadth first holds one of two chunks at a time: 300 + 300 + 200 instead of 500 + 500 + 200."""
     open_one, plan = settings(schedule="looped_bfs"), plan_for_stage(3)
-    small = Weights(100, 100, 200, 4)
+    small = ModelBytes(100, 100, 200, 4)
 
     def chosen(limit: int | None, one: PipelineSettings = open_one) -> Any:
         return choose_policy(one, plan, [small, FOUR], 4, limit)
 
-    assert chosen(None).policy.parameters is Parameters.HOLD
-    assert chosen(int(1000 / ROOM) + 1).policy.parameters is Parameters.HOLD
+    assert chosen(None).policy.parameters is ParameterLifetime.HOLD
+    assert chosen(int(1000 / ROOM) + 1).policy.parameters is ParameterLifetime.HOLD
     tight = chosen(int(900 / ROOM))
-    assert (tight.policy.parameters, tight.bytes, tight.volume, tight.fits) == (Parameters.CHUNK, 800, 2.5, True)
+    assert (tight.policy.parameters, tight.bytes, tight.volume, tight.fits) == (ParameterLifetime.CHUNK, 800, 2.5, True)
     none = chosen(int(100 / ROOM))
-    assert (none.policy.parameters, none.fits) == (Parameters.CHUNK, False)
+    assert (none.policy.parameters, none.fits) == (ParameterLifetime.CHUNK, False)
     asked = chosen(1, settings(schedule="looped_bfs", zero_policy="hold", zero={"reduce_every": "boundary"}))
-    assert (asked.policy.parameters, asked.fits) == (Parameters.HOLD, False)
+    assert (asked.policy.parameters, asked.fits) == (ParameterLifetime.HOLD, False)
 
 
 def test_bytes_by_dtype():
-    assert weigh(10, dtype_policy("fp32"), 2) == Weights(parameters=40, gradients=40, optimizer=80, ranks=2)
-    assert weigh(10, dtype_policy("bf16"), 2) == Weights(parameters=20, gradients=20, optimizer=120, ranks=2)
+    assert weigh(10, dtype_policy("fp32"), 2) == ModelBytes(parameters=40, gradients=40, optimizer=80, ranks=2)
+    assert weigh(10, dtype_policy("bf16"), 2) == ModelBytes(parameters=20, gradients=20, optimizer=120, ranks=2)
     several = dtype_policy("bf16", accumulation_steps=4)
     assert weigh(10, several, 1).gradients == 40
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zero_trial.engine.reporter import Reporter, ReporterGroup, report_to
+from zero_trial.engine.observe import StepReporter, StepReporterGroup, report_to
 
 
-class Recorder(Reporter):
+class Recorder(StepReporter):
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
@@ -24,7 +24,7 @@ class Recorder(Reporter):
 def test_a_group_tells_all():
     logs: list[list[str]] = [[], []]
     group = report_to([Recorder(log) for log in logs])
-    assert isinstance(group, ReporterGroup)
+    assert isinstance(group, StepReporterGroup)
     group.saw_loss(torch.tensor(2.0))
     group.after_step()
     group.close()
@@ -33,7 +33,7 @@ def test_a_group_tells_all():
 
 def test_nobody_and_one():
     nobody = report_to([])
-    assert type(nobody) is Reporter
+    assert type(nobody) is StepReporter
     nobody.saw_loss(torch.tensor(1.0))
     nobody.after_step()
     nobody.close()

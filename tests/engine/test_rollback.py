@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from zero_trial.engine.rollback import advance, can_go_back
-from zero_trial.engine.schedules import build_scheduler
+from zero_trial.engine.lr_schedules import build_scheduler
+from zero_trial.engine.step import can_undo, step_with_undo
 
 Build = Callable[[torch.optim.Optimizer], Any]
 
@@ -49,10 +49,10 @@ def test_a_step_that_is_taken_back_leaves_no_trace(name: str) -> None:
     """One pair goes forward only; the other takes every second step back."""
     plain, tried = optimizer(), optimizer()
     schedule, other = SCHEDULES[name](plain), SCHEDULES[name](tried)
-    assert can_go_back(other)
+    assert can_undo(other)
     for _ in range(6):
         before = seen(tried, other)
-        go_back = advance(other, tried.param_groups)
+        go_back = step_with_undo(other, tried.param_groups)
         go_back()
         assert seen(tried, other) == before
         other.step()
@@ -64,7 +64,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace(name: str) -> None:
 def test_a_rate_in_a_tensor_goes_back_as_well():
     made = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1))
     schedule = lr_scheduler.ExponentialLR(made, 0.5)
-    go_back = advance(schedule, made.param_groups)
+    go_back = step_with_undo(schedule, made.param_groups)
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.05)
     go_back()
     assert float(made.param_groups[0]["lr"]) == pytest.approx(0.1)
@@ -74,7 +74,7 @@ def test_a_rate_in_a_tensor_goes_back_as_well():
 def test_what_the_groups_hold_besides_stays_theirs():
     made = optimizer()
     schedule = lr_scheduler.ExponentialLR(made, 0.9)
-    go_back, params = advance(schedule, made.param_groups), made.param_groups[0]["params"]
+    go_back, params = step_with_undo(schedule, made.param_groups), made.param_groups[0]["params"]
     made.param_groups[0].update(note=1, weight_decay=0.3)
     made.param_groups[1]["lr"] = 7.0
     go_back()
@@ -87,4 +87,4 @@ def test_a_schedule_without_a_state_cannot_go_back():
     class Steps:
         def step(self) -> None: ...
 
-    assert not can_go_back(Steps())
+    assert not can_undo(Steps())

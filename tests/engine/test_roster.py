@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from zero_trial.engine.engine import Engine
-from zero_trial.engine.roster import Roster
+from zero_trial.engine.engine import Engine, ParameterCheck
 from zero_trial.errors import TrialError
 
 FRESH = r"parameters that came after its engine was made, and that nobody trains: got "
@@ -88,7 +87,7 @@ def test_another_value_in_the_same_parameter_is_no_fault() -> None:
 
 def test_nothing_is_kept_alive() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2)})
-    roster = Roster(module)
+    roster = ParameterCheck(module)
     gone = [torch.utils.weak.WeakTensorKeyDictionary({module["a"].weight: True})]
     del module["a"]
     gc.collect()

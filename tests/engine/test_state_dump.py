@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.models import TinyLM, make_engine
-from zero_trial.engine.state_dump import describe_state, units_table
+from zero_trial.engine.observe import describe_state, units_table
 
 
 def test_configuration_and_units():

@@ -12,9 +12,8 @@ from torch import nn
 
 import zero_trial
 from tests.support.late import make_late
-from zero_trial.engine.monitor import Monitor
-from zero_trial.engine.monitor.writer import Event
-from zero_trial.engine.step_events import StepEvents
+from zero_trial.engine.monitors import Event, Monitor
+from zero_trial.engine.observe import StepEvents
 
 
 class Memory:

@@ -12,7 +12,7 @@ import torch
 import zero_trial
 from tests.support.models import TinyLM, make_engine, tokens
 from tests.support.pool import Pools
-from zero_trial.engine.step_profiler import StepProfiler
+from zero_trial.engine.profile import StepProfiler
 
 
 def profiled(zero: dict[str, Any] | None = None, **section: Any) -> zero_trial.Engine:

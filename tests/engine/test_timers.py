@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from zero_trial.engine.timers import _PAIRS_KEPT, CudaTimers, Timers, make_timers
+from zero_trial.engine.profile import _PAIRS_KEPT, CudaTimers, Timers, make_timers
 
 
 def test_sums_by_name_until_they_are_taken():

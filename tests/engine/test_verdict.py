@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.models import make_engine
-from zero_trial.engine.verdict import Verdict
+from zero_trial.engine.step import StepOutcome
 
 
 def one_weight(value: float = 3.0, **config: object) -> zero_trial.Engine:
@@ -35,7 +35,7 @@ def step(engine: zero_trial.Engine, gradient: float) -> float:
 def test_a_step_is_applied_clipped_and_counted():
     engine = one_weight(gradient_clipping=0.5)
     verdict = engine.verdict
-    assert type(verdict) is Verdict and verdict.norm is None and not verdict.applied and not verdict.open
+    assert type(verdict) is StepOutcome and verdict.norm is None and not verdict.applied and not verdict.open
     assert step(engine, 2.0) == pytest.approx(2.5)
     assert (verdict.norm, verdict.applied, verdict.skipped, verdict.nonfinite) == (2.0, True, 0, None)
     assert verdict.known() is verdict

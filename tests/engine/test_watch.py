@@ -11,10 +11,8 @@ import pytest
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.engine.phases import PhaseGroup, Phases
-from zero_trial.engine.reporter import Reporter, ReporterGroup
-from zero_trial.engine.step_events import StepEvents
-from zero_trial.engine.timers import Timers
+from zero_trial.engine.observe import StepEvents, StepReporter, StepReporterGroup
+from zero_trial.engine.profile import PhaseGroup, Phases, Timers
 
 
 def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -27,7 +25,7 @@ def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) 
 
 def test_nobody_watches_unless_asked():
     engine = make_engine(TinyLM, {})
-    assert type(engine.phases) is Phases and type(engine.reporter) is Reporter and not engine.monitor.enabled
+    assert type(engine.phases) is Phases and type(engine.reporter) is StepReporter and not engine.monitor.enabled
 
 
 def test_steps_per_print_and_throughput(caplog: pytest.LogCaptureFixture):
@@ -62,7 +60,7 @@ def test_dump_state(caplog: pytest.LogCaptureFixture):
 def test_monitors_get_the_events_of_a_run(tmp_path: Path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     engine = make_engine(TinyLM, monitor | {"steps_per_print": 1})
-    assert isinstance(engine.reporter, ReporterGroup)
+    assert isinstance(engine.reporter, StepReporterGroup)
     losses = train_engine(engine, range(3))
     engine.monitor.write_events([("Mine/accuracy", 0.5, engine.global_samples)])
     read = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
@@ -116,7 +114,7 @@ def on_two_ranks(logger: dict[str, Any]) -> tuple[list[str], dict[str, dict[str,
         train_engine(engine, range(1))
     finally:
         logging.getLogger("zero_trial").removeHandler(handler)
-    return printed, engine.comms_summary(), type(engine.reporter) is not Reporter
+    return printed, engine.comms_summary(), type(engine.reporter) is not StepReporter
 
 
 def test_comms_logger(ranks: Pools):

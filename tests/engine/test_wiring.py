@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.config.reader import read_ds_config
-from zero_trial.engine.wiring import SMALLEST_UNIT, Wiring, mesh_shape, wire
+from zero_trial.comm import MeshShape
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.resolved_config import SMALLEST_UNIT, ResolvedConfig, mesh_shape, resolve_config
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import MeshShape
-from zero_trial.precision.loss_scale import DynamicScale, StaticScale
-from zero_trial.zero.plan import Lifetime, ReduceAt, Reshard
+from zero_trial.precision import DynamicScale, StaticScale
+from zero_trial.sharding.plan import Lifetime, ReduceAt, Reshard
 
 
-def wired(ranks: int = 4, **config: Any) -> Wiring:
-    return wire(read_ds_config({"train_batch_size": 8} | config), ranks)
+def wired(ranks: int = 4, **config: Any) -> ResolvedConfig:
+    return resolve_config(read_ds_config({"train_batch_size": 8} | config), ranks)
 
 
 def test_an_empty_config_is_plain_data_parallel():

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from zero_trial.importing.values import Storage, Stored
+from zero_trial.importing.torch_file import FileStorage, FileTensor
 
 
-def stored(tensor: torch.Tensor, key: str | None = None) -> Stored:
+def stored(tensor: torch.Tensor, key: str | None = None) -> FileTensor:
     """``tensor`` as a file would hold it; two with one ``key`` are one."""
-    storage = Storage(key or str(id(tensor)), tensor.dtype, tensor.numel())
-    return Stored("test.pt", storage, tensor.dtype, 0, tuple(tensor.shape), tuple(tensor.stride()), lambda _: tensor)
+    storage = FileStorage(key or str(id(tensor)), tensor.dtype, tensor.numel())
+    return FileTensor(
+        "test.pt", storage, tensor.dtype, 0, tuple(tensor.shape), tuple(tensor.stride()), lambda _: tensor
+    )
 
 
 def model_content(tensors: dict[str, torch.Tensor], buffers: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:

@@ -17,19 +17,18 @@ from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError
 from zero_trial.importing.deepspeed import read_deepspeed
-from zero_trial.importing.findings import Findings, Wishes
-from zero_trial.importing.folder import find_deepspeed
-from zero_trial.importing.writing import write_findings
+from zero_trial.importing.deepspeed_files import find_deepspeed
+from zero_trial.importing.imported import ImportedState, ImportOptions, write_imported
 
 
-def read(source: Path, **wishes: Any) -> Findings:
+def read(source: Path, **wishes: Any) -> ImportedState:
     folder = find_deepspeed(source, None)
     assert folder is not None
-    return read_deepspeed(folder, Wishes(**wishes))
+    return read_deepspeed(folder, ImportOptions(**wishes))
 
 
 def imported(name: str, folder: Path, **wishes: Any) -> Path:
-    return write_findings(read(unpack(name, folder), **wishes), folder / "out", "new")
+    return write_imported(read(unpack(name, folder), **wishes), folder / "out", "new")
 
 
 @pytest.mark.parametrize("name", CASES)

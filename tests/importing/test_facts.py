@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from tests.importing.test_values import through_pickle
-from zero_trial.checkpoint.tree import encode
+from zero_trial.checkpoint.state_tree import encode_state
 from zero_trial.importing import facts
-from zero_trial.importing.values import Foreign
-from zero_trial.precision.loss_scale import DynamicScale
+from zero_trial.importing.torch_file import UnknownObject
+from zero_trial.precision import DynamicScale
 
 
 def test_plain_values_are_what_a_checkpoint_can_hold() -> None:
     value = {"a": [1, 2.5, None, True, b"x", (1, {2})], 3: torch.float16}
     assert facts.plain(value) == value
-    encode(facts.plain(value), "x")
+    encode_state(facts.plain(value), "x")
 
 
-@pytest.mark.parametrize("value", [Foreign("my.Thing"), {"a": [Foreign("my.Thing")]}, {Foreign("my.Thing"): 1}])
+@pytest.mark.parametrize(
+    "value", [UnknownObject("my.Thing"), {"a": [UnknownObject("my.Thing")]}, {UnknownObject("my.Thing"): 1}]
+)
 def test_what_is_not_plain_is_named(value: Any) -> None:
     with pytest.raises(facts.NotPlain, match=r"here.*my\.Thing"):
         facts.plain(value, "here")
@@ -57,7 +59,7 @@ def test_an_array_of_numpys_is_not() -> None:
 def test_the_client_state_without_what_is_deepspeeds() -> None:
     left_out: list[str] = []
     found = facts.client_state(
-        {"module": {}, "global_steps": 3, "epoch": 2, "args": Foreign("argparse.Namespace")}, left_out
+        {"module": {}, "global_steps": 3, "epoch": 2, "args": UnknownObject("argparse.Namespace")}, left_out
     )
     assert found == {"epoch": 2} and left_out == ["client state 'args': argparse.Namespace"]
 
@@ -79,7 +81,7 @@ def test_micro_batches_follow_from_the_configuration(config: Any, expected: int)
 
 
 def test_nonsense_counts_as_nothing() -> None:
-    assert facts.counters({"global_steps": Foreign("x"), "global_samples": "many"})["global_steps"] == 0
+    assert facts.counters({"global_steps": UnknownObject("x"), "global_samples": "many"})["global_steps"] == 0
 
 
 def test_a_dynamic_scale_goes_on() -> None:
@@ -92,7 +94,7 @@ def test_a_dynamic_scale_goes_on() -> None:
         "dynamic": True,
         "scale_window": 1000,
     }
-    state = facts.loss_scaler({"loss_scaler": Foreign("deepspeed.DynamicLossScaler", state=numbers)})
+    state = facts.loss_scaler({"loss_scaler": UnknownObject("deepspeed.DynamicLossScaler", state=numbers)})
     scale = DynamicScale(hysteresis=2).restored(state)
     assert (scale.scale, scale.iteration, scale.last_overflow, scale.hysteresis_left) == (512.0, 9, 4, 1)
 
@@ -112,7 +114,7 @@ def test_groups_and_which_optimizer_it_was() -> None:
             "eps": 1e-8,
             "params": [0],
             "step": 3,
-            "mine": Foreign("my.Thing"),
+            "mine": UnknownObject("my.Thing"),
             "layer": 1,
         },
         {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8},
@@ -131,7 +133,7 @@ def test_groups_and_which_optimizer_it_was() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
 def test_the_identity_is_the_engines(kind: type[torch.optim.Optimizer]) -> None:
     """The list of settings that do not matter is the sharded optimizer's: they must be the same."""
-    from zero_trial.zero.optimizer import _HOW_NOT_WHAT  # the rule itself
+    from zero_trial.sharding.optimizer import _HOW_NOT_WHAT  # the rule itself
 
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     found = facts.identity(optimizer.state_dict()["param_groups"], {})

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.flat import Run, each_parameter_runs, whole_group_runs
+from zero_trial.importing.zero_shards import FlatRange, each_parameter_runs, whole_group_runs
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=6).map(
     lambda shapes: {f"p{index}": shape for index, shape in enumerate(shapes)}
@@ -26,7 +26,7 @@ def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def gathered(
-    runs: list[Run], buffers: list[torch.Tensor], shapes: dict[str, tuple[int, ...]]
+    runs: list[FlatRange], buffers: list[torch.Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
     found = {name: torch.full((prod(shape),), -1) for name, shape in shapes.items()}
     for run in runs:
@@ -73,15 +73,15 @@ def test_each_parameter(shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
 def test_the_picture() -> None:
     """The example of the module's docstring."""
     assert whole_group_runs({"a": (5,), "b": (4,)}, 6, 2, None, "t") == [
-        Run("a", (5,), 0, 0, 5, 0),
-        Run("b", (4,), 0, 0, 1, 5),
-        Run("b", (4,), 1, 1, 4, 0),
+        FlatRange("a", (5,), 0, 0, 5, 0),
+        FlatRange("b", (4,), 0, 0, 1, 5),
+        FlatRange("b", (4,), 1, 1, 4, 0),
     ]
     assert each_parameter_runs({"a": (5,), "b": (4,)}, 5, 2, "t") == [
-        Run("a", (5,), 0, 0, 3, 0),
-        Run("a", (5,), 1, 3, 5, 0),
-        Run("b", (4,), 0, 0, 2, 3),
-        Run("b", (4,), 1, 2, 4, 3),
+        FlatRange("a", (5,), 0, 0, 3, 0),
+        FlatRange("a", (5,), 1, 3, 5, 0),
+        FlatRange("b", (4,), 0, 0, 2, 3),
+        FlatRange("b", (4,), 1, 2, 4, 3),
     ]
 
 

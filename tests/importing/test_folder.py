@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.folder import find_deepspeed
+from zero_trial.importing.deepspeed_files import find_deepspeed
 
 
 def make(folder: Path, *names: str) -> Path:

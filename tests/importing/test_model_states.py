@@ -9,12 +9,12 @@ import torch
 
 from tests.importing.synthetic import model_content, stored
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Wishes
-from zero_trial.importing.model_states import ModelStates
+from zero_trial.importing.deepspeed_files import ModelStates
+from zero_trial.importing.imported import ImportOptions
 
 
 def states(*contents: dict[str, Any], **wishes: Any) -> ModelStates:
-    return ModelStates(list(contents), Wishes(**wishes), "test.pt")
+    return ModelStates(list(contents), ImportOptions(**wishes), "test.pt")
 
 
 def test_parameters_buffers_and_ties() -> None:

@@ -14,10 +14,9 @@ import torch
 from tests.importing.checkpoints import CASES, unpack
 from tests.importing.synthetic import stored
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Wishes
-from zero_trial.importing.recognise import read_source
-from zero_trial.importing.torch_file import TorchFile
-from zero_trial.importing.values import Foreign
+from zero_trial.importing.imported import ImportOptions
+from zero_trial.importing.source import read_source
+from zero_trial.importing.torch_file import TorchFile, UnknownObject
 
 CHANGES = 60  # for each case
 
@@ -26,8 +25,8 @@ JUNK: list[Any] = [
     *([], {}, (), [None], [1], [[0]], {"a": 1}, {0: None}, {1: {}}, (1, 2), (-1,), ("a",), (2**65,)),
     *(stored(torch.zeros(0)), stored(torch.zeros(3)), stored(torch.tensor(2.0)), [stored(torch.zeros(3))]),
     *(
-        Foreign("a.b"),
-        Foreign("a.b", (1,), {"cur_scale": "x"}),
+        UnknownObject("a.b"),
+        UnknownObject("a.b", (1,), {"cur_scale": "x"}),
         {"params": [0]},
         [{"params": [[0]]}],
         [{"params": [9]}],
@@ -37,7 +36,7 @@ JUNK: list[Any] = [
 
 def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a file's content."""
-    if isinstance(value, Foreign):
+    if isinstance(value, UnknownObject):
         value = value.state
     if isinstance(value, dict):
         inside = value.items()
@@ -52,7 +51,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     """``value`` with ``new`` at ``path``."""
     if not path:
         return new
-    if isinstance(value, Foreign):
+    if isinstance(value, UnknownObject):
         return dataclasses.replace(value, state=replaced(value.state, path, new))
     if isinstance(value, dict):
         return {key: replaced(item, path[1:], new) if key == path[0] else item for key, item in value.items()}
@@ -81,7 +80,7 @@ def test_any_content_is_read_or_refused(case: str, tmp_path: Path, monkeypatch: 
         place = place[: generator.randint(1, max(1, len(place)))]
         changed = {file: replaced(content, place, generator.choice(JUNK))}
         try:
-            read_source(folder, None, Wishes(with_optimizer=generator.random() < 0.8))
+            read_source(folder, None, ImportOptions(with_optimizer=generator.random() < 0.8))
         except CheckpointError:
             refused += 1
         except Exception as fault:

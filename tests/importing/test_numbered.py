@@ -9,9 +9,9 @@ import torch
 
 from tests.importing.synthetic import model_content, stored
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Wishes
-from zero_trial.importing.model_states import ModelStates
-from zero_trial.importing.numbered import NumberedOptimizer
+from zero_trial.importing.deepspeed_files import ModelStates
+from zero_trial.importing.imported import ImportOptions
+from zero_trial.importing.numbered_state import NumberedOptimizer
 
 VALUES = {
     "a.weight": torch.arange(4.0).reshape(2, 2),
@@ -24,7 +24,9 @@ GROUPS = [["a.weight", "b.weight"], ["a.bias", "b.bias", "gain"]]
 
 
 def model(dtype: torch.dtype = torch.float32) -> ModelStates:
-    return ModelStates([model_content({name: value.to(dtype) for name, value in VALUES.items()})], Wishes(), "test.pt")
+    return ModelStates(
+        [model_content({name: value.to(dtype) for name, value in VALUES.items()})], ImportOptions(), "test.pt"
+    )
 
 
 def state_of(values: list[torch.Tensor], step: float = 3.0) -> dict[int, Any]:
@@ -44,7 +46,7 @@ def torch_state(groups: list[list[str]] = GROUPS) -> dict[str, Any]:
 
 
 def optimizer(content: dict[str, Any], of: ModelStates | None = None, names: Any = None) -> NumberedOptimizer:
-    return NumberedOptimizer(content, of or model(), Wishes(names=names))
+    return NumberedOptimizer(content, of or model(), ImportOptions(names=names))
 
 
 def expect(found: NumberedOptimizer, masters: bool) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.order import deal
+from zero_trial.importing.numbered_state import deal
 
 
 def by_shape(shapes: Mapping[str, int], places: Sequence[Sequence[int]]) -> list[list[tuple[str, int]]]:

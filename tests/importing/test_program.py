@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.program import Call, Name, Persistent, read_program
+from zero_trial.importing.pickle_program import PersistentId, PickledCall, PickledName, read_program
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -54,7 +54,7 @@ def test_the_stream_is_left_behind_the_pickle() -> None:
 
 def test_names_and_calls_are_records() -> None:
     found = read(pickle.dumps(OrderedDict(a=1), 2))
-    assert isinstance(found, Call) and found.target == Name("collections", "OrderedDict")
+    assert isinstance(found, PickledCall) and found.target == PickledName("collections", "OrderedDict")
     assert found.path == "collections.OrderedDict" and found.pairs == [("a", 1)]
 
 
@@ -67,7 +67,7 @@ class Point:
 
 def test_objects_are_calls_with_a_state() -> None:
     found = read(pickle.dumps(Point(), 2))
-    assert isinstance(found, Call) and found.state == {"x": 1}
+    assert isinstance(found, PickledCall) and found.state == {"x": 1}
 
 
 def test_what_lies_outside() -> None:
@@ -77,7 +77,7 @@ def test_what_lies_outside() -> None:
 
     stream = io.BytesIO()
     Pickler(stream, 2).dump(["outside"])
-    assert read(stream.getvalue()) == [Persistent(("storage", 7))]
+    assert read(stream.getvalue()) == [PersistentId(("storage", 7))]
 
 
 # Each writes the file MARK if it is run. The last two take memory instead.

@@ -9,9 +9,9 @@ import torch
 
 from tests.importing.synthetic import stored
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Wishes
-from zero_trial.importing.shards import FlatGroup, flat_groups, one_number, param_groups, stage_of
-from zero_trial.importing.values import Foreign
+from zero_trial.importing.imported import ImportOptions
+from zero_trial.importing.torch_file import UnknownObject
+from zero_trial.importing.zero_shards import FlatGroup, flat_groups, one_number, param_groups, stage_of
 
 SHAPES = {"a": (3,), "b": (2, 2)}  # 7 elements: 4 and 3 on two ranks, one of padding
 WHOLE = torch.arange(8.0)
@@ -22,7 +22,7 @@ def rank_of_stage_2(rank: int, *, lean: bool = True, **more: Any) -> dict[str, A
     masters = part[:3] if lean and rank == 1 else part
     state = {"step": stored(torch.tensor(5.0)), "exp_avg": stored(part + 100)}
     return {
-        "zero_stage": Foreign("deepspeed.ZeroStageEnum", (2,)),
+        "zero_stage": UnknownObject("deepspeed.ZeroStageEnum", (2,)),
         "partition_count": [2],
         "single_partition_of_fp32_groups": [stored(masters)],
         "base_optimizer_state": {"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]},
@@ -33,7 +33,7 @@ MODEL = {"param_shapes": [SHAPES]}
 
 
 def groups_of(optimizers: list[dict[str, Any]], model: dict[str, Any] = MODEL) -> list[FlatGroup]:
-    return flat_groups(model, optimizers, Wishes(), "test")
+    return flat_groups(model, optimizers, ImportOptions(), "test")
 
 
 def joined(groups: list[FlatGroup], ranks: int) -> dict[str, torch.Tensor]:
@@ -130,13 +130,13 @@ def test_the_step_of_a_tensor_goes_before_the_groups() -> None:
         ({"partition_count": [3]}, "some ranks' files are missing"),
         ({"partition_count": 4}, "some ranks' files are missing"),
         ({"zero_stage": 7}, "unknown ZeRO stage"),
-        ({"zero_stage": Foreign("x")}, "unknown ZeRO stage"),
+        ({"zero_stage": UnknownObject("x")}, "unknown ZeRO stage"),
         (
             {"single_partition_of_fp32_groups": None},
             "single_partition_of_fp32_groups: unexpected content: got NoneType",
         ),
         ({"single_partition_of_fp32_groups": []}, "do not match the model's shapes"),
-        ({"single_partition_of_fp32_groups": [Foreign("my.Tensor")]}, r"unexpected content: got my\.Tensor"),
+        ({"single_partition_of_fp32_groups": [UnknownObject("my.Tensor")]}, r"unexpected content: got my\.Tensor"),
         ({"single_partition_of_fp32_groups": [stored(torch.zeros(9))]}, "do not fit the parameters' shapes"),
         ({"base_optimizer_state": {"state": {0: {"exp_avg": stored(torch.zeros(2))}}}}, "a flat buffer is too short"),
         ({"base_optimizer_state": {"state": {0: {"other": stored(torch.zeros(4))}}}}, "ranks have different kinds"),

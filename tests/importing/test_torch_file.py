@@ -14,8 +14,7 @@ from torch import nn
 
 from tests.importing.test_program import BOMBS, bomb
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.torch_file import OLD_MAGIC, TorchFile
-from zero_trial.importing.values import Stored
+from zero_trial.importing.torch_file import OLD_MAGIC, FileTensor, TorchFile
 
 DTYPES = [
     torch.float64,
@@ -45,7 +44,7 @@ def test_every_kind_of_tensor(tmp_path: Path, new: bool) -> None:
     found = TorchFile(save(tmp_path / "a.pt", value, new)).content
     assert found.pop("plain") == value.pop("plain")
     for name, expected in value.items():
-        assert isinstance(found[name], Stored) and torch.equal(found[name].tensor(), expected), name
+        assert isinstance(found[name], FileTensor) and torch.equal(found[name].tensor(), expected), name
         assert found[name].tensor().dtype == expected.dtype
 
 

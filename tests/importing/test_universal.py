@@ -10,9 +10,9 @@ import torch
 
 from tests.importing.synthetic import model_content
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Wishes, fresh_state
-from zero_trial.importing.model_states import ModelStates
-from zero_trial.importing.universal import read_universal
+from zero_trial.importing.deepspeed import read_universal
+from zero_trial.importing.deepspeed_files import ModelStates
+from zero_trial.importing.imported import ImportOptions, fresh_state
 
 
 def put(zero: Path, name: str, **kinds: Any) -> None:
@@ -23,7 +23,7 @@ def put(zero: Path, name: str, **kinds: Any) -> None:
 
 def read(zero: Path, with_optimizer: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     content = model_content({"a": torch.zeros(2, 2), "b": torch.zeros(3)}, param_shapes=[{"a": (2, 2)}, {"b": (3,)}])
-    wishes, state = Wishes(with_optimizer), fresh_state()
+    wishes, state = ImportOptions(with_optimizer), fresh_state()
     state["counters"]["global_steps"] = 7
     found = read_universal(zero, ModelStates([content], wishes, "test.pt"), wishes, state, [])
     return {part.name: part.tensor for part in found}, state
@@ -64,7 +64,7 @@ def test_folders_with_a_prefix(tmp_path: Path) -> None:
     content = model_content(
         {"module.a": torch.zeros(2), "b": torch.zeros(1)}, param_shapes=[{"module.a": (2,), "b": (1,)}]
     )
-    wishes, state = Wishes(strip="module."), fresh_state()
+    wishes, state = ImportOptions(strip="module."), fresh_state()
     found = read_universal(tmp_path, ModelStates([content], wishes, "test.pt"), wishes, state, [])
     assert {part.name for part in found} == {"param/a", "param/b"}
 

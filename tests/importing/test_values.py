@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from zero_trial.errors import CheckpointError
-from zero_trial.importing import values
-from zero_trial.importing.program import Call, Name, Persistent, read_program
-from zero_trial.importing.values import Foreign, Resolver, Storage, Stored
+from zero_trial.importing import torch_file
+from zero_trial.importing.pickle_program import PersistentId, PickledCall, PickledName, read_program
+from zero_trial.importing.torch_file import FileStorage, FileTensor, Resolver, UnknownObject
 
 
-def nothing(stored: Stored) -> torch.Tensor:
+def nothing(stored: FileTensor) -> torch.Tensor:
     raise AssertionError("nothing is read")
 
 
@@ -74,46 +74,46 @@ class Scaler:
 
 def test_objects_are_foreign_with_what_they_were_made_of() -> None:
     stage, scaler = through_pickle([Stage.two, Scaler()])
-    assert isinstance(stage, Foreign) and stage.name == "Stage" and stage.args == (2,)
-    assert isinstance(scaler, Foreign) and scaler.name == "Scaler" and scaler.state == {"cur_scale": 4.0}
-    assert isinstance(through_pickle(Scaler), Foreign)
+    assert isinstance(stage, UnknownObject) and stage.name == "Stage" and stage.args == (2,)
+    assert isinstance(scaler, UnknownObject) and scaler.name == "Scaler" and scaler.state == {"cur_scale": 4.0}
+    assert isinstance(through_pickle(Scaler), UnknownObject)
 
 
-KEY = ("storage", Name("torch", "FloatStorage"), "0", "cuda:1", 12)
+KEY = ("storage", PickledName("torch", "FloatStorage"), "0", "cuda:1", 12)
 
 
-def rebuilt(offset: Any = 0, shape: Any = (3, 4), strides: Any = (4, 1), key: Any = KEY) -> Call:
-    return Call(
-        Name("torch._utils", "_rebuild_tensor_v2"),
-        (Persistent(key), offset, shape, strides, False, Call(Name("collections", "OrderedDict"), ())),
+def rebuilt(offset: Any = 0, shape: Any = (3, 4), strides: Any = (4, 1), key: Any = KEY) -> PickledCall:
+    return PickledCall(
+        PickledName("torch._utils", "_rebuild_tensor_v2"),
+        (PersistentId(key), offset, shape, strides, False, PickledCall(PickledName("collections", "OrderedDict"), ())),
     )
 
 
 def test_tensors_lie_in_the_file() -> None:
     found = resolve(rebuilt())
-    assert found.storage == Storage("0", torch.float32, 12) and found.shape == (3, 4) and found.numel == 12
+    assert found.storage == FileStorage("0", torch.float32, 12) and found.shape == (3, 4) and found.numel == 12
     assert (
         found == resolve(rebuilt())
         and found != resolve(rebuilt(shape=(2, 4)))
         and hash(found) == hash(resolve(rebuilt()))
     )
-    parameter = Call(Name("torch._utils", "_rebuild_parameter"), (rebuilt(), True, None))
+    parameter = PickledCall(PickledName("torch._utils", "_rebuild_parameter"), (rebuilt(), True, None))
     assert resolve(parameter) == found
-    subclass = Call(
-        Name("torch._tensor", "_rebuild_from_type_v2"),
-        (rebuilt().target, Name("my", "Tensor"), rebuilt().args, {"x": 1}),
+    subclass = PickledCall(
+        PickledName("torch._tensor", "_rebuild_from_type_v2"),
+        (rebuilt().target, PickledName("my", "Tensor"), rebuilt().args, {"x": 1}),
     )
     assert resolve(subclass) == found
     v3 = (
-        Persistent(("storage", Name("torch.storage", "UntypedStorage"), "1", "cpu", 24)),
+        PersistentId(("storage", PickledName("torch.storage", "UntypedStorage"), "1", "cpu", 24)),
         0,
         (6,),
         (1,),
         False,
         None,
-        Name("torch", "int32"),
+        PickledName("torch", "int32"),
     )
-    assert resolve(Call(Name("torch._utils", "_rebuild_tensor_v3"), v3)).dtype == torch.int32
+    assert resolve(PickledCall(PickledName("torch._utils", "_rebuild_tensor_v3"), v3)).dtype == torch.int32
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_a_tensor_that_its_storage_does_not_hold(change: dict[str, Any]) -> None
         rebuilt(shape=None),
         rebuilt(key=("module", 1, 2, 3, 4)),
         rebuilt(key=(*KEY, ("view", 0, 2))),
-        Call(Name("torch._utils", "_rebuild_tensor_v2"), ()),
-        Call(Name("torch._utils", "_rebuild_tensor_v2"), (3, 0, (1,), (1,))),
+        PickledCall(PickledName("torch._utils", "_rebuild_tensor_v2"), ()),
+        PickledCall(PickledName("torch._utils", "_rebuild_tensor_v2"), (3, 0, (1,), (1,))),
         [rebuilt(), rebuilt(key=(*KEY[:4], 13))],
-        Call(Name("collections", "OrderedDict"), ([1, 2],)),
+        PickledCall(PickledName("collections", "OrderedDict"), ([1, 2],)),
     ],
 )
 def test_what_torch_does_not_write(broken: Any) -> None:
@@ -152,10 +152,10 @@ def test_what_torch_does_not_write(broken: Any) -> None:
         resolve(broken)
 
 
-@pytest.mark.parametrize("kind", [Name("my", "FloatStorage"), Name("torch", "QInt8Storage"), "float"])
+@pytest.mark.parametrize("kind", [PickledName("my", "FloatStorage"), PickledName("torch", "QInt8Storage"), "float"])
 def test_a_tensor_of_another_dtype_is_foreign(kind: Any) -> None:
     found = resolve([rebuilt(key=("storage", kind, "0", "cpu", 12)), 1])
-    assert isinstance(found[0], Foreign) and found[0].path.startswith("a tensor of ") and found[1] == 1
+    assert isinstance(found[0], UnknownObject) and found[0].path.startswith("a tensor of ") and found[1] == 1
 
 
 def test_an_expanded_single_row_is_fine() -> None:
@@ -175,8 +175,8 @@ def test_a_stored_tensor_reads_through_its_file() -> None:
     assert found.tensor().shape == (3, 4)
 
 
-def called(module: str, name: str, *args: Any) -> Call:
-    return Call(Name(module, name), args)
+def called(module: str, name: str, *args: Any) -> PickledCall:
+    return PickledCall(PickledName(module, name), args)
 
 
 def twice_itself(count: int = 45) -> Any:
@@ -195,9 +195,9 @@ def twice_itself(count: int = 45) -> Any:
         called("builtins", "set", [twice_itself()]),
         called("collections", "OrderedDict", [[twice_itself(), 1]]),
         {called("torch", "Size", twice_itself()): 1},
-        Persistent(twice_itself()),
-        Persistent(("storage", Name("torch", "FloatStorage"), twice_itself(), "cpu", 4)),
-        Persistent(("storage", Name("torch", "FloatStorage"), "0", "cpu", 1 << 80)),
+        PersistentId(twice_itself()),
+        PersistentId(("storage", PickledName("torch", "FloatStorage"), twice_itself(), "cpu", 4)),
+        PersistentId(("storage", PickledName("torch", "FloatStorage"), "0", "cpu", 1 << 80)),
     ],
 )
 def test_a_small_file_that_would_be_endless_written_out(value: Any) -> None:
@@ -206,7 +206,7 @@ def test_a_small_file_that_would_be_endless_written_out(value: Any) -> None:
 
 
 def test_what_many_places_share_is_not_made_anew_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MOST_COPIED", 1 << 20)
+    monkeypatch.setattr(torch_file, "MOST_COPIED", 1 << 20)
     pairs, text, sizes = [[number, 0] for number in range(1000)], "x" * 10_000, list(range(10_000))
     for one in (
         lambda: called("collections", "OrderedDict", pairs),

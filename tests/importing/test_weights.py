@@ -13,9 +13,8 @@ from torch import nn
 
 import zero_trial
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Findings, Wishes
-from zero_trial.importing.weights import find_weights, is_buffer, read_weights
-from zero_trial.importing.writing import write_findings
+from zero_trial.importing.imported import ImportedState, ImportOptions, write_imported
+from zero_trial.importing.source import find_weights, is_buffer, read_weights
 
 
 class Net(nn.Module):
@@ -33,10 +32,10 @@ class Net(nn.Module):
         return self.head(self.norm(self.emb(x)) * self.scale).sum()
 
 
-def read(source: Path, **wishes: Any) -> Findings:
+def read(source: Path, **wishes: Any) -> ImportedState:
     path = find_weights(source)
     assert path is not None
-    return read_weights(path, Wishes(**wishes))
+    return read_weights(path, ImportOptions(**wishes))
 
 
 def split(state: dict[str, torch.Tensor], folder: Path, ending: str) -> None:
@@ -84,7 +83,7 @@ def test_into_an_engine(kind: str, tmp_path: Path) -> None:
     assert len(findings.shards) == (2 if "parts" in kind else 1)
     assert findings.left_out == (["last.pt: 'epoch', beside 'state_dict'"] if kind == "nested" else [])
     assert "norm.num_batches_tracked" in findings.notes[0] and "scale" in findings.notes[0]
-    write_findings(findings, tmp_path / "out", "w")
+    write_imported(findings, tmp_path / "out", "w")
     engine, *_ = zero_trial.initialize(
         model=target, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
     )

@@ -8,50 +8,49 @@ import pytest
 import torch
 
 from zero_trial.checkpoint import CheckpointReader, Slice, list_checkpoints
-from zero_trial.checkpoint.tree import decode
+from zero_trial.checkpoint.state_tree import decode_state
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.findings import Findings, fresh_state
-from zero_trial.importing.writing import write_findings
+from zero_trial.importing.imported import ImportedState, fresh_state, write_imported
 
 
-def findings(**state: object) -> Findings:
+def findings(**state: object) -> ImportedState:
     first = [Slice("param/a", (2, 3), 0, 4, torch.arange(4.0)), Slice.whole("buffer/b", torch.tensor(7))]
     second = [Slice("param/a", (2, 3), 4, 6, torch.arange(4.0, 6))]
-    return Findings("test", "t", [first, second], fresh_state() | state, world={"zero_stage": 2})
+    return ImportedState("test", "t", [first, second], fresh_state() | state, world={"zero_stage": 2})
 
 
 def test_one_file_per_shard_and_no_state_of_ranks(tmp_path: Path) -> None:
-    folder = write_findings(findings(client={"curve": torch.arange(3)}), tmp_path / "new")
+    folder = write_imported(findings(client={"curve": torch.arange(3)}), tmp_path / "new")
     assert folder == tmp_path / "new" / "t" and [found.tag for found in list_checkpoints(tmp_path / "new")] == ["t"]
     reader = CheckpointReader(folder)
     reader.verify()
     assert len(reader.manifest.files) == 2 and reader.manifest.rank_state == ()
     assert torch.equal(reader.read("param/a"), torch.arange(6.0).reshape(2, 3)) and reader.read("buffer/b") == 7
-    assert torch.equal(decode(reader.manifest.state, reader.read)["client"]["curve"], torch.arange(3))
+    assert torch.equal(decode_state(reader.manifest.state, reader.read)["client"]["curve"], torch.arange(3))
     assert reader.manifest.world["zero_stage"] == 2
 
 
 def test_what_has_the_name_stays_as_it_is(tmp_path: Path) -> None:
-    folder = write_findings(findings(), tmp_path)
+    folder = write_imported(findings(), tmp_path)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(CheckpointError, match=r"a checkpoint of that name already.*--as"):
-        write_findings(findings(client={"other": 1}), tmp_path)
+        write_imported(findings(client={"other": 1}), tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="something that is not a checkpoint"):
-        write_findings(findings(), tmp_path, "mine")
+        write_imported(findings(), tmp_path, "mine")
 
 
 def test_nothing_is_left_of_a_fault(tmp_path: Path) -> None:
     broken = findings()
-    twice = Findings("test", "t", [*broken.shards, broken.shards[1]], broken.state)
+    twice = ImportedState("test", "t", [*broken.shards, broken.shards[1]], broken.state)
     with pytest.raises(CheckpointError):
-        write_findings(twice, tmp_path)
+        write_imported(twice, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a tag"):
-        write_findings(findings(), tmp_path, "../x")
+        write_imported(findings(), tmp_path, "../x")

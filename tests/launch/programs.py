@@ -9,13 +9,13 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_trial.launch.agent import AgentCommand, Target
+from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.environment import rank_environment
-from zero_trial.launch.supervisor import Patience, Supervisor
+from zero_trial.launch.supervisor import Supervisor, SupervisorTimeouts
 
 LIMIT = 120  # seconds for a whole run with processes; only a hang reaches it
 
-QUICK = Patience(tick=0.05, after_failure=1.0, after_stop=20.0, after_kill=10.0)
+QUICK = SupervisorTimeouts(tick=0.05, after_failure=1.0, after_stop=20.0, after_kill=10.0)
 """For tests: ranks that will not end by themselves are given up soon."""
 
 
@@ -46,11 +46,11 @@ def write_program(folder: Path, body: str, name: str = "program.py") -> Path:
     return path
 
 
-def supervisor(folder: Path, body: str, ranks: int = 2, patience: Patience = QUICK) -> Supervisor:
+def supervisor(folder: Path, body: str, ranks: int = 2, patience: SupervisorTimeouts = QUICK) -> Supervisor:
     """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``."""
     run_dir = folder / "run"
     run_dir.mkdir()
-    command = AgentCommand(Target(str(write_program(folder, body))), ranks, str(run_dir), cwd=str(folder))
+    command = AgentCommand(RankProgram(str(write_program(folder, body))), ranks, str(run_dir), cwd=str(folder))
     return Supervisor(command, child_environment(), Silent(), patience=patience)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from zero_trial.launch.agent import AgentCommand, Death, Target, deaths, tail
-from zero_trial.launch.rendezvous import Rendezvous
+from zero_trial.launch.agent import AgentCommand, RankExit, RankProgram, failed_ranks, tail
+from zero_trial.launch.hosts import RendezvousSpec
 
 LOG = """
 W1121 02:01:08 5762 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 5767 closing signal SIGTERM
@@ -24,7 +24,7 @@ Root Cause (first observed failure):
 
 
 def test_a_module_on_two_ranks():
-    command = AgentCommand(Target("zero_trial.run", ("model_def:MyTrial",), "module"), 2, "/r", cwd="/m")
+    command = AgentCommand(RankProgram("zero_trial.run", ("model_def:MyTrial",), "module"), 2, "/r", cwd="/m")
     guard = [sys.executable, "-m", "zero_trial.launch.guard"]
     assert command.argv(7) == [
         *(*guard, "--parent", "7", "-m", "torch.distributed.run", "--nproc-per-node", "2"),
@@ -46,19 +46,19 @@ def test_a_module_on_two_ranks():
 
 
 def test_scripts_and_programs():
-    assert Target("a.py", ("--x",)).guarded() == ["a.py", "--x"]
-    assert Target("nvidia-smi", (), "program").guarded() == ["--exec", "nvidia-smi"]
-    assert "--inject-local-rank" in AgentCommand(Target("a.py", local_rank=True), 1, "/r").argv(1)
+    assert RankProgram("a.py", ("--x",)).guarded() == ["a.py", "--x"]
+    assert RankProgram("nvidia-smi", (), "program").guarded() == ["--exec", "nvidia-smi"]
+    assert "--inject-local-rank" in AgentCommand(RankProgram("a.py", local_rank=True), 1, "/r").argv(1)
 
 
 def test_hosts_that_share_a_folder_have_logs_of_their_own():
-    names = {AgentCommand(Target("a.py"), 1, "/r", Rendezvous("2", k, "a")).log_name for k in (0, 1)}
+    names = {AgentCommand(RankProgram("a.py"), 1, "/r", RendezvousSpec("2", k, "a")).log_name for k in (0, 1)}
     assert len(names) == 2 and "agent.log" not in names
 
 
 def test_deaths_are_read_from_the_log():
-    assert deaths(LOG) == [Death(1, 5768, -9), Death(0, 5767, -15)]  # the first failure in front, each once
-    assert deaths("nothing of that kind") == []
+    assert failed_ranks(LOG) == [RankExit(1, 5768, -9), RankExit(0, 5767, -15)]  # the first failure in front, each once
+    assert failed_ranks("nothing of that kind") == []
 
 
 def test_the_last_words():

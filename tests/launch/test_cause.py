@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.launch.agent import Death
-from zero_trial.launch.cause import Cause, first_cause, how_it_ended, is_secondary
-from zero_trial.launch.records import ErrorRecord, RankRecord
+from zero_trial.launch.agent import RankExit
+from zero_trial.launch.supervisor import Cause, first_cause, how_it_ended, is_secondary
+from zero_trial.runs.records import ErrorRecord, RankRecord
 
 RANKS = [RankRecord(0, 0, 100), RankRecord(1, 1, 101), RankRecord(2, 2, 102)]
 ECHO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122"
@@ -20,7 +20,7 @@ def error(
 
 def test_the_first_error_is_the_cause_not_its_echo():
     errors = [error(0, 1.0, ECHO, "RuntimeError", 1), error(1, 2.0)]  # rank 0 wrote first, but only heard of it
-    assert first_cause(errors, RANKS, [Death(0, 100, 1)], []) == Cause(1, "loss is not a scalar", 2)
+    assert first_cause(errors, RANKS, [RankExit(0, 100, 1)], []) == Cause(1, "loss is not a scalar", 2)
 
 
 def test_the_earliest_of_several():
@@ -28,7 +28,7 @@ def test_the_earliest_of_several():
 
 
 def test_a_killed_rank_left_no_words():
-    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, [Death(1, 101, -9)], [])
+    cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, [RankExit(1, 101, -9)], [])
     assert cause is not None
     assert (cause.rank, cause.exit_code) == (1, 5)
     assert cause.message.startswith("killed by SIGKILL (signal 9)")
@@ -36,23 +36,23 @@ def test_a_killed_rank_left_no_words():
 
 def test_a_mesh_error_is_an_echo_while_somebody_died():
     lost = error(0, 1.0, "rank 1 never came to all_gather", "MeshError", 5)
-    killed = first_cause([lost], RANKS, [Death(1, 101, -11)], [])
+    killed = first_cause([lost], RANKS, [RankExit(1, 101, -11)], [])
     assert killed is not None and killed.rank == 1
     assert first_cause([lost], RANKS, [], []) == Cause(0, "rank 1 never came to all_gather", 5, echo=True)
 
 
 def test_the_agent_s_own_sigterm_is_no_cause():
     """Rank 2 was killed; the agent saw rank 0's echo first and ended rank 1."""
-    deaths = [Death(0, 100, 1), Death(1, 101, -15), Death(2, 102, -9)]
+    deaths = [RankExit(0, 100, 1), RankExit(1, 101, -15), RankExit(2, 102, -9)]
     cause = first_cause([error(0, 1.0, ECHO, "RuntimeError", 1)], RANKS, deaths, [])
     assert cause is not None and cause.rank == 2
-    left = first_cause([], RANKS, [Death(1, 101, -15)], [])  # nobody else: somebody outside has sent it
+    left = first_cause([], RANKS, [RankExit(1, 101, -15)], [])  # nobody else: somebody outside has sent it
     assert left is not None and left.message.startswith("killed by SIGTERM")
 
 
 def test_the_pid_names_the_rank_also_on_a_second_host():
     ranks = [RankRecord(8, 0, 100), RankRecord(9, 1, 101)]
-    cause = first_cause([], ranks, [Death(1, 101, -9)], [])
+    cause = first_cause([], ranks, [RankExit(1, 101, -9)], [])
     assert cause is not None and cause.rank == 9
 
 
@@ -63,16 +63,16 @@ def test_a_rank_that_only_vanished():
 
 def test_who_was_gone_before_anyone_was_asked_to_stop_comes_before_who_was_asked():
     """The agent's word about the first to die may be missing; rank 0 died of the agent's SIGTERM."""
-    assert first_cause([], RANKS, [Death(0, 100, -15)], [RANKS[1]]) == Cause(
+    assert first_cause([], RANKS, [RankExit(0, 100, -15)], [RANKS[1]]) == Cause(
         1, "the process ended without a word (killed?)", 5
     )
-    both = [Death(0, 100, -15), Death(1, 101, -15)]  # somebody sent SIGTERM to rank 1
+    both = [RankExit(0, 100, -15), RankExit(1, 101, -15)]  # somebody sent SIGTERM to rank 1
     assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)
     assert first_cause([], RANKS, both, []) == Cause(0, how_it_ended(-15), 5)
 
 
 def test_an_exit_code_without_words():
-    assert first_cause([], RANKS, [Death(2, 102, 3)], []) == Cause(
+    assert first_cause([], RANKS, [RankExit(2, 102, 3)], []) == Cause(
         2, "the process ended with exit code 3 and left no error", 3
     )
 

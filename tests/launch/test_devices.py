@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.devices import Devices, check_slots, count_devices, threads_per_rank
+from zero_trial.launch.environment import HostDevices, check_slots, count_devices, threads_per_rank
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def test_there_is_a_core(tmp_path: Path):
 
 
 def test_more_ranks_than_gpus_is_refused_but_not_more_than_cores():
-    check_slots(8, Devices(cores=2, gpus=0))
-    check_slots(2, Devices(cores=2, gpus=2))
+    check_slots(8, HostDevices(cores=2, gpus=0))
+    check_slots(2, HostDevices(cores=2, gpus=2))
     with pytest.raises(ConfigError, match=r"--slots: more ranks than GPUs: got 8, expected at most 2 .*Use --slots 2"):
-        check_slots(8, Devices(cores=64, gpus=2), "--slots")
+        check_slots(8, HostDevices(cores=64, gpus=2), "--slots")
     with pytest.raises(ConfigError, match="at least one rank"):
-        check_slots(0, Devices(1, 0))
+        check_slots(0, HostDevices(1, 0))
 
 
 @pytest.mark.parametrize(("slots", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1)])
 def test_threads(slots: int, cores: int, threads: int):
-    assert threads_per_rank(slots, Devices(cores, 0)) == threads
+    assert threads_per_rank(slots, HostDevices(cores, 0)) == threads

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zero_trial.config.report import REPORT
+from zero_trial.ds_config.report import REPORT
 from zero_trial.errors import ConfigError
 from zero_trial.launch.experiment import RunRequest, check, read_summary, repeat_command, write_report
 from zero_trial.launch.placement import PlacementRequest

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.programs import child_environment, write_program
-from zero_trial.launch.guard import FAREWELL
-from zero_trial.launch.records import ErrorRecord, RankRecord, read_errors, read_ranks
+from zero_trial.launch.guard import ERROR_HEADER
+from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
 
 
 def guarded(folder: Path, *arguments: object, rank: int = 3) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def test_an_exception_is_kept_with_the_user_s_line(tmp_path: Path):
     line = script.read_text().splitlines().index("json.loads('{')") + 1
     assert (error.rank, error.type, error.exit_code) == (3, "JSONDecodeError", 1)
     assert error.message.endswith(f"(program.py:{line}: json.loads('{{'))")  # not a line of json's
-    after = log(tmp_path).partition(FAREWELL)[2]
+    after = log(tmp_path).partition(ERROR_HEADER)[2]
     assert "program.py" in after and "guard.py" not in after
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.hostfile import choose, first_hosts, parse_hostfile
+from zero_trial.launch.hosts import choose, first_hosts, parse_hostfile
 
 TWO = {"a": [0, 1, 2, 3], "b": [0, 1]}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.hosts import HostPlan, own_plan, parse_exports, plan_hosts, ssh_command
-from zero_trial.launch.rendezvous import Rendezvous
+from zero_trial.launch.hosts import HostPlan, RendezvousSpec, own_plan, parse_exports, plan_hosts, ssh_command
 
 PRESENT = {"a": [0, 1, 2, 3], "b": [0, 1]}
 
@@ -14,13 +13,13 @@ PRESENT = {"a": [0, 1, 2, 3], "b": [0, 1]}
 def test_hosts_are_numbered_in_order_and_meet_at_the_first():
     plans = plan_hosts({"a": [1, 3], "b": [0, 1]}, PRESENT, "", 7000)
     assert plans == [
-        HostPlan("a", 2, Rendezvous("2", 0, "a", 7000), visible=(1, 3)),
-        HostPlan("b", 2, Rendezvous("2", 1, "a", 7000)),  # all of its slots: nothing is hidden
+        HostPlan("a", 2, RendezvousSpec("2", 0, "a", 7000), visible=(1, 3)),
+        HostPlan("b", 2, RendezvousSpec("2", 1, "a", 7000)),  # all of its slots: nothing is hidden
     ]
 
 
 def test_one_host_needs_no_meeting():
-    assert plan_hosts({"b": [0, 1]}, PRESENT, "", 7000) == [HostPlan("b", 2, Rendezvous())]
+    assert plan_hosts({"b": [0, 1]}, PRESENT, "", 7000) == [HostPlan("b", 2, RendezvousSpec())]
 
 
 def test_the_address_can_be_another():
@@ -49,7 +48,7 @@ def test_this_host_is_unclear(names: list[str], number: int | None, message: str
 
 
 def test_ssh_quotes_what_the_other_shell_reads():
-    command = ssh_command(HostPlan("b", 2, Rendezvous()), ["python", "a b.py", "$x"], "/data/my runs", {"A": "1 2"})
+    command = ssh_command(HostPlan("b", 2, RendezvousSpec()), ["python", "a b.py", "$x"], "/data/my runs", {"A": "1 2"})
     assert command[:5] == ["ssh", "-tt", "-o", "BatchMode=yes", "b"]
     assert command[5] == "cd '/data/my runs' && exec env A='1 2' python 'a b.py' '$x'"
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.devices import Devices
-from zero_trial.launch.hosts import HostPlan
-from zero_trial.launch.placement import Placement, PlacementRequest, place
-from zero_trial.launch.rendezvous import Rendezvous
+from zero_trial.launch.environment import HostDevices
+from zero_trial.launch.hosts import HostPlan, RendezvousSpec
+from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
 
-CPU = Devices(cores=4, gpus=0)
-TWO_GPUS = Devices(cores=16, gpus=2)
+CPU = HostDevices(cores=4, gpus=0)
+TWO_GPUS = HostDevices(cores=16, gpus=2)
 FILE = "a slots=2\nb slots=2\n"
 SLURM = {
     "SLURM_JOB_ID": "17",
@@ -25,41 +24,41 @@ SLURM = {
 def put(
     request: PlacementRequest,
     env: dict[str, str] | None = None,
-    devices: Devices = CPU,
+    devices: HostDevices = CPU,
     names: tuple[str, ...] = ("b",),
-) -> Placement:
+) -> HostPlacement:
     return place(request, env or {}, devices, names, default_slots=devices.gpus or 1)
 
 
 def test_nothing_said_is_this_host_alone():
-    assert put(PlacementRequest()) == Placement(HostPlan("localhost", 1, Rendezvous()))
-    assert put(PlacementRequest(), devices=TWO_GPUS) == Placement(HostPlan("localhost", 2, Rendezvous()))
-    assert put(PlacementRequest(slots=3)) == Placement(HostPlan("localhost", 3, Rendezvous()))
+    assert put(PlacementRequest()) == HostPlacement(HostPlan("localhost", 1, RendezvousSpec()))
+    assert put(PlacementRequest(), devices=TWO_GPUS) == HostPlacement(HostPlan("localhost", 2, RendezvousSpec()))
+    assert put(PlacementRequest(slots=3)) == HostPlacement(HostPlan("localhost", 3, RendezvousSpec()))
 
 
 def test_a_meeting_point():
     request = PlacementRequest(slots=2, nnodes="2", node_rank=1, master_addr="10.0.0.1", master_port=7)
-    assert put(request) == Placement(HostPlan("localhost", 2, Rendezvous("2", 1, "10.0.0.1", 7)))
+    assert put(request) == HostPlacement(HostPlan("localhost", 2, RendezvousSpec("2", 1, "10.0.0.1", 7)))
     elastic = put(PlacementRequest(nnodes="1:3", rdzv_endpoint="head:1", rdzv_id="x"))
-    assert elastic == Placement(HostPlan("localhost", 1, Rendezvous("1:3", 0, endpoint="head:1", run_id="x")))
+    assert elastic == HostPlacement(HostPlan("localhost", 1, RendezvousSpec("1:3", 0, endpoint="head:1", run_id="x")))
 
 
 def test_a_hostfile():
-    second = HostPlan("b", 2, Rendezvous("2", 1, "a", 29500))
-    assert put(PlacementRequest(hostfile=FILE)) == Placement(second)
-    first = HostPlan("a", 2, Rendezvous("2", 0, "a", 29500))
-    assert put(PlacementRequest(hostfile=FILE, spread=True), names=("a",)) == Placement(first, (second,))
-    assert put(PlacementRequest(hostfile=FILE, spread=True), names=("head",)) == Placement(None, (first, second))
+    second = HostPlan("b", 2, RendezvousSpec("2", 1, "a", 29500))
+    assert put(PlacementRequest(hostfile=FILE)) == HostPlacement(second)
+    first = HostPlan("a", 2, RendezvousSpec("2", 0, "a", 29500))
+    assert put(PlacementRequest(hostfile=FILE, spread=True), names=("a",)) == HostPlacement(first, (second,))
+    assert put(PlacementRequest(hostfile=FILE, spread=True), names=("head",)) == HostPlacement(None, (first, second))
 
 
 def test_a_filter_of_this_host():
     request = PlacementRequest(include="localhost:1")
-    assert put(request, devices=TWO_GPUS) == Placement(HostPlan("localhost", 1, Rendezvous(), visible=(1,)))
+    assert put(request, devices=TWO_GPUS) == HostPlacement(HostPlan("localhost", 1, RendezvousSpec(), visible=(1,)))
 
 
 def test_slurm():
-    assert put(PlacementRequest(slots=4), SLURM) == Placement(
-        HostPlan("localhost", 4, Rendezvous("2", 0, "n1", 29500, run_id="17"))
+    assert put(PlacementRequest(slots=4), SLURM) == HostPlacement(
+        HostPlan("localhost", 4, RendezvousSpec("2", 0, "n1", 29500, run_id="17"))
     )
 
 
@@ -81,7 +80,7 @@ def test_slurm():
         (PlacementRequest(hostfile="c slots=1\nd slots=1"), CPU, "this host is not in the hostfile"),
     ],
 )
-def test_refusals(request_: PlacementRequest, devices: Devices, message: str):
+def test_refusals(request_: PlacementRequest, devices: HostDevices, message: str):
     with pytest.raises(ConfigError) as caught:
         put(request_, devices=devices)
     assert message in str(caught.value)

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from zero_trial.launch.processes import MARK, is_running, marked, send
+from zero_trial.launch.supervisor import MARK, is_running, marked_processes, send_signal
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -19,7 +19,7 @@ SLEEPER = [sys.executable, "-c", "import threading; threading.Event().wait()"]
 # A parent that starts a tied child, prints the child's pid when the child says that it is tied, and waits.
 PARENT = """
 import os, subprocess, sys, threading
-code = "from zero_trial.launch.processes import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
+code = "from zero_trial.launch.supervisor import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
 child = subprocess.Popen([sys.executable, "-c", code % os.getpid()], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -37,7 +37,7 @@ def test_a_tied_process_dies_when_its_parent_is_killed():
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_live():
-    code = "from zero_trial.launch.processes import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
+    code = "from zero_trial.launch.supervisor import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
@@ -49,10 +49,10 @@ def test_the_mark_finds_a_run_s_processes_and_no_others():
         subprocess.Popen(SLEEPER, env={**os.environ, MARK: "abcd"}) as other,
     ):
         try:
-            assert marked("abc") == [mine.pid]
-            send([mine.pid], signal.SIGKILL)
+            assert marked_processes("abc") == [mine.pid]
+            send_signal([mine.pid], signal.SIGKILL)
             mine.wait(30)
-            assert marked("abc") == []
+            assert marked_processes("abc") == []
         finally:
             mine.kill()
             other.kill()
@@ -76,5 +76,5 @@ def test_a_signal_reaches_the_group_of_its_leader():
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as leader:
         child = psutil.Process(int(leader.stdout.readline()))
-        send([leader.pid, 2**22 + 1], signal.SIGKILL)  # a pid that does not exist is passed over
+        send_signal([leader.pid, 2**22 + 1], signal.SIGKILL)  # a pid that does not exist is passed over
         assert psutil.wait_procs([child], timeout=30)[1] == []

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.launch.progress import clock, event_line, short_number, size, training_line
+from zero_trial.launch.summary import event_line, training_line
+from zero_trial.util.text import byte_text, duration_text, short_number
 
 
 def test_a_training_line():
@@ -59,11 +60,11 @@ def test_short_numbers(value: float, text: str):
 
 @pytest.mark.parametrize(("seconds", "text"), [(12.4, "00:12"), (75, "01:15"), (3723, "1:02:03"), (-1, "00:00")])
 def test_clock(seconds: float, text: str):
-    assert clock(seconds) == text
+    assert duration_text(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (5 * 2**20, "5.0 MiB"), (3 * 2**30, "3.0 GiB")]
 )
 def test_sizes(count: int, text: str):
-    assert size(count) == text
+    assert byte_text(count) == text

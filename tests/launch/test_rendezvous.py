@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.rendezvous import Rendezvous, from_slurm
+from zero_trial.launch.hosts import RendezvousSpec, from_slurm
 
 SLURM = {
     "SLURM_JOB_ID": "17",
@@ -17,29 +17,29 @@ SLURM = {
 
 
 def test_one_host_never_resolves_a_name():
-    assert Rendezvous().single and Rendezvous().leads
-    assert Rendezvous().agent_arguments() == ["--standalone", "--local-addr", "127.0.0.1"]
+    assert RendezvousSpec().single and RendezvousSpec().leads
+    assert RendezvousSpec().agent_arguments() == ["--standalone", "--local-addr", "127.0.0.1"]
 
 
 def test_several_hosts():
-    place = Rendezvous("2", 1, "10.0.0.1", 7000)
+    place = RendezvousSpec("2", 1, "10.0.0.1", 7000)
     words = "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 7000"
     assert place.agent_arguments() == words.split()
     assert (place.single, place.leads, place.meeting_host) == (False, False, "10.0.0.1")
 
 
 def test_an_endpoint_orders_the_hosts():
-    place = Rendezvous("1:4", endpoint="head:9000", run_id="x")
+    place = RendezvousSpec("1:4", endpoint="head:9000", run_id="x")
     words = "--nnodes 1:4 --node-rank 0 --rdzv-backend c10d --rdzv-endpoint head:9000 --rdzv-id x"
     assert place.agent_arguments() == words.split()
     assert (place.single, place.meeting_host) == (False, "head")
 
 
 def test_slurm():
-    assert from_slurm(SLURM, 29500) == Rendezvous("3", 1, "gpu07", 29500, run_id="17")
+    assert from_slurm(SLURM, 29500) == RendezvousSpec("3", 1, "gpu07", 29500, run_id="17")
     step = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[08-09]"}
-    assert from_slurm(step, 29500) == Rendezvous("2", 1, "gpu08", 29500, run_id="17")  # the step, not the whole job
-    assert from_slurm({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "7"}) == Rendezvous("3", 1, "x", 7, run_id="17")
+    assert from_slurm(step, 29500) == RendezvousSpec("2", 1, "gpu08", 29500, run_id="17")  # the step, not the whole job
+    assert from_slurm({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "7"}) == RendezvousSpec("3", 1, "x", 7, run_id="17")
 
 
 @pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "17"}, {**SLURM, "SLURM_NNODES": "1"}])

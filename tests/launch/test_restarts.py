@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.launch.cause import Cause
-from zero_trial.launch.restarts import may_help, newest_step, restart_line
-from zero_trial.launch.supervisor import Outcome
+from zero_trial.launch.experiment import newest_step, restart_line, restart_may_help
+from zero_trial.launch.supervisor import Cause, LaunchResult
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ from zero_trial.launch.supervisor import Outcome
     ],
 )
 def test_a_restart_may_help(code: int, before: int | None, now: int | None, helps: bool) -> None:
-    assert may_help(Outcome(code), before, now) is helps
+    assert restart_may_help(LaunchResult(code), before, now) is helps
 
 
 def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
@@ -40,5 +39,5 @@ def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
 
 
 def test_the_line() -> None:
-    outcome = Outcome(5, Cause(1, "killed by SIGKILL", 5))
+    outcome = LaunchResult(5, Cause(1, "killed by SIGKILL", 5))
     assert restart_line(outcome, 1, 5, 12) == "restart 1 of 5, from step 12: rank 1: killed by SIGKILL"

@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.hosts import HostPlan
+from zero_trial.launch.environment import gloo_interface
+from zero_trial.launch.hosts import HostPlan, RendezvousSpec
 from zero_trial.launch.placement import PlacementRequest
-from zero_trial.launch.rendezvous import Rendezvous
-from zero_trial.launch.script import (
-    ScriptRequest,
-    gloo_interface,
-    launch_script,
-    read_hostfile,
-    remote_command,
-    wants_local_rank,
-)
+from zero_trial.launch.script import ScriptRequest, launch_script, read_hostfile, remote_command, wants_local_rank
 
 
 @pytest.mark.parametrize(
@@ -38,7 +31,7 @@ def test_local_rank_is_passed_to_scripts_that_declare_it(source: str, wanted: bo
 
 
 def test_the_part_of_another_host():
-    plan = HostPlan("b", 2, Rendezvous("2", 1, "a", 7000), visible=(1, 3))
+    plan = HostPlan("b", 2, RendezvousSpec("2", 1, "a", 7000), visible=(1, 3))
     request = ScriptRequest("train", ("--x", "1"), kind="module", local_rank=False)
     assert remote_command(plan, request, Path("/r")) == [
         *("env", "CUDA_VISIBLE_DEVICES=1,3", sys.executable, "-m", "zero_trial.cli.main", "launch"),
@@ -61,7 +54,7 @@ def test_the_part_of_another_host():
 
 
 def test_one_host_talks_to_itself_over_loopback():
-    assert gloo_interface(Rendezvous()) in ("lo", "lo0")
+    assert gloo_interface(RendezvousSpec()) in ("lo", "lo0")
 
 
 def test_a_hostfile_that_is_named_must_be_there(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.slurm import expand_hosts
+from zero_trial.launch.hosts import expand_hosts
 
 
 @pytest.mark.parametrize(

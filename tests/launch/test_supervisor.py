@@ -11,22 +11,21 @@ import psutil
 import pytest
 
 from tests.launch.programs import LIMIT, Silent, start_zero_trial, supervisor, write_program
-from zero_trial.launch.processes import marked
-from zero_trial.launch.records import read_ranks
-from zero_trial.launch.supervisor import Outcome, Supervisor
+from zero_trial.launch.supervisor import LaunchResult, Supervisor, marked_processes
+from zero_trial.runs.records import read_ranks
 
 
-def run(job: Supervisor) -> Outcome:
+def run(job: Supervisor) -> LaunchResult:
     """Run to the end; afterwards nothing of the run may be alive."""
     outcome = job.run()
-    assert marked(job.mark) == []
+    assert marked_processes(job.mark) == []
     assert isinstance(job.watcher, Silent) and job.watcher.closed
     return outcome
 
 
 def test_a_run_that_ends_well(tmp_path: Path):
     job = supervisor(tmp_path, "print('rank', rank, os.environ['WORLD_SIZE'])")
-    assert run(job) == Outcome(0)
+    assert run(job) == LaunchResult(0)
     logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
     assert logs == ["rank 0 2\n", "rank 1 2\n"]
 

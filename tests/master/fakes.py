@@ -10,15 +10,14 @@ from typing import Any
 
 import yaml
 
-from zero_trial.master.agent.agent import Found
-from zero_trial.master.agent.claim import Exit
-from zero_trial.master.agent.devices import Devices
-from zero_trial.master.agent.order import StartOrder
-from zero_trial.master.core import EmbeddedCluster
-from zero_trial.master.core.hub import Hub
-from zero_trial.master.home import Home
-from zero_trial.master.records import Experiment
-from zero_trial.master.verbs import NewExperiment
+from zero_trial.master.agent.agent import LeaseState
+from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.agent.environment import StartOrder
+from zero_trial.master.agent.lease import Exit
+from zero_trial.master.core import Master as Master_core
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.records import Experiment, NewExperiment
 
 
 class Clock:
@@ -47,8 +46,8 @@ class Workers:
     def kill(self, allocation_id: str) -> None:
         self.killed.append(allocation_id)
 
-    def adopt(self, allocation_id: str) -> Found:
-        return Found.THERE if allocation_id in self.running else Found.NOTHING
+    def adopt(self, allocation_id: str) -> LeaseState:
+        return LeaseState.THERE if allocation_id in self.running else LeaseState.NOTHING
 
     def close(self) -> None: ...
 
@@ -57,16 +56,16 @@ class Master:
     """A cluster whose trials are moved by hand; ``restart`` is a crash followed by a new master on the same folder."""
 
     def __init__(self, root: Path, slots: int = 2) -> None:
-        self.home = Home(root)
+        self.home = MasterDirectory(root)
         self.home.prepare()
-        self.devices = Devices(slots, cores=slots)
+        self.devices = SlotDevices(slots, cores=slots)
         self.clock = Clock()
         self.workers = Workers()
         self.open()
 
     def open(self) -> None:
-        self.hub = Hub(self.home, self.devices, clock=self.clock)
-        self.cluster = EmbeddedCluster(self.hub, self.workers)
+        self.hub = MasterState(self.home, self.devices, clock=self.clock)
+        self.cluster = Master_core(self.hub, self.workers)
         self.hub.begin("http://127.0.0.1:1")
 
     def restart(self) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.master.api.fake_cluster import TASK_TOKEN, USER_TOKEN, FakeCluster, allocation
+from tests.master.http.fake_cluster import TASK_TOKEN, USER_TOKEN, FakeCluster, allocation
 from zero_trial.master import auth
-from zero_trial.master.tokens import digest
-from zero_trial.master.verbs import Forbidden, Invalid
+from zero_trial.master.auth import digest
+from zero_trial.master.errors import Invalid, PermissionDenied
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_a_login_gives_a_token_that_works_and_expires(cluster: FakeCluster) -> N
     assert auth.identify(cluster.accounts, token, None) == auth.Principal(user=user)
     assert token not in cluster.token_owners
     assert kept[0] is not None
-    with pytest.raises(Forbidden):
+    with pytest.raises(PermissionDenied):
         auth.login(cluster.accounts, "somebody", "word", is_hashed=True)
 
 
 def test_who_was_switched_off_cannot_log_in(cluster: FakeCluster) -> None:
     made = auth.add_user(cluster.accounts, "somebody", "hash", admin=False)
     cluster.accounts.put_user(replace(made, active=False))
-    with pytest.raises(Forbidden, match="invalid credentials"):
+    with pytest.raises(PermissionDenied, match="invalid credentials"):
         auth.login(cluster.accounts, "somebody", "hash", is_hashed=True)
 
 
@@ -89,9 +89,9 @@ def test_an_allocation_owns_its_own_and_nothing_else() -> None:
     auth.require_own(allocation(1, 3), **own)
     for name in own:
         for wrong in (None, "", 2, "2", True if own[name] != 1 else "1"):
-            with pytest.raises(Forbidden):
+            with pytest.raises(PermissionDenied):
                 auth.require_own(allocation(1, 3), **{name: wrong})
-    with pytest.raises(Forbidden):
+    with pytest.raises(PermissionDenied):
         auth.require_own(allocation(1, 3), user="determined")
 
 

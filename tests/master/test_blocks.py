@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_trial.master import blocks
+from zero_trial.master import logs
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -25,27 +25,27 @@ def test_both_ends_see_the_same_lines(content: bytes, size: int, tmp_path: Path)
         expected.append((place, line + b"\n"))
         place += len(line) + 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", size)
-        assert list(blocks.forward(path)) == expected
-        assert list(blocks.backward(path)) == expected[::-1]
-        assert blocks.end_of_lines(path) == len(whole)
+        patch.setattr(logs, "BLOCK", size)
+        assert list(logs.forward(path)) == expected
+        assert list(logs.backward(path)) == expected[::-1]
+        assert logs.end_of_lines(path) == len(whole)
         for start, _ in expected:
-            assert list(blocks.backward(path, start)) == [item for item in expected[::-1] if item[0] < start]
-            assert list(blocks.forward(path, start)) == [item for item in expected if item[0] >= start]
+            assert list(logs.backward(path, start)) == [item for item in expected[::-1] if item[0] < start]
+            assert list(logs.forward(path, start)) == [item for item in expected if item[0] >= start]
 
 
 def test_what_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else a damaged file would be held in memory."""
-    monkeypatch.setattr(blocks, "BLOCK", 10)
-    monkeypatch.setattr(blocks, "LONGEST", 30)
+    monkeypatch.setattr(logs, "BLOCK", 10)
+    monkeypatch.setattr(logs, "LONGEST", 30)
     path = tmp_path / "file"
     path.write_bytes(b"a\n" + b"x" * 100 + b"\nb\n")
-    for lines in (list(blocks.forward(path)), list(blocks.backward(path))[::-1]):
+    for lines in (list(logs.forward(path)), list(logs.backward(path))[::-1]):
         texts = [line.strip() for _, line in lines]
         assert texts[0] == b"a" and texts[-1] == b"b"
         assert b"".join(texts[1:-1]) == b"x" * 100 and max(map(len, texts)) <= 40
 
 
 def test_no_file(tmp_path: Path):
-    assert list(blocks.forward(tmp_path / "none")) == list(blocks.backward(tmp_path / "none")) == []
-    assert blocks.end_of_lines(tmp_path / "none") == 0
+    assert list(logs.forward(tmp_path / "none")) == list(logs.backward(tmp_path / "none")) == []
+    assert logs.end_of_lines(tmp_path / "none") == 0

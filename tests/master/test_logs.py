@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.master import blocks, logs
-from zero_trial.master.records import LogLine
-from zero_trial.master.verbs import LogQuery
+from zero_trial.master import logs
+from zero_trial.master.records import LogLine, LogQuery
 
 
 def write(folder: Path, run: int, *messages: str, at: float = 10.0, step: float = 1.0) -> None:
@@ -167,7 +166,7 @@ def test_the_tail_of_a_huge_log_is_read_from_its_end(tmp_path: Path) -> None:
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert texts(found) == ["c", "m", "b"]
-    assert used < 20 * blocks.BLOCK
+    assert used < 20 * logs.BLOCK
 
 
 def test_a_whole_log_is_not_held_in_memory(tmp_path: Path) -> None:

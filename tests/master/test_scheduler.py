@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_trial.master.scheduler import Placement, Waiting, in_order, place
+from zero_trial.master.scheduler import SlotAssignment, Waiting, in_order, place
 
 
 def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max_slots: int | None = None) -> Waiting:
@@ -19,7 +19,10 @@ def placed(*queue: Waiting, free: list[int], used: dict[int, int] | None = None)
 
 
 def test_first_come_first_served_with_the_lowest_slots() -> None:
-    assert place([wait("t1", slots=2), wait("t2")], [3, 0, 1], {}) == [Placement("t1", (0, 1)), Placement("t2", (3,))]
+    assert place([wait("t1", slots=2), wait("t2")], [3, 0, 1], {}) == [
+        SlotAssignment("t1", (0, 1)),
+        SlotAssignment("t2", (3,)),
+    ]
 
 
 def test_lower_priority_numbers_go_first() -> None:

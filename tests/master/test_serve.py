@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.agent.devices import Devices
-from zero_trial.master.home import Home
-from zero_trial.master.serve import Wish, serve
+from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.serve import ServeOptions, serve
 
 
-def wish(root: Path, port: int | None = None) -> Wish:
-    return Wish(Home(root), Devices(1, 1), port, dict(os.environ))
+def wish(root: Path, port: int | None = None) -> ServeOptions:
+    return ServeOptions(MasterDirectory(root), SlotDevices(1, 1), port, dict(os.environ))
 
 
 def once(root: Path, port: int | None = None) -> int:
@@ -44,7 +44,7 @@ def once(root: Path, port: int | None = None) -> int:
 def test_it_serves_until_it_is_asked_to_end_and_keeps_its_address(tmp_path: Path) -> None:
     port = once(tmp_path)
     assert once(tmp_path) == port
-    home = Home(tmp_path)
+    home = MasterDirectory(tmp_path)
     assert home.state()["pid"] == 0 and not home.locked()
     assert home.log.read_text().count("stopped") == 2
 
@@ -58,11 +58,11 @@ def test_another_address_where_the_old_one_is_taken(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert once(tmp_path) != port
-    assert "is not free any more" in Home(tmp_path).log.read_text()
+    assert "is not free any more" in MasterDirectory(tmp_path).log.read_text()
 
 
 def test_one_master_for_one_folder(tmp_path: Path) -> None:
-    holder = Home(tmp_path)
+    holder = MasterDirectory(tmp_path)
     holder.prepare()
     holder.lock()
     holder.write_state({"pid": 12, "url": "http://127.0.0.1:5"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from zero_trial.master.tokens import digest, new_token
+from zero_trial.master.auth import digest, new_token
 
 
 def test_tokens_are_long_random_and_safe_in_a_shell() -> None:

@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
 from tests.model_defs.folder import MODEL_DEFS, ROOT, import_from
-from zero_trial.config.experiment_reader import read_experiment
+from zero_trial.comm import destroy_distributed
 from zero_trial.engine import initialize
-from zero_trial.mesh import destroy_distributed
-from zero_trial.platform.local import LocalPlatform
+from zero_trial.experiment.experiment import read_experiment
+from zero_trial.runtime.local import LocalPlatform
 from zero_trial.trial import Batch, Controller, TrainSettings, ZeroTrialContext
-from zero_trial.trial.seeding import seed_everything
+from zero_trial.trial.trial import seed_everything
 
 MODEL_DEF = import_from("dcgan", "model_def")
 SMALL = {"size": 16, "latent": 4, "width": 8}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.model_defs.folder import ROOT, import_from
-from zero_trial.config.batch import solve_batch
-from zero_trial.config.experiment_reader import read_experiment
-from zero_trial.config.reader import read_ds_config
-from zero_trial.config.reconcile import reconcile
+from zero_trial.ds_config.batch import solve_batch
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.reconcile import reconcile
+from zero_trial.experiment.experiment import read_experiment
 
 EVERY = sorted((ROOT / "experiments").glob("*/const.yaml"))
 PIPELINES = [path for path in EVERY if "_pipeline" in path.parent.name]

@@ -9,7 +9,7 @@ import zero_trial
 from tests.model_defs.folder import MODEL_DEFS, import_from
 from tests.support.pool import Pools
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.schedule import ChunkPlacement
 
 gpt = import_from("gpt", "model")
 layers = import_from("gpt_pipeline", "layers")
@@ -25,7 +25,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 def stage(number: int, of: int, tied: bool = True) -> PipelineModule:
     module = PipelineModule(layers.gpt_layers(config(tied), seed=5), loss_fn=layers.next_byte_loss)
-    module.build(Placement.loop(of), number)
+    module.build(ChunkPlacement.loop(of), number)
     return module
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.model_defs.folder import import_from
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.schedule import ChunkPlacement
 
 model = import_from("image_pipeline", "model")
 data = import_from("image_pipeline", "data")
@@ -35,7 +35,7 @@ def test_however_it_is_cut_it_is_the_same_network(stages: int) -> None:
     value = images
     for number in range(stages):
         part = PipelineModule.from_sequential(net, partition_method="type:Conv2d|Linear")
-        part.build(Placement.loop(stages), number)
+        part.build(ChunkPlacement.loop(stages), number)
         value = part.eval()(value)
     assert torch.equal(value, net(images))
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from tests.model_defs.folder import ROOT
-from zero_trial.config.pipeline_words import ZERO_POLICIES
-from zero_trial.config.reader import read_ds_config
-from zero_trial.config.reconcile import reconcile
+from zero_trial.ds_config.keys_running import ZERO_POLICIES
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.schedules import RECIPES
+from zero_trial.pipeline.generators import RECIPES
 
 TEXT = (ROOT / "docs/guide/pipeline.md").read_text(encoding="utf-8")
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _build, _library_cache
+from zero_trial.ops import cpu_library, kernel_cache
 
 GARBAGE = 'for last; do [ "$out" = -o ] && echo nonsense > "$last"; out=$last; done; exit 0'
 
@@ -37,28 +37,28 @@ def environ(cache: Path, compiler: Path | str) -> dict[str, str]:
 
 
 def test_the_compiler_is_asked_for_by_name_or_found() -> None:
-    assert _build.find_compiler({"CXX": sys.executable}) == (sys.executable,)
-    assert _build.find_compiler({"CXX": f"{sys.executable} -m 'two words'"}) == (sys.executable, "-m", "two words")
+    assert cpu_library.find_compiler({"CXX": sys.executable}) == (sys.executable,)
+    assert cpu_library.find_compiler({"CXX": f"{sys.executable} -m 'two words'"}) == (sys.executable, "-m", "two words")
     with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler: nowhere -O1 not found"):
-        _build.find_compiler({"CXX": "nowhere -O1"})
+        cpu_library.find_compiler({"CXX": "nowhere -O1"})
     with pytest.raises(KernelUnavailable, match="CXX is no command"):
-        _build.find_compiler({"CXX": "g++ 'open"})
+        cpu_library.find_compiler({"CXX": "g++ 'open"})
     with pytest.raises(KernelUnavailable, match="no C\\+\\+ compiler: c\\+\\+, g\\+\\+, clang\\+\\+ not found"):
-        _build.find_compiler({"PATH": ""})
+        cpu_library.find_compiler({"PATH": ""})
 
 
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _build.library_file(tmp_path)
-    assert before == _build.library_file(tmp_path)
+    before = cpu_library.library_file(tmp_path)
+    assert before == cpu_library.library_file(tmp_path)
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "kernels.cpp").write_text("other")
-    monkeypatch.setattr(_build, "SOURCES", tmp_path)
-    assert _build.library_file(tmp_path) != before
+    monkeypatch.setattr(cpu_library, "SOURCES", tmp_path)
+    assert cpu_library.library_file(tmp_path) != before
 
 
 def test_only_the_copies_of_one_instruction_set_need_it() -> None:
-    assert set(_build.objects("aarch64")) == {"dispatch", "lamb", "baseline"}
-    for name, (_, flags) in _build.objects("x86_64").items():
+    assert set(cpu_library.objects("aarch64")) == {"dispatch", "lamb", "baseline"}
+    for name, (_, flags) in cpu_library.objects("x86_64").items():
         assert any(flag.startswith("-mavx") for flag in flags) == (name in ("avx2", "avx512"))
         assert "-march=native" not in flags
 
@@ -66,25 +66,25 @@ def test_only_the_copies_of_one_instruction_set_need_it() -> None:
 def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     compiler = script(tmp_path, "echo 'kernels.cpp:1: error: no such flag' >&2; exit 1")
     with pytest.raises(KernelUnavailable, match=r"failed: kernels\.cpp:1: error: no such flag"):
-        _build.load(environ(tmp_path, compiler))
+        cpu_library.load(environ(tmp_path, compiler))
     assert [path.suffix for path in (tmp_path / "zero_trial").iterdir()] == [".lock"]
 
 
 def test_a_silent_failure_gives_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(KernelUnavailable, match="exit code 3"):
-        _build.load(environ(tmp_path, script(tmp_path, "exit 3")))
+        cpu_library.load(environ(tmp_path, script(tmp_path, "exit 3")))
 
 
 def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build, "SECONDS", 0.5)
+    monkeypatch.setattr(cpu_library, "SECONDS", 0.5)
     with pytest.raises(KernelUnavailable, match=r"did not end within 0\.5 s"):
-        _build.load(
+        cpu_library.load(
             environ(
                 tmp_path, script(tmp_path, f"echo $$ >> {tmp_path}/pids\nsleep 60 & echo $! >> {tmp_path}/pids\nwait")
             )
         )
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2 * len(_build.objects(platform.machine()))
+    assert len(pids) == 2 * len(cpu_library.objects(platform.machine()))
     assert not [pid for pid in pids if runs(int(pid))]
 
 
@@ -100,18 +100,18 @@ def runs(pid: int) -> bool:
 def test_a_compiler_that_makes_nothing_of_use(tmp_path: Path, makes: str, said: str) -> None:
     """What cannot be loaded does not stay, and the next process builds anew."""
     with pytest.raises(KernelUnavailable, match=said):
-        _build.load(environ(tmp_path, script(tmp_path, makes)))
+        cpu_library.load(environ(tmp_path, script(tmp_path, makes)))
     assert [path.suffix for path in (tmp_path / "zero_trial").iterdir()] == [".lock"]
 
 
 def test_words_of_a_compiler_in_any_encoding(tmp_path: Path) -> None:
     with pytest.raises(KernelUnavailable, match="failed: error: \ufffd"):
-        _build.load(environ(tmp_path, script(tmp_path, "printf 'error: \\351'; exit 1")))
+        cpu_library.load(environ(tmp_path, script(tmp_path, "printf 'error: \\351'; exit 1")))
 
 
 def compiler_or_skip() -> tuple[str, ...]:
     try:
-        return _build.find_compiler(os.environ)
+        return cpu_library.find_compiler(os.environ)
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
 
@@ -120,8 +120,8 @@ def compiler_or_skip() -> tuple[str, ...]:
 def built() -> Path:
     """The library of these sources, as this machine has it."""
     compiler_or_skip()
-    _build.load(os.environ)
-    return _build.library_file(_library_cache.cache_folder(os.environ))
+    cpu_library.load(os.environ)
+    return cpu_library.library_file(kernel_cache.cache_folder(os.environ))
 
 
 def quick_compiler(folder: Path, built: Path) -> Path:
@@ -139,7 +139,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said(
     compiler, folder = quick_compiler(tmp_path, built), tmp_path / "zero_trial"
     if way == "read-only":
         folder.mkdir()
-        _build.library_file(folder).write_bytes(b"half a file")
+        cpu_library.library_file(folder).write_bytes(b"half a file")
         folder.chmod(0o500)
     elif way == "not a folder":
         folder.write_text("")
@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said(
         folder.mkdir()
     if way == "writable by others":
         folder.chmod(0o777)
-        shutil.copy(built, _build.library_file(folder))  # whole, and not to be trusted
+        shutil.copy(built, cpu_library.library_file(folder))  # whole, and not to be trusted
     elif way == "full":
         full = 'case "$*" in *zero_trial/build-*) echo "error: No space left on device"; exit 1;; esac'
         compiler = script(tmp_path, f"{full}\n" + compiler.read_text().split("\n", 1)[1])
@@ -156,7 +156,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said(
     elif way == "no locks":
         monkeypatch.setattr(fcntl, "flock", no_locks)
     with caplog.at_level(logging.WARNING, logger="zero_trial"):
-        library = _build.load(environ(tmp_path, compiler))
+        library = cpu_library.load(environ(tmp_path, compiler))
     assert library.zt_best_isa() in (0, 1, 2)
     (line,) = (record.message for record in caplog.records)
     assert "built anew in every process" in line and (str(folder) in line or way == "no locks")
@@ -175,20 +175,20 @@ def test_without_a_home_it_is_built_for_the_process(
 ) -> None:
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
     given = {"CXX": str(quick_compiler(tmp_path, built)), "PATH": os.environ["PATH"]}
-    assert _build.load(given).zt_best_isa() in (0, 1, 2)
+    assert cpu_library.load(given).zt_best_isa() in (0, 1, 2)
     assert "has no home folder" in caplog.text
 
 
 def test_a_builder_that_was_stopped_is_not_waited_for_for_ever(
     built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_build, "SECONDS", 0.05)
-    monkeypatch.setattr(_build, "_load_unkept", lambda _, reason: reason)
-    path = _build.library_file(tmp_path / "zero_trial")
+    monkeypatch.setattr(cpu_library, "SECONDS", 0.05)
+    monkeypatch.setattr(cpu_library, "_load_unkept", lambda _, reason: reason)
+    path = cpu_library.library_file(tmp_path / "zero_trial")
     path.parent.mkdir()
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another process has held" in str(_build.load(environ(tmp_path, quick_compiler(tmp_path, built))))
+        assert "another process has held" in str(cpu_library.load(environ(tmp_path, quick_compiler(tmp_path, built))))
 
 
 def test_a_builder_that_was_killed_leaves_nothing_for_long(tmp_path: Path, built: Path) -> None:
@@ -206,45 +206,45 @@ def test_a_builder_that_was_killed_leaves_nothing_for_long(tmp_path: Path, built
         builder.kill()
         builder.wait()
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1
-    assert _build.load(environ(tmp_path, real)).zt_best_isa() in (0, 1, 2)
+    assert cpu_library.load(environ(tmp_path, real)).zt_best_isa() in (0, 1, 2)
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
 
 
 @pytest.mark.parametrize("keep", [0, 100, 60_000, -1])
 def test_a_library_that_was_cut_short_is_built_anew(tmp_path: Path, built: Path, keep: int) -> None:
     """Loading it could kill the process: what is missing of a mapped file is a bus error."""
-    kept = _build.library_file(tmp_path / "zero_trial")
+    kept = cpu_library.library_file(tmp_path / "zero_trial")
     kept.parent.mkdir()
     kept.write_bytes(built.read_bytes()[:keep])
-    assert _build.load(environ(tmp_path, quick_compiler(tmp_path, built))).zt_best_isa() in (0, 1, 2)
-    assert _library_cache.is_sound(kept)
+    assert cpu_library.load(environ(tmp_path, quick_compiler(tmp_path, built))).zt_best_isa() in (0, 1, 2)
+    assert kernel_cache.is_sound(kept)
 
 
 def test_nowhere_to_write_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with pytest.raises(KernelUnavailable, match="Not a directory"):
-        _build.load(environ(tmp_path / "file", sys.executable))
+        cpu_library.load(environ(tmp_path / "file", sys.executable))
 
 
 def test_a_library_that_there_is_needs_no_compiler_and_no_right_to_write(tmp_path: Path, built: Path) -> None:
-    kept = _build.library_file(tmp_path / "zero_trial")
+    kept = cpu_library.library_file(tmp_path / "zero_trial")
     kept.parent.mkdir()
     shutil.copy(built, kept)
     kept.parent.chmod(0o500)
     try:
-        assert _build.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}).zt_best_isa() in (0, 1, 2)
+        assert cpu_library.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}).zt_best_isa() in (0, 1, 2)
         assert [path.name for path in kept.parent.iterdir()] == [kept.name]
     finally:
         kept.parent.chmod(0o700)
 
 
 def test_a_broken_library_without_a_compiler_says_what_is_missing(tmp_path: Path) -> None:
-    kept = _build.library_file(tmp_path / "zero_trial")
+    kept = cpu_library.library_file(tmp_path / "zero_trial")
     kept.parent.mkdir()
     kept.write_bytes(b"\x7fELF, but cut off")
     with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler"):
-        _build.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""})
+        cpu_library.load({"XDG_CACHE_HOME": str(tmp_path), "PATH": ""})
 
 
 def test_processes_that_come_together_build_once(tmp_path: Path, built: Path) -> None:
@@ -252,7 +252,7 @@ def test_processes_that_come_together_build_once(tmp_path: Path, built: Path) ->
     quick = quick_compiler(tmp_path, built).read_text().split("\n", 1)[1]
     folder = tmp_path / "zero_trial"
     folder.mkdir()
-    _build.library_file(folder).write_bytes(b"half a file")
+    cpu_library.library_file(folder).write_bytes(b"half a file")
     compiler = script(tmp_path, f"echo x >> {tmp_path}/count\n{quick}")
     code = "import os; from zero_trial.ops import _build; print(_build.load(os.environ).zt_best_isa())"
     env = os.environ | environ(tmp_path, compiler)
@@ -266,5 +266,5 @@ def test_processes_that_come_together_build_once(tmp_path: Path, built: Path) ->
             process.kill()
             process.wait()
     assert said[0] == said[1] and said[0] in ("0", "1", "2")
-    assert len((tmp_path / "count").read_text().split()) == len(_build.objects(platform.machine())) + 1
+    assert len((tmp_path / "count").read_text().split()) == len(cpu_library.objects(platform.machine())) + 1
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.ops import _library_cache as cache
+from zero_trial.ops import kernel_cache as cache
 
 
 def test_where_it_is() -> None:
@@ -67,7 +67,11 @@ def test_a_file_that_others_can_write_is_not_loaded(tmp_path: Path) -> None:
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "library.so"
-    with cache.turn(path, 1.0), pytest.raises(cache.Busy, match=r"held .*library\.lock for 0 s"), cache.turn(path, 0.0):
+    with (
+        cache.turn(path, 1.0),
+        pytest.raises(cache.BuildLockTimeout, match=r"held .*library\.lock for 0 s"),
+        cache.turn(path, 0.0),
+    ):
         pass
     with cache.turn(path, 0.0):
         pass

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _nvrtc
-from zero_trial.ops._nvrtc import Nvrtc, Target, first_lines, places
+from zero_trial.ops import cuda_bindings
+from zero_trial.ops.cuda_bindings import CompileTarget, Nvrtc, first_lines, places
 
 SOURCE = '#include "one.h"\nextern "C" __global__ void zt_one(float* x) { *x = ONE; }'
 
@@ -17,21 +17,21 @@ SOURCE = '#include "one.h"\nextern "C" __global__ void zt_one(float* x) { *x = O
 @pytest.fixture(scope="module")
 def nvrtc() -> Nvrtc:
     try:
-        return _nvrtc.open_nvrtc()
+        return cuda_bindings.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
 
 
 def test_machine_code_without_a_gpu(nvrtc: Nvrtc) -> None:
-    image = nvrtc.compile("one.cu", SOURCE, {"one.h": "#define ONE 1.0f"}, ["--std=c++17"], Target(80))
+    image = nvrtc.compile("one.cu", SOURCE, {"one.h": "#define ONE 1.0f"}, ["--std=c++17"], CompileTarget(80))
     assert image.startswith(b"\x7fELF") and b"zt_one" in image
 
 
 def test_ptx_for_a_device_that_it_does_not_know(nvrtc: Nvrtc) -> None:
     known = max(nvrtc.archs)
-    assert nvrtc.target(known) == Target(known)
+    assert nvrtc.target(known) == CompileTarget(known)
     target = nvrtc.target(known + 7)
-    assert target == Target(known, ptx=True) and target.option == f"--gpu-architecture=compute_{known}"
+    assert target == CompileTarget(known, ptx=True) and target.option == f"--gpu-architecture=compute_{known}"
     image = nvrtc.compile("one.cu", SOURCE, {"one.h": "#define ONE 1.0f"}, [], target)
     assert b".entry zt_one" in image and f".target sm_{known}".encode() in image
 
@@ -43,9 +43,9 @@ def test_a_device_older_than_all_it_knows(nvrtc: Nvrtc) -> None:
 
 def test_the_compilers_complaint_is_quoted(nvrtc: Nvrtc) -> None:
     with pytest.raises(KernelUnavailable, match=r"one\.cu does not compile: one\.cu\(2\): error: .*ONE.* is undefined"):
-        nvrtc.compile("one.cu", SOURCE, {"one.h": ""}, [], Target(80))
+        nvrtc.compile("one.cu", SOURCE, {"one.h": ""}, [], CompileTarget(80))
     with pytest.raises(KernelUnavailable, match="does not compile"):
-        nvrtc.compile("one.cu", "", {}, ["--no-such-option"], Target(80))
+        nvrtc.compile("one.cu", "", {}, ["--no-such-option"], CompileTarget(80))
 
 
 def test_the_log_in_one_line() -> None:
@@ -84,9 +84,9 @@ def test_torchs_own_major_version_comes_first(monkeypatch: pytest.MonkeyPatch) -
         asked.append(major)
         return []
 
-    monkeypatch.setattr(_nvrtc, "places", nowhere)
+    monkeypatch.setattr(cuda_bindings, "places", nowhere)
     with pytest.raises(KernelUnavailable, match="no NVRTC"):
-        _nvrtc.open_nvrtc(majors=(12, 13))
+        cuda_bindings.open_nvrtc(majors=(12, 13))
     assert asked == [12, 13]
 
 
@@ -95,15 +95,15 @@ def test_without_it_the_package_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     broken.mkdir(parents=True)
     (broken / "libnvrtc.so.12").write_bytes(b"not a library")
     monkeypatch.setattr(
-        _nvrtc, "places", lambda folders, major: [str(broken / "libnvrtc.so.12"), "libnvrtc-none.so.12"]
+        cuda_bindings, "places", lambda folders, major: [str(broken / "libnvrtc.so.12"), "libnvrtc-none.so.12"]
     )
     with pytest.raises(KernelUnavailable, match=r"no NVRTC.*pip install nvidia-cuda-nvrtc"):
-        _nvrtc.open_nvrtc([str(tmp_path)])
+        cuda_bindings.open_nvrtc([str(tmp_path)])
 
 
 def test_companions_come_from_beside_the_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that the loader finds by its name says nothing of the folder that this process happens to stand in."""
     (tmp_path / "libnvrtc-builtins.so.12.4").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    assert _nvrtc.companions("libnvrtc.so.12") == []
-    assert _nvrtc.companions(str(tmp_path / "libnvrtc.so.12")) == [str(tmp_path / "libnvrtc-builtins.so.12.4")]
+    assert cuda_bindings.companions("libnvrtc.so.12") == []
+    assert cuda_bindings.companions(str(tmp_path / "libnvrtc.so.12")) == [str(tmp_path / "libnvrtc-builtins.so.12.4")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.ops._nvrtc_cache import KernelCache, sealed, unsealed
+from zero_trial.ops.kernel_cache import KernelCache, sealed, unsealed
 
 
 class Counting:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_trial.ops import accumulate as module
-from zero_trial.ops.accumulate import WORTH_ELEMENTS, accumulate
+from zero_trial.ops import dispatch as module
+from zero_trial.ops.dispatch import WORTH_ELEMENTS, accumulate
 
 
 def randn(n: int, seed: int, dtype: torch.dtype) -> Tensor:

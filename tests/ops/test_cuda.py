@@ -14,7 +14,7 @@ from tests.support.cuda_cases import STEPS, randn, same, states
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda, cuda_backend, cuda_kernels, plain, reference
+from zero_trial.ops import cuda, cuda_runtime, plain, reference
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, fused, lamb
 
 ops = torch.ops.zero_trial
@@ -108,9 +108,9 @@ def test_gpus_take_turns_in_one_thread(gpus: Gpus) -> None:
 
 def test_the_driver_knows_whose_stream_and_memory_it_is(gpus: Gpus) -> None:
     """That the pretence can fail: a stream of the other GPU, memory of the other GPU, an argument too few."""
-    x, backend = gpus.put(0, randn(50)), cuda_backend.cuda_backend().cuda
+    x, backend = gpus.put(0, randn(50)), cuda_runtime.cuda_backend().cuda
     assert backend is not None
-    where, kernel = torch.device("cuda", 0), cuda_kernels.square_sum(0)
+    where, kernel = torch.device("cuda", 0), cuda_runtime.square_sum(0)
     sums = gpus.put(1, torch.zeros(1, dtype=torch.float64))
     assert backend.has(kernel, where)
     backend.launch(kernel, where, 1, struct.pack("2Pq", x.data_ptr(), sums.data_ptr(), 50))
@@ -165,7 +165,7 @@ def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
 
 
 def test_without_kernels_everything_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: cuda_backend.CudaBackend(None, "no CUDA device"))
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(None, "no CUDA device"))
     for name, numbers in STEPS.items():
         op = name.split()[0]
         mine = [randn(40), randn(40, 1), *states(name, 40)]
@@ -190,7 +190,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
         raise KernelUnavailable("update.cu does not compile: error: no such thing")
 
     backend.images, backend.strict = refuse, False
-    monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: cuda_backend.CudaBackend(backend))
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
     p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     want = reference.adamw(p.clone(), p.clone(), m.clone(), v.clone(), 1, weight_decay=0.1).p
     for _ in range(2):
@@ -199,4 +199,4 @@ def test_a_kernel_that_does_not_compile_is_said_once(
         p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     said = [record.message for record in caplog.records]
     assert len(said) == 1 and "zt_update(op=ZtAdam,gradient=0,out=-1)" in said[0] and "no such thing" in said[0]
-    assert "plain torch for 1 kernels" in cuda_backend.CudaBackend(backend).describe()
+    assert "plain torch for 1 kernels" in cuda_runtime.CudaBackend(backend).describe()

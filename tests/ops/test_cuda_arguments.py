@@ -10,7 +10,7 @@ import torch
 from tests.support.cuda_cases import STEPS
 from tests.support.emulated_cuda import Emulator
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cuda, cuda_arguments, many
+from zero_trial.ops import arguments, cuda, plain
 
 ops = torch.ops.zero_trial
 COLUMNS = [[x] for x in (1e-3, 0.9, 0.99, 1e-8, 0.1)]
@@ -23,7 +23,7 @@ def test_sizes_that_do_not_fit_are_refused(emulator: Emulator) -> None:
     with pytest.raises(ConfigError, match="different lengths"):
         cuda.copy_many_([five], [five, five])
     with pytest.raises(ConfigError, match="number 1"):
-        many.same_sizes([five, five], [five, four])
+        plain.same_sizes([five, five], [five, four])
     with pytest.raises(ConfigError, match="different lengths"):
         cuda.adam_many_([five], [five], [five], [five], [], None, None, *COLUMNS, [1.0, 2.0], 1.0, True)
     with pytest.raises(ConfigError, match="different lengths"):
@@ -63,8 +63,8 @@ def test_nothing_to_do_is_no_launch(emulator: Emulator) -> None:
 
 
 def test_arguments_fill_whole_words() -> None:
-    assert [len(cuda_arguments.padded(bytes(n))) for n in (0, 1, 8, 20)] == [0, 8, 8, 24]
+    assert [len(arguments.padded(bytes(n))) for n in (0, 1, 8, 20)] == [0, 8, 8, 24]
 
 
 def test_lists_are_picked_from() -> None:
-    assert cuda_arguments.pick([2, 0], "abc", [], [1, 2, 3]) == [["c", "a"], [], [3, 1]]
+    assert arguments.pick([2, 0], "abc", [], [1, 2, 3]) == [["c", "a"], [], [3, 1]]

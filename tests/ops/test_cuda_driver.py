@@ -12,20 +12,20 @@ import pytest
 from tests.support import emulated_cuda
 from tests.support.emulated_cuda import Emulator
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_kernels
-from zero_trial.ops.cuda_driver import Driver, open_driver
+from zero_trial.ops import cuda_runtime
+from zero_trial.ops.cuda_bindings import Driver, open_driver
 
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     made = emulated_cuda.make(tmp_path_factory.mktemp("driver"))
-    made.build([cuda_kernels.sums()])
+    made.build([cuda_runtime.sums()])
     return made
 
 
 def test_load_and_launch(emulator: Emulator) -> None:
     driver = Driver(emulator.library)
-    image = str(emulator.built[cuda_kernels.sums()]).encode()
+    image = str(emulator.built[cuda_runtime.sums()]).encode()
     function = driver.function(image, "zt_sum", 0)
     emulator.library.forget()
     driver.launch(function, 0, 3, 0, struct.pack("2Pq", 0, 0, 0))  # three blocks with nothing to do
@@ -37,7 +37,7 @@ def test_load_and_launch(emulator: Emulator) -> None:
 
 def test_refusals_are_quoted_and_leave_no_context(emulator: Emulator) -> None:
     driver = Driver(emulator.library)
-    image = str(emulator.built[cuda_kernels.sums()]).encode()
+    image = str(emulator.built[cuda_runtime.sums()]).encode()
     with pytest.raises(KernelUnavailable, match=r"zt_x: cuModuleLoadData: device kernel image is invalid \(200\)"):
         driver.function(b"no image", "zt_x", 0)
     with pytest.raises(KernelUnavailable, match=r"nothing: cuModuleGetFunction: named symbol not found \(500\)"):

@@ -17,50 +17,50 @@ import pytest
 
 from benchmarks.ops import cubins
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _build, _nvrtc, cuda_kernels
-from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE, Kernel
+from zero_trial.ops import cpu_library, cuda_bindings, cuda_runtime
+from zero_trial.ops.cuda_runtime import BF16, FP16, FP32, NONE, Kernel
 
 BUDGETS = json.loads(cubins.BUDGETS.read_text())
 HINT = "pip install 'zero_trial[cuda-check]'"
 
 CORE = [
     *(
-        cuda_kernels.update(op, *kind)
-        for op in cuda_kernels.OPTIMIZERS
+        cuda_runtime.update(op, *kind)
+        for op in cuda_runtime.OPTIMIZERS
         for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
     ),
-    *(cuda_kernels.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),
-    *(cuda_kernels.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16)),
-    cuda_kernels.lamb("zt_lamb_squares", FP32, NONE),
-    *(cuda_kernels.square_sum(stored) for stored in cuda_kernels.STORED),
-    *(cuda_kernels.sums(), cuda_kernels.step_control()),
-    *(cuda_kernels.copy(*kind) for kind in ((FP32, BF16, False), (BF16, FP32, True), (FP16, FP16, True))),
+    *(cuda_runtime.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),
+    *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16)),
+    cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
+    *(cuda_runtime.square_sum(stored) for stored in cuda_runtime.STORED),
+    *(cuda_runtime.sums(), cuda_runtime.step_control()),
+    *(cuda_runtime.copy(*kind) for kind in ((FP32, BF16, False), (BF16, FP32, True), (FP16, FP16, True))),
 ]
 DISASSEMBLED = [
-    (cuda_kernels.update("ZtAdam", BF16, BF16), 80),
-    (cuda_kernels.update("ZtAdam", BF16, BF16), 90),
-    (cuda_kernels.update("ZtAdam", FP32, NONE), 100),
-    (cuda_kernels.update("ZtLion", FP16, FP16), 80),
-    (cuda_kernels.update("ZtAdagrad", FP32, NONE), 90),
-    (cuda_kernels.update("ZtSgd", BF16, BF16), 100),
-    (cuda_kernels.lamb("zt_lamb_moments", FP32, NONE), 80),
-    (cuda_kernels.lamb("zt_lamb_apply", FP32, BF16), 100),
-    (cuda_kernels.square_sum(BF16), 90),
-    (cuda_kernels.copy(BF16, FP32, True), 90),
+    (cuda_runtime.update("ZtAdam", BF16, BF16), 80),
+    (cuda_runtime.update("ZtAdam", BF16, BF16), 90),
+    (cuda_runtime.update("ZtAdam", FP32, NONE), 100),
+    (cuda_runtime.update("ZtLion", FP16, FP16), 80),
+    (cuda_runtime.update("ZtAdagrad", FP32, NONE), 90),
+    (cuda_runtime.update("ZtSgd", BF16, BF16), 100),
+    (cuda_runtime.lamb("zt_lamb_moments", FP32, NONE), 80),
+    (cuda_runtime.lamb("zt_lamb_apply", FP32, BF16), 100),
+    (cuda_runtime.square_sum(BF16), 90),
+    (cuda_runtime.copy(BF16, FP32, True), 90),
 ]
-WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [(k, 90) for k in cuda_kernels.every_kernel()]
+WANTED = [(kernel, arch) for arch in (80, 100) for kernel in CORE] + [(k, 90) for k in cuda_runtime.every_kernel()]
 
 
 @pytest.fixture(scope="module")
 def images() -> dict[tuple[Kernel, int], bytes]:
     try:
-        nvrtc = _nvrtc.open_nvrtc()
+        nvrtc = cuda_bindings.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. {HINT}")
 
     def compile_(job: tuple[Kernel, int]) -> bytes:
         kernel, arch = job
-        source, headers = cuda_kernels.source_of(kernel), cuda_kernels.headers()
+        source, headers = cuda_runtime.source_of(kernel), cuda_runtime.headers()
         return nvrtc.compile(kernel.source, source, headers, kernel.options, nvrtc.target(arch))
 
     wanted = [(kernel, arch) for kernel, arch in WANTED if arch in nvrtc.archs]  # 12.8 is the first that knows sm_100
@@ -112,7 +112,7 @@ def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjd
 
 
 def test_the_budget_is_kept_by_something_that_can_fail() -> None:
-    kernel = cuda_kernels.update("ZtAdam", BF16, BF16)
+    kernel = cuda_runtime.update("ZtAdam", BF16, BF16)
     budget = cubins.budget_of(kernel, BUDGETS)
     good = cubins.Usage(registers=62, stack=0, spills=0, loads16=6, loads8=2, stores16=6, stores8=2)
     assert cubins.over_budget(kernel, good, budget) == []
@@ -157,7 +157,7 @@ def test_a_kernel_is_a_row_of_the_table() -> None:
 def test_a_spill_is_seen(cuobjdump: str) -> None:
     """A kernel whose array is indexed by what it reads has a stack."""
     try:
-        nvrtc = _nvrtc.open_nvrtc()
+        nvrtc = cuda_bindings.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
     source = """extern "C" __global__ void zt_bad(int* x) {
@@ -171,25 +171,25 @@ def test_a_spill_is_seen(cuobjdump: str) -> None:
 
 
 def test_names_keys_and_rows() -> None:
-    kernels = cuda_kernels.every_kernel()
+    kernels = cuda_runtime.every_kernel()
     assert len({kernel.name for kernel in kernels}) == len(kernels)
     assert all(cubins.budget_of(kernel, BUDGETS) for kernel in kernels)
     assert set(CORE) <= set(kernels)
-    keys = {cuda_kernels.key(kernel, "NVRTC 13", option) for kernel in kernels for option in ("sm_80", "sm_90")}
+    keys = {cuda_runtime.kernel_key(kernel, "NVRTC 13", option) for kernel in kernels for option in ("sm_80", "sm_90")}
     assert len(keys) == 2 * (len(kernels) - 1)  # the two levels of sums are one cubin
 
 
 def test_every_source_and_header_is_used() -> None:
-    assert {kernel.source for kernel in cuda_kernels.every_kernel()} == {
-        path.name for path in (_build.SOURCES / "cuda").iterdir()
+    assert {kernel.source for kernel in cuda_runtime.every_kernel()} == {
+        path.name for path in (cpu_library.SOURCES / "cuda").iterdir()
     }
-    text = "".join(cuda_kernels.source_of(kernel) for kernel in CORE) + "".join(cuda_kernels.headers().values())
-    assert all(f'#include "{name}"' in text for name in cuda_kernels.headers())
+    text = "".join(cuda_runtime.source_of(kernel) for kernel in CORE) + "".join(cuda_runtime.headers().values())
+    assert all(f'#include "{name}"' in text for name in cuda_runtime.headers())
 
 
 def test_other_headers_are_other_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = cuda_kernels.sums()
-    before = cuda_kernels.key(kernel, "NVRTC 13", "sm_80")
-    changed = cuda_kernels.headers() | {"zt_sums.h": "// other"}
-    monkeypatch.setattr(cuda_kernels, "headers", lambda: changed)
-    assert cuda_kernels.key(kernel, "NVRTC 13", "sm_80") != before
+    kernel = cuda_runtime.sums()
+    before = cuda_runtime.kernel_key(kernel, "NVRTC 13", "sm_80")
+    changed = cuda_runtime.headers() | {"zt_sums.h": "// other"}
+    monkeypatch.setattr(cuda_runtime, "headers", lambda: changed)
+    assert cuda_runtime.kernel_key(kernel, "NVRTC 13", "sm_80") != before

@@ -12,7 +12,7 @@ import torch
 from tests.support import emulated_cuda
 from tests.support.cuda_cases import COPY_OF, EVERYWHERE, FLOATS, LENGTHS, TILE, at, randn, same, states
 from tests.support.emulated_cuda import Emulator
-from zero_trial.ops import cuda, cuda_tables
+from zero_trial.ops import arguments, cuda
 
 ops = torch.ops.zero_trial
 NUMBERS: dict[str, Callable[[int], tuple[Any, ...]]] = {  # of tensor i
@@ -73,7 +73,7 @@ def test_one_tensor_alone_is_told_by_the_device_without_a_table(
     lists, copies = ([[x.clone()] for x in values] for _ in range(2))
     g, numbers = [randn(n, 10, torch.bfloat16)], [[number] for number in NUMBERS[name](2)]
     tables: list[bytes] = []
-    monkeypatch.setattr(cuda_tables, "upload", lambda content, device: tables.append(content))
+    monkeypatch.setattr(arguments, "upload", lambda content, device: tables.append(content))
     with emulator.watching(*(x for each in lists for x in each), control, read_only=g):
         getattr(cuda, f"{name[:-1]}_many_")(lists[0], g, *lists[1:], control[2], control[1:2], *numbers, *REST[name])
     assert emulator.library.launch_count() == 1 and not tables
@@ -125,7 +125,7 @@ def test_what_a_cuda_graph_captures_reads_nothing_of_the_hosts_later(
     """No table is uploaded: a replay would read what lies there by then."""
     backend = emulated_cuda.install(emulator, monkeypatch)
     backend.capturing = lambda where: True
-    monkeypatch.setattr(cuda_tables, "upload", lambda *_: pytest.fail("a table"))
+    monkeypatch.setattr(arguments, "upload", lambda *_: pytest.fail("a table"))
     lengths, low = (5, TILE + 1, 40), torch.bfloat16
     columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
     ends = []

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.cuda_cases import COPY_OF, FLOATS, STEPS, TILE, at, randn, same, states
 from tests.support.emulated_cuda import Emulator
 from zero_trial.ops import cuda
-from zero_trial.ops.cuda_kernels import BF16, FP32
+from zero_trial.ops.cuda_runtime import BF16, FP32
 
 SIZES = (0, 1, 15, 1023, TILE - 1, TILE, TILE + 1, 20 * TILE + 77)  # 20 tiles on 8 blocks
 # Shifts of p, g, a, b, out from an aligned address, in elements: all aligned, all at the same odd place, each at its own.

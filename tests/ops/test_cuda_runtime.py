@@ -11,7 +11,7 @@ import torch
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_backend, cuda_kernels, cuda_runtime
+from zero_trial.ops import cuda_runtime
 
 X = torch.device("cpu")  # of the emulator, where nothing else is said
 
@@ -22,22 +22,22 @@ def test_a_full_gpu_makes_room_once(emulator: Emulator) -> None:
     backend = emulator.cuda()
     backend.make_room = lambda: made.append(True)
     emulator.library.refuse_loads(2, 1)
-    assert backend.has(cuda_kernels.sums(), X) and made == [True] and not backend.refused
+    assert backend.has(cuda_runtime.sums(), X) and made == [True] and not backend.refused
     emulator.library.refuse_loads(2, 2)
     with pytest.raises(KernelUnavailable, match="out of memory"):
-        backend.has(cuda_kernels.step_control(), X)
+        backend.has(cuda_runtime.step_control(), X)
     assert made == [True] * 2
-    assert backend.has(cuda_kernels.step_control(), X)
+    assert backend.has(cuda_runtime.step_control(), X)
 
 
 def test_no_room_is_made_while_a_graph_is_captured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be an operation that spoils the graph."""
     backend = emulator.cuda()
     backend.make_room = lambda: pytest.fail("made room")
-    monkeypatch.setattr(cuda_runtime.Cuda, "capturing", lambda self, where: True)
+    monkeypatch.setattr(cuda_runtime.CudaRuntime, "capturing", lambda self, where: True)
     emulator.library.refuse_loads(2, 1)
     with pytest.raises(KernelUnavailable, match="out of memory"):
-        backend.has(cuda_kernels.sums(), X)
+        backend.has(cuda_runtime.sums(), X)
 
 
 @pytest.mark.parametrize("status", [200, 209, 300])
@@ -49,17 +49,17 @@ def test_machine_code_that_the_driver_refuses_comes_as_ptx(gpus: Gpus, status: i
 
 
 def test_what_is_refused_in_every_form_is_said_of_the_best_one(gpus: Gpus) -> None:
-    backend = cuda_backend.cuda_backend().cuda
+    backend = cuda_runtime.cuda_backend().cuda
     assert backend is not None
     backend.strict = False
     gpus.emulator.library.refuse_loads(209, 2)
-    assert not backend.has(cuda_kernels.sums(), torch.device("cuda", 0))
-    assert backend.refused[cuda_kernels.sums()].endswith(
+    assert not backend.has(cuda_runtime.sums(), torch.device("cuda", 0))
+    assert backend.refused[cuda_runtime.sums()].endswith(
         "no kernel image is available for execution on the device (209)"
     )
     gpus.emulator.library.refuse_loads(999, 1)  # another error is no matter of the image
-    assert not backend.has(cuda_kernels.step_control(), torch.device("cuda", 0))
-    assert backend.has(cuda_kernels.copy(1, 1, True), torch.device("cuda", 0))
+    assert not backend.has(cuda_runtime.step_control(), torch.device("cuda", 0))
+    assert backend.has(cuda_runtime.copy(1, 1, True), torch.device("cuda", 0))
 
 
 def test_two_threads_load_a_kernel_once(emulator: Emulator) -> None:
@@ -68,7 +68,7 @@ def test_two_threads_load_a_kernel_once(emulator: Emulator) -> None:
 
     def ask(_: int) -> bool:
         both.wait(10)
-        return backend.has(cuda_kernels.copy(0, 1, False), X)
+        return backend.has(cuda_runtime.copy(0, 1, False), X)
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(ask, range(2))) == [True, True]

@@ -7,13 +7,15 @@ import struct
 import pytest
 import torch
 
-from zero_trial.ops.cuda_tables import TILE, Piece, table_of, tiles_of, upload
+from zero_trial.ops.arguments import TILE, LaunchItem, table_of, tiles_of, upload
 
 
 def test_pieces_in_tiles_and_each_group_once() -> None:
     p, q, r = torch.zeros(TILE + 1), torch.zeros(3), torch.zeros(TILE)
     g = torch.zeros(3, dtype=torch.bfloat16)
-    table = table_of([Piece(p, scalars=b"aaaa"), Piece(q, g, scalars=b"bbbb"), Piece(r, scalars=b"aaaa")])
+    table = table_of(
+        [LaunchItem(p, scalars=b"aaaa"), LaunchItem(q, g, scalars=b"bbbb"), LaunchItem(r, scalars=b"aaaa")]
+    )
     assert (table.count, table.tiles, table.groups) == (3, 4, 3 * 64)
     assert table.content[table.groups :] == b"aaaabbbb"
     rows = [struct.unpack("5P3q", table.content[64 * i : 64 * (i + 1)]) for i in range(3)]

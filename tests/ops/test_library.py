@@ -17,16 +17,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_trial.errors import ConfigError, KernelUnavailable
-from zero_trial.ops import _native, library, plain, reference
+from zero_trial.ops import cpu, cpu_library, plain, reference
 
 SIZES = (0, 1, 15, 63, 64, 65, 1023, 1024, 1025, 40_003)
 LOW = (torch.bfloat16, torch.float16)
 ops = torch.ops.zero_trial
 
 
-def native() -> _native.Native:
+def native() -> cpu_library.CPULibrary:
     try:
-        return _native.open_native(os.environ)
+        return cpu_library.open_native(os.environ)
     except KernelUnavailable as trouble:
         pytest.skip(f"no native kernels: {trouble.what}")
 
@@ -37,8 +37,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def use(monkeypatch: pytest.MonkeyPatch, kernels: _native.Native | None) -> None:
-    monkeypatch.setattr(library, "backend", lambda: _native.Backend(kernels))
+def use(monkeypatch: pytest.MonkeyPatch, kernels: cpu_library.CPULibrary | None) -> None:
+    monkeypatch.setattr(cpu, "backend", lambda: cpu_library.Backend(kernels))
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ EXACT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("copy", ["plain", *_native.ISAS])
+@pytest.mark.parametrize("copy", ["plain", *cpu_library.ISAS])
 def test_adamw_is_that_of_float64(monkeypatch: pytest.MonkeyPatch, copy: str, dtype: torch.dtype) -> None:
     """Ten steps; the errors of p, m and v in norm, relative to it: what kernels.md promises."""
     if copy != "plain":
-        best, isa = native(), _native.ISAS.index(copy)
+        best, isa = native(), cpu_library.ISAS.index(copy)
         if isa > best.isa:
             pytest.skip(f"this processor has no {copy}")
         use(monkeypatch, dataclasses.replace(best, isa=isa))
@@ -166,7 +166,7 @@ def test_what_is_not_finite_stays_where_it_is(backend: str, name: str, bad: floa
         assert torch.equal(torch.isfinite(got), torch.isfinite(want))
 
 
-def shapes(name: str, kernels: _native.Native, dtype: torch.dtype, n: int) -> list[Tensor]:
+def shapes(name: str, kernels: cpu_library.CPULibrary, dtype: torch.dtype, n: int) -> list[Tensor]:
     p, a, b, out = randn(n), torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=torch.float16)
     p[:8] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, -1e-45, 65520.0, 3e38, 0.0])[:n]
     for t in range(1, 4):
@@ -402,7 +402,7 @@ def samples() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", library.SCHEMAS)
+@pytest.mark.parametrize("name", cpu.SCHEMAS)
 def test_opcheck(backend: str, name: str) -> None:
     torch.library.opcheck(getattr(ops, name).default, samples()[name])
 

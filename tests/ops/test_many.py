@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import library, many, reference
+from zero_trial.ops import cpu, plain, reference
+from zero_trial.ops.dispatch import OPS
 
 ops = torch.ops.zero_trial
 
@@ -78,7 +79,7 @@ def test_lists_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="number 1 have different sizes"):
         ops.copy_many_([torch.zeros(3), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)])
     with pytest.raises(ConfigError, match="different lengths"):
-        many.same_sizes([torch.zeros(3)], [])
+        plain.same_sizes([torch.zeros(3)], [])
     p, g, m, v = ([torch.zeros(3)] for _ in range(4))
     one, two = [[0.5]] * 6, [[0.5]] * 5 + [[1.0, 2.0]]
     for numbers, out in ((two, []), (one, [torch.zeros(3, dtype=torch.bfloat16)] * 2)):
@@ -110,9 +111,9 @@ def samples() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", many.SCHEMAS)
+@pytest.mark.parametrize("name", plain.SCHEMAS)
 def test_opcheck(name: str) -> None:
-    torch.library.opcheck(getattr(library.OPS, name).default, samples()[name])
+    torch.library.opcheck(getattr(OPS, name).default, samples()[name])
 
 
 def test_the_example_of_the_guide() -> None:
@@ -134,4 +135,4 @@ def test_the_optimizer_of_the_guide() -> None:
 
 def test_the_guide_names_every_op() -> None:
     text = (Path(__file__).parents[2] / "docs" / "guide" / "kernels.md").read_text(encoding="utf-8")
-    assert [name for name in (*library.SCHEMAS, *many.SCHEMAS) if f"`{name}`" not in text] == []
+    assert [name for name in (*cpu.SCHEMAS, *plain.SCHEMAS) if f"`{name}`" not in text] == []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.cuda_cases import STEPS
 from tests.support.emulated_cuda import Emulator
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cuda, overlap
-from zero_trial.ops.overlap import Interval, check
+from zero_trial.ops import arguments, cuda
+from zero_trial.ops.arguments import Interval, check
 
 ops = torch.ops.zero_trial
 
@@ -112,7 +112,7 @@ def test_as_by_comparing_all_pairs(found: list[Interval]) -> None:
 
 def test_a_verdict_is_kept_for_the_same_tensors() -> None:
     table = struct.pack("5P3q", 64, 640, 6400, 0, 0, 10, 0, 0)
-    before = overlap.check_pieces.cache_info().hits
+    before = arguments.check_pieces.cache_info().hits
     for _ in range(2):
-        overlap.check_pieces(table, (0, 0, 0, 0, -1), "wrwww")
-    assert overlap.check_pieces.cache_info().hits == before + 1
+        arguments.check_pieces(table, (0, 0, 0, 0, -1), "wrwww")
+    assert arguments.check_pieces.cache_info().hits == before + 1

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero_trial.ops import cuda_kernels, many, report
-from zero_trial.ops._native import backend
-from zero_trial.ops.library import SCHEMAS
+from zero_trial.ops import cuda_runtime, plain, report
+from zero_trial.ops.cpu import SCHEMAS
+from zero_trial.ops.cpu_library import backend
 
-module = importlib.import_module("zero_trial.ops.report")
+module = importlib.import_module("zero_trial.ops.dispatch")
 
 
 def test_every_op_with_its_backend() -> None:
     lines = report()
-    assert [line.name for line in lines] == [*SCHEMAS, *many.SCHEMAS]
+    assert [line.name for line in lines] == [*SCHEMAS, *plain.SCHEMAS]
     by_name = {line.name: line for line in lines}
     assert {by_name[name].cpu for name in SCHEMAS} == {backend().describe()}
     assert by_name["adam_many_"].cpu == by_name["adam_"].cpu
@@ -25,7 +25,7 @@ def test_every_op_with_its_backend() -> None:
 
 
 def test_what_was_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, kernel = report(), cuda_kernels.sums()
+    lines, kernel = report(), cuda_runtime.sums()
     opened = SimpleNamespace(refused={kernel: "error: bad"})
     monkeypatch.setattr(module, "cuda_backend", lambda: SimpleNamespace(cuda=opened))
     assert json.loads(module.as_json(lines))["refused"] == {kernel.name: "error: bad"}

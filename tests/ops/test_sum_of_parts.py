@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from zero_trial.comm.backends import sum_in_order
 from zero_trial.errors import KernelUnavailable
-from zero_trial.mesh.sums import sum_in_order
-from zero_trial.ops import _native, sum_of_parts
-from zero_trial.ops.sum_of_parts import native_sum
+from zero_trial.ops import cpu, cpu_library
+from zero_trial.ops.cpu import native_sum
 
 SIXTEEN = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float64, *SIXTEEN)
 SIZES = (1, 15, 63, 64, 65, 1000, 4133)
 
 
-def kernels() -> _native.Native:
+def kernels() -> cpu_library.CPULibrary:
     try:
-        return _native.open_native(os.environ)
+        return cpu_library.open_native(os.environ)
     except KernelUnavailable as trouble:
         pytest.skip(f"no native kernels: {trouble.what}")
 
@@ -32,8 +32,8 @@ def not_asked(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[_native.Native | None], None]:
-    return lambda native: monkeypatch.setattr(sum_of_parts, "backend", lambda: _native.Backend(native))
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[cpu_library.CPULibrary | None], None]:
+    return lambda native: monkeypatch.setattr(cpu, "backend", lambda: cpu_library.Backend(native))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return bool(((one.view(bits) == other.view(bits)) | (one.isnan() & other.isnan())).all())
 
 
-def test_parts_are_added_from_left_to_right(use: Callable[[_native.Native | None], None]) -> None:
+def test_parts_are_added_from_left_to_right(use: Callable[[cpu_library.CPULibrary | None], None]) -> None:
     """In fp32 (1 + 1e8) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1: the order shows."""
     use(kernels())
     out = torch.empty(2)
@@ -66,15 +66,15 @@ def test_parts_are_added_from_left_to_right(use: Callable[[_native.Native | None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", range(len(_native.ISAS)))
+@pytest.mark.parametrize("isa", range(len(cpu_library.ISAS)))
 def test_the_bits_are_torchs(
-    isa: int, dtype: torch.dtype, use: Callable[[_native.Native | None], None], monkeypatch: pytest.MonkeyPatch
+    isa: int, dtype: torch.dtype, use: Callable[[cpu_library.CPULibrary | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = kernels()
     if isa > best.isa:
         pytest.skip("this processor does not have it")
     use(dataclasses.replace(best, isa=isa))
-    monkeypatch.setattr(sum_of_parts, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cpu, "WORTH_BYTES", 0)
     add = native_sum(not_asked)
     for count in range(2, 10):
         for n in SIZES:
@@ -91,7 +91,7 @@ def test_the_bits_are_torchs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_so(dtype: torch.dtype, use: Callable[[_native.Native | None], None]) -> None:
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, use: Callable[[cpu_library.CPULibrary | None], None]) -> None:
     use(kernels())
     largest = torch.finfo(dtype).max
     odd = [0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan"), largest, -largest, torch.finfo(dtype).tiny, 6e-8]
@@ -108,7 +108,7 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype, use: Callable[[_native.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_sums_past_the_caches_and_by_several_threads(
-    dtype: torch.dtype, use: Callable[[_native.Native | None], None], threads: Callable[[int], None]
+    dtype: torch.dtype, use: Callable[[cpu_library.CPULibrary | None], None], threads: Callable[[int], None]
 ) -> None:
     use(kernels())
     n = (16 << 20) // dtype.itemsize + 67
@@ -122,14 +122,14 @@ def test_large_sums_past_the_caches_and_by_several_threads(
         assert same(got, want), (count, offset)
 
 
-def test_the_twin_does_what_no_kernel_does(use: Callable[[_native.Native | None], None]) -> None:
+def test_the_twin_does_what_no_kernel_does(use: Callable[[cpu_library.CPULibrary | None], None]) -> None:
     use(kernels())
     asked: list[int] = []
     add = native_sum(lambda parts, out: asked.append(len(parts)))
     whole, real = torch.ones(3, dtype=torch.int64), torch.ones(3)
     add([whole] * 3, whole)  # no floating point numbers
     add([real] * 2, real)  # torch has one pass for two, too
-    large = torch.ones(sum_of_parts.WORTH_BYTES // 4)
+    large = torch.ones(cpu.WORTH_BYTES // 4)
     add([large], large)  # the kernel begins with the second part
     use(None)
     add([real] * 4, real)  # no kernels

@@ -5,13 +5,11 @@ from __future__ import annotations
 from textwrap import dedent
 from typing import Any
 
-from zero_trial.pipeline.costs import ALIKE, Costs
-from zero_trial.pipeline.grid import grid
-from zero_trial.pipeline.passes import lower
-from zero_trial.pipeline.report import Report
+from zero_trial.pipeline.draw import grid
+from zero_trial.pipeline.generators import build
+from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.schedule import Schedule
-from zero_trial.pipeline.schedules import build
-from zero_trial.pipeline.validate import validate
+from zero_trial.pipeline.simulate import ALIKE, Costs, SimulationReport, validate
 
 
 def lowered(name: str, stages: int, micro_batches: int, chunks: int | None = None, **passes: Any) -> Schedule:
@@ -20,7 +18,7 @@ def lowered(name: str, stages: int, micro_batches: int, chunks: int | None = Non
 
 def report(
     name: str, stages: int, micro_batches: int, chunks: int | None = None, costs: Costs = ALIKE, **passes: Any
-) -> Report:
+) -> SimulationReport:
     return validate(lowered(name, stages, micro_batches, chunks, **passes), costs)
 
 

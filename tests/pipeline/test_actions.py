@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.actions import Action, Kind, parse_row
+from zero_trial.pipeline.schedule import Action, ActionKind, parse_row
 
 TEXTS = {
-    "2F0": Action(Kind.F, 2, 0),
-    "0B11": Action(Kind.B, 0, 11),
-    "10I3": Action(Kind.I, 10, 3),
-    "1W2": Action(Kind.W, 1, 2),
-    "1SEND_F0": Action(Kind.SEND_F, 1, 0),
-    "2RECV_F0": Action(Kind.RECV_F, 2, 0),
-    "2SEND_B7": Action(Kind.SEND_B, 2, 7),
-    "1RECV_B7": Action(Kind.RECV_B, 1, 7),
-    "3UNSHARD": Action(Kind.UNSHARD, 3),
-    "3RESHARD": Action(Kind.RESHARD, 3),
-    "3REDUCE": Action(Kind.REDUCE, 3),
-    "3REDUCE1": Action(Kind.REDUCE, 3, 1),
-    "0TIED_REDUCE1": Action(Kind.TIED_REDUCE, 0, tie=1),
-    "STEP": Action(Kind.STEP),
+    "2F0": Action(ActionKind.F, 2, 0),
+    "0B11": Action(ActionKind.B, 0, 11),
+    "10I3": Action(ActionKind.I, 10, 3),
+    "1W2": Action(ActionKind.W, 1, 2),
+    "1SEND_F0": Action(ActionKind.SEND_F, 1, 0),
+    "2RECV_F0": Action(ActionKind.RECV_F, 2, 0),
+    "2SEND_B7": Action(ActionKind.SEND_B, 2, 7),
+    "1RECV_B7": Action(ActionKind.RECV_B, 1, 7),
+    "3UNSHARD": Action(ActionKind.UNSHARD, 3),
+    "3RESHARD": Action(ActionKind.RESHARD, 3),
+    "3REDUCE": Action(ActionKind.REDUCE, 3),
+    "3REDUCE1": Action(ActionKind.REDUCE, 3, 1),
+    "0TIED_REDUCE1": Action(ActionKind.TIED_REDUCE, 0, tie=1),
+    "STEP": Action(ActionKind.STEP),
 }
 
 
@@ -31,11 +31,15 @@ def test_text_and_back(text: str):
 
 
 def test_every_kind_has_a_text():
-    assert {action.kind for action in TEXTS.values()} == set(Kind)
+    assert {action.kind for action in TEXTS.values()} == set(ActionKind)
 
 
 def test_a_row():
-    assert parse_row(" 0F0\n0B0 STEP ") == (Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Action(Kind.STEP))
+    assert parse_row(" 0F0\n0B0 STEP ") == (
+        Action(ActionKind.F, 0, 0),
+        Action(ActionKind.B, 0, 0),
+        Action(ActionKind.STEP),
+    )
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0G0", "0STEP", "STEP1", "0UNSHARD1", "0TIED_REDUCE", "0F-1", "0f0"])
@@ -46,4 +50,4 @@ def test_what_is_no_action(text: str):
 
 def test_actions_do_not_change():
     with pytest.raises(AttributeError):
-        Action(Kind.F, 0, 0).chunk = 1  # type: ignore[misc]
+        Action(ActionKind.F, 0, 0).chunk = 1  # type: ignore[misc]

@@ -6,17 +6,24 @@ import pytest
 import torch
 
 from tests.support.memory_axis import axes
+from zero_trial.comm.collective import message_tag
 from zero_trial.errors import MeshError
-from zero_trial.mesh.collectives import message_tag
-from zero_trial.pipeline.actions import Action
-from zero_trial.pipeline.channel import HEADER_BYTES, KNOWN_DESCRIPTIONS, Inbox, Outbox, PeerFailed, message_tags
+from zero_trial.pipeline.channel import (
+    HEADER_BYTES,
+    KNOWN_DESCRIPTIONS,
+    PeerFailed,
+    ReceiveChannel,
+    SendChannel,
+    message_tags,
+)
+from zero_trial.pipeline.schedule import Action
 
 CPU = torch.device("cpu")
 
 
-def pair() -> tuple[Outbox, Inbox]:
+def pair() -> tuple[SendChannel, ReceiveChannel]:
     first, second = axes(2)
-    return Outbox(first, 1, 5), Inbox(second, 0, 5, CPU)
+    return SendChannel(first, 1, 5), ReceiveChannel(second, 0, 5, CPU)
 
 
 def test_a_message_says_what_it_is():
@@ -34,7 +41,7 @@ def test_a_message_says_what_it_is():
 
 def test_a_description_goes_once():
     first, second = axes(2)
-    outbox, inbox = Outbox(first, 1, 5), Inbox(second, 0, 5, CPU)
+    outbox, inbox = SendChannel(first, 1, 5), ReceiveChannel(second, 0, 5, CPU)
     for number in range(3):
         outbox.send(Action.parse(f"0SEND_F{number}"), torch.full((4,), float(number)), samples=1)
     assert first._queues[0, 1].qsize() == 3 * 2 + 1  # header and payload, and one description

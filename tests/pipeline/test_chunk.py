@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.pipeline.chunk import Chunk, LayerSeeds
-from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec
+from zero_trial.pipeline.layers import Chunk, LayerSeeds, LayerSpec, TiedLayerSpec
 
 
 def head(module: nn.Module, value: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from tests.support.memory_axis import axes, on_threads
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import PeerFailed
-from zero_trial.pipeline.executor import Batch, Executor, Outcome, Wishes
-from zero_trial.pipeline.passes import lower
-from zero_trial.pipeline.schedule import Parameters, Reduction, Schedule
-from zero_trial.pipeline.schedules import RECIPES, build
+from zero_trial.pipeline.executor import Executor, LastStageResult, MicroBatches, StepOptions
+from zero_trial.pipeline.generators import RECIPES, build
+from zero_trial.pipeline.lowering import lower
+from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.simulate import validate
 from zero_trial.pipeline.stage import Stage
-from zero_trial.pipeline.validate import validate
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def whole(chunks: int, micro_batches: int) -> tuple[Model, list[float]]:
 
 
 def perform(
-    schedule: Schedule, model: Model, *, wishes: Wishes, labels_travel: bool = True
+    schedule: Schedule, model: Model, *, wishes: StepOptions, labels_travel: bool = True
 ) -> tuple[list[Any], list[Log], list[Executor]]:
     inputs, labels = data(schedule.micro_batches)
     place, logs = schedule.placement, [Log() for _ in range(schedule.stages)]
@@ -85,8 +85,8 @@ def perform(
     first, last = place.ranks[0], place.ranks[-1]
     travel = labels_travel and first != last
 
-    def run(rank: int) -> Outcome:
-        here = Batch(
+    def run(rank: int) -> LastStageResult:
+        here = MicroBatches(
             inputs if rank == first else (),
             labels if rank == (first if travel else last) else (),
             [3] * len(inputs),
@@ -107,10 +107,12 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches"), SCHEDULES)
 def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int, micro_batches: int):
-    schedule = lower(build(name, stages, micro_batches), parameters=Parameters.FREE, reduction=Reduction.MICRO)
+    schedule = lower(
+        build(name, stages, micro_batches), parameters=ParameterLifetime.FREE, reduction=ReductionTiming.MICRO
+    )
     report = validate(schedule)
     model = Model(schedule.placement.chunks)
-    outcomes, logs, executors = perform(schedule, model, wishes=Wishes(loss=F.mse_loss))
+    outcomes, logs, executors = perform(schedule, model, wishes=StepOptions(loss=F.mse_loss))
     reference, losses = whole(schedule.placement.chunks, micro_batches)
     judge = outcomes[schedule.placement.ranks[-1]]
     assert [judge.losses[number].item() for number in range(micro_batches)] == losses
@@ -126,21 +128,21 @@ def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int
 
 def test_labels_need_not_travel():
     schedule = lower(build("1f1b", 2, 4))
-    outcomes, _, _ = perform(schedule, Model(2), wishes=Wishes(loss=F.mse_loss), labels_travel=False)
+    outcomes, _, _ = perform(schedule, Model(2), wishes=StepOptions(loss=F.mse_loss), labels_travel=False)
     assert [loss.item() for loss in outcomes[1].losses.values()] == whole(2, 4)[1]
 
 
 def test_evaluation_keeps_all_outputs():
     schedule = lower(build("inference", 3, 4))
-    outcomes, _, executors = perform(schedule, Model(3), wishes=Wishes(training=False, keep_outputs=True))
+    outcomes, _, executors = perform(schedule, Model(3), wishes=StepOptions(training=False, keep_outputs=True))
     assert [len(outcome.outputs) for outcome in outcomes] == [0, 0, 4]
     assert outcomes[2].losses == {}
     assert all(executor.stage.peak == 0 for executor in executors)
 
 
 def test_sharding_is_told_what_the_row_says():
-    schedule = lower(build("gpipe", 2, 2), parameters=Parameters.HOLD, ties=[(0, 1)])
-    _, logs, _ = perform(schedule, Model(2), wishes=Wishes(loss=F.mse_loss))
+    schedule = lower(build("gpipe", 2, 2), parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
+    _, logs, _ = perform(schedule, Model(2), wishes=StepOptions(loss=F.mse_loss))
     assert logs[0].told == [
         "unshard0",
         "need0",
@@ -161,7 +163,7 @@ def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int
     schedule = lower(build(name, stages, 4))
     rank = schedule.placement.ranks[place[0]]
     model = Model(schedule.placement.chunks, fails=place)
-    found, _, _ = perform(schedule, model, wishes=Wishes(loss=F.mse_loss))
+    found, _, _ = perform(schedule, model, wishes=StepOptions(loss=F.mse_loss))
     where = f"rank {rank}, pipeline stage {rank} of {stages}, micro-batch {place[1]}, action {place[0]}F{place[1]}"
     for index, error in enumerate(found):
         assert isinstance(error, TrialError if index == rank else PeerFailed), error
@@ -177,5 +179,5 @@ def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused(loss: Any, text: str):
-    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), wishes=Wishes(loss=loss))
+    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), wishes=StepOptions(loss=loss))
     assert text in str(error)

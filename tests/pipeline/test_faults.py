@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zero_trial.pipeline.actions import Action
-from zero_trial.pipeline.faults import layer_fault
+from zero_trial.pipeline.executor import layer_fault
+from zero_trial.pipeline.schedule import Action
 
 
 def raised(call: object, *args: object) -> Exception:

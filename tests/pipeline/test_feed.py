@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.errors import DataError
-from zero_trial.mesh import MeshShape, build_mesh
-from zero_trial.pipeline.feed import Meal, read, sample_count
-from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.feed import StepInput, read_step, sample_count
+from zero_trial.pipeline.schedule import ChunkPlacement
 
 
 def split(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def eat(batches: list[Any], wanted: int) -> Meal:
-    return read(iter(batches), wanted, build_mesh(MeshShape()), Placement.loop(1), split)
+def eat(batches: list[Any], wanted: int) -> StepInput:
+    return read_step(iter(batches), wanted, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
 
 
 def pair(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def pair(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_as_many_as_wanted_are_read():
     rest = iter([pair(2), pair(2), pair(2)])
-    meal = read(rest, 2, build_mesh(MeshShape()), Placement.loop(1), split)
+    meal = read_step(rest, 2, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
     assert (meal.micro_batches, list(meal.samples), meal.total, meal.labels_travel) == (2, [2, 2], 4, False)
     assert len(list(rest)) == 1
 
@@ -43,7 +43,7 @@ def test_the_end():
     with pytest.raises(StopIteration):
         eat([], 3)
     with pytest.raises(DataError, match="rank 0: the rank of the first layer has nothing to read"):
-        read(None, 1, build_mesh(MeshShape()), Placement.loop(1), split)
+        read_step(None, 1, build_mesh(MeshShape()), ChunkPlacement.loop(1), split)
 
 
 def test_samples_of_a_value():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zero_trial.pipeline.gate import Gate, handed_over, outside
-from zero_trial.pipeline.parcel import Parcel
+from zero_trial.pipeline.channel import Payload
+from zero_trial.pipeline.stage import StageBoundary, detached, local_payload
 
 
 def anchor() -> torch.Tensor:
@@ -14,7 +14,9 @@ def anchor() -> torch.Tensor:
 
 def test_gradients_come_out_where_tensors_went_in():
     first, second, index = torch.ones(3), torch.full((3,), 2.0), torch.tensor([0, 2])
-    gate = Gate(Parcel({"a": first, "i": index, "b": [second]}, [first, index, second], [True, False, True]), anchor())
+    gate = StageBoundary(
+        Payload({"a": first, "i": index, "b": [second]}, [first, index, second], [True, False, True]), anchor()
+    )
     value = gate.open()
     assert value["i"] is index
     (value["a"] * value["b"][0] * 5).sum().backward()
@@ -25,7 +27,7 @@ def test_gradients_come_out_where_tensors_went_in():
 
 def test_a_tensor_that_is_not_used_has_no_gradient():
     used, unused = torch.ones(2), torch.ones(2)
-    gate = Gate(Parcel((used, unused), [used, unused], [True, True]), anchor())
+    gate = StageBoundary(Payload((used, unused), [used, unused], [True, True]), anchor())
     value = gate.open()
     (value[0] * 3).sum().backward()
     found = gate.take()
@@ -35,14 +37,14 @@ def test_a_tensor_that_is_not_used_has_no_gradient():
 
 def test_a_layer_may_work_in_place_on_it():
     received = torch.tensor([-1.0, 2.0])
-    gate = Gate(Parcel(received, [received], [True]), anchor())
+    gate = StageBoundary(Payload(received, [received], [True]), anchor())
     torch.relu_(gate.open()).sum().backward()
     assert torch.equal(gate.take()[0], torch.tensor([0.0, 1.0]))
 
 
 def test_nothing_is_copied():
     received = torch.ones(4)
-    gate = Gate(Parcel(received, [received], [True]), anchor())
+    gate = StageBoundary(Payload(received, [received], [True]), anchor())
     inside = gate.open()
     assert inside.data_ptr() == received.data_ptr()
     assert not inside.is_leaf
@@ -51,7 +53,7 @@ def test_nothing_is_copied():
 
 def test_without_gradients_the_value_goes_through():
     tokens = torch.tensor([1, 2])
-    gate = Gate(Parcel((tokens, None), [tokens], [False]), anchor())
+    gate = StageBoundary(Payload((tokens, None), [tokens], [False]), anchor())
     assert gate.open()[0] is tokens
     assert gate.node is None
     assert gate.take() == []
@@ -59,8 +61,8 @@ def test_without_gradients_the_value_goes_through():
 
 def test_handing_over_is_as_good_as_sending():
     weight = torch.ones(2, requires_grad=True)
-    parcel = handed_over((weight * 2, {"k": torch.ones(1)}, 5))
+    parcel = local_payload((weight * 2, {"k": torch.ones(1)}, 5))
     assert parcel.differentiable == [True, False]
     assert parcel.value[2] == 5
     assert not any(tensor.requires_grad for tensor in parcel.tensors)
-    assert not outside([weight * 2])[0].requires_grad
+    assert not detached([weight * 2])[0].requires_grad

@@ -6,8 +6,8 @@ import pytest
 
 from tests.pipeline.lowered import drawn, lowered, report
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.costs import Costs
-from zero_trial.pipeline.grid import grid, rows_as_text
+from zero_trial.pipeline.draw import grid, rows_as_text
+from zero_trial.pipeline.simulate import Costs
 
 
 def test_costs_are_columns():

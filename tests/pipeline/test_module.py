@@ -12,7 +12,7 @@ from torch import nn
 import zero_trial
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.pipeline.topology import PipeDataParallelTopology
 
 
@@ -38,9 +38,16 @@ def test_with_one_stage_it_is_an_ordinary_module():
 
 
 @pytest.mark.parametrize(
-    "placement", [Placement.loop(2), Placement.loop(4), Placement.loop(2, 2), Placement.v(2), Placement.loop(5)]
+    "placement",
+    [
+        ChunkPlacement.loop(2),
+        ChunkPlacement.loop(4),
+        ChunkPlacement.loop(2, 2),
+        ChunkPlacement.v(2),
+        ChunkPlacement.loop(5),
+    ],
 )
-def test_weights_do_not_depend_on_the_cut(placement: Placement):
+def test_weights_do_not_depend_on_the_cut(placement: ChunkPlacement):
     """With seeds per layer; the ranks together have every parameter once, tied ones on each rank that needs them."""
     whole = dict(PipelineModule(layers()[:3], num_stages=1, seed_layers=True).named_parameters())
     parts: list[Any] = [*layers()[:3], LayerSpec(nn.Linear, 6, 4), layers()[4]]
@@ -70,17 +77,17 @@ def test_a_rank_builds_only_its_own_layers():
     with pytest.raises(ConfigError, match=r"PipelineModule\.forward: the layers are not built yet"):
         module(torch.ones(2))
     module._layers = [nn.Identity(), specs[1]]  # counting builds on the meta device, which this one does not survive
-    module.build(Placement.loop(2), 1)
+    module.build(ChunkPlacement.loop(2), 1)
     assert [name for name, _ in module.named_parameters()] == ["1.weight", "1.bias"]
 
 
 def test_building_again_changes_the_part():
     module = PipelineModule(layers(), num_stages=1)
     before = dict(module.named_parameters())
-    module.build(Placement.loop(1), 0)
+    module.build(ChunkPlacement.loop(1), 0)
     assert dict(module.named_parameters()).keys() == before.keys()
     assert all(param is before[name] for name, param in module.named_parameters())
-    module.build(Placement.loop(2), 1, partition_method="type:linear")
+    module.build(ChunkPlacement.loop(2), 1, partition_method="type:linear")
     assert module.parts == [0, 3, 5]  # one Linear in each
     assert "1.weight" not in dict(module.named_parameters())
     assert module.num_stages == module.num_pipeline_stages() == 2
@@ -89,7 +96,7 @@ def test_building_again_changes_the_part():
 
 def test_parts_that_do_not_follow_each_other_cannot_be_called():
     module = PipelineModule(layers())
-    module.build(Placement.v(2), 0)
+    module.build(ChunkPlacement.v(2), 0)
     with pytest.raises(TrialError, match=r"this rank's layers do not follow each other: got chunks \[0, 3\] of 4"):
         module(torch.tensor([1]))
 
@@ -115,8 +122,8 @@ def test_shared_parameters_on_two_parts_are_refused():
     second.weight = first.weight
     module = PipelineModule([first, nn.ReLU(), second], partition_method="uniform")
     with pytest.raises(ConfigError, match=r"share a parameter: got layers 0 and 2\. Describe both by TiedLayerSpec"):
-        module.build(Placement.loop(2), 0)
-    module.build(Placement.loop(1), 0)
+        module.build(ChunkPlacement.loop(2), 0)
+    module.build(ChunkPlacement.loop(1), 0)
 
 
 def test_stages_must_be_clear():
@@ -166,6 +173,6 @@ def test_it_has_deepspeed_s_places():
 
 def test_one_cut_by_measured_time():
     module = PipelineModule(layers(), partition_method="profile", profile_input=lambda: torch.tensor([[1, 2]]))
-    module.build(Placement.loop(2), 0)
+    module.build(ChunkPlacement.loop(2), 0)
     assert module.parts[0] == 0
     assert module.parts[-1] == 5

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_trial.errors import TrialError
-from zero_trial.pipeline.parcel import ALIGN, map_tensors, pack, parcel_of, tensors_in, unpack
+from zero_trial.pipeline.channel import ALIGN, map_tensors, pack, tensors_in, to_payload, unpack
 
 CPU = torch.device("cpu")
 
 
 def travel(value: Any) -> Any:
-    text, parcel = parcel_of(value)
+    text, parcel = to_payload(value)
     payload = pack(parcel.tensors)
     return unpack(text, None if payload is None else payload.clone(), CPU)
 
@@ -80,8 +80,8 @@ def test_gradients_are_wanted_where_the_sender_has_a_history():
 
 
 def test_alike_shapes_have_one_description():
-    assert parcel_of((torch.ones(2, 3), 4))[0] == parcel_of((torch.zeros(2, 3), 4))[0]
-    assert parcel_of(torch.ones(2, 3))[0] != parcel_of(torch.ones(3, 2))[0]
+    assert to_payload((torch.ones(2, 3), 4))[0] == to_payload((torch.zeros(2, 3), 4))[0]
+    assert to_payload(torch.ones(2, 3))[0] != to_payload(torch.ones(3, 2))[0]
 
 
 def test_one_contiguous_tensor_is_sent_where_it_lies():
@@ -100,7 +100,7 @@ def test_each_tensor_starts_at_a_multiple():
 
 def test_what_cannot_travel_is_named_with_its_place():
     with pytest.raises(TrialError, match=r"a layer's output\[1\]\['k'\]: this value cannot travel .*: got set"):
-        parcel_of((torch.ones(1), {"k": {1, 2}}))
+        to_payload((torch.ones(1), {"k": {1, 2}}))
 
 
 def test_tensors_are_changed_in_their_order():

@@ -5,24 +5,31 @@ from __future__ import annotations
 import pytest
 
 from tests.pipeline.lowered import drawn, lowered, report
-from zero_trial.pipeline.actions import COMPUTE, Kind, parse_row
-from zero_trial.pipeline.grid import rows_as_text
-from zero_trial.pipeline.passes import (
+from zero_trial.pipeline.draw import rows_as_text
+from zero_trial.pipeline.generators import RECIPES, build
+from zero_trial.pipeline.lowering import (
     add_reduce,
     add_send_recv,
     add_step,
     add_tied_reduce,
     add_unshard_reshard,
     lower,
+)
+from zero_trial.pipeline.schedule import (
+    COMPUTE,
+    ActionKind,
+    ChunkPlacement,
+    ParameterLifetime,
+    ReductionTiming,
+    Schedule,
+    ScheduleError,
+    parse_row,
     tie_holders,
 )
-from zero_trial.pipeline.placement import Placement
-from zero_trial.pipeline.schedule import Parameters, Reduction, Schedule, ScheduleError
-from zero_trial.pipeline.schedules import RECIPES, build
 
 
 def test_all_of_them():
-    schedule = lowered("1f1b", 2, 2, parameters=Parameters.HOLD, ties=[(0, 1)])
+    schedule = lowered("1f1b", 2, 2, parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
     assert rows_as_text(schedule) == (
         "rank 0  0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE 0TIED_REDUCE0 STEP\n"
         "rank 1  1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE 1TIED_REDUCE0 STEP"
@@ -40,20 +47,20 @@ def test_messages_of_a_v():
 def test_receives_keep_the_order_of_the_sends():
     """Rank 1 wants micro-batch 1 first, but rank 0 has sent 0 before it: both are received, and 0 is kept."""
     rows = (parse_row("0F0 0F1"), parse_row("1F1 1F0"))
-    schedule = add_send_recv(Schedule("mine", Placement.loop(2), 2, rows, training=False))
+    schedule = add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
     assert schedule.rows[1] == parse_row("1RECV_F0 1RECV_F1 1F1 1F0")
 
 
 def test_what_nobody_computes_cannot_be_received():
     rows = (parse_row("0F0"), parse_row("1F0 1F1"))
     with pytest.raises(ScheduleError, match=r"rank 1, 1F1: nobody computes what this needs: got no send for 1RECV_F1"):
-        add_send_recv(Schedule("mine", Placement.loop(2), 2, rows, training=False))
+        add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_computations_stay_where_they_are(name: str):
     before = build(name, 3, 4)
-    after = lower(before, parameters=Parameters.FREE, reduction=Reduction.MICRO)
+    after = lower(before, parameters=ParameterLifetime.FREE, reduction=ReductionTiming.MICRO)
     assert before.rows == tuple(tuple(action for action in row if action.kind in COMPUTE) for row in after.rows)
 
 
@@ -61,7 +68,7 @@ def test_computations_stay_where_they_are(name: str):
 def test_what_holding_and_freeing_cost(name: str):
     """Gathers per chunk and step: 1, the runs of a chunk, or one for each computation."""
     chunks, micro_batches = RECIPES[name].chunks, 8
-    hold, chunk, free = (report(name, 4, micro_batches, parameters=how) for how in Parameters)
+    hold, chunk, free = (report(name, 4, micro_batches, parameters=how) for how in ParameterLifetime)
     computations = 3 if name.startswith("zb") else 2
     for rank in range(4):
         assert hold.ranks[rank].gathers == chunks
@@ -75,7 +82,7 @@ def test_what_holding_and_freeing_cost(name: str):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "inference"])
 def test_what_reducing_costs(name: str):
     chunks, micro_batches = RECIPES[name].chunks, 6
-    boundary, micro = (report(name, 3, micro_batches, reduction=when) for when in Reduction)
+    boundary, micro = (report(name, 3, micro_batches, reduction=when) for when in ReductionTiming)
     for rank in range(3):
         assert boundary.ranks[rank].reductions == chunks
         assert micro.ranks[rank].reductions == chunks * micro_batches
@@ -84,22 +91,24 @@ def test_what_reducing_costs(name: str):
 
 def test_where_reductions_stand():
     row = parse_row("0F0 0F1 0I0 0I1 0W0 0W1")
-    schedule = Schedule("mine", Placement.loop(1), 2, (row,))
-    assert add_reduce(schedule, Reduction.BOUNDARY).rows[0] == (*row, *parse_row("0REDUCE"))
-    assert add_reduce(schedule, Reduction.MICRO).rows[0] == parse_row("0F0 0F1 0I0 0I1 0W0 0REDUCE0 0W1 0REDUCE1")
+    schedule = Schedule("mine", ChunkPlacement.loop(1), 2, (row,))
+    assert add_reduce(schedule, ReductionTiming.BOUNDARY).rows[0] == (*row, *parse_row("0REDUCE"))
+    assert add_reduce(schedule, ReductionTiming.MICRO).rows[0] == parse_row("0F0 0F1 0I0 0I1 0W0 0REDUCE0 0W1 0REDUCE1")
 
 
 def test_runs_of_a_chunk():
     row = parse_row("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
-    schedule = add_unshard_reshard(Schedule("mine", Placement.loop(1, 2), 2, (row,)), Parameters.CHUNK)
+    schedule = add_unshard_reshard(Schedule("mine", ChunkPlacement.loop(1, 2), 2, (row,)), ParameterLifetime.CHUNK)
     assert schedule.rows[0] == parse_row(
         "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 0UNSHARD 0B0 0B1 0RESHARD"
     )
 
 
 def test_inference_neither_reduces_nor_steps():
-    kinds = {action.kind for row in lowered("inference", 2, 2, parameters=Parameters.HOLD).rows for action in row}
-    assert kinds == {Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD}
+    kinds = {
+        action.kind for row in lowered("inference", 2, 2, parameters=ParameterLifetime.HOLD).rows for action in row
+    }
+    assert kinds == {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD}
 
 
 def test_ties_come_last_and_in_one_order():
@@ -115,7 +124,7 @@ def test_chunks_of_one_rank_share_their_weight():
     """Both ends of a V are on rank 0: embedding and head need no message."""
     schedule = add_tied_reduce(build("zb_v", 2, 4), [(0, 3)])
     assert schedule.rows == build("zb_v", 2, 4).rows
-    assert tie_holders((0, 1, 3), Placement.v(2)) == {0: 0, 1: 1}
+    assert tie_holders((0, 1, 3), ChunkPlacement.v(2)) == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize("tie", [(), (0, 2), (-1, 0)])

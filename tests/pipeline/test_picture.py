@@ -9,8 +9,8 @@ import pytest
 
 from tests.pipeline.lowered import lowered
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.picture import save_picture
-from zero_trial.pipeline.validate import validate
+from zero_trial.pipeline.draw import save_picture
+from zero_trial.pipeline.simulate import validate
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "inference"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.schedule import ChunkPlacement
 
 
 def test_a_loop():
-    place = Placement.loop(3, 2)
+    place = ChunkPlacement.loop(3, 2)
     assert [place.of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
     assert (place.stages, place.chunks, place.last) == (3, 6, 5)
     assert [place.sends_forward(chunk) for chunk in range(6)] == [True] * 5 + [False]
@@ -14,12 +14,12 @@ def test_a_loop():
 
 
 def test_a_v_turns_without_a_message():
-    place = Placement.v(3)
+    place = ChunkPlacement.v(3)
     assert [place.of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [place.sends_forward(chunk) for chunk in range(6)] == [True, True, False, True, True, False]
     assert [place.sends_backward(chunk) for chunk in range(6)] == [False, True, True, False, True, True]
 
 
 def test_one_rank_sends_nothing():
-    place = Placement.loop(1, 3)
+    place = ChunkPlacement.loop(1, 3)
     assert not any(place.sends_forward(chunk) or place.sends_backward(chunk) for chunk in range(3))

@@ -6,24 +6,33 @@ import pytest
 
 from tests.pipeline.lowered import report
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.policy import Choice, Policy, Sharding, Weights, candidates, choose, choose_fitting, needed
-from zero_trial.pipeline.schedule import Parameters, Reduction
+from zero_trial.pipeline.lowering import (
+    ModelBytes,
+    PricedPolicy,
+    Sharding,
+    ZeroPolicy,
+    candidates,
+    choose,
+    choose_fitting,
+    needed,
+)
+from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
 
 ZERO = [Sharding.of_stage(stage) for stage in range(4)]
 
 
-def volumes(policy: Policy, name: str = "1f1b", micro_batches: int = 8) -> list[float]:
+def volumes(policy: ZeroPolicy, name: str = "1f1b", micro_batches: int = 8) -> list[float]:
     got = report(name, 4, micro_batches, parameters=policy.parameters, reduction=policy.reduction)
     chunks = 2 if name in ("looped_bfs", "zb_v") else 1
     return [policy.volume(rank, chunks) for rank in got.ranks]
 
 
 def test_what_moves_least_is_the_default():
-    assert choose(ZERO[0]) == Policy(ZERO[0], None, Reduction.BOUNDARY)
-    assert choose(ZERO[1]) == Policy(ZERO[1], None, Reduction.BOUNDARY)
-    assert choose(ZERO[2]) == Policy(ZERO[2], None, Reduction.BOUNDARY)
-    assert choose(ZERO[3]) == Policy(ZERO[3], Parameters.HOLD, Reduction.BOUNDARY)
-    assert choose(ZERO[3], Parameters.FREE) == Policy(ZERO[3], Parameters.FREE, Reduction.MICRO)
+    assert choose(ZERO[0]) == ZeroPolicy(ZERO[0], None, ReductionTiming.BOUNDARY)
+    assert choose(ZERO[1]) == ZeroPolicy(ZERO[1], None, ReductionTiming.BOUNDARY)
+    assert choose(ZERO[2]) == ZeroPolicy(ZERO[2], None, ReductionTiming.BOUNDARY)
+    assert choose(ZERO[3]) == ZeroPolicy(ZERO[3], ParameterLifetime.HOLD, ReductionTiming.BOUNDARY)
+    assert choose(ZERO[3], ParameterLifetime.FREE) == ZeroPolicy(ZERO[3], ParameterLifetime.FREE, ReductionTiming.MICRO)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -33,35 +42,37 @@ def test_at_the_boundary_every_stage_moves_two(stage: int, name: str):
 
 
 def test_per_micro_batch():
-    assert volumes(choose(ZERO[2], reduction=Reduction.MICRO)) == [8 + 1] * 4
-    assert volumes(choose(ZERO[3], Parameters.FREE)) == [3 * 8] * 4
-    assert volumes(choose(ZERO[3], Parameters.FREE), "zb_h1") == [4 * 8] * 4
-    assert volumes(choose(ZERO[3], Parameters.FREE, Reduction.BOUNDARY)) == [2 * 8 + 1] * 4
+    assert volumes(choose(ZERO[2], reduction=ReductionTiming.MICRO)) == [8 + 1] * 4
+    assert volumes(choose(ZERO[3], ParameterLifetime.FREE)) == [3 * 8] * 4
+    assert volumes(choose(ZERO[3], ParameterLifetime.FREE), "zb_h1") == [4 * 8] * 4
+    assert volumes(choose(ZERO[3], ParameterLifetime.FREE, ReductionTiming.BOUNDARY)) == [2 * 8 + 1] * 4
 
 
 def test_per_chunk():
     """Breadth first, two chunks: three gathers for two chunks, and one reduction of each."""
-    assert volumes(choose(ZERO[3], Parameters.CHUNK), "looped_bfs") == [(3 + 2) / 2] * 4
+    assert volumes(choose(ZERO[3], ParameterLifetime.CHUNK), "looped_bfs") == [(3 + 2) / 2] * 4
 
 
 def test_inference_moves_its_gathers():
-    got = report("inference", 2, 4, parameters=Parameters.HOLD)
+    got = report("inference", 2, 4, parameters=ParameterLifetime.HOLD)
     assert choose(ZERO[3]).volume(got.ranks[0], 1) == 1
     assert choose(ZERO[2]).volume(report("inference", 2, 4).ranks[0], 1) == 0
 
 
 def test_held_and_reduced_per_micro_batch():
-    assert volumes(choose(ZERO[3], Parameters.HOLD, Reduction.MICRO)) == [1 + 8] * 4
+    assert volumes(choose(ZERO[3], ParameterLifetime.HOLD, ReductionTiming.MICRO)) == [1 + 8] * 4
 
 
 @pytest.mark.parametrize(
     ("stage", "parameters", "reduction", "message"),
     [
-        (2, Parameters.HOLD, None, r"freed at ZeRO stage 3 only: got hold"),
-        (1, None, Reduction.MICRO, r"saves nothing: got micro, expected boundary"),
+        (2, ParameterLifetime.HOLD, None, r"freed at ZeRO stage 3 only: got hold"),
+        (1, None, ReductionTiming.MICRO, r"saves nothing: got micro, expected boundary"),
     ],
 )
-def test_what_a_stage_cannot_do(stage: int, parameters: Parameters | None, reduction: Reduction | None, message: str):
+def test_what_a_stage_cannot_do(
+    stage: int, parameters: ParameterLifetime | None, reduction: ReductionTiming | None, message: str
+):
     with pytest.raises(ConfigError, match=message):
         choose(ZERO[stage], parameters, reduction)
 
@@ -72,7 +83,7 @@ def test_there_are_four_stages():
         Sharding.of_stage(4)
 
 
-def pairs(policies: list[Policy]) -> list[tuple[str | None, str]]:
+def pairs(policies: list[ZeroPolicy]) -> list[tuple[str | None, str]]:
     return [(policy.parameters and policy.parameters.value, policy.reduction.value) for policy in policies]
 
 
@@ -88,13 +99,13 @@ def test_what_is_open_has_candidates_and_each_moves_no_less_than_the_one_before(
 
 
 def test_what_is_asked_is_no_candidate_but_the_answer():
-    assert pairs(candidates(ZERO[2], None, Reduction.MICRO)) == [(None, "micro")]
-    assert pairs(candidates(ZERO[3], Parameters.FREE)) == [("free", "micro")]
-    assert pairs(candidates(ZERO[3], Parameters.HOLD)) == [("hold", "boundary"), ("hold", "micro")]
-    assert pairs(candidates(ZERO[3], Parameters.FREE, Reduction.BOUNDARY)) == [("free", "boundary")]
+    assert pairs(candidates(ZERO[2], None, ReductionTiming.MICRO)) == [(None, "micro")]
+    assert pairs(candidates(ZERO[3], ParameterLifetime.FREE)) == [("free", "micro")]
+    assert pairs(candidates(ZERO[3], ParameterLifetime.HOLD)) == [("hold", "boundary"), ("hold", "micro")]
+    assert pairs(candidates(ZERO[3], ParameterLifetime.FREE, ReductionTiming.BOUNDARY)) == [("free", "boundary")]
 
 
-WEIGHTS = Weights(parameters=400, gradients=400, optimizer=800, ranks=4)
+WEIGHTS = ModelBytes(parameters=400, gradients=400, optimizer=800, ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +114,14 @@ WEIGHTS = Weights(parameters=400, gradients=400, optimizer=800, ranks=4)
         (choose(ZERO[0]), "1f1b", 400 + 400 + 800),
         (choose(ZERO[1]), "1f1b", 400 + 400 + 200),
         (choose(ZERO[2]), "1f1b", 400 + (100 + 400) + 200),
-        (choose(ZERO[2], reduction=Reduction.MICRO), "1f1b", 400 + (100 + 400) + 200),
+        (choose(ZERO[2], reduction=ReductionTiming.MICRO), "1f1b", 400 + (100 + 400) + 200),
         (choose(ZERO[3]), "1f1b", (100 + 400) + (100 + 400) + 200),
-        (choose(ZERO[3], Parameters.CHUNK), "looped_bfs", (100 + 200) + (100 + 200) + 200),
-        (choose(ZERO[3], Parameters.FREE), "looped_bfs", (100 + 200) + (100 + 200) + 200),
-        (choose(ZERO[3], Parameters.HOLD, Reduction.MICRO), "looped_bfs", (100 + 400) + (100 + 200) + 200),
+        (choose(ZERO[3], ParameterLifetime.CHUNK), "looped_bfs", (100 + 200) + (100 + 200) + 200),
+        (choose(ZERO[3], ParameterLifetime.FREE), "looped_bfs", (100 + 200) + (100 + 200) + 200),
+        (choose(ZERO[3], ParameterLifetime.HOLD, ReductionTiming.MICRO), "looped_bfs", (100 + 400) + (100 + 200) + 200),
     ],
 )
-def test_what_a_policy_needs(policy: Policy, name: str, expected: int):
+def test_what_a_policy_needs(policy: ZeroPolicy, name: str, expected: int):
     """Shards, and what the schedule has whole at once: with one chunk per rank a rank's whole part, whatever the policy."""
     got = report(name, 2, 4, parameters=policy.parameters, reduction=policy.reduction)
     assert needed(policy, WEIGHTS, got.ranks[0], 2 if name == "looped_bfs" else 1) == expected
@@ -121,9 +132,12 @@ def test_the_first_that_fits_is_chosen_and_else_the_one_that_needs_least():
     prices = dict(zip(policies, [(100, 2.0), (80, 2.5), (70, 5.0), (60, 12.0)], strict=True))
     chosen = [choose_fitting(policies, prices.__getitem__, limit) for limit in (None, 100, 99, 75, 60)]
     assert [choice.policy for choice in chosen] == [policies[n] for n in (0, 0, 1, 2, 3)]
-    assert choose_fitting(policies, prices.__getitem__, 59) == Choice(policies[3], 60, 12.0, fits=False)
+    assert choose_fitting(policies, prices.__getitem__, 59) == PricedPolicy(policies[3], 60, 12.0, fits=False)
 
 
 def test_a_policy_in_words():
     assert choose(ZERO[3]).describe() == "parameters hold, gradients reduced at the boundary"
-    assert choose(ZERO[2], reduction=Reduction.MICRO).describe() == "parameters stay, gradients reduced per micro-batch"
+    assert (
+        choose(ZERO[2], reduction=ReductionTiming.MICRO).describe()
+        == "parameters stay, gradients reduced per micro-batch"
+    )

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.profile import ROUNDS, layer_times
-from zero_trial.pipeline.specs import LayerSpec
+from zero_trial.pipeline.layers import ROUNDS, LayerSpec, layer_times
 
 
 class Clock:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.pipeline.lowered import report
-from zero_trial.pipeline.report import Report
+from zero_trial.pipeline.simulate import SimulationReport
 
 
 def test_time_and_bubble():
@@ -34,4 +34,4 @@ def test_for_machines():
 
 
 def test_nothing_takes_no_time():
-    assert (Report(()).makespan, Report(()).bubble) == (0, 0)
+    assert (SimulationReport(()).makespan, SimulationReport(()).bubble) == (0, 0)

@@ -7,13 +7,11 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.actions import parse_row
-from zero_trial.pipeline.placement import Placement
-from zero_trial.pipeline.schedule import Schedule, ScheduleError
+from zero_trial.pipeline.schedule import ChunkPlacement, Schedule, ScheduleError, parse_row
 
 
 def test_it_knows_its_ranks_and_does_not_change():
-    schedule = Schedule("mine", Placement.loop(2), 1, (parse_row("0F0"), parse_row("1F0")))
+    schedule = Schedule("mine", ChunkPlacement.loop(2), 1, (parse_row("0F0"), parse_row("1F0")))
     assert schedule.stages == 2
     with pytest.raises(FrozenInstanceError):
         schedule.micro_batches = 2  # type: ignore[misc]

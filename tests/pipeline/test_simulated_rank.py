@@ -6,12 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from zero_trial.pipeline.actions import parse_row
-from zero_trial.pipeline.costs import ALIKE
-from zero_trial.pipeline.schedule import ScheduleError
-from zero_trial.pipeline.schedules import build
-from zero_trial.pipeline.simulated_rank import SimulatedRank
-from zero_trial.pipeline.validate import _Simulation
+from zero_trial.pipeline.generators import build
+from zero_trial.pipeline.schedule import ScheduleError, parse_row
+from zero_trial.pipeline.simulate import ALIKE, SimulatedRank, _Simulation
 
 
 def rank_of(row: str, index: int = 0) -> SimulatedRank:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zero_trial.errors import ConfigError
+from zero_trial.pipeline.layers import LayerSpec, TiedLayerSpec, layer_facts, tied_chunks
 from zero_trial.pipeline.partition import LayerFacts, partition
-from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec, layer_facts, tied_chunks
 
 
 def square(value: torch.Tensor) -> torch.Tensor:

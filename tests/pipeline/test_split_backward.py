@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zero_trial.pipeline.gate import Gate
-from zero_trial.pipeline.parcel import Parcel
-from zero_trial.pipeline.split_backward import SplitBackward, anatomy
+from zero_trial.pipeline.channel import Payload
+from zero_trial.pipeline.stage import SplitBackward, StageBoundary, split_graph
 
 
 class Mixed(nn.Module):
@@ -45,10 +44,10 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.grad.clone() for name, param in module.named_parameters() if param.grad is not None}
 
 
-def gated(module: nn.Module, x: torch.Tensor) -> tuple[Gate, torch.Tensor, torch.Tensor]:
+def gated(module: nn.Module, x: torch.Tensor) -> tuple[StageBoundary, torch.Tensor, torch.Tensor]:
     anchor = torch.zeros((), requires_grad=True)
     received = x.clone()
-    gate = Gate(Parcel(received, [received], [True]), anchor)
+    gate = StageBoundary(Payload(received, [received], [True]), anchor)
     return gate, anchor, module(gate.open())
 
 
@@ -124,6 +123,6 @@ def test_micro_batches_may_overtake_each_other():
 def test_the_anatomy_of_a_layer():
     module = nn.Linear(6, 2)
     gate, _, output = gated(module, torch.randn(1, 6))
-    found = anatomy([F.relu(output)], gate.node)
+    found = split_graph([F.relu(output)], gate.node)
     assert [{tuple(weight.shape) for weight in place.weights} for place in found.places] == [{(2, 6), (2,)}]
     assert found.shared == []

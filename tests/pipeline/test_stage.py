@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.pipeline.parcel import Parcel
+from zero_trial.pipeline.channel import Payload
 from zero_trial.pipeline.stage import Stage
 
 
@@ -24,7 +24,7 @@ class Two:
         return torch.tanh(self.layers[chunk](value))
 
     def forward(self, chunk: int, micro_batch: int, x: torch.Tensor, wanted: bool) -> torch.Tensor:
-        output = self.stage.forward(chunk, micro_batch, Parcel(x, [x], [wanted]))
+        output = self.stage.forward(chunk, micro_batch, Payload(x, [x], [wanted]))
         self.stage.keep(chunk, micro_batch, [output])
         return output
 
@@ -84,9 +84,9 @@ def test_the_peak_counts_what_lives_at_once():
     two.stage.backward(0, 0, [GRADIENT])
     two.forward(1, 0, X.clone(), True)
     assert two.stage.peak == 3
-    two.stage.evaluate(0, 9, Parcel(X))
+    two.stage.evaluate(0, 9, Payload(X))
     assert two.stage.peak == 3
 
 
 def test_evaluation_keeps_no_graph():
-    assert not Two().stage.evaluate(0, 0, Parcel(X)).requires_grad
+    assert not Two().stage.evaluate(0, 0, Payload(X)).requires_grad

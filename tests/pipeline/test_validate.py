@@ -13,12 +13,19 @@ from dataclasses import replace
 import pytest
 
 from tests.pipeline.lowered import lowered
-from zero_trial.pipeline.actions import COMPUTE, Action, Kind, parse_row
-from zero_trial.pipeline.costs import Costs
-from zero_trial.pipeline.placement import Placement
-from zero_trial.pipeline.schedule import Parameters, Reduction, Schedule, ScheduleError
-from zero_trial.pipeline.schedules import RECIPES
-from zero_trial.pipeline.validate import validate
+from zero_trial.pipeline.generators import RECIPES
+from zero_trial.pipeline.schedule import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    ChunkPlacement,
+    ParameterLifetime,
+    ReductionTiming,
+    Schedule,
+    ScheduleError,
+    parse_row,
+)
+from zero_trial.pipeline.simulate import Costs, validate
 
 CASES = int(os.environ.get("ZERO_TRIAL_SCHEDULE_CASES", "300"))
 
@@ -29,9 +36,15 @@ def random_schedule(rng: random.Random, largest: int = 6) -> Schedule:
     stages, micro_batches = rng.randint(1, largest), rng.randint(1, 2 * largest)
     last = stages * (chunks or RECIPES[name].chunks) - 1
     ties = [(0, last)] if last and rng.random() < 0.5 else []
-    parameters = rng.choice([None, *Parameters])
+    parameters = rng.choice([None, *ParameterLifetime])
     return lowered(
-        name, stages, micro_batches, chunks, parameters=parameters, reduction=rng.choice(list(Reduction)), ties=ties
+        name,
+        stages,
+        micro_batches,
+        chunks,
+        parameters=parameters,
+        reduction=rng.choice(list(ReductionTiming)),
+        ties=ties,
     )
 
 
@@ -42,7 +55,7 @@ def with_row(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
 
 
 def test_an_example():
-    report = validate(lowered("1f1b", 4, 8, parameters=Parameters.HOLD), Costs(1, 1, 1))
+    report = validate(lowered("1f1b", 4, 8, parameters=ParameterLifetime.HOLD), Costs(1, 1, 1))
     assert report.bubble == pytest.approx(3 / 11)
     assert [rank.peak_activations for rank in report.ranks] == [4, 3, 2, 1]
     assert [rank.gathers for rank in report.ranks] == [1] * 4
@@ -69,7 +82,7 @@ def test_a_dropped_action_is_found():
         seen.add(row.pop(rng.randrange(len(row))).kind)
         with pytest.raises(ScheduleError):
             validate(with_row(schedule, rank, row))
-    assert seen == set(Kind)
+    assert seen == set(ActionKind)
 
 
 def test_a_doubled_action_is_found():
@@ -85,35 +98,42 @@ def test_a_doubled_action_is_found():
 
 def related(first: Action, second: Action) -> bool:
     """Whether the first has to come before the second on its rank, whatever the rest does."""
-    if first.kind is Kind.STEP or second.kind is Kind.STEP:
-        return second.kind is Kind.STEP
+    if first.kind is ActionKind.STEP or second.kind is ActionKind.STEP:
+        return second.kind is ActionKind.STEP
     if first.chunk != second.chunk:
         return False
     pair = (first.kind, second.kind)
     if first.micro_batch == second.micro_batch and pair in {
-        (Kind.F, Kind.B),
-        (Kind.F, Kind.I),
-        (Kind.I, Kind.W),
-        (Kind.F, Kind.SEND_F),
-        (Kind.B, Kind.SEND_B),
-        (Kind.I, Kind.SEND_B),
-        (Kind.RECV_F, Kind.F),
-        (Kind.RECV_B, Kind.B),
-        (Kind.RECV_B, Kind.I),
-        (Kind.B, Kind.REDUCE),
-        (Kind.W, Kind.REDUCE),
+        (ActionKind.F, ActionKind.B),
+        (ActionKind.F, ActionKind.I),
+        (ActionKind.I, ActionKind.W),
+        (ActionKind.F, ActionKind.SEND_F),
+        (ActionKind.B, ActionKind.SEND_B),
+        (ActionKind.I, ActionKind.SEND_B),
+        (ActionKind.RECV_F, ActionKind.F),
+        (ActionKind.RECV_B, ActionKind.B),
+        (ActionKind.RECV_B, ActionKind.I),
+        (ActionKind.B, ActionKind.REDUCE),
+        (ActionKind.W, ActionKind.REDUCE),
     }:
         return True
-    sharding = {Kind.UNSHARD, Kind.RESHARD}
-    if pair == (Kind.UNSHARD, Kind.RESHARD) or (first.kind is Kind.UNSHARD and second.kind in COMPUTE):
+    sharding = {ActionKind.UNSHARD, ActionKind.RESHARD}
+    if pair == (ActionKind.UNSHARD, ActionKind.RESHARD) or (
+        first.kind is ActionKind.UNSHARD and second.kind in COMPUTE
+    ):
         return True
-    if first.kind in COMPUTE and second.kind is Kind.RESHARD:
+    if first.kind in COMPUTE and second.kind is ActionKind.RESHARD:
         return True
-    if second.kind is Kind.REDUCE and second.micro_batch < 0 and first.kind in (Kind.B, Kind.W):
+    if second.kind is ActionKind.REDUCE and second.micro_batch < 0 and first.kind in (ActionKind.B, ActionKind.W):
         return True
-    if first.kind == second.kind and first.kind in (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B):
+    if first.kind == second.kind and first.kind in (
+        ActionKind.SEND_F,
+        ActionKind.SEND_B,
+        ActionKind.RECV_F,
+        ActionKind.RECV_B,
+    ):
         return True
-    return first.kind is Kind.REDUCE and second.kind is Kind.TIED_REDUCE and not sharding & set(pair)
+    return first.kind is ActionKind.REDUCE and second.kind is ActionKind.TIED_REDUCE and not sharding & set(pair)
 
 
 def test_swapped_actions_are_found():
@@ -135,15 +155,15 @@ def test_swapped_actions_are_found():
 
 
 def one_rank(text: str, **promises: object) -> Schedule:
-    return replace(Schedule("mine", Placement.loop(1), 1, (parse_row(text),)), **promises)  # type: ignore[arg-type]
+    return replace(Schedule("mine", ChunkPlacement.loop(1), 1, (parse_row(text),)), **promises)  # type: ignore[arg-type]
 
 
 def two_ranks(first: str, second: str, micro_batches: int = 1, **promises: object) -> Schedule:
     rows = (parse_row(first), parse_row(second))
-    return replace(Schedule("mine", Placement.loop(2), micro_batches, rows, training=False), **promises)  # type: ignore[arg-type]
+    return replace(Schedule("mine", ChunkPlacement.loop(2), micro_batches, rows, training=False), **promises)  # type: ignore[arg-type]
 
 
-TRAINING: dict[str, object] = {"training": True, "reduction": Reduction.BOUNDARY, "steps": True}
+TRAINING: dict[str, object] = {"training": True, "reduction": ReductionTiming.BOUNDARY, "steps": True}
 
 WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a dropped send": (
@@ -185,11 +205,11 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
         "does not train has a backward: got 0B0",
     ),
     "parameters that are not there": (
-        lambda: one_rank("0F0 0UNSHARD 0RESHARD 0B0", parameters=Parameters.HOLD),
+        lambda: one_rank("0F0 0UNSHARD 0RESHARD 0B0", parameters=ParameterLifetime.HOLD),
         "the chunk's parameters are not gathered",
     ),
     "parameters that stay": (
-        lambda: one_rank("0UNSHARD 0F0 0B0", parameters=Parameters.HOLD),
+        lambda: one_rank("0UNSHARD 0F0 0B0", parameters=ParameterLifetime.HOLD),
         r"parameters stay gathered: got chunks \[0\]",
     ),
     "parameters that were never freed": (
@@ -215,12 +235,12 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: with_row(
             lowered("1f1b", 2, 1, ties=[(0, 1)]),
             0,
-            [*parse_row("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE"), Action(Kind.TIED_REDUCE, 0)],
+            [*parse_row("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE"), Action(ActionKind.TIED_REDUCE, 0)],
         ),
         "no such tie between ranks",
     ),
     "a missing tie": (
-        lambda: without(lowered("1f1b", 2, 2, ties=[(0, 1)]), 1, Kind.TIED_REDUCE),
+        lambda: without(lowered("1f1b", 2, 2, ties=[(0, 1)]), 1, ActionKind.TIED_REDUCE),
         r"deadlock: got rank 0 waits for ever at action \d+, 0TIED_REDUCE0\.",
     ),
     "ties in another order": (
@@ -232,13 +252,13 @@ WRONG: dict[str, tuple[Callable[[], Schedule], str]] = {
         "chunk 0's gradients are not reduced",
     ),
     "a rank too few": (
-        lambda: Schedule("mine", Placement.loop(2), 1, (parse_row("0F0"),)),
+        lambda: Schedule("mine", ChunkPlacement.loop(2), 1, (parse_row("0F0"),)),
         "a row per rank is needed: got 1, expected 2",
     ),
 }
 
 
-def without(schedule: Schedule, rank: int, kind: Kind) -> Schedule:
+def without(schedule: Schedule, rank: int, kind: ActionKind) -> Schedule:
     return with_row(schedule, rank, [action for action in schedule.rows[rank] if action.kind is not kind])
 
 

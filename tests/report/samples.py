@@ -8,19 +8,19 @@ from dataclasses import replace
 from zero_trial.report.data import (
     Axis,
     BestConfig,
-    Change,
-    Decision,
-    Ladder,
+    BracketHistory,
+    CheckpointRow,
     Memory,
+    MetricChange,
+    RungDecision,
+    RungOutcome,
     RunReport,
-    SavedCheckpoint,
     Series,
     Setting,
     Status,
     SweepReport,
     Tone,
     TrialReport,
-    Verdict,
 )
 
 DONE = Status("completed", Tone.GOOD)
@@ -34,8 +34,8 @@ def run_report() -> RunReport:
         status=DONE,
         subtitle="run 0001",
         changes=(
-            Change("validation_loss", 5.62, 1.94),
-            Change("val_bits_per_byte", 8.1, 2.8, (("unigram", 4.69), ("xz", 1.6))),
+            MetricChange("validation_loss", 5.62, 1.94),
+            MetricChange("val_bits_per_byte", 8.1, 2.8, (("unigram", 4.69), ("xz", 1.6))),
         ),
         facts=(
             ("trained for", "55 s"),
@@ -75,8 +75,8 @@ def run_report() -> RunReport:
         ),
         batch=(Setting("train_micro_batch_size_per_gpu", 8, "derived: 16 // 2 ranks // 1", "", True),),
         checkpoints=(
-            SavedCheckpoint(350, "step-000350", 8_090_653, False),
-            SavedCheckpoint(700, "step-000700", 8_090_653, True),
+            CheckpointRow(350, "step-000350", 8_090_653, False),
+            CheckpointRow(700, "step-000700", 8_090_653, True),
         ),
         repeat="zero-trial run runs/0001/config.lock.yaml",
         lock="name: quickstart\n",
@@ -103,7 +103,7 @@ def sweep_report(trials: int = 16, units: tuple[int, ...] = (15, 60)) -> SweepRe
             Axis("ds_config.zero_optimization.stage", choices=("0", "1", "2", "3")),
             Axis("ds_config.optimizer.params.weight_decay"),
         ),
-        ladders=(Ladder(1, units, tuple(_decisions(ended, on, units))),),
+        ladders=(BracketHistory(1, units, tuple(_decisions(ended, on, units))),),
         pruned=(("train_batch_size: 6 is not micro batch 4 x accumulation 1 x 2 ranks", 2),),
         best=BestConfig(best.id, best.best or 0.0, "best.yaml", "name: best\n", "zero-trial run best.yaml MODEL_DIR"),
         subtitle="experiment 3",
@@ -141,14 +141,16 @@ def _pruned(number: int) -> TrialReport:
     return TrialReport(str(number), Status("pruned", Tone.QUIET), {}, Series("validation_loss", (), ()), pruned=True)
 
 
-def _decisions(trials: list[TrialReport], on: set[str], units: tuple[int, ...]) -> list[Decision]:
+def _decisions(trials: list[TrialReport], on: set[str], units: tuple[int, ...]) -> list[RungDecision]:
     found = []
     for place, trial in enumerate(trials, 1):
-        verdict = Verdict.WENT_ON if trial.id in on else Verdict.STOPPED
+        verdict = RungOutcome.WENT_ON if trial.id in on else RungOutcome.STOPPED
         why = f"{place}th of the {place} measured here so far; the best {max(place // 4, 1)} may go on (1 in 4)."
-        found.append(Decision(trial.id, verdict, 1, 0, units[0], trial.curve.values[0], why))
+        found.append(RungDecision(trial.id, verdict, 1, 0, units[0], trial.curve.values[0], why))
     for trial in trials:
         if trial.id in on:
             value = trial.curve.values[-1]
-            found.append(Decision(trial.id, Verdict.FINISHED, 1, 1, units[-1], value, "1st of 1 that came this far."))
+            found.append(
+                RungDecision(trial.id, RungOutcome.FINISHED, 1, 1, units[-1], value, "1st of 1 that came this far.")
+            )
     return found

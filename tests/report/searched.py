@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
-from zero_trial.master.searchers import Create, ExitReason, Stop, build
+from zero_trial.master.search import Create, ExitReason, Stop, build
 from zero_trial.master.store import Database, experiments, metrics, trials
 
 CONFIG: dict[str, Any] = {

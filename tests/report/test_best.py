@@ -7,8 +7,9 @@ import copy
 import yaml
 
 from tests.report.searched import CONFIG
-from zero_trial.config.experiment_reader import read_experiment
-from zero_trial.report.best import as_hyperparameters, as_yaml, best_experiment
+from zero_trial.experiment.experiment import read_experiment
+from zero_trial.report.data import as_yaml
+from zero_trial.report.master_reader import as_hyperparameters, best_experiment
 
 POINT = {"global_batch_size": 16, "ds_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}}
 

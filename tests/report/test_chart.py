@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.report.reading import read
-from zero_trial.report.chart import MOST_POINTS, Line, line_chart, smoothed, thinned
 from zero_trial.report.data import Series
+from zero_trial.report.plot import MOST_POINTS, Line, line_chart, smoothed, thinned
 
 
 def test_a_line_goes_from_its_first_value_to_its_last() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.report.difference import ABSENT, Change, changes, compare_runs
-from zero_trial.report.run_record import RunRecord, Trace
+from zero_trial.report.difference import ABSENT, RunRecord, SettingChange, Trace, changes, compare_runs
 
 
 def run(steps: Mapping[int, Any] | None = None, **more: Any) -> RunRecord:
@@ -77,16 +76,16 @@ def test_one_that_went_further_is_not_the_same() -> None:
 
 def test_settings_code_and_data() -> None:
     found = compare_runs(run(), run(settings={"seed": 8, "x": None}, code={"b.py": "2"}, data={"sha256": "e"}))
-    assert found.settings == (Change("seed", 7, 8), Change("x", ABSENT, None))
-    assert found.code == (Change("a.py", "1", ABSENT), Change("b.py", ABSENT, "2"))
-    assert found.data == (Change("sha256", "d", "e"),)
+    assert found.settings == (SettingChange("seed", 7, 8), SettingChange("x", ABSENT, None))
+    assert found.code == (SettingChange("a.py", "1", ABSENT), SettingChange("b.py", ABSENT, "2"))
+    assert found.data == (SettingChange("sha256", "d", "e"),)
     assert found.same_values and not found.same_origin and not found.same
     assert changes({"a": 1}, {"a": 1.0}) == ()
 
 
 def test_the_machine_is_told_and_does_not_count() -> None:
     found = compare_runs(run(made_with={"versions.torch": "2.6"}), run(made_with={"versions.torch": "2.7"}))
-    assert found.made_with == (Change("versions.torch", "2.6", "2.7"),) and found.same
+    assert found.made_with == (SettingChange("versions.torch", "2.6", "2.7"),) and found.same
 
 
 def test_what_a_run_lacks_is_said() -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from tests.report.test_run_folder import SUMMARY, make, start, train, validation
 from zero_trial.errors import ConfigError
-from zero_trial.report.folder_of_runs import from_runs
+from zero_trial.report.run_reader import from_runs
 from zero_trial.report.sweep_page import render_sweep
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from tests.report.reading import read
 from tests.report.samples import sweep_report
-from zero_trial.report.data import Decision, Ladder, Verdict
-from zero_trial.report.ladders import ladders_view
+from zero_trial.report.data import BracketHistory, RungDecision, RungOutcome
+from zero_trial.report.plot import brackets_view
 
 
 def test_a_mark_for_each_decision_the_better_the_higher() -> None:
     report = sweep_report(8)
-    page = read(ladders_view(report) or "")
+    page = read(brackets_view(report) or "")
     assert page.faults == []
     marks = [e for e in page.having("mark") if e.tag == "button"]
     assert len(marks) == len(report.ladders[0].decisions) == 10
@@ -26,8 +26,8 @@ def test_a_mark_for_each_decision_the_better_the_higher() -> None:
 
 
 def test_where_more_is_better_more_is_up() -> None:
-    up = read(ladders_view(replace(sweep_report(4), smaller_is_better=False)) or "")
-    down = read(ladders_view(sweep_report(4)) or "")
+    up = read(brackets_view(replace(sweep_report(4), smaller_is_better=False)) or "")
+    down = read(brackets_view(sweep_report(4)) or "")
     tops = [
         [
             float((e.attributes["style"] or "").split("top:")[1].rstrip("%"))
@@ -41,14 +41,14 @@ def test_where_more_is_better_more_is_up() -> None:
 
 def test_a_metric_that_is_not_a_number_stands_at_the_worse_end() -> None:
     decisions = (
-        Decision("1", Verdict.WENT_ON, 1, 0, 5, 1.0, ""),
-        Decision("2", Verdict.STOPPED, 1, 0, 5, float("nan"), ""),
+        RungDecision("1", RungOutcome.WENT_ON, 1, 0, 5, 1.0, ""),
+        RungDecision("2", RungOutcome.STOPPED, 1, 0, 5, float("nan"), ""),
     )
-    page = read(ladders_view(replace(sweep_report(4), ladders=(Ladder(1, (5, 9), decisions),))) or "")
+    page = read(brackets_view(replace(sweep_report(4), ladders=(BracketHistory(1, (5, 9), decisions),))) or "")
     (stopped,) = [e for e in page.having("stopped") if e.tag == "button"]
     assert "top:100%" in (stopped.attributes["style"] or "")
 
 
 def test_a_search_without_decisions_has_no_picture() -> None:
-    assert ladders_view(replace(sweep_report(4), ladders=())) is None
-    assert ladders_view(replace(sweep_report(4), ladders=(Ladder(1, (5,), ()),))) is None
+    assert brackets_view(replace(sweep_report(4), ladders=())) is None
+    assert brackets_view(replace(sweep_report(4), ladders=(BracketHistory(1, (5,), ()),))) is None

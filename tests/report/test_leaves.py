@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.report.data import Axis
-from zero_trial.report.leaves import differing_axes, leaves, reach, swept_axes
+from zero_trial.report.data import Axis, differing_axes, leaves, reach, swept_axes
 
 
 def test_leaves_by_dotted_name() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.reading import read
-from zero_trial.report.markup import Html, el, join, json_data
+from zero_trial.report.page import Html, el, join, json_data
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from tests.report.searched import CONFIG, DS_CONFIG, context, play
-from zero_trial.config.experiment_reader import read_experiment
-from zero_trial.config.overlay import overwrite_ds_config
+from zero_trial.ds_config.overlay import overwrite_ds_config
 from zero_trial.errors import ConfigError
+from zero_trial.experiment.experiment import read_experiment
 from zero_trial.master.records import MetricReport
-from zero_trial.report.data import Tone, Verdict
-from zero_trial.report.master_store import from_master_store, member, steps_per_second
+from zero_trial.report.data import RungOutcome, Tone
+from zero_trial.report.master_reader import from_master_store, member, steps_per_second
 
 
 def test_every_trial_and_every_decision(tmp_path: Path) -> None:
     truth = play(tmp_path / "db")
     report = from_master_store(tmp_path / "db", 1)
     decisions = [decision for ladder in report.ladders for decision in ladder.decisions]
-    assert sorted(d.trial for d in decisions if d.verdict is Verdict.STOPPED) == sorted(truth.stopped)
-    assert sorted(d.trial for d in decisions if d.verdict is Verdict.FINISHED) == sorted(truth.finished)
+    assert sorted(d.trial for d in decisions if d.verdict is RungOutcome.STOPPED) == sorted(truth.stopped)
+    assert sorted(d.trial for d in decisions if d.verdict is RungOutcome.FINISHED) == sorted(truth.finished)
     assert len(truth.stopped) >= 3 and len(truth.finished) >= 1
     assert len(report.trials) == 8
     words = {trial.id: trial.status.word for trial in report.trials}
@@ -80,7 +80,7 @@ def test_the_best_configuration_runs(tmp_path: Path) -> None:
 def test_a_grid_has_trials_and_no_ladders(tmp_path: Path) -> None:
     searcher = {"name": "random", "metric": "validation_loss", "max_trials": 3, "max_length": {"batches": 15}}
     from tests.report.searched import _experiment, _trial
-    from zero_trial.master.searchers import Create, build
+    from zero_trial.master.search import Create, build
     from zero_trial.master.store import Database, experiments, trials
 
     config: dict[str, Any] = {**CONFIG, "searcher": searcher}

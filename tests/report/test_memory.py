@@ -7,8 +7,8 @@ import pytest
 from tests.report.reading import read
 from tests.report.samples import run_report
 from zero_trial.report.data import Memory
-from zero_trial.report.markup import join
-from zero_trial.report.memory import bar, memory_view
+from zero_trial.report.page import join
+from zero_trial.report.plot import bar, memory_view
 
 
 def widths(html: str) -> list[float]:

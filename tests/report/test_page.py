@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.report.reading import read
 from zero_trial.report import page
 from zero_trial.report.data import Status, Tone
-from zero_trial.report.markup import el
+from zero_trial.report.page import el
 
 HEAD = page.heading("title", Status("done", Tone.GOOD), "")
 

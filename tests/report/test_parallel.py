@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.report.reading import read
 from tests.report.samples import sweep_report
-from zero_trial.report.parallel import parallel_view
+from zero_trial.report.plot import parallel_view
 
 
 def test_axes_lines_and_the_best_trial_on_top() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.report.data import Tone
-from zero_trial.report.run_folder import from_run_folder, in_force
 from zero_trial.report.run_page import render_run
+from zero_trial.report.run_reader import from_run_folder, in_force
 
 LOCK = "name: small\nsearcher: {name: single, metric: validation_loss}\ndata: {ds_config: {zero_optimization: {stage: 2}}}\n"
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from tests.report.browser import ask, needs_browser, screenshot
 from tests.report.reading import read
 from tests.report.samples import run_report
-from zero_trial.report.data import Change, Memory, RunReport, Series, Setting, Status, Tone
+from zero_trial.report.data import Memory, MetricChange, RunReport, Series, Setting, Status, Tone
 from zero_trial.report.run_page import render_run
 
 HOSTILE = "</title></script><script>document.body.dataset.owned=1</script><img src=x onerror=alert(1)>\"'`"
@@ -24,7 +24,7 @@ def hostile_run() -> RunReport:
         subtitle=HOSTILE,
         message=HOSTILE,
         status=Status(HOSTILE, Tone.BAD),
-        changes=(Change(HOSTILE, 1.0, 2.0, ((HOSTILE, 1.0),)),),
+        changes=(MetricChange(HOSTILE, 1.0, 2.0, ((HOSTILE, 1.0),)),),
         facts=((HOSTILE, HOSTILE),),
         training=series,
         validation=(series,),

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.report.difference import compare_runs
-from zero_trial.report.run_record import flatten, read_run
+from zero_trial.report.difference import compare_runs, flatten, read_run
 
 LOCK = """
 searcher: {name: single, metric: loss, max_length: {batches: 9}}

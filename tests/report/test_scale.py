@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_trial.report.data import Axis
-from zero_trial.report.scale import Scale, fit, fit_axis
+from zero_trial.report.plot import Scale, fit, fit_axis
 
 
 def test_places_and_round_ticks() -> None:

@@ -10,7 +10,17 @@ from tests.report.browser import ask, needs_browser, screenshot
 from tests.report.reading import read
 from tests.report.samples import sweep_report
 from tests.report.test_run_page import HOSTILE
-from zero_trial.report.data import Axis, BestConfig, Decision, Ladder, Series, Status, SweepReport, Tone, Verdict
+from zero_trial.report.data import (
+    Axis,
+    BestConfig,
+    BracketHistory,
+    RungDecision,
+    RungOutcome,
+    Series,
+    Status,
+    SweepReport,
+    Tone,
+)
 from zero_trial.report.sweep_page import render_sweep
 
 
@@ -27,7 +37,7 @@ def hostile_sweep() -> SweepReport:
         )
         for number, trial in enumerate(report.trials)
     )
-    decision = Decision(f"{HOSTILE}0", Verdict.STOPPED, 1, 0, 5, 1.0, HOSTILE)
+    decision = RungDecision(f"{HOSTILE}0", RungOutcome.STOPPED, 1, 0, 5, 1.0, HOSTILE)
     return replace(
         report,
         title=HOSTILE,
@@ -38,7 +48,7 @@ def hostile_sweep() -> SweepReport:
         throughput_unit=HOSTILE,
         trials=trials,
         axes=(Axis(HOSTILE, choices=(HOSTILE,)),),
-        ladders=(Ladder(1, (5,), (decision,)),),
+        ladders=(BracketHistory(1, (5,), (decision,)),),
         pruned=((HOSTILE, 1),),
         facts=((HOSTILE, HOSTILE),),
         best=BestConfig(f"{HOSTILE}0", 1.0, HOSTILE, HOSTILE, HOSTILE),

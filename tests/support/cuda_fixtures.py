@@ -12,8 +12,10 @@ from tests.support import emulated_cuda, pretended_gpus
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _native, _nvrtc, cuda_backend, cuda_kernels, library
-from zero_trial.ops.cuda_kernels import BF16, FP16, FP32, NONE
+from zero_trial.ops import cpu, cuda_bindings, cuda_runtime
+from zero_trial.ops import cpu_library as _native
+from zero_trial.ops import cpu_library as cpu_library_ops
+from zero_trial.ops.cuda_runtime import BF16, FP16, FP32, NONE
 
 
 @pytest.fixture(scope="session")
@@ -28,15 +30,15 @@ def cuda_built(cuda_driver: Emulator) -> Emulator:
     kinds = ((FP32, BF16), (BF16, BF16), (FP16, FP16))
     cuda_driver.build(
         [
-            *(cuda_kernels.update(op, g, out) for op in cuda_kernels.OPTIMIZERS for g, out in kinds),
-            *(cuda_kernels.update("ZtAdam", g, out) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
-            *(cuda_kernels.lamb("zt_lamb_moments", g, NONE) for g, _ in kinds),
-            *(cuda_kernels.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16, FP16)),
-            cuda_kernels.lamb("zt_lamb_squares", FP32, NONE),
-            *(cuda_kernels.square_sum(stored) for stored in cuda_kernels.STORED),
-            *(cuda_kernels.sums(), cuda_kernels.step_control()),
+            *(cuda_runtime.update(op, g, out) for op in cuda_runtime.OPTIMIZERS for g, out in kinds),
+            *(cuda_runtime.update("ZtAdam", g, out) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
+            *(cuda_runtime.lamb("zt_lamb_moments", g, NONE) for g, _ in kinds),
+            *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16, FP16)),
+            cuda_runtime.lamb("zt_lamb_squares", FP32, NONE),
+            *(cuda_runtime.square_sum(stored) for stored in cuda_runtime.STORED),
+            *(cuda_runtime.sums(), cuda_runtime.step_control()),
             *(
-                cuda_kernels.copy(*kind)
+                cuda_runtime.copy(*kind)
                 for kind in ((0, 1, False), (1, 0, True), (2, 0, True), (1, 1, True), (0, 2, True))
             ),
         ]
@@ -45,18 +47,18 @@ def cuda_built(cuda_driver: Emulator) -> Emulator:
 
 
 @pytest.fixture(scope="session")
-def cpu_library() -> _native.Native:
+def cpu_library() -> cpu_library_ops.CPULibrary:
     """The CPU's kernels, whatever ZERO_TRIAL_OPS says, from the cache of this machine."""
     try:
-        return _native.open_native(os.environ)
+        return cpu_library_ops.open_native(os.environ)
     except KernelUnavailable as trouble:
         pytest.skip(f"nothing to compare with: {trouble.what}")
 
 
 @pytest.fixture
-def cpu_kernels(cpu_library: _native.Native, monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_kernels(cpu_library: cpu_library_ops.CPULibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """What results are compared with."""
-    monkeypatch.setattr(library, "backend", lambda: _native.Backend(cpu_library))
+    monkeypatch.setattr(cpu, "backend", lambda: _native.Backend(cpu_library))
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def gpus(
 ) -> Iterator[Gpus]:
     """A Hopper, and one newer than the compiler."""
     try:
-        _nvrtc.open_nvrtc()
+        cuda_bindings.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(f"{trouble.what}. pip install 'zero_trial[cuda-check]'")
     made = Gpus(cuda_driver, (90, 129))
@@ -87,5 +89,5 @@ def gpus(
     assert chosen.cuda is not None and "NVRTC" in chosen.describe()
     with made:
         yield made
-    cuda_backend.device_of.cache_clear()
+    cuda_runtime.device_of.cache_clear()
     assert cuda_driver.library.fault() == b"" and cuda_driver.library.contexts_pushed() == 0

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _build, cuda_backend, cuda_runtime, cuda_tables
-from zero_trial.ops.cuda_driver import Driver
-from zero_trial.ops.cuda_kernels import Kernel
+from zero_trial.ops import arguments, cpu_library, cuda_runtime
+from zero_trial.ops.cuda_bindings import Driver
+from zero_trial.ops.cuda_runtime import Kernel
 
 HERE = Path(__file__).parent / "cuda_emulator"
 FLAGS = (
@@ -48,22 +48,22 @@ class Emulator:
 
     def _compile(self, kernel: Kernel) -> Path:
         path = self.folder / f"{hash(kernel) & 0xFFFFFFFFFFFF:x}.so"
-        named = [f"-DZT_SOURCE={(_build.SOURCES / 'cuda' / kernel.source)!s}".replace("=", '="', 1) + '"']
+        named = [f"-DZT_SOURCE={(cpu_library.SOURCES / 'cuda' / kernel.source)!s}".replace("=", '="', 1) + '"']
         named += [f"-DZT_ENTRY={kernel.entry}", *(option for option in kernel.options if option.startswith("-D"))]
-        command = [self.compiler, *FLAGS, *named, "-I", str(_build.SOURCES / "include"), str(HERE / "kernel.cpp")]
+        command = [self.compiler, *FLAGS, *named, "-I", str(cpu_library.SOURCES / "include"), str(HERE / "kernel.cpp")]
         run(*command, "-o", str(path))
         return path
 
-    def cuda(self) -> cuda_runtime.Cuda:
+    def cuda(self) -> cuda_runtime.CudaRuntime:
         """The backend that a process with a GPU has, on this one. Images are paths of what g++ made; streams are the null stream."""
 
         def images(kernel: Kernel, arch: int) -> Iterator[bytes]:
             self.build([kernel])
             yield str(self.built[kernel]).encode()
 
-        device = cuda_runtime.Device(0, 90, self.multiprocessors)
+        device = cuda_runtime.DeviceInfo(0, 90, self.multiprocessors)
         given = (MeasuredDriver(self.library), images, lambda _: device, lambda _: 0)
-        return cuda_runtime.Cuda(*given, strict=True, kind="cpu")
+        return cuda_runtime.CudaRuntime(*given, strict=True, kind="cpu")
 
     @contextmanager
     def watching(self, *tensors: Tensor | None, read_only: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -102,7 +102,7 @@ def run(*command: str) -> None:
 def make(folder: Path) -> Emulator:
     """Skips where there is no compiler."""
     try:
-        (compiler,) = _build.find_compiler({"PATH": __import__("os").environ["PATH"]})
+        (compiler,) = cpu_library.find_compiler({"PATH": __import__("os").environ["PATH"]})
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
     path = folder / "driver.so"
@@ -119,10 +119,10 @@ def make(folder: Path) -> Emulator:
     return Emulator(folder, compiler, library)
 
 
-def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime.Cuda:
+def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime.CudaRuntime:
     """The ops of zero_trial.ops.cuda run on the emulator; memory that they make for themselves may be touched."""
-    backend, upload, doubles = emulator.cuda(), cuda_tables.upload, cuda_tables.doubles
-    monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: cuda_backend.CudaBackend(backend))
+    backend, upload, doubles = emulator.cuda(), arguments.upload, arguments.doubles
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(backend))
 
     def uploaded(content: bytes, device: torch.device) -> Tensor:
         held = upload(content, device)
@@ -134,6 +134,6 @@ def install(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> cuda_runtime
         emulator.allow(held)
         return held
 
-    monkeypatch.setattr(cuda_tables, "upload", uploaded)
-    monkeypatch.setattr(cuda_tables, "doubles", made)
+    monkeypatch.setattr(arguments, "upload", uploaded)
+    monkeypatch.setattr(arguments, "doubles", made)
     return backend

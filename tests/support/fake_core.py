@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zero_trial.platform.protocols import Distributed
+from zero_trial.runtime.protocols import Distributed
 
 
 class FakeCore:

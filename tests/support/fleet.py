@@ -152,7 +152,7 @@ def _live(
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         pipe.send((None, "".join(traceback.format_exception(error))))
-    from zero_trial.mesh import destroy_distributed
+    from zero_trial.comm import destroy_distributed
 
     destroy_distributed()
     sys.stdout.flush()

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import zero_trial
-from zero_trial.engine.courier import Courier
-from zero_trial.engine.late_verdict import LateVerdict
+from zero_trial.engine.step import DeferredStepOutcome, PinnedReadback
 
 # What waits for a CUDA device, or for which the host must know a value.
 WAITING = frozenset(
@@ -19,10 +18,10 @@ WAITING = frozenset(
 )
 
 
-def make_late(engine: zero_trial.Engine) -> LateVerdict:
+def make_late(engine: zero_trial.Engine) -> DeferredStepOutcome:
     """From now on ``engine`` does as on CUDA: before its first step."""
     assert engine.optimizer is not None and engine.optimizer.takes_gates(engine.device)
-    verdict = LateVerdict(engine.sharded, engine.wiring, engine.device, engine.optimizer)
+    verdict = DeferredStepOutcome(engine.sharded, engine.wiring, engine.device, engine.optimizer)
     engine.verdict = verdict
     return verdict
 
@@ -72,14 +71,14 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def on_device(engine: zero_trial.Engine, verdict: LateVerdict, act: Callable[[], Any]) -> list[str]:
+def on_device(engine: zero_trial.Engine, verdict: DeferredStepOutcome, act: Callable[[], Any]) -> list[str]:
     """What ``act()`` read of gradients, their norm, masters and parameters."""
     units = engine.sharded.units
     tensors = [unit.full for unit in units] + [unit.shard for unit in units] + [unit.master for unit in units]
     tensors += [landing.shard for landing in engine.sharded.landings] + list(
         engine.sharded.reducer.square_sums.values()
     )
-    courier: Courier = verdict.courier
+    courier: PinnedReadback = verdict.courier
     with Device([*tensors, courier.there], [courier._here]) as device:
         act()
     return device.reads

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.mesh import CommCounters
+from zero_trial.comm import CommCounters
 
 TIMEOUT_SECONDS = 20.0
 

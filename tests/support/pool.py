@@ -114,7 +114,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> N
     import torch
 
     from tests.support import strict_backend
-    from zero_trial.mesh import init_distributed
+    from zero_trial.comm import init_distributed
 
     torch.set_num_threads(1)
     if strict:

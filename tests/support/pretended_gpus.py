@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.support.emulated_cuda import Emulator, MeasuredDriver
-from zero_trial.ops import _nvrtc, cuda, cuda_backend
-from zero_trial.ops._nvrtc_cache import KernelCache
-from zero_trial.ops.cuda_backend import CudaBackend
-from zero_trial.ops.cuda_driver import open_driver
-from zero_trial.ops.cuda_kernels import Kernel
+from zero_trial.ops import cuda, cuda_bindings, cuda_runtime
+from zero_trial.ops.cuda_bindings import open_driver
+from zero_trial.ops.cuda_runtime import CudaBackend, Kernel
+from zero_trial.ops.kernel_cache import KernelCache
 
 WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}  # of the host for the device
 
@@ -252,9 +251,11 @@ def as_compiled_by_both(ptx: str, kernel: Kernel, emulator: Emulator) -> None:
 def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> CudaBackend:
     """This process has these GPUs. What is compiled is emulated by g++'s code of the same kernel."""
     names = ("libnone.so", str(gpus.emulator.folder / "driver.so"))
-    emulator, compiled = gpus.emulator, cuda_backend.compiled
+    emulator, compiled = gpus.emulator, cuda_runtime.compiled
 
-    def watched(kernel: Kernel, nvrtc: _nvrtc.Nvrtc, target: _nvrtc.Target, kept: KernelCache) -> bytes:
+    def watched(
+        kernel: Kernel, nvrtc: cuda_bindings.Nvrtc, target: cuda_bindings.CompileTarget, kept: KernelCache
+    ) -> bytes:
         image = compiled(kernel, nvrtc, target, kept)
         emulator.build([kernel])
         if target.ptx:
@@ -267,12 +268,12 @@ def install(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
         opened.gpus = gpus
         return opened
 
-    monkeypatch.setattr(cuda_backend, "compiled", watched)
-    monkeypatch.setattr(cuda_backend, "open_driver", driver)
+    monkeypatch.setattr(cuda_runtime, "compiled", watched)
+    monkeypatch.setattr(cuda_runtime, "open_driver", driver)
     install_torch(gpus, monkeypatch)
-    cuda_backend.device_of.cache_clear()
-    chosen = cuda_backend.choose(environ, device_present=True)
+    cuda_runtime.device_of.cache_clear()
+    chosen = cuda_runtime.choose(environ, device_present=True)
     if chosen.cuda is not None:
         chosen.cuda.make_room = gpus.make_room
-    monkeypatch.setattr(cuda_backend, "cuda_backend", lambda: chosen)
+    monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: chosen)
     return chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_trial.zero.mover import Wait
+from zero_trial.sharding.offload.host import Wait
 
 
 class StrictMover:

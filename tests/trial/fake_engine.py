@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.platform.collectives import JsonDistributed
-from zero_trial.platform.protocols import Distributed
+from zero_trial.runtime.protocols import Distributed, JsonDistributed
 
 
 class FakeGrid:

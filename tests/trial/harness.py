@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from tests.trial.fake_engine import fake_factory
-from zero_trial.platform.in_memory import InMemoryPlatform, Record, run_ranks
-from zero_trial.platform.protocols import Distributed
+from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord, run_ranks
+from zero_trial.runtime.protocols import Distributed
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
-from zero_trial.trial.outcome import Outcome
-from zero_trial.trial.seeding import seed_everything
+from zero_trial.trial.reporting import Outcome
+from zero_trial.trial.trial import seed_everything
 
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -85,7 +85,7 @@ class LineTrial(ZeroTrial):
 class Run:
     """What one rank's run left behind."""
 
-    def __init__(self, trial: Any, outcome: Outcome, record: Record) -> None:
+    def __init__(self, trial: Any, outcome: Outcome, record: ReportedRecord) -> None:
         self.trial, self.outcome, self.record = trial, outcome, record
 
 
@@ -113,7 +113,7 @@ def run_rank(
 
 def run_world(size: int, kind: Any, settings: TrainSettings, storage: Path, **options: Any) -> list[Any]:
     """``size`` ranks as threads; each a Run, or what it raised."""
-    record = options.pop("record", None) or Record()
+    record = options.pop("record", None) or ReportedRecord()
     return run_ranks(size, lambda ranks: run_rank(kind, settings, ranks, record=record, storage=storage, **options))
 
 

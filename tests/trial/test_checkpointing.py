@@ -11,11 +11,11 @@ import pytest
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.trial import Batch, Keep, TrialCallback
-from zero_trial.trial.checkpointing import TrialState, read_state, retained, write_state
+from zero_trial.trial.checkpointing import TrialSnapshot, read_state, retained, write_state
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    state = TrialState(
+    state = TrialSnapshot(
         step=7, trial_id="x", window={"loss": [0.1 + 0.2, 3]}, history=[["step-000007", 7, None]], ranks=[{"a": 1}]
     )
     write_state(tmp_path, state)
@@ -31,7 +31,7 @@ def test_what_is_no_state_is_a_checkpoint_error(tmp_path: Path, text: str | None
 
 
 def test_a_changed_number_in_the_state_is_found(tmp_path: Path) -> None:
-    write_state(tmp_path, TrialState(step=12))
+    write_state(tmp_path, TrialSnapshot(step=12))
     path = tmp_path / "trial_state.json"
     path.write_text(path.read_text().replace('"step": 12', '"step": 13'))
     with pytest.raises(CheckpointError, match="another content than was written"):
@@ -49,9 +49,9 @@ def test_a_state_that_rank_0_cannot_write_is_raised_by_all(tmp_path: Path, monke
 
 
 def test_ranks_that_did_not_exist_take_rank_0s_part() -> None:
-    state = TrialState(samples=8, micro_batches=2, ranks=[{"loader": "a"}, {"loader": "b"}])
+    state = TrialSnapshot(samples=8, micro_batches=2, ranks=[{"loader": "a"}, {"loader": "b"}])
     assert [state.resume(rank).loader_state for rank in range(3)] == ["a", "b", "a"]
-    assert TrialState().of_rank(0) == {}
+    assert TrialSnapshot().of_rank(0) == {}
 
 
 HISTORY = [["a", 1, 3.0], ["b", 2, 1.0], ["c", 3, None], ["d", 4, 2.0], ["e", 5, 4.0]]

@@ -11,7 +11,7 @@ import torch
 from tests.trial.fake_engine import FakeEngine, FakeGrid, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.platform.in_memory import InMemoryPlatform
+from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.trial import ModelParallelUnit, ZeroTrialContext, make_data_parallel_mpu
 
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}

@@ -11,9 +11,9 @@ import torch
 from tests.trial.fake_engine import FakeGrid
 from tests.trial.harness import LineTrial, run_rank, run_world, steps
 from zero_trial.errors import ConfigError, DataError, Diverged, InvalidHP, MeshError, TrialError
-from zero_trial.platform.in_memory import Record
+from zero_trial.runtime.in_memory import ReportedRecord
 from zero_trial.trial import Batch, Epoch, TrainSettings, TrialCallback, ZeroTrial
-from zero_trial.trial.outcome import End
+from zero_trial.trial.reporting import End
 
 
 def test_a_trial_learns_reports_validates_and_saves() -> None:
@@ -111,7 +111,7 @@ def test_epochs_as_units() -> None:
 
 def test_preemption_saves_and_the_rest_follows_on_resume(tmp_path: Path) -> None:
     run = run_rank(
-        LineTrial, steps(20, reporting_period=Batch(5)), storage=tmp_path, record=Record(preempt_from_poll=1)
+        LineTrial, steps(20, reporting_period=Batch(5)), storage=tmp_path, record=ReportedRecord(preempt_from_poll=1)
     )
     step = run.outcome.step
     assert run.outcome.end is End.PREEMPTED and step < 20
@@ -309,7 +309,7 @@ def test_an_invalid_hp_is_posted_once_and_ends_every_rank(tmp_path: Path) -> Non
                 raise InvalidHP("this will not do")
             return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
-    record = Record()
+    record = ReportedRecord()
     first, second = run_world(2, Invalid, steps(5), tmp_path, record=record)
     assert isinstance(second, InvalidHP) and isinstance(first, MeshError)
     assert record.early_exits == ["INVALID_HP"]
@@ -344,7 +344,7 @@ def test_a_loss_that_is_not_finite_ends_every_rank_at_the_same_step(tmp_path: Pa
             loss = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
             return loss * float("nan") if self.context.distributed.rank == 1 and batch_idx == 2 else loss
 
-    record = Record()
+    record = ReportedRecord()
     outcomes = run_world(2, Breaks, steps(5, checkpoint_period=Batch(1)), tmp_path, record=record)
     for error in outcomes:
         assert isinstance(error, Diverged)

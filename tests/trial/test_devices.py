@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import torch
 
-from zero_trial.trial.devices import DeviceMover
+from zero_trial.trial.context import DeviceMover
 
 Pair = namedtuple("Pair", "x y")
 

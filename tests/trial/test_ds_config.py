@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.trial.fake_engine import FakeEngine
-from zero_trial.config.overlay import overwrite_ds_config
-from zero_trial.config.source import open_source
+from zero_trial.ds_config.overlay import overwrite_ds_config
 from zero_trial.errors import ConfigError, InvalidHP
-from zero_trial.platform.collectives import JsonDistributed
-from zero_trial.platform.in_memory import InMemoryPlatform
+from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.schema.source import open_source
 from zero_trial.trial.ds_config import reconcile_config, reconcile_engine, trial_ds_config, with_stages
 
 GRID: dict[str, Any] = {"searcher": {"name": "grid"}}

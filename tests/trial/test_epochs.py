@@ -9,11 +9,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from tests.trial.harness import Points
 from zero_trial.errors import DataError
-from zero_trial.platform.collectives import JsonDistributed
-from zero_trial.platform.in_memory import run_ranks
-from zero_trial.platform.protocols import Distributed
+from zero_trial.runtime.in_memory import run_ranks
+from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.trial import DataLoader, ModelParallelUnit
-from zero_trial.trial.epochs import agreed_minimum, epoch_steps
+from zero_trial.trial.data import agreed_minimum, epoch_steps
 
 
 def agree(numbers: list[int | None]) -> list[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.platform.in_memory import InMemoryPlatform
-from zero_trial.trial.experiment_view import ExperimentView
+from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.trial.context import ExperimentView
 
 
 def test_the_platform_answers() -> None:

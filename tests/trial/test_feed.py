@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from tests.trial.harness import Points
 from zero_trial.errors import DataError
 from zero_trial.trial import DataLoader, ModelParallelUnit
-from zero_trial.trial.feed import (
+from zero_trial.trial.data import (
     UNKNOWN_LENGTH,
     Resume,
     TrainFeed,

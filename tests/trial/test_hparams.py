@@ -7,7 +7,7 @@ import json
 import pytest
 from attrdict import AttrDict
 
-from zero_trial.trial.hparams import HParams
+from zero_trial.trial.context import HParams
 
 VALUES = {"lr": 0.1, "model": {"width": 8, "keys": [1, {"deep": 2}]}}
 

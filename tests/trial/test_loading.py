@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.trial.loading import import_trial_class
+from zero_trial.trial.trial import import_trial_class
 
 
 @pytest.fixture

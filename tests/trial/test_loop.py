@@ -8,7 +8,8 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
 from zero_trial.errors import TrialError
-from zero_trial.trial.loop import fitted, skips_from_here
+from zero_trial.trial.controller import skips_from_here
+from zero_trial.trial.trial import fitted
 
 TWICE = {"gradient_accumulation_steps": 2}
 

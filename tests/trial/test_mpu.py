@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from zero_trial.platform.collectives import JsonDistributed
-from zero_trial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_engine_mpu
+from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.context import ModelParallelUnit, make_data_parallel_mpu, make_engine_mpu
 
 
 @dataclass

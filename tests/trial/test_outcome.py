@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.trial.outcome import End, Outcome
+from zero_trial.trial.reporting import End, Outcome
 
 
 def test_samples_per_second_of_the_training_part() -> None:

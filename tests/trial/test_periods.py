@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.trial.periods import NEVER, Batch, Epoch, Position, is_boundary, next_boundary, read_unit, total_steps
+from zero_trial.trial.settings import (
+    NEVER,
+    Batch,
+    Epoch,
+    TrainPosition,
+    is_boundary,
+    next_boundary,
+    read_unit,
+    total_steps,
+)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_records_need_the_global_batch_size() -> None:
 
 
 def test_a_position_knows_its_epoch() -> None:
-    flags = [(p.epoch, p.is_epoch_start, p.is_epoch_end) for p in (Position(step, 3) for step in range(4))]
+    flags = [(p.epoch, p.is_epoch_start, p.is_epoch_end) for p in (TrainPosition(step, 3) for step in range(4))]
     assert flags == [(0, True, False), (0, False, False), (0, False, True), (1, True, False)]
 
 

@@ -10,11 +10,10 @@ import torch
 
 from tests.trial.harness import LineTrial, run_world, steps
 from zero_trial.errors import TrialError
-from zero_trial.platform.collectives import JsonDistributed
-from zero_trial.platform.in_memory import run_ranks
-from zero_trial.platform.protocols import Distributed
+from zero_trial.runtime.in_memory import run_ranks
+from zero_trial.runtime.protocols import Distributed, JsonDistributed
 from zero_trial.trial import Batch, MetricReducer
-from zero_trial.trial.reducers import FunctionReducer, ReducerTable
+from zero_trial.trial.metrics import FunctionReducer, ReducerTable
 
 
 def test_a_function_gets_all_ranks_values() -> None:

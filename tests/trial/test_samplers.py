@@ -10,12 +10,12 @@ import torch
 from zero_trial.trial.samplers import (
     DealtBatches,
     FromSampler,
-    OnePass,
+    ReplicaShare,
+    SampleStream,
     Sequential,
-    Share,
     Shuffled,
-    Stream,
     TrainBatches,
+    ValidationBatches,
     plain,
 )
 
@@ -33,8 +33,8 @@ def test_drop_last_leaves_out_each_epochs_tail() -> None:
 
 
 def test_batches_are_dealt_out_in_turn() -> None:
-    assert take(TrainBatches(Sequential(8), 2, Share(0, 2)), 3) == [[0, 1], [4, 5], [0, 1]]
-    assert take(TrainBatches(Sequential(8), 2, Share(1, 2)), 3) == [[2, 3], [6, 7], [2, 3]]
+    assert take(TrainBatches(Sequential(8), 2, ReplicaShare(0, 2)), 3) == [[0, 1], [4, 5], [0, 1]]
+    assert take(TrainBatches(Sequential(8), 2, ReplicaShare(1, 2)), 3) == [[2, 3], [6, 7], [2, 3]]
 
 
 @pytest.mark.parametrize("length", [5, 8, 13])
@@ -43,9 +43,11 @@ def test_batches_are_dealt_out_in_turn() -> None:
 def test_skipping_is_the_same_as_not_reading_on(length: int, drop_last: bool, replicas: int) -> None:
     order = Shuffled(length, seed=3)
     for rank in range(replicas):
-        whole = take(TrainBatches(order, 2, Share(rank, replicas), 0, drop_last), 25)
+        whole = take(TrainBatches(order, 2, ReplicaShare(rank, replicas), 0, drop_last), 25)
         for skip in (0, 1, 2, 7, 20):
-            assert take(TrainBatches(order, 2, Share(rank, replicas), skip, drop_last), 5) == whole[skip : skip + 5]
+            assert (
+                take(TrainBatches(order, 2, ReplicaShare(rank, replicas), skip, drop_last), 5) == whole[skip : skip + 5]
+            )
 
 
 @pytest.mark.parametrize("split", [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)])
@@ -53,9 +55,9 @@ def test_a_step_trains_the_same_samples_whatever_the_replicas(split: tuple[int, 
     """Global batch 12 in three steps, from 31 samples: over the seam of two epochs, none repeated, none left out."""
     replicas, size = split
     order = Shuffled(31, seed=1)
-    expected = Stream(order).samples(0, 36)
+    expected = SampleStream(order).samples(0, 36)
     for step in range(3):
-        parts = [take(TrainBatches(order, size, Share(rank, replicas), step), 1)[0] for rank in range(replicas)]
+        parts = [take(TrainBatches(order, size, ReplicaShare(rank, replicas), step), 1)[0] for rank in range(replicas)]
         assert [index for part in parts for index in part] == expected[step * 12 : step * 12 + 12]
     assert sorted(expected[:31]) == list(range(31))
 
@@ -71,10 +73,10 @@ def test_a_shuffle_is_a_function_of_seed_and_epoch_and_touches_no_other_random_s
 
 
 def test_one_pass_reads_everything_once_and_the_last_batches_may_be_small() -> None:
-    first, second = (OnePass(Sequential(7), 2, Share(rank, 2)) for rank in range(2))
+    first, second = (ValidationBatches(Sequential(7), 2, ReplicaShare(rank, 2)) for rank in range(2))
     assert list(first) == [[0, 1], [4, 5]] and list(second) == [[2, 3], [6]]
-    assert list(OnePass(Sequential(5), 2)) == [[0, 1], [2, 3], [4]]
-    assert list(OnePass(Sequential(7), 2, drop_last=True)) == [[0, 1], [2, 3], [4, 5]]
+    assert list(ValidationBatches(Sequential(5), 2)) == [[0, 1], [2, 3], [4]]
+    assert list(ValidationBatches(Sequential(7), 2, drop_last=True)) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -82,7 +84,7 @@ def test_one_pass_reads_everything_once_and_the_last_batches_may_be_small() -> N
 def test_in_one_pass_replicas_have_equally_many_batches_and_lose_less_than_one_sample_each(
     length: int, replicas: int
 ) -> None:
-    passes = [OnePass(Sequential(length), 3, Share(rank, replicas)) for rank in range(replicas)]
+    passes = [ValidationBatches(Sequential(length), 3, ReplicaShare(rank, replicas)) for rank in range(replicas)]
     batches = [list(one) for one in passes]
     assert [len(part) for part in batches] == [len(one) for one in passes] == [len(passes[0])] * replicas
     read = sorted(index for part in batches for batch in part for index in batch)
@@ -91,7 +93,7 @@ def test_in_one_pass_replicas_have_equally_many_batches_and_lose_less_than_one_s
 
 
 def test_batches_per_epoch_are_the_same_on_every_replica() -> None:
-    assert [len(TrainBatches(Sequential(23), 2, Share(rank, 3))) for rank in range(3)] == [3, 3, 3]
+    assert [len(TrainBatches(Sequential(23), 2, ReplicaShare(rank, 3))) for rank in range(3)] == [3, 3, 3]
 
 
 def test_no_samples_no_batches() -> None:
@@ -113,13 +115,13 @@ class Epochs:
 
 def test_a_users_sampler_is_told_the_epoch() -> None:
     order = FromSampler(Epochs(), 3)  # type: ignore[arg-type]
-    assert Stream(order).samples(2, 5) == [2, 10, 11, 12, 20]
+    assert SampleStream(order).samples(2, 5) == [2, 10, 11, 12, 20]
 
 
 def test_a_users_batch_sampler_keeps_its_sizes() -> None:
     given = [[0, 1, 2], [3], [4, 5]]
-    assert take(DealtBatches(given, 3, Share(1, 2)), 3) == [[3], [0, 1, 2], [4, 5]]
-    assert take(DealtBatches(given, 3, Share(1, 2), skip=1), 2) == [[0, 1, 2], [4, 5]]
-    assert list(DealtBatches(given, 3, Share(0, 2), repeat=False)) == [[0, 1, 2], [4, 5]]
-    assert (len(DealtBatches(given, 3, Share(0, 2))), len(DealtBatches(given, 3, Share(1, 2)))) == (2, 1)
+    assert take(DealtBatches(given, 3, ReplicaShare(1, 2)), 3) == [[3], [0, 1, 2], [4, 5]]
+    assert take(DealtBatches(given, 3, ReplicaShare(1, 2), skip=1), 2) == [[0, 1, 2], [4, 5]]
+    assert list(DealtBatches(given, 3, ReplicaShare(0, 2), repeat=False)) == [[0, 1, 2], [4, 5]]
+    assert (len(DealtBatches(given, 3, ReplicaShare(0, 2))), len(DealtBatches(given, 3, ReplicaShare(1, 2)))) == (2, 1)
     assert list(DealtBatches([], 0)) == []

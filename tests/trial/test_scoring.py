@@ -7,7 +7,7 @@ import math
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.trial.scoring import Score
+from zero_trial.trial.controller import Score
 
 
 @pytest.mark.parametrize(

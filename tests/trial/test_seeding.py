@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from zero_trial.trial.seeding import seed_everything
+from zero_trial.trial.trial import seed_everything
 
 
 def draw() -> list[float]:

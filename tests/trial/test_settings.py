@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.trial.periods import Batch, Epoch
-from zero_trial.trial.settings import Keep, TrainSettings, settings_from_experiment
+from zero_trial.trial.settings import Batch, Epoch, Keep, TrainSettings, settings_from_experiment
 
 
 def test_what_an_experiment_says() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
-from zero_trial.trial.stragglers import StragglerWatch
+from zero_trial.trial.reporting import StragglerWatch
 
 
 def watch(*talks: tuple[int, Sequence[float | None]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
-from zero_trial.trial.summary import build_summary, zero_stage
+from zero_trial.trial.reporting import build_summary, zero_stage
 
 
 class Sequences(LineTrial):

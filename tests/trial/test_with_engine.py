@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.trial.harness import Points
+from zero_trial.comm import destroy_distributed
 from zero_trial.engine import initialize
 from zero_trial.errors import TrialError
-from zero_trial.mesh import destroy_distributed
-from zero_trial.platform.in_memory import InMemoryPlatform
+from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
-from zero_trial.trial.seeding import seed_everything
+from zero_trial.trial.trial import seed_everything
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ from torch import nn
 
 from tests.support.pool import Pools
 from tests.trial.harness import Points
+from zero_trial.comm import build_mesh, read_rank_env
+from zero_trial.comm.mesh import MeshShape
 from zero_trial.engine import initialize
-from zero_trial.mesh import build_mesh, read_rank_env
-from zero_trial.mesh.topology import MeshShape
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.platform.collectives import JsonDistributed
-from zero_trial.platform.in_memory import InMemoryPlatform, Record
+from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord
+from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
-from zero_trial.trial.seeding import seed_everything
+from zero_trial.trial.trial import seed_everything
 
 
 def ds_config(stages: int, zero: int = 0, accumulation: int = 4, micro: int = 2, **pipeline: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def run_here(config: dict[str, Any], length: int, kind: type[LineOfLayers] = Lin
     env = read_rank_env()
     comm = build_mesh(MeshShape(replica=env.world_size)).world
     ranks = JsonDistributed(env.rank, env.world_size, env.rank, lambda value: comm.gather_json(value, "trial"))
-    record = Record()
+    record = ReportedRecord()
     platform = InMemoryPlatform(
         experiment={"data": {"ds_config": config}}, seed=5, distributed=ranks, record=record, **options
     )

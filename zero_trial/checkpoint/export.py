@@ -1,12 +1,4 @@
-"""A model's weights out of a checkpoint, as safetensors files that any program reads: streamed, whole or not there at all.
-
-    OUT.safetensors                         one file, where OUT is named like one
-    OUT/model.safetensors                   one file in a folder, where everything fits into a shard
-    OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging Face's layout
-
-Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written once; who has tied them ties them again
-after loading (``safetensors.torch.load_model`` and ``from_pretrained`` do), and the names are in the metadata.
-"""
+"""A checkpoint's tensors read in order, a chunk at a time: no tensor is ever whole in memory."""
 
 from __future__ import annotations
 
@@ -14,20 +6,337 @@ import contextlib
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from zero_trial.checkpoint.disk import Disk
-from zero_trial.checkpoint.dtypes import safetensors_name
-from zero_trial.checkpoint.export_plan import ExportPlan, Item
-from zero_trial.checkpoint.stream import TensorStream
+from zero_trial.checkpoint.format import (
+    Manifest,
+    TensorEntry,
+    TensorKind,
+    dtype_name,
+    dtype_of,
+    natural_order,
+    parse_stored_name,
+    safetensors_name,
+)
+from zero_trial.checkpoint.reader import CheckpointReader
+from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 
+OPEN_FILES = 64  # at once; a checkpoint of many ranks has as many files
+
+
+class TensorStream:
+    """A context manager that keeps the files open which were read last."""
+
+    def __init__(self, reader: CheckpointReader, chunk_bytes: int = 1 << 24) -> None:
+        self._reader = reader
+        self._chunk_bytes = chunk_bytes
+        self._open: OrderedDict[str, tuple[ExitStack, Any]] = OrderedDict()
+
+    def __enter__(self) -> TensorStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            self._open.popitem()[1][0].close()
+
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of ``name`` from first to last, in new 1-D tensors of its dtype and at most ``chunk_bytes``. Raises CheckpointError."""
+        entry = self._reader.manifest.tensors[name]
+        step = max(1, self._chunk_bytes // dtype_of(entry.dtype).itemsize)
+        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
+            count = piece.stop - piece.start
+            for start in range(0, count, step):
+                yield self._read(piece.file, piece.key, start, min(start + step, count))
+
+    def _read(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
+        if file not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                self._open.popitem(last=False)[1][0].close()
+            stack = ExitStack()
+            self._open[file] = stack, stack.enter_context(self._reader.open_file(file))
+        self._open.move_to_end(file)
+        return self._reader.read_range(self._open[file][1], key, start, stop, file)
+
+
+# What an engine's checkpoint holds, in the model's own words: parameters with their optimizer state, buffers, tied names.
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A parameter or a buffer. ``stored``: its name in the manifest; ``lives``: the dtype in which the model computes with it, None where
+    the checkpoint does not say; ``states``: optimizer state of its own, name -> dtype.
+    """
+
+    name: str
+    stored: str
+    entry: TensorEntry
+    lives: str | None
+    part: int = 0
+    states: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_master(self) -> bool:
+        """Whether what is stored is not what the model computes with."""
+        return self.lives is not None and self.lives != self.entry.dtype
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """``aliases``: tied name -> the name that is stored. ``parts``: more than 1 where the model is parallel itself: then names repeat."""
+
+    params: tuple[StoredTensor, ...]
+    buffers: tuple[StoredTensor, ...]
+    aliases: Mapping[str, str]
+    parts: int
+    state: Mapping[str, Any]
+
+    @property
+    def elements(self) -> int:
+        return sum(param.entry.numel for param in self.params)
+
+    @property
+    def without_frozen(self) -> bool:
+        """Whether frozen parameters were left out when it was saved (``exclude_frozen_parameters``): the model is not whole here."""
+        return self.state.get("without_frozen") is True
+
+    def in_part(self, part: int) -> tuple[StoredTensor, ...]:
+        """Parameters, then buffers."""
+        return tuple(held for held in (*self.params, *self.buffers) if held.part == part)
+
+
+def take_inventory(manifest: Manifest) -> Inventory:
+    """By name, numbers as numbers. Nothing is read but the manifest."""
+    state = manifest.state if isinstance(manifest.state, dict) else {}
+    aliases = state.get("aliases")
+    states: dict[tuple[int, str], dict[str, str]] = {}
+    found: dict[TensorKind, list[StoredTensor]] = {TensorKind.PARAM: [], TensorKind.BUFFER: []}
+    named = sorted(
+        ((parse_stored_name(name), name) for name in manifest.tensors),
+        key=lambda pair: (pair[0].part, natural_order(pair[0].name)),
+    )
+    for meaning, stored in named:
+        if meaning.kind is TensorKind.STATE:
+            states.setdefault((meaning.part, meaning.name), {})[meaning.state] = manifest.tensors[stored].dtype
+    for meaning, stored in named:
+        if meaning.kind in found:
+            entry = manifest.tensors[stored]
+            lives = _lives(state, meaning.name, entry) if meaning.kind is TensorKind.PARAM else entry.dtype
+            own = states.get((meaning.part, meaning.name), {}) if meaning.kind is TensorKind.PARAM else {}
+            found[meaning.kind].append(
+                StoredTensor(meaning.name, stored, entry, lives, meaning.part, dict(sorted(own.items())))
+            )
+    return Inventory(
+        tuple(found[TensorKind.PARAM]),
+        tuple(found[TensorKind.BUFFER]),
+        dict(aliases) if isinstance(aliases, dict) else {},
+        max((meaning.parts for meaning, _ in named), default=1),
+        state,
+    )
+
+
+def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
+    """As it was noted; older checkpoints have only the ds_config, which says it where it asks for 16 bits."""
+    if not entry.dtype.startswith(("float", "bfloat")):
+        return entry.dtype
+    noted = state.get("dtypes")
+    if isinstance(noted, dict):
+        return str(noted.get(name, "float32"))
+    config = state.get("ds_config")
+    if not isinstance(config, dict):
+        return None
+    for section, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if isinstance(config.get(section), dict) and config[section].get("enabled") is True:
+            return dtype
+    return entry.dtype
+
+
+# Which tensors an export writes, in which dtype, into which file: decided before anything is read. Pure.
+
+
+class WeightSource(Enum):
+    """``MASTERS``: what the optimizer updates, where that is something of its own. ``MODEL``: what forward computes with."""
+
+    MASTERS = "masters"
+    MODEL = "model"
+
+
+@dataclass(frozen=True)
+class ExportItem:
+    """One tensor of the export. Its elements go from ``stored``'s dtype through ``through`` to ``dtype``."""
+
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+    through: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """``shards``: the files' tensors, in the order in which they lie in them. ``aliases``: tied names, which are not written again."""
+
+    shards: tuple[tuple[ExportItem, ...], ...]
+    aliases: Mapping[str, str]
+    took: str
+
+    @property
+    def items(self) -> tuple[ExportItem, ...]:
+        return tuple(item for shard in self.shards for item in shard)
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+
+def plan_export(
+    inventory: Inventory,
+    *,
+    weights: WeightSource = WeightSource.MASTERS,
+    dtype: torch.dtype | None = None,
+    part: int | None = None,
+    shard_bytes: int | None = None,
+    where: str = "export",
+) -> ExportPlan:
+    """``dtype``: of all floating tensors; None leaves each as it is. ``shard_bytes``: a file holds at most so much, or one tensor.
+
+    Raises ConfigError for a model of several parallel parts unless one ``part`` is named, CheckpointError where there is nothing to write.
+    """
+    chosen = inventory.in_part(_part(inventory, part, where))
+    if not chosen:
+        raise CheckpointError("there are no weights in this checkpoint", where=where)
+    items = [_item(held, weights, dtype) for held in chosen]
+    names = {item.name for item in items}
+    aliases = {alias: name for alias, name in inventory.aliases.items() if name in names and alias not in names}
+    params = [held for held in chosen if held in inventory.params]
+    missing = "; frozen parameters were left out when it was saved" if inventory.without_frozen else ""
+    return ExportPlan(_cut(items, shard_bytes), aliases, _took(params, weights) + missing)
+
+
+def _part(inventory: Inventory, part: int | None, where: str) -> int:
+    if part is None and inventory.parts > 1:
+        raise ConfigError(
+            "the model is parallel itself: its parts have the same names, and only its own code knows how it has cut them",
+            where=where,
+            got=f"{inventory.parts} parts",
+            fix=f"Export each by itself: --part 0 to --part {inventory.parts - 1}.",
+        )
+    if part is not None and not 0 <= part < inventory.parts:
+        raise ConfigError(
+            "there is no such part of the model",
+            where="--part",
+            got=part,
+            expected=f"0 to {inventory.parts - 1}" if inventory.parts > 1 else "none: the model is in one piece",
+        )
+    return part or 0
+
+
+def _item(held: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) -> ExportItem:
+    stored = dtype_of(held.entry.dtype)
+    through = dtype_of(held.lives) if weights is WeightSource.MODEL and held.lives is not None else stored
+    final = dtype if dtype is not None and stored.is_floating_point else through
+    return ExportItem(held.name, held.stored, held.entry.shape, through, final)
+
+
+def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
+    """In the model's order as long as a file has room. Within a file wide dtypes come first, so that every tensor begins at a multiple of
+    its element's size."""
+    shards: list[list[ExportItem]] = [[]]
+    room = limit
+    for item in items:
+        if limit is not None and room is not None:
+            if shards[-1] and item.bytes > room:
+                shards.append([])
+                room = limit
+            room -= item.bytes
+        shards[-1].append(item)
+    return tuple(tuple(sorted(shard, key=lambda item: -item.dtype.itemsize)) for shard in shards)
+
+
+def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
+    """Which of two sets of weights these are, in words."""
+    listed = list(params)
+    masters = [held for held in listed if held.is_master]
+    unknown = [held for held in listed if held.lives is None]
+    if masters and weights is WeightSource.MASTERS:
+        kinds = _kinds(held.entry.dtype for held in masters)
+        return f"{kinds} masters of {len(masters)} of {len(listed)} parameters; the model computes in {_kinds(held.lives for held in masters)}"
+    if masters:
+        return f"weights as the model computes with them, {_kinds(held.lives for held in listed)}, rounded from their masters"
+    note = "; the checkpoint does not say in which dtype the model computes" if unknown else ""
+    return f"weights as they are stored, {_kinds(held.entry.dtype for held in listed)}; there are no masters beside them{note}"
+
+
+def _kinds(names: Iterable[str | None]) -> str:
+    return ", ".join(name for name, _ in Counter(name for name in names if name).most_common()) or "none"
+
+
+def exported_dtype(word: str) -> torch.dtype | None:
+    """``keep``, ``fp32``, ``bf16``, ``fp16`` or torch's name."""
+    short = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if word in short:
+        return short[word]
+    raise ConfigError("not a dtype of an export", where="--dtype", got=word, expected=", ".join(short))
+
+
+def describe_dtypes(items: Iterable[ExportItem]) -> str:
+    """``float32, int64``, most frequent first."""
+    return _kinds(dtype_name(item.dtype) for item in items)
+
+
+# A model's weights as one safetensors file of its own, that is there whole or not at all.
+
+
+def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes ``tensors`` beside ``path`` and gives the file its name when it is on the disk: until then the old file, if any, stays.
+
+    Raises OSError or SafetensorError, and leaves nothing behind then.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        save_file(dict(tensors), str(part), metadata=dict(metadata))
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    DurableFiles().sync_folder(path.parent)
+
+
+# A model's weights out of a checkpoint, as safetensors files that any program reads: streamed, whole or not there at all.
+#
+#     OUT.safetensors                         one file, where OUT is named like one
+#     OUT/model.safetensors                   one file in a folder, where everything fits into a shard
+#     OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging Face's layout
+#
+# Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written once; who has tied them ties them again
+# after loading (``safetensors.torch.load_model`` and ``from_pretrained`` do), and the names are in the metadata.
+
+
 SUFFIX = ".safetensors"
+
+
 INDEX = "model.safetensors.index.json"
+
+
 Told = Callable[[int], object]
 
 
@@ -70,7 +379,7 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, told: Told |
     """Writes every file beside its place and renames all at the end, the index last. Raises ConfigError and CheckpointError; then nothing
     is left behind. ``told`` gets the bytes as they are written."""
     paths = file_names(out, len(plan.shards))
-    folder, disk, overflowed = paths[0].parent, Disk(), dict[str, int]()
+    folder, disk, overflowed = paths[0].parent, DurableFiles(), dict[str, int]()
     parts = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]
     with contextlib.ExitStack() as undo:
         try:
@@ -111,7 +420,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _shard_chunks(
-    stream: TensorStream, shard: Sequence[Item], plan: ExportPlan, overflowed: dict[str, int], told: Told | None
+    stream: TensorStream, shard: Sequence[ExportItem], plan: ExportPlan, overflowed: dict[str, int], told: Told | None
 ) -> Iterator[bytes | memoryview]:
     yield _header(shard, plan)
     for item in shard:
@@ -136,7 +445,7 @@ def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
     return int(torch.isfinite(before).sum() - torch.isfinite(after).sum())
 
 
-def _header(shard: Sequence[Item], plan: ExportPlan) -> bytes:
+def _header(shard: Sequence[ExportItem], plan: ExportPlan) -> bytes:
     here = {item.name for item in shard}
     tied = {f"alias:{alias}": name for alias, name in plan.aliases.items() if name in here}
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}

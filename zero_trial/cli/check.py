@@ -36,8 +36,7 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.checking.check import CheckRequest, check_experiment
-    from zero_trial.checking.render import check_as_json, render_check
+    from zero_trial.preflight.check import CheckRequest, check_as_json, check_experiment, render_check
 
     request = CheckRequest(
         options.experiment, options.model_dir, options.slots, options.points, not options.no_build, options.dry_run

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from zero_trial.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from zero_trial.checkpoint.shelf import EngineFolder, Saved
+    from zero_trial.checkpoint.folder import EngineCheckpoint, SavedCheckpoint
 
 FOLDER_HELP = "a checkpoint, or a run's folder or a folder of checkpoints: then the newest whole one"
 
 
-def choose(folder: Path) -> Saved:
+def choose(folder: Path) -> SavedCheckpoint:
     """The checkpoint itself, or the latest that looks whole. Raises CheckpointError if it, or every one, is broken."""
-    from zero_trial.checkpoint.shelf import look_into
+    from zero_trial.checkpoint.folder import inspect_folder
 
-    shelf = look_into(folder)
+    shelf = inspect_folder(folder)
     if len(shelf.trials) > 1:
         raise ConfigError(
             f"checkpoints of {len(shelf.trials)} trials lie here",
@@ -37,7 +37,7 @@ def choose(folder: Path) -> Saved:
     return saved
 
 
-def only_engine(saved: Saved) -> EngineFolder:
+def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
     """The engine of a checkpoint that has one. Raises ConfigError naming them where there are several."""
     if not saved.engines:
         raise ConfigError(

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.ckpt_choice import FOLDER_HELP, choose, only_engine
-from zero_trial.cli.outcome import shown
-from zero_trial.cli.progress_bar import bytes_bar
+from zero_trial.cli.output import bytes_bar, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.launch.progress import short_number, size
+from zero_trial.util.text import byte_text, short_number
 
 if TYPE_CHECKING:
-    from zero_trial.checkpoint.export import Exported
-    from zero_trial.checkpoint.export_plan import ExportPlan
-    from zero_trial.checkpoint.manifest import Manifest
+    from zero_trial.checkpoint.export import Exported, ExportPlan
+    from zero_trial.checkpoint.format import Manifest
 
 DEFAULT_SHARD = "5GB"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*")
@@ -62,18 +60,24 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.checkpoint.export import SUFFIX, file_names, write_export
-    from zero_trial.checkpoint.export_plan import Weights, exported_dtype, plan_export
-    from zero_trial.checkpoint.inventory import take_inventory
+    from zero_trial.checkpoint.export import (
+        SUFFIX,
+        TensorStream,
+        WeightSource,
+        exported_dtype,
+        file_names,
+        plan_export,
+        take_inventory,
+        write_export,
+    )
     from zero_trial.checkpoint.reader import CheckpointReader
-    from zero_trial.checkpoint.stream import TensorStream
 
     engine = only_engine(choose(options.checkpoint))
     reader = CheckpointReader(engine.folder)
     one_file = options.out.suffix == SUFFIX and options.shard_size is None
     plan = plan_export(
         take_inventory(reader.manifest),
-        weights=Weights(options.weights),
+        weights=WeightSource(options.weights),
         dtype=exported_dtype(options.dtype),
         part=options.part,
         shard_bytes=None if one_file else parse_size(options.shard_size or DEFAULT_SHARD),
@@ -101,7 +105,7 @@ def parse_size(text: str) -> int:
 
 
 def _verify(folder: Path, manifest: Manifest, told: Any) -> None:
-    from zero_trial.checkpoint.damage import damaged_files
+    from zero_trial.checkpoint.folder import damaged_files
 
     for damage in damaged_files(folder, manifest, told):
         raise CheckpointError(
@@ -112,7 +116,7 @@ def _verify(folder: Path, manifest: Manifest, told: Any) -> None:
 
 
 def _say(options: argparse.Namespace, folder: Path, plan: ExportPlan, exported: Exported) -> None:
-    from zero_trial.checkpoint.export_plan import describe_dtypes
+    from zero_trial.checkpoint.export import describe_dtypes
 
     if options.json:
         files = {str(path): count for path, count in exported.files.items()}
@@ -123,11 +127,11 @@ def _say(options: argparse.Namespace, folder: Path, plan: ExportPlan, exported: 
     print(f"from    {shown(folder)}")
     print(f"took    {plan.took}")
     kinds = describe_dtypes(plan.items)
-    print(f"wrote   {len(plan.items)} tensors, {short_number(elements)} elements, {size(plan.bytes)}, {kinds}")
+    print(f"wrote   {len(plan.items)} tensors, {short_number(elements)} elements, {byte_text(plan.bytes)}, {kinds}")
     if plan.aliases:
         print(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")
     for path, count in exported.files.items():
-        print(f"file    {shown(path)}  {size(count)}")
+        print(f"file    {shown(path)}  {byte_text(count)}")
     sys.stdout.flush()
     for name, count in exported.overflowed.items():
         sys.stderr.write(f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n")

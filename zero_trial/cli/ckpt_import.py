@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.outcome import shown
+from zero_trial.cli.output import shown
 from zero_trial.errors import ConfigError
-from zero_trial.launch.progress import size
+from zero_trial.util.text import byte_text
 
 if TYPE_CHECKING:
-    from zero_trial.importing.findings import Findings
+    from zero_trial.importing.imported import ImportedState
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,20 +55,19 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.importing.findings import Wishes
-    from zero_trial.importing.recognise import read_source
-    from zero_trial.importing.writing import write_findings
+    from zero_trial.importing.imported import ImportOptions, write_imported
+    from zero_trial.importing.source import read_source
 
     names = read_names(options.names) if options.names is not None else None
-    wishes = Wishes(not options.no_optimizer, options.strip, names, tuple(options.buffer))
+    wishes = ImportOptions(not options.no_optimizer, options.strip, names, tuple(options.buffer))
     findings = read_source(options.source, options.tag, wishes)
-    folder = write_findings(findings, options.out, options.name)
+    folder = write_imported(findings, options.out, options.name)
     facts = summary(findings, folder)
     if options.json:
         print(json.dumps(facts))
         return 0
     print(f"from       {shown(options.source)}: {findings.kind}")
-    print(f"to         {shown(folder)}: {size(facts['bytes'])} in {len(findings.shards)} files")
+    print(f"to         {shown(folder)}: {byte_text(facts['bytes'])} in {len(findings.shards)} files")
     state = (
         f", optimizer state {' '.join(facts['kinds'])} in {facts['groups']} groups"
         if facts["kinds"]
@@ -102,7 +101,7 @@ def read_names(path: Path) -> list[list[str]]:
     return [list(row) for row in content]
 
 
-def summary(findings: Findings, folder: Path) -> dict[str, Any]:
+def summary(findings: ImportedState, folder: Path) -> dict[str, Any]:
     """What there is to say, as JSON."""
     return {
         "folder": str(folder),

@@ -9,12 +9,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.outcome import shown
-from zero_trial.cli.table import table
-from zero_trial.launch.progress import size
+from zero_trial.cli.output import shown, table
+from zero_trial.util.text import byte_text
 
 if TYPE_CHECKING:
-    from zero_trial.checkpoint.shelf import Saved, Shelf
+    from zero_trial.checkpoint.folder import CheckpointFolder, SavedCheckpoint
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,9 +34,9 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.checkpoint.shelf import look_into
+    from zero_trial.checkpoint.folder import inspect_folder
 
-    shelf = look_into(options.folder)
+    shelf = inspect_folder(options.folder)
     if options.json:
         print(json.dumps({"folder": str(shelf.folder), "checkpoints": [_as_dict(one, shelf) for one in shelf.saved]}))
         return 0
@@ -51,18 +50,18 @@ def handle(options: argparse.Namespace) -> int:
     return 0
 
 
-def state_of(saved: Saved, shelf: Shelf) -> str:
+def state_of(saved: SavedCheckpoint, shelf: CheckpointFolder) -> str:
     """``whole``, ``latest``, ``broken`` or ``left over``."""
     if saved.leftover:
         return "left over"
     return "broken" if saved.fault is not None else "latest" if shelf.is_latest(saved) else "whole"
 
 
-def _row(saved: Saved, shelf: Shelf) -> tuple[str, ...]:
+def _row(saved: SavedCheckpoint, shelf: CheckpointFolder) -> tuple[str, ...]:
     return (
         "-" if saved.step is None else str(saved.step),
         datetime.fromtimestamp(saved.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
-        size(saved.bytes),
+        byte_text(saved.bytes),
         str(saved.files),
         _words(saved.facts("ranks")),
         _words(saved.facts("zero_stage")),
@@ -72,7 +71,7 @@ def _row(saved: Saved, shelf: Shelf) -> tuple[str, ...]:
     )
 
 
-def _trial(word: str, shelf: Shelf) -> tuple[str, ...]:
+def _trial(word: str, shelf: CheckpointFolder) -> tuple[str, ...]:
     """A column only where checkpoints of several trials lie together."""
     return (word,) if len(shelf.trials) > 1 else ()
 
@@ -86,7 +85,7 @@ def _one(values: tuple[Any, ...]) -> Any:
     return list(values) if len(values) > 1 else next(iter(values), None)
 
 
-def _as_dict(saved: Saved, shelf: Shelf) -> dict[str, Any]:
+def _as_dict(saved: SavedCheckpoint, shelf: CheckpointFolder) -> dict[str, Any]:
     return {
         "folder": str(saved.folder),
         "step": saved.step,

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.ckpt_choice import FOLDER_HELP, choose
-from zero_trial.cli.outcome import shown
-from zero_trial.cli.table import table
-from zero_trial.launch.progress import short_number, size
+from zero_trial.cli.output import shown, table
+from zero_trial.util.text import byte_text, short_number
 
 if TYPE_CHECKING:
-    from zero_trial.checkpoint.inventory import Held, Inventory
-    from zero_trial.checkpoint.manifest import Manifest
+    from zero_trial.checkpoint.export import Inventory, StoredTensor
+    from zero_trial.checkpoint.format import Manifest
 
 AXES = ("pipe", "replica", "shard", "model")
 
@@ -36,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.checkpoint.inventory import take_inventory
+    from zero_trial.checkpoint.export import take_inventory
 
     saved = choose(options.checkpoint)
     found = [(engine.folder, engine.manifest) for engine in saved.engines if engine.manifest is not None]
@@ -52,7 +51,7 @@ def handle(options: argparse.Namespace) -> int:
 def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[str]:
     total = sum(record.bytes for record in manifest.files.values())
     yield shown(folder)
-    yield f"step    {manifest.step}{_counters(inventory.state)} · {len(manifest.files)} files, {size(total)}"
+    yield f"step    {manifest.step}{_counters(inventory.state)} · {len(manifest.files)} files, {byte_text(total)}"
     yield f"world   {_world(manifest.world)}"
     counted = f"{len(inventory.params)} parameters, {short_number(inventory.elements)} elements"
     yield f"model   {counted}, {_dtypes(inventory.params)}{_remarks(inventory)}"
@@ -68,8 +67,8 @@ def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[st
     yield table(rows)
 
 
-def _row(word: str, held: Held) -> tuple[str, ...]:
-    from zero_trial.checkpoint.manifest import shape_text
+def _row(word: str, held: StoredTensor) -> tuple[str, ...]:
+    from zero_trial.checkpoint.format import shape_text
 
     name = held.name if not held.stored.startswith("part") else held.stored.split("/")[0] + "/" + held.name
     dtype = f"{held.entry.dtype} (lives in {held.lives})" if held.is_master else held.entry.dtype
@@ -100,7 +99,7 @@ def _remarks(inventory: Inventory) -> str:
     return parts + (", without the frozen ones" if inventory.without_frozen else "")
 
 
-def _dtypes(params: Iterable[Held]) -> str:
+def _dtypes(params: Iterable[StoredTensor]) -> str:
     listed = list(params)
     stored = ", ".join(sorted({held.entry.dtype for held in listed})) or "none"
     lives = sorted({str(held.lives) for held in listed if held.is_master})
@@ -144,7 +143,7 @@ def _as_dict(folder: Path, manifest: Manifest, inventory: Inventory) -> dict[str
     }
 
 
-def _held(held: Held) -> dict[str, Any]:
+def _held(held: StoredTensor) -> dict[str, Any]:
     return {
         "name": held.name,
         "shape": list(held.entry.shape),

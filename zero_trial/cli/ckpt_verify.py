@@ -10,14 +10,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.outcome import shown
-from zero_trial.cli.progress_bar import bytes_bar
+from zero_trial.cli.output import bytes_bar, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.launch.progress import size
+from zero_trial.util.text import byte_text
 
 if TYPE_CHECKING:
-    from zero_trial.checkpoint.damage import Damage
-    from zero_trial.checkpoint.shelf import Saved, Shelf
+    from zero_trial.checkpoint.folder import CheckpointFolder, Damage, SavedCheckpoint
 
 NAMED = 6  # tensors of a broken file that are named; --json names all
 
@@ -41,11 +39,10 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the action."""
-    from zero_trial.checkpoint.damage import bytes_to_read
-    from zero_trial.checkpoint.shelf import look_into
+    from zero_trial.checkpoint.folder import bytes_to_read, inspect_folder
 
-    chosen = _chosen(look_into(options.folder), options.all)
-    found: list[tuple[Saved, list[Damage]]] = []
+    chosen = _chosen(inspect_folder(options.folder), options.all)
+    found: list[tuple[SavedCheckpoint, list[Damage]]] = []
     with closing(bytes_bar("verify", sum(map(bytes_to_read, chosen)), quiet=options.json)) as bar:
         for saved in chosen:
             found.append((saved, _damage(saved, bar.update)))
@@ -57,10 +54,10 @@ def handle(options: argparse.Namespace) -> int:
     return CheckpointError.exit_code if any(damage for _, damage in found) else 0
 
 
-def _damage(saved: Saved, told: Any) -> list[Damage]:
+def _damage(saved: SavedCheckpoint, told: Any) -> list[Damage]:
     """What is wrong with the engines' files, and where nothing is, with what a trial has written beside them."""
-    from zero_trial.checkpoint.damage import Damage, find_damage
-    from zero_trial.platform.seal import find_fault
+    from zero_trial.checkpoint.folder import Damage, find_damage
+    from zero_trial.runs.checkpoints import find_fault
 
     found = find_damage(saved, told)
     if not found and saved.trial is not None and (fault := find_fault(saved.folder)) is not None:
@@ -69,7 +66,7 @@ def _damage(saved: Saved, told: Any) -> list[Damage]:
     return found
 
 
-def _chosen(shelf: Shelf, everything: bool) -> Sequence[Saved]:
+def _chosen(shelf: CheckpointFolder, everything: bool) -> Sequence[SavedCheckpoint]:
     """All, or the one with the highest step, also where it is seen to be broken: no word about it would be no answer."""
     counted = [saved for saved in shelf.saved if shelf.single or not saved.leftover]
     if not counted:
@@ -87,11 +84,11 @@ def _chosen(shelf: Shelf, everything: bool) -> Sequence[Saved]:
     return counted if everything else counted[-1:]
 
 
-def _say(saved: Saved, damage: Sequence[Damage]) -> None:
+def _say(saved: SavedCheckpoint, damage: Sequence[Damage]) -> None:
     files = sum(len(engine.manifest.files) for engine in saved.engines if engine.manifest is not None)
     word = "broken" if damage else "whole"
     step = "" if saved.step is None else f"step {saved.step}  "
-    print(f"{word:<8}{shown(saved.folder)}  {step}{files} files  {size(saved.bytes)}", flush=True)
+    print(f"{word:<8}{shown(saved.folder)}  {step}{files} files  {byte_text(saved.bytes)}", flush=True)
     for one in damage:
         lines = [f"broken  {shown(one.file)}: {one.what.removeprefix(f'{one.file}: ')}"]
         if one.tensors:
@@ -100,7 +97,7 @@ def _say(saved: Saved, damage: Sequence[Damage]) -> None:
         sys.stderr.write("\n".join(lines) + "\n")
 
 
-def _as_dict(saved: Saved, damage: Sequence[Damage]) -> dict[str, Any]:
+def _as_dict(saved: SavedCheckpoint, damage: Sequence[Damage]) -> dict[str, Any]:
     return {
         "folder": str(saved.folder),
         "step": saved.step,

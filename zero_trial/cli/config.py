@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.config.reconcile import Reconciliation
-    from zero_trial.config.sections import DsConfig
+    from zero_trial.ds_config.reconcile import Reconciliation
+    from zero_trial.ds_config.sections import DsConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,11 +38,11 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.checking.ds_configs import first_legal
-    from zero_trial.config.experiment_reader import read_experiment
-    from zero_trial.config.reader import read_ds_config
-    from zero_trial.config.reconcile import reconcile
-    from zero_trial.launch.lock import locked_model_dir
+    from zero_trial.ds_config.reader import read_ds_config
+    from zero_trial.ds_config.reconcile import reconcile
+    from zero_trial.experiment.experiment import read_experiment
+    from zero_trial.preflight.ds_configs import first_legal
+    from zero_trial.runs.provenance import locked_model_dir
 
     if _is_ds_config(options.experiment):
         config = read_ds_config(options.experiment, name=options.experiment.name)
@@ -60,9 +60,9 @@ def handle(options: argparse.Namespace) -> int:
 
 def _is_ds_config(path: Path) -> bool:
     """Whether the file is a ds_config itself. What cannot be read is left to the reader of experiments, which says why."""
-    from zero_trial.config.experiment_reader import looks_like_ds_config
-    from zero_trial.config.source import read_file
     from zero_trial.errors import ConfigError
+    from zero_trial.experiment.experiment import looks_like_ds_config
+    from zero_trial.schema.source import read_file
 
     try:
         return looks_like_ds_config(read_file(path, path.name).value)
@@ -72,7 +72,7 @@ def _is_ds_config(path: Path) -> bool:
 
 def _say(config: DsConfig, batch: Reconciliation, options: argparse.Namespace) -> None:
     """The batch sizes and every value, in words or as JSON."""
-    from zero_trial.config.report import render_report, report_json
+    from zero_trial.ds_config.report import render_report, report_json
 
     if options.json:
         print(report_json(config, batch.rows))

@@ -9,13 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_trial.cli.outcome import shown
-from zero_trial.cli.table import table
+from zero_trial.cli.output import shown, table
 from zero_trial.errors import ConfigError
 
 if TYPE_CHECKING:
-    from zero_trial.report.difference import Change, Compared, Difference
-    from zero_trial.report.run_record import RunRecord
+    from zero_trial.report.difference import RunDifference, RunRecord, SettingChange, TraceComparison
 
 LONGEST = 60  # letters of a value
 
@@ -49,8 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.report.difference import compare_runs
-    from zero_trial.report.run_record import read_run
+    from zero_trial.report.difference import compare_runs, read_run
 
     if not 0 <= options.rtol < 1:
         raise ConfigError("not a tolerance", where="--rtol", got=options.rtol, expected="0, or a number below 1")
@@ -64,7 +61,7 @@ def handle(options: argparse.Namespace) -> int:
     return 0 if same else 1
 
 
-def _lines(a: RunRecord, b: RunRecord, found: Difference, same: bool) -> Iterator[str]:
+def _lines(a: RunRecord, b: RunRecord, found: RunDifference, same: bool) -> Iterator[str]:
     for name, run in (("A", a), ("B", b)):
         yield f"{name:8}{shown(run.folder)}  step {run.last_step}, {run.end or 'not ended'}"
     rows = [*_rows("setting", found.settings), *_rows("code", found.code), *_rows("data", found.data)]
@@ -84,7 +81,7 @@ def _lines(a: RunRecord, b: RunRecord, found: Difference, same: bool) -> Iterato
     yield _verdict(found, same)
 
 
-def _rows(word: str, changes: Sequence[Change]) -> list[tuple[str, ...]]:
+def _rows(word: str, changes: Sequence[SettingChange]) -> list[tuple[str, ...]]:
     return [(word, change.key, _short(change.a), _short(change.b)) for change in changes]
 
 
@@ -97,7 +94,7 @@ def _steps(count: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
 
 
-def _parting(trace: Compared) -> str:
+def _parting(trace: TraceComparison) -> str:
     """``loss of rank 0: from step 17 on, 2.3 and 2.4 (0.1 apart); equal until 16; at most 0.3 apart, at step 90``."""
     parting = trace.parting
     if parting is None:
@@ -110,7 +107,7 @@ def _parting(trace: Compared) -> str:
     return "; ".join(words)
 
 
-def _verdict(found: Difference, same: bool) -> str:
+def _verdict(found: RunDifference, same: bool) -> str:
     if same:
         return "same"
     first = found.first
@@ -121,7 +118,7 @@ def _verdict(found: Difference, same: bool) -> str:
     return f"different from step {parting.step} on ({first.name}{between})"
 
 
-def _as_dict(found: Difference, same: bool) -> dict[str, Any]:
+def _as_dict(found: RunDifference, same: bool) -> dict[str, Any]:
     first = found.first
     return {
         "same": same,

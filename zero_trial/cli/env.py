@@ -63,7 +63,7 @@ def versions() -> list[Fact]:
 
 def machine(env: Mapping[str, str]) -> list[Fact]:
     """Processor, memory and GPUs."""
-    from zero_trial.launch.devices import count_devices
+    from zero_trial.launch.environment import count_devices
 
     devices = count_devices(env)
     facts = [

@@ -139,7 +139,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.cli.outcome import report_outcome
+    from zero_trial.cli.output import report_outcome
     from zero_trial.launch.script import launch_script
 
     outcome, folder = launch_script(request_from(options), sys.stdout)

@@ -55,9 +55,9 @@ def default_root(env: Mapping[str, str]) -> Path:
 
 
 def _home(options: argparse.Namespace) -> Any:
-    from zero_trial.master.home import Home
+    from zero_trial.master.directory import MasterDirectory
 
-    return Home(options.root or default_root(os.environ))
+    return MasterDirectory(options.root or default_root(os.environ))
 
 
 # -- up
@@ -81,7 +81,7 @@ def up_(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
-    from zero_trial.master.serve import Wish, serve
+    from zero_trial.master.serve import ServeOptions, serve
 
     def ready() -> None:
         if options.ready_fd is not None:
@@ -90,7 +90,7 @@ def _serve(options: argparse.Namespace, home: Any, devices: Any) -> int:
         else:
             _show(options, home, True)
 
-    serve(Wish(home, devices, options.port, dict(os.environ)), ready)
+    serve(ServeOptions(home, devices, options.port, dict(os.environ)), ready)
     return 0
 
 

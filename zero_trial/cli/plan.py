@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.config.sections import DsConfig
+    from zero_trial.ds_config.sections import DsConfig
     from zero_trial.errors import DoesNotFit
-    from zero_trial.launch.experiment import Checked
-    from zero_trial.planning.pipeline_plan import PipelinePlanner
-    from zero_trial.planning.planner import Planner
+    from zero_trial.launch.experiment import CheckedRun
+    from zero_trial.preflight.compare import Planner
+    from zero_trial.preflight.pipeline_plan import PipelinePlanner
 
 
 def add_parser(subparsers: Any) -> None:
@@ -88,24 +88,23 @@ def handle(options: argparse.Namespace) -> int:
 
 
 def _does_not_fit(planner: Planner | PipelinePlanner, limit: int) -> DoesNotFit:
-    from zero_trial.planning.changes import does_not_fit
-    from zero_trial.planning.planner import Planner
+    from zero_trial.preflight.compare import Planner, does_not_fit
 
     return does_not_fit(planner, limit) if isinstance(planner, Planner) else planner.does_not_fit(limit)
 
 
 def _compared(rows: Any, limit: int | None) -> str:
-    from zero_trial.planning.changes import comparison_table
-    from zero_trial.planning.pipeline_plan import PipelineChoice, pipeline_table
+    from zero_trial.preflight.compare import comparison_table
+    from zero_trial.preflight.pipeline_plan import PipelineCandidate, pipeline_table
 
-    of_pipelines = isinstance(rows[0], PipelineChoice)
+    of_pipelines = isinstance(rows[0], PipelineCandidate)
     return pipeline_table(rows, limit) if of_pipelines else comparison_table(rows, limit)
 
 
-def _limit(text: str | None, checked: Checked) -> int | None:
+def _limit(text: str | None, checked: CheckedRun) -> int | None:
     import torch
 
-    from zero_trial.planning.limit import parse_size, rank_limit
+    from zero_trial.preflight.plan import parse_size, rank_limit
 
     if text is not None:
         return parse_size(text)
@@ -120,7 +119,7 @@ def _device() -> str:
 
 @contextlib.contextmanager
 def trial_planner(
-    checked: Checked, stage: int | None = None, limit: int | None = None
+    checked: CheckedRun, stage: int | None = None, limit: int | None = None
 ) -> Iterator[Planner | PipelinePlanner]:
     """The planner of an experiment's trial, built here as rank 0 of all. Raises what the trial raises.
 
@@ -128,18 +127,15 @@ def trial_planner(
     """
     import torch
 
-    from zero_trial.checking.recording_engine import comes_in_layers, recording_factory
-    from zero_trial.planning.pipeline_plan import PipelinePlanner
-    from zero_trial.planning.planner import Planner
-    from zero_trial.planning.understudy import TrialSubject
-    from zero_trial.platform.collectives import JsonDistributed
-    from zero_trial.platform.in_memory import InMemoryPlatform
+    from zero_trial.preflight.compare import Planner
+    from zero_trial.preflight.pipeline_plan import PipelinePlanner
+    from zero_trial.preflight.proxy_engine import TrialSubject
+    from zero_trial.preflight.recording_engine import comes_in_layers, recording_factory
+    from zero_trial.runtime.in_memory import InMemoryPlatform
+    from zero_trial.runtime.protocols import JsonDistributed
     from zero_trial.trial.context import ZeroTrialContext
-    from zero_trial.trial.feed import Resume
-    from zero_trial.trial.loading import import_trial_class
-    from zero_trial.trial.loop import fitted
-    from zero_trial.trial.seeding import seed_everything
-    from zero_trial.trial.train_data import open_train_data
+    from zero_trial.trial.data import Resume, open_train_data
+    from zero_trial.trial.trial import fitted, import_trial_class, seed_everything
 
     ranks, experiment = checked.ranks, checked.experiment
     with tempfile.TemporaryDirectory(prefix="zero-trial-plan-") as folder:

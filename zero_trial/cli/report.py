@@ -27,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.report.run_folder import from_run_folder
     from zero_trial.report.run_page import render_run
+    from zero_trial.report.run_reader import from_run_folder
 
     report = from_run_folder(options.run)
     write_page(options.output or options.run / NAME, render_run(report))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zero_trial
 
 if TYPE_CHECKING:
-    from zero_trial.launch.experiment import Checked, RunRequest
+    from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.launch.screen import Screen
 
 
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.cli.outcome import report_outcome, shown
+    from zero_trial.cli.output import report_outcome, shown
     from zero_trial.launch.experiment import read_summary, repeat_command, run_experiment, timed_check
     from zero_trial.launch.screen import Screen
     from zero_trial.launch.summary import summary_lines
@@ -96,7 +96,7 @@ def request_from(options: argparse.Namespace) -> RunRequest:
     )
 
 
-def _say_hello(checked: Checked, seconds: float, screen: Screen) -> None:
+def _say_hello(checked: CheckedRun, seconds: float, screen: Screen) -> None:
     """The first lines: what runs where, what was checked, what to be warned of."""
     torch = metadata.version("torch")
     gpus = checked.devices.gpus if "+cpu" not in torch else 0

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.pipeline.policy import Policy
-    from zero_trial.pipeline.report import Report
+    from zero_trial.pipeline.lowering import ZeroPolicy
     from zero_trial.pipeline.schedule import Schedule
+    from zero_trial.pipeline.simulate import SimulationReport
 
 _NAMES = "gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_v, inference"
 
@@ -65,19 +65,16 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.pipeline.costs import Costs
-    from zero_trial.pipeline.grid import grid, rows_as_text
-    from zero_trial.pipeline.passes import lower
-    from zero_trial.pipeline.picture import save_picture
-    from zero_trial.pipeline.policy import Sharding, choose
-    from zero_trial.pipeline.schedule import Parameters, Reduction
-    from zero_trial.pipeline.schedules import build
-    from zero_trial.pipeline.validate import validate
+    from zero_trial.pipeline.draw import grid, rows_as_text, save_picture
+    from zero_trial.pipeline.generators import build
+    from zero_trial.pipeline.lowering import Sharding, choose, lower
+    from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
+    from zero_trial.pipeline.simulate import Costs, validate
 
     policy = choose(
         Sharding.of_stage(options.zero),
-        Parameters(options.policy) if options.policy else None,
-        Reduction(options.reduce) if options.reduce else None,
+        ParameterLifetime(options.policy) if options.policy else None,
+        ReductionTiming(options.reduce) if options.reduce else None,
     )
     computed = build(options.name, options.stages, options.micro_batches, options.chunks)
     ties = [(0, computed.placement.last)] if options.tied else []
@@ -103,7 +100,7 @@ def _cost(text: str) -> int:
     return value
 
 
-def _head(schedule: Schedule, report: Report, policy: Policy) -> str:
+def _head(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> str:
     chunks = len(schedule.placement.of(0))
     words = [
         f"{schedule.stages} pipeline stages",
@@ -121,7 +118,7 @@ def _head(schedule: Schedule, report: Report, policy: Policy) -> str:
     )
 
 
-def _table(schedule: Schedule, report: Report, policy: Policy) -> str:
+def _table(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> str:
     rows: list[tuple[str, ...]] = [
         (
             "rank",
@@ -152,7 +149,7 @@ def _table(schedule: Schedule, report: Report, policy: Policy) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _as_dict(schedule: Schedule, report: Report, policy: Policy) -> dict[str, Any]:
+def _as_dict(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> dict[str, Any]:
     measured = report.as_dict()
     for index, rank in enumerate(measured["ranks"]):
         chunks = schedule.placement.of(index)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.master.searchers.simulation import Setup, Simulated
+    from zero_trial.master.search.simulation import Setup, Simulated
 
 _REASONS_SHOWN = 5
 
@@ -45,8 +45,8 @@ def add_parser(subparsers: Any) -> None:
 
 def handle(options: argparse.Namespace) -> int:
     """Run the verb."""
-    from zero_trial.master.searchers import build
-    from zero_trial.master.searchers.simulation import simulate
+    from zero_trial.master.search import build
+    from zero_trial.master.search.simulation import simulate
 
     config, warnings = _completed(options.experiment)
     seed = config["reproducibility"]["experiment_seed"] if options.trials_seed is None else options.trials_seed
@@ -70,8 +70,8 @@ def handle(options: argparse.Namespace) -> int:
 
 def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
     from zero_trial.errors import ConfigError
-    from zero_trial.master.expconf.cluster import ClusterDefaults
-    from zero_trial.master.expconf.complete import complete
+    from zero_trial.experiment.defaults import ClusterDefaults
+    from zero_trial.experiment.rules import complete
 
     try:
         text = path.read_text("utf-8")
@@ -84,10 +84,9 @@ def _completed(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
     from zero_trial.errors import ConfigError
-    from zero_trial.master import pruning
-    from zero_trial.master.searchers.build import training_length
-    from zero_trial.master.searchers.curves import CURVES
-    from zero_trial.master.searchers.simulation import Setup
+    from zero_trial.master.search import pruning
+    from zero_trial.master.search.build import training_length
+    from zero_trial.master.search.simulation import CURVES, Setup
 
     searcher = config["searcher"]
     if options.length is not None:
@@ -117,7 +116,7 @@ def _setup(config: Mapping[str, Any], options: argparse.Namespace) -> Setup:
 def _files(config: Mapping[str, Any], options: argparse.Namespace) -> dict[str, bytes]:
     """The base ds_config's file, from beside the YAML or the model's folder."""
     from zero_trial.errors import ConfigError
-    from zero_trial.master.pruning import ds_config_file
+    from zero_trial.master.search.pruning import ds_config_file
 
     named = ds_config_file(config, config["hyperparameters"])
     if named is None:

@@ -47,9 +47,9 @@ def handle(options: argparse.Namespace) -> int:
 def read(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
     """The report and where it is written unless something else is said. A number is an experiment, unless a folder has it for its name."""
     from zero_trial.cli.master import default_root
-    from zero_trial.master.home import Home
-    from zero_trial.report.folder_of_runs import from_runs
-    from zero_trial.report.master_store import from_master_store
+    from zero_trial.master.directory import MasterDirectory
+    from zero_trial.report.master_reader import from_master_store
+    from zero_trial.report.run_reader import from_runs
 
     folder = Path(sweep)
     if folder.is_dir():
@@ -61,5 +61,5 @@ def read(sweep: str, root: Path | None) -> tuple[SweepReport, Path]:
             got=sweep,
             expected="an experiment's id, or a folder of run folders",
         )
-    database = Home(root or default_root(os.environ)).database
+    database = MasterDirectory(root or default_root(os.environ)).database
     return from_master_store(database, int(sweep)), Path(f"sweep-{sweep}.html")

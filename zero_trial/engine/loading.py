@@ -1,6 +1,12 @@
-"""Reads a checkpoint into an engine, on any number of ranks and at any ZeRO stage.
+"""What an engine's checkpoint holds: the names of its logical tensors, and which of them this rank's part of the model has.
 
-Random generators are put back when the number of ranks is the same; then a resumed run has the bits of the unbroken one.
+    param/<name>           every parameter; its master where there is one
+    state/<kind>/<name>    optimizer state with one value per element (exp_avg ...)
+    buffer/<name>          buffers of the first rank that has them
+    rank<i>/...            what differs between ranks: random generators, buffers that are not the first rank's
+
+Nothing names a shard. Where models are parallel themselves (``mesh.model``, or a client's ``mpu`` with several data-parallel groups) ranks hold other
+tensors under the same names; then the first three stand below ``part<i>of<n>/``, and are read only by as many parts.
 """
 
 from __future__ import annotations
@@ -13,30 +19,82 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint
-from zero_trial.checkpoint.catalog import checkpoint_folder
-from zero_trial.checkpoint.dtypes import dtype_name
-from zero_trial.checkpoint.manifest import MANIFEST_NAME
-from zero_trial.checkpoint.rng import restore_rng
-from zero_trial.checkpoint.tree import decode
-from zero_trial.engine.agreement import together
-from zero_trial.engine.contents import Contents
+from zero_trial.checkpoint.folder import checkpoint_folder
+from zero_trial.checkpoint.format import MANIFEST_NAME, dtype_name
+from zero_trial.checkpoint.state_tree import decode_state, restore_rng
+from zero_trial.comm import AxisComm
+from zero_trial.comm.failures import fail_together
 from zero_trial.errors import CheckpointError, ZeroTrialError
-from zero_trial.zero.facts import parameter_names
+from zero_trial.sharding.grouping import parameter_names
 
 if TYPE_CHECKING:
     from zero_trial.engine.engine import Engine
 
+
+class CheckpointNames:
+    """The names and tensors of ``engine`` as they are now."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.part, self.parts = engine.mesh.model_part
+        self._place = f"part{self.part}of{self.parts}/" if self.parts > 1 else ""
+
+    def param(self, name: str) -> str:
+        return f"{self._place}param/{name}"
+
+    def state(self, kind: str, name: str) -> str:
+        return f"{self._place}state/{kind}/{name}"
+
+    def buffer(self, name: str) -> str:
+        return f"{self._place}buffer/{name}"
+
+    @property
+    def twins(self) -> AxisComm:
+        """The ranks that have built the same modules: all, or those of one pipeline stage and one part of a parallel model."""
+        mesh = self._engine.mesh
+        return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The persistent buffers: those that a state dict would hold."""
+        found = []
+        for prefix, module in self._engine.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    found.append((f"{prefix}.{name}" if prefix else name, buffer))
+        return found
+
+    def aliases(self) -> dict[str, str]:
+        """Tied names of the whole model, or of this part of it. Collective over pipe."""
+        own = {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
+        stages = self._engine.mesh.pipe.gather_json(own, "tied names")
+        return {alias: name for stage in stages for alias, name in stage.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """In which dtype the model computes with a parameter, for those that are not float32: masters do not tell. Collective over pipe."""
+        named = parameter_names(self._engine.module).items()
+        own = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
+        return {
+            name: kind for stage in self._engine.mesh.pipe.gather_json(own, "dtypes") for name, kind in stage.items()
+        }
+
+
+# Reads a checkpoint into an engine, on any number of ranks and at any ZeRO stage.
+#
+# Random generators are put back when the number of ranks is the same; then a resumed run has the bits of the unbroken one.
+
+
 log = logging.getLogger("zero_trial")
+
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class Loader:
+class StateLoader:
     """Loading into one engine. Every method is collective over the world: every rank must call it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._contents = Contents(engine)
+        self._contents = CheckpointNames(engine)
 
     def load(
         self,
@@ -53,23 +111,23 @@ class Loader:
         if found is None:
             return None, None
         folder, verified = found
-        reader = together(engine.mesh.world, lambda: self._open(folder, verified), "open checkpoint")
-        state = together(engine.mesh.world, lambda: engine_state(reader), "engine state")
+        reader = fail_together(engine.mesh.world, lambda: self._open(folder, verified), "open checkpoint")
+        state = fail_together(engine.mesh.world, lambda: engine_state(reader), "engine state")
         engine.sharded.settle()
-        together(engine.mesh.world, lambda: self._read_weights(reader, strict), "read weights")
+        fail_together(engine.mesh.world, lambda: self._read_weights(reader, strict), "read weights")
         engine.zero_grad()
         if with_optimizer and engine.optimizer is not None:
-            together(engine.mesh.world, lambda: self._read_optimizer(reader, state), "read optimizer state")
+            fail_together(engine.mesh.world, lambda: self._read_optimizer(reader, state), "read optimizer state")
         engine.sharded.publish()
         engine.sharded.publish_frozen()
         engine.sharded.wait()
         if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
-            together(
+            fail_together(
                 engine.mesh.world, lambda: engine.lr_scheduler.load_state_dict(state["scheduler"]), "read lr schedule"
             )
         if with_counters:
-            together(engine.mesh.world, lambda: self._take_counters(state), "read counters")
-            together(engine.mesh.world, lambda: self._read_own(reader), "read rank state")
+            fail_together(engine.mesh.world, lambda: self._take_counters(state), "read counters")
+            fail_together(engine.mesh.world, lambda: self._read_own(reader), "read rank state")
         return str(folder), state["client"]
 
     def _take_counters(self, state: Mapping[str, Any]) -> None:
@@ -91,7 +149,7 @@ class Loader:
                 if tag is not None:
                     answer = {"folder": str(checkpoint_folder(directory, tag))}
                 else:
-                    newest = newest_whole(directory)
+                    newest = newest_intact(directory)
                     answer = {"folder": str(newest) if newest is not None else None}
             except (ZeroTrialError, OSError) as fault:
                 answer = {"fault": str(fault)}
@@ -225,7 +283,7 @@ class Loader:
                     engine.mesh.world.size,
                 )
             return
-        own = decode(reader.manifest.rank_state[engine.mesh.rank], reader.read)
+        own = decode_state(reader.manifest.rank_state[engine.mesh.rank], reader.read)
         buffers = dict(self._contents.buffers())
         for name, value in own["buffers"].items():
             if name in buffers:  # else the model has lost it since, and _read_weights has said so
@@ -233,7 +291,7 @@ class Loader:
         restore_rng(own["rng"], engine.device)
 
 
-def newest_whole(directory: Path) -> Path | None:
+def newest_intact(directory: Path) -> Path | None:
     """The newest checkpoint of ``directory`` that verifies; None, with a warning, where there is none at all.
 
     Raises CheckpointError where all are damaged, or ``directory`` is a checkpoint itself: a run that starts afresh then was not meant to.
@@ -277,7 +335,7 @@ def refuse_deepspeed(directory: Path, tag: str | None) -> None:
 
 def engine_state(reader: CheckpointReader) -> dict[str, Any]:
     """What the engine wrote beside its tensors. Raises CheckpointError for a checkpoint that no engine wrote."""
-    state = decode(reader.manifest.state, reader.read)
+    state = decode_state(reader.manifest.state, reader.read)
     keys = {
         "counters",
         "loss_scaler",

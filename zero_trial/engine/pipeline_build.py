@@ -1,9 +1,10 @@
-"""Wiring a pipeline: the mesh's stages, the layers of this rank, the policy, and the plan that follows from it."""
+"""What ds_config says about a pipeline, as the values that its parts take: schedule, chunks, policy, cut, checkpointing. Pure."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -11,30 +12,237 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.config.sections import DsConfig
-from zero_trial.engine.chunk_shards import domains_of
-from zero_trial.engine.pipeline_settings import PipelineSettings, choose_policy, pipeline_settings, price_line, weigh
-from zero_trial.engine.wiring import Wiring
+from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe, use_ring_channels_if_possible
+from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError
-from zero_trial.mesh import Mesh, lanes_if_possible, open_directions
+from zero_trial.pipeline.generators import RECIPES, build
+from zero_trial.pipeline.lowering import (
+    ModelBytes,
+    PricedPolicy,
+    Sharding,
+    ZeroPolicy,
+    candidates,
+    choose_fitting,
+    lower,
+    needed,
+)
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.placement import Placement
-from zero_trial.pipeline.policy import Policy
-from zero_trial.pipeline.schedules import RECIPES
-from zero_trial.zero.domain import Domain
-from zero_trial.zero.plan import ReduceAt
+from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.simulate import validate
+from zero_trial.precision import DtypePolicy
+from zero_trial.sharding.grouping import ManualGroup
+from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan, plan_for_stage
+from zero_trial.zero import ShardedModel
+
+ROOM = 0.75
+
+
+"""The part of a rank's memory that states and full copies may take where the policy is open; the rest is for activations."""
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """``parameters`` and ``reduction`` are None where the policy is open; ``partition_method`` None and an interval of 0 are the module's own."""
+
+    stages: int = 1
+    schedule: str = "1f1b"
+    chunks_per_rank: int = 1
+    parameters: ParameterLifetime | None = None
+    reduction: ReductionTiming | None = None
+    partition_method: str | None = None
+    activation_checkpoint_interval: int = 0
+
+
+def pipeline_settings(config: DsConfig) -> PipelineSettings:
+    """The settings of ``pipeline`` and ``mesh.pipe``; where the policy says nothing, ``reduce_every`` and ``reshard_after`` do."""
+    section, zero = config.pipeline, config.zero_optimization
+    words = (section.zero_policy, RESHARDS.get(zero.reshard_after), zero.reduce_every)
+    held = next((word for word in words if word in LIFETIMES), None)
+    when = next((word for word in words if word in REDUCTIONS), None)
+    chunks = section.chunks_per_rank
+    return PipelineSettings(
+        stages=config.mesh.pipe,
+        schedule=section.schedule,
+        chunks_per_rank=chunks if isinstance(chunks, int) else RECIPES[section.schedule].chunks,
+        parameters=ParameterLifetime(held)
+        if held is not None and plan_for_stage(zero.stage).frees_parameters
+        else None,
+        reduction=ReductionTiming(when) if when is not None else None,
+        partition_method=section.partition_method,
+        activation_checkpoint_interval=section.activation_checkpoint_interval,
+    )
+
+
+def sharding_of(plan: ZeroPlan) -> Sharding:
+    """What the plan cuts and frees."""
+    return Sharding(
+        optimizer=plan.shard_optimizer,
+        gradients=plan.grads is Lifetime.USE,
+        parameters=plan.frees_parameters,
+    )
+
+
+def training_schedule(
+    settings: PipelineSettings, policy: ZeroPolicy, micro_batches: int, ties: Sequence[Sequence[int]] = ()
+) -> Schedule:
+    """The schedule of one step under a policy, with messages, sharding and the step in it. Raises ConfigError for what the recipe cannot do."""
+    computed = build(settings.schedule, settings.stages, micro_batches, settings.chunks_per_rank)
+    return lower(computed, parameters=policy.parameters, reduction=policy.reduction, ties=ties)
+
+
+def weigh(elements: int, dtypes: DtypePolicy, ranks: int) -> ModelBytes:
+    """The weights of one pipeline rank's ``elements`` among ``ranks`` that share them, with two moments per element, as Adam has."""
+    master = dtypes.master.itemsize
+    return ModelBytes(
+        parameters=elements * dtypes.param.itemsize,
+        gradients=elements * dtypes.grad.itemsize,
+        optimizer=elements * (2 * master + (master if dtypes.has_separate_master else 0)),
+        ranks=ranks,
+    )
+
+
+def choose_policy(
+    settings: PipelineSettings, plan: ZeroPlan, weights: Sequence[ModelBytes], micro_batches: int, limit: int | None
+) -> PricedPolicy:
+    """The policy that is asked for, or of those that are open the one that moves least and fits into ``limit`` bytes on every pipeline rank.
+
+    ``weights``: of each pipeline rank. The price is that of the rank that needs most. All ranks must pass the same values.
+    """
+    if len(weights) != settings.stages:
+        raise ConfigError(
+            "one weight for each pipeline stage", where="choose_policy", got=len(weights), expected=settings.stages
+        )
+
+    def price(policy: ZeroPolicy) -> tuple[int, float]:
+        report = validate(training_schedule(settings, policy, micro_batches))
+        chunks = settings.chunks_per_rank
+        return max(
+            (needed(policy, weight, rank, chunks), policy.volume(rank, chunks))
+            for weight, rank in zip(weights, report.ranks, strict=True)
+        )
+
+    options = candidates(sharding_of(plan), settings.parameters, settings.reduction, chunks=settings.chunks_per_rank)
+    return choose_fitting(options, price, None if limit is None else int(limit * ROOM))
+
+
+def price_line(settings: PipelineSettings, choice: PricedPolicy, micro_batches: int, ranks: int) -> str:
+    """One line for the start of a run: schedule with its bubble, policy with its price among ``ranks`` data-parallel ranks."""
+    report = validate(training_schedule(settings, choice.policy, micro_batches))
+    chunks = settings.chunks_per_rank
+    text = (
+        f"pipeline: {settings.schedule}, {settings.stages} stages x {chunks} chunk{'s' * (chunks > 1)}, {micro_batches} micro-batches, "
+        f"bubble {report.bubble:.1%}; ZeRO-{choice.policy.zero_stage}, {choice.policy.describe()}: "
+        f"{choice.bytes / 2**20:.1f} MiB before activations"
+    )
+    if ranks > 1:
+        text += f", {choice.volume:g} x (D-1)/D of a stage's parameters moved per step, D = {ranks}"
+    return text if choice.fits else f"{text}; more than fits, and no other policy needs less"
+
+
+# What a pipeline schedule's sharding actions do: chunks and tied modules as domains of one sharded model.
+
+
+def chunk_group(chunk: int) -> str:
+    """The name of a chunk's domain."""
+    return f"chunk{chunk}"
+
+
+def tied_group(key: str) -> str:
+    """The name of a tied module's domain."""
+    return f"tied.{key}"
+
+
+def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
+    """One domain for each chunk of this rank and for each of its tied modules. Collective over the world where weights are tied."""
+    placement = module.placement
+    found = []
+    tied: set[int] = set()
+    for key, chunks in module.ties.items():
+        holders = [placement.ranks[chunk] for chunk in chunks] if placement is not None else [0]
+        stages = sorted(set(holders))
+        copies: AxisComm | None = None
+        if len(stages) > 1:
+            copies = part_of_pipe(mesh, tuple(stages), f"tied.{key}")
+        if module.stage_id in stages:
+            own = frozenset(id(param) for param in module.tied_modules[key].parameters())
+            tied |= own
+            owner = stages.index(holders[0])  # with the first of its layers: the one that is built in an uncut model
+            found.append(ManualGroup(tied_group(key), own, copies, owner, f"tied_modules.{key}"))
+    for number, chunk in module.chunks.items():
+        params = frozenset(id(param) for param in chunk.parameters()) - tied
+        found.append(ManualGroup(chunk_group(number), params))
+    return found
+
+
+class ChunkShards:
+    """The actions of one rank. A tied module of several chunks here is freed with the last of them, and reduced with the last of them."""
+
+    def __init__(self, model: ShardedModel, module: PipelineModule, *, every_micro_batch: bool) -> None:
+        self._model = model
+        self._every_micro_batch = every_micro_batch
+        mine = set(module.chunks)
+        self._keys = list(module.ties)  # tie number -> key
+        self._tied: Mapping[int, list[str]] = {
+            chunk: [tied_group(key) for key, chunks in module.ties.items() if chunk in chunks] for chunk in mine
+        }
+        self._holders = {tied_group(key): mine & set(chunks) for key, chunks in module.ties.items()}
+        self._open: set[int] = set()
+        self._reduced: set[int] = set()
+
+    def unshard(self, chunk: int) -> None:
+        self._open.add(chunk)
+        for domain in self._domains(chunk):
+            self._model.gatherer.start(domain)
+
+    def need(self, chunk: int) -> None:
+        for domain in self._domains(chunk):
+            self._model.gatherer.ensure(domain, record=False)
+
+    def reshard(self, chunk: int) -> None:
+        self._open.discard(chunk)
+        for domain in self._domains(chunk):
+            if not self._holders.get(domain, set()) & self._open:
+                self._model.gatherer.release(domain)
+
+    def landed(self, chunk: int) -> None:
+        for domain in self._domains(chunk):
+            self._model.landed(domain)
+
+    def reduce(self, chunk: int) -> None:
+        self._model.reduce(chunk_group(chunk))
+        self._reduced.add(chunk)
+        for domain in self._tied[chunk]:
+            if self._every_micro_batch or self._holders[domain] <= self._reduced:
+                self._model.reduce(domain)
+
+    def tied_reduce(self, tie: int) -> None:
+        self._model.sum_copies(tied_group(self._keys[tie]))
+
+    def start_step(self) -> None:
+        """A new step begins, or one was broken off."""
+        self._open.clear()
+        self._reduced.clear()
+
+    def _domains(self, chunk: int) -> list[str]:
+        return [chunk_group(chunk), *self._tied[chunk]]
+
+
+# Wiring a pipeline: the mesh's stages, the layers of this rank, the policy, and the plan that follows from it.
+
 
 log = logging.getLogger("zero_trial")
 
 
 @dataclass(frozen=True)
-class PipelineWiring:
+class ResolvedPipeline:
     """What a pipeline's engine needs beside that of any engine. ``channel`` sets its messages apart from other engines'."""
 
     settings: PipelineSettings
-    policy: Policy
+    policy: ZeroPolicy
     price: str  # of schedule and policy, in a line
-    domains: tuple[Domain, ...]
+    domains: tuple[ManualGroup, ...]
     channel: int
 
 
@@ -83,9 +291,9 @@ def build_layers(model: PipelineModule, config: DsConfig, mesh: Mesh, *, has_par
     )
 
 
-def wire_pipeline(
-    model: PipelineModule, config: DsConfig, mesh: Mesh, wiring: Wiring, device: torch.device
-) -> tuple[Wiring, PipelineWiring]:
+def resolve_pipeline(
+    model: PipelineModule, config: DsConfig, mesh: Mesh, wiring: ResolvedConfig, device: torch.device
+) -> tuple[ResolvedConfig, ResolvedPipeline]:
     """The policy (all pipeline ranks agree on it), and ``wiring`` with the plan that it means. Collective over the world."""
     settings = pipeline_settings(config)
     own = sum(param.numel() for param in model.parameters() if param.requires_grad)
@@ -97,15 +305,15 @@ def wire_pipeline(
     if mesh.rank == 0:
         log.info("%s", price)
     plan = wiring.plan.told(reduce_at=ReduceAt(choice.policy.reduction.value))
-    lanes_if_possible(mesh.pipe)
+    use_ring_channels_if_possible(mesh.pipe)
     if device.type == "cuda" and mesh.pipe.size > 1 and model.placement is not None:
-        open_directions(mesh, hops_of(model.placement))
+        open_direction_groups(mesh, hops_of(model.placement))
     channel = int(mesh.world.gather_json(secrets.randbits(11), "channel")[0])
-    domains = tuple(domains_of(model, mesh))
-    return replace(wiring, plan=plan), PipelineWiring(settings, choice.policy, price, domains, channel)
+    domains = tuple(manual_groups(model, mesh))
+    return replace(wiring, plan=plan), ResolvedPipeline(settings, choice.policy, price, domains, channel)
 
 
-def hops_of(placement: Placement) -> list[tuple[int, int]]:
+def hops_of(placement: ChunkPlacement) -> list[tuple[int, int]]:
     """(from stage, to stage) of all messages: each border between chunks on two ranks, there and back."""
     borders = dict.fromkeys((a, b) for a, b in pairwise(placement.ranks) if a != b)
     return list(dict.fromkeys([*borders, *((b, a) for a, b in borders)]))

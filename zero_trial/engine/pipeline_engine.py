@@ -10,24 +10,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from zero_trial.engine.casting import cast_floats
-from zero_trial.engine.chunk_shards import ChunkShards
-from zero_trial.engine.data import RepeatingLoader
+from zero_trial.engine.compat import PipelineParallelGrid, RepeatingLoader
 from zero_trial.engine.engine import Engine
-from zero_trial.engine.grid import PipelineParallelGrid
-from zero_trial.engine.phases import REDUCE_WAIT
-from zero_trial.engine.pipeline_build import PipelineWiring
-from zero_trial.engine.pipeline_settings import training_schedule
+from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, training_schedule
+from zero_trial.engine.profile import REDUCE_WAIT
 from zero_trial.errors import TrialError
-from zero_trial.pipeline.actions import Kind
-from zero_trial.pipeline.executor import Batch, Executor, Outcome, Wishes
-from zero_trial.pipeline.feed import Meal, read
+from zero_trial.pipeline.channel import map_tensors
+from zero_trial.pipeline.executor import Executor, LastStageResult, MicroBatches, StepOptions
+from zero_trial.pipeline.feed import StepInput, read_step
+from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.pipeline.parcel import map_tensors
-from zero_trial.pipeline.passes import lower
-from zero_trial.pipeline.schedule import Schedule
+from zero_trial.pipeline.schedule import ActionKind, Schedule
+from zero_trial.pipeline.simulate import validate
 from zero_trial.pipeline.stage import Stage
-from zero_trial.pipeline.validate import validate
+from zero_trial.precision import cast_floats
 
 log = logging.getLogger("zero_trial")
 
@@ -41,7 +37,7 @@ class PipelineEngine(Engine):
 
     is_pipe_parallel = True
 
-    def __init__(self, *args: Any, wired: PipelineWiring, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, wired: ResolvedPipeline, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = wired.settings
         self.policy = wired.policy
@@ -87,7 +83,7 @@ class PipelineEngine(Engine):
         self.sharded.expect_step()
         scale = self.verdict.scaler.scale * meal.lines
         batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
-        outcome = self._perform(schedule, batch, Wishes(loss=self._loss))
+        outcome = self._perform(schedule, batch, StepOptions(loss=self._loss))
         self.phases.begin(REDUCE_WAIT)
         self.sharded.reducer.land()
         self.phases.end(REDUCE_WAIT)
@@ -120,7 +116,7 @@ class PipelineEngine(Engine):
             schedule = self.schedule(meal.micro_batches, training=False)
             self._shards.start_step()
             self.sharded.wait()
-            wishes = Wishes(False, self._loss if compute_loss else None, return_logits or not compute_loss)
+            wishes = StepOptions(False, self._loss if compute_loss else None, return_logits or not compute_loss)
             outcome = self._perform(schedule, _batch(meal), wishes)
             self.executor.finish()
         finally:
@@ -143,14 +139,14 @@ class PipelineEngine(Engine):
             ties = list(self.pipeline.ties.values())
             made = training_schedule(self.settings, self.policy, micro_batches, ties)
             if not training:
-                forwards = tuple(tuple(action for action in row if action.kind is Kind.F) for row in made.rows)
+                forwards = tuple(tuple(action for action in row if action.kind is ActionKind.F) for row in made.rows)
                 made = Schedule(f"{made.name} forwards", made.placement, micro_batches, forwards, training=False)
                 made = lower(made, parameters=self.policy.parameters)
             validate(made)
             self._schedules[key] = made
         return self._schedules[key]
 
-    def _perform(self, schedule: Schedule, batch: Batch, wishes: Wishes) -> Outcome:
+    def _perform(self, schedule: Schedule, batch: MicroBatches, wishes: StepOptions) -> LastStageResult:
         """Runs the schedule. After a failure ranks are out of step with each other, so nothing runs any more."""
         try:
             return self.executor.run(schedule, batch, wishes)
@@ -186,7 +182,7 @@ class PipelineEngine(Engine):
         with torch.autocast(self.device.type, dtype=self.wiring.autocast):
             return function(output, label)
 
-    def _mean(self, meal: Meal, outcome: Outcome) -> torch.Tensor:
+    def _mean(self, meal: StepInput, outcome: LastStageResult) -> torch.Tensor:
         """The mean loss over the samples of all data-parallel ranks. Collective over the world."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for number, loss in outcome.losses.items():
@@ -194,7 +190,7 @@ class PipelineEngine(Engine):
         self.mesh.world.all_reduce_small(total, "mean loss")
         return total.float().reshape(())
 
-    def _losses(self, meal: Meal, outcome: Outcome) -> list[torch.Tensor]:
+    def _losses(self, meal: StepInput, outcome: LastStageResult) -> list[torch.Tensor]:
         """This pipeline's losses by micro-batch. Collective over pipe."""
         values = torch.zeros(meal.micro_batches, dtype=torch.float64, device=self.device)
         for number, loss in outcome.losses.items():
@@ -217,7 +213,7 @@ class PipelineEngine(Engine):
         """``fn(batch)`` gives ``(inputs, labels)``."""
         self._split_batch = fn
 
-    def _read(self, wanted: int) -> Meal:
+    def _read(self, wanted: int) -> StepInput:
         if self._failed:
             raise TrialError("this pipeline has failed before", where="PipelineEngine", got=self._failed)
         iterator = self._iterator
@@ -227,7 +223,7 @@ class PipelineEngine(Engine):
         placement = self.pipeline.placement
         if placement is None:
             raise TrialError("the layers are not built", where="PipelineEngine")
-        return read(iterator, wanted, self.mesh, placement, self._split)
+        return read_step(iterator, wanted, self.mesh, placement, self._split)
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         batch = self._split_batch(batch) if self._split_batch is not None else batch
@@ -300,8 +296,8 @@ class _Watch:
         self._engine.phases.end(phase)
 
 
-def _batch(meal: Meal) -> Batch:
-    return Batch(meal.inputs, meal.labels, meal.samples, meal.labels_travel)
+def _batch(meal: StepInput) -> MicroBatches:
+    return MicroBatches(meal.inputs, meal.labels, meal.samples, meal.labels_travel)
 
 
 def _refuse(verb: str) -> NoReturn:

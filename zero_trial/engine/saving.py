@@ -1,4 +1,4 @@
-"""Writes an engine into a checkpoint: see :mod:`zero_trial.engine.contents` for what is in it."""
+"""Writes an engine into a checkpoint: see :mod:`zero_trial.engine.loading` for what is in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import torch
 from safetensors import SafetensorError
 
 from zero_trial.checkpoint import Slice, save_checkpoint
-from zero_trial.checkpoint.rng import capture_rng
-from zero_trial.checkpoint.tree import encode
-from zero_trial.checkpoint.weights_file import write_weights
-from zero_trial.engine.agreement import agree, together
-from zero_trial.engine.contents import Contents
-from zero_trial.engine.loading import COUNTERS, Loader
+from zero_trial.checkpoint.export import write_weights
+from zero_trial.checkpoint.state_tree import capture_rng, encode_state
+from zero_trial.comm.failures import fail_together, raise_together
+from zero_trial.engine.loading import COUNTERS, CheckpointNames, StateLoader
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.zero.facts import parameter_names
+from zero_trial.sharding.grouping import parameter_names
 
 if TYPE_CHECKING:
     from zero_trial.engine.engine import Engine
@@ -31,14 +29,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _with_state_at_hand(method: Callable[Concatenate[Saver, P], T]) -> Callable[Concatenate[Saver, P], T]:
+def _with_state_at_hand(method: Callable[Concatenate[StateSaver, P], T]) -> Callable[Concatenate[StateSaver, P], T]:
     """Masters and optimizer state can be read and written while ``method`` runs, wherever they live.
 
     Collective: a rank whose disk does not give them, or does not take them back, ends ``method`` on every rank.
     """
 
     @functools.wraps(method)
-    def run(saver: Saver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(saver: StateSaver, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine = saver._engine
         with ExitStack() as stack:
 
@@ -47,23 +45,23 @@ def _with_state_at_hand(method: Callable[Concatenate[Saver, P], T]) -> Callable[
                     stack.enter_context(engine.optimizer.lent())
                 stack.enter_context(engine.sharded.lent())
 
-            together(engine.mesh.world, lend, f"{method.__name__}_checkpoint called by every rank")
+            fail_together(engine.mesh.world, lend, f"{method.__name__}_checkpoint called by every rank")
             result = method(saver, *args, **kwargs)
-            together(engine.mesh.world, stack.close, "state put away")
+            fail_together(engine.mesh.world, stack.close, "state put away")
         return result
 
     return run
 
 
-class Saver:
+class StateSaver:
     """Saving and loading of one engine. Every method is collective over the world: every rank must call it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     @property
-    def _contents(self) -> Contents:
-        return Contents(self._engine)
+    def _contents(self) -> CheckpointNames:
+        return CheckpointNames(self._engine)
 
     @_with_state_at_hand
     def load(
@@ -76,7 +74,7 @@ class Saver:
         with_counters: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See :meth:`Loader.load`."""
-        return Loader(self._engine).load(directory, tag, strict, with_optimizer, with_schedule, with_counters)
+        return StateLoader(self._engine).load(directory, tag, strict, with_optimizer, with_schedule, with_counters)
 
     @_with_state_at_hand
     def save(
@@ -98,8 +96,8 @@ class Saver:
         engine.sharded.wait()
         tag = self._same_everywhere(f"global_step{engine.global_steps}" if tag in (None, "") else str(tag))
         state = self._state(client_state) | {"without_frozen": without_frozen}
-        state, state_tensors = together(engine.mesh.world, lambda: encode(state, "engine"), "engine state")
-        own, own_tensors = encode(self._own_state(), f"rank{engine.mesh.rank}")
+        state, state_tensors = fail_together(engine.mesh.world, lambda: encode_state(state, "engine"), "engine state")
+        own, own_tensors = encode_state(self._own_state(), f"rank{engine.mesh.rank}")
         slices = (
             list(self._weights(without_frozen))
             + list(self._moments())
@@ -155,7 +153,7 @@ class Saver:
                 write_weights(directory / filename, kept, metadata)
             except (OSError, SafetensorError) as error:
                 fault = f"save_16bit_model: {directory / filename} was not written: {error}"
-        agree(engine.mesh.world, fault, "save_16bit_model")
+        raise_together(engine.mesh.world, fault, "save_16bit_model")
         return True
 
     def _weights(self, without_frozen: bool) -> Iterator[Slice]:

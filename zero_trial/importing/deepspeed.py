@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3 as slices of logical tensors and an engine's state."""
+"""A checkpoint that DeepSpeed's own converter has taken apart: one folder per parameter, one file per kind of its state."""
 
 from __future__ import annotations
 
@@ -7,21 +7,107 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zero_trial.checkpoint.slice import Slice
+from zero_trial.checkpoint.format import Slice
 from zero_trial.errors import CheckpointError
 from zero_trial.importing import facts
-from zero_trial.importing.findings import Findings, Wishes, folder_name, fresh_state
-from zero_trial.importing.folder import DeepSpeedFolder
-from zero_trial.importing.model_states import ModelStates
-from zero_trial.importing.numbered import NumberedOptimizer
-from zero_trial.importing.shards import FlatGroup, flat_groups, one_number, param_groups, stage_of
-from zero_trial.importing.torch_file import TorchFile
-from zero_trial.importing.universal import read_universal
+from zero_trial.importing.deepspeed_files import DeepSpeedFolder, ModelStates
+from zero_trial.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state
+from zero_trial.importing.numbered_state import NumberedOptimizer
+from zero_trial.importing.torch_file import FileTensor, TorchFile
+from zero_trial.importing.zero_shards import (
+    FlatGroup,
+    flat_groups,
+    group_of_buffer,
+    one_number,
+    param_groups,
+    shapes_of,
+    stage_of,
+)
+
+COMMON = "optimizer_state.pt"
+
+
+def read_universal(
+    zero: Path, model: ModelStates, wishes: ImportOptions, state: dict[str, Any], left_out: list[str]
+) -> list[Slice]:
+    """Masters and moments of every trained parameter, whole; ``state`` gets what belongs to them. Raises CheckpointError."""
+    common = TorchFile(zero / COMMON).content if (zero / COMMON).is_file() else {}
+    if not isinstance(common, dict):
+        raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
+    buffers = shapes_of(model.first, wishes, model.where)
+    inner = (
+        common
+        if "param_groups" in common
+        else common.get("optimizer_state_dict", common.get("base_optimizer_state", {}))
+    )
+    settings = facts.optimizer_groups(inner, str(zero / COMMON))
+    home = group_of_buffer(settings, len(buffers))
+    found: list[Slice] = []
+    scalars: dict[str, dict[str, float]] = {}
+    for index, shapes in enumerate(buffers):
+        own = scalars.setdefault(str(home[index]), {})
+        own |= one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
+        for name, shape in shapes.items():
+            slices, numbers = _of_parameter(_folder(zero, name, wishes), name, shape, wishes.with_optimizer)
+            found += slices
+            own |= numbers
+    if wishes.with_optimizer:
+        kinds = sorted({part.name.split("/")[1] for part in found if part.name.startswith("state/")})
+        _steps(scalars, inner, home, state)
+        state["groups"] = facts.group_settings(settings, left_out) or [{} for _ in range(max(home, default=-1) + 1)]
+        state["optimizer"] = facts.identity(settings, state["ds_config"])
+        state["scalars"] = {key: row for key, row in scalars.items() if row}
+        state["kinds"] = kinds
+    state["loss_scaler"] = facts.loss_scaler(common)
+    return found
+
+
+def _folder(zero: Path, name: str, wishes: ImportOptions) -> Path:
+    """The folder has the name with its prefix, where it had one."""
+    prefixed = zero / (wishes.strip + name)
+    return prefixed if prefixed.is_dir() else zero / name
+
+
+def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
+    """Stage 3 leaves the step in what is common to all parameters, or nowhere: then it is the number of steps that were applied."""
+    rows = inner.get("state", {}) if isinstance(inner, dict) else {}
+    for index, group in enumerate(home):
+        row = rows.get(index, {}) if isinstance(rows, dict) else {}
+        scalars[str(group)] |= one_number("step", row.get("step")) if isinstance(row, dict) else {}
+    counters = state["counters"]
+    for own in scalars.values():
+        own.setdefault("step", float(counters["global_steps"] - counters["skipped_steps"]))
+
+
+def _of_parameter(
+    folder: Path, name: str, shape: tuple[int, ...], with_state: bool
+) -> tuple[list[Slice], dict[str, float]]:
+    slices: list[Slice] = []
+    numbers: dict[str, float] = {}
+    files = {path.stem: path for path in sorted(folder.glob("*.pt"))}
+    if "fp32" not in files:
+        raise CheckpointError("there are no values of a parameter", where=str(folder), got="no fp32.pt")
+    for kind, path in files.items() if with_state else [("fp32", files["fp32"])]:
+        content = TorchFile(path).content
+        value = content.get("param") if isinstance(content, dict) else content
+        if isinstance(value, FileTensor) and value.numel == prod(shape) and kind != "step":
+            place = "param" if kind == "fp32" else f"state/{kind}"
+            slices.append(Slice.whole(f"{place}/{name}", value.tensor().reshape(shape)))
+        elif number := one_number(kind, value):
+            numbers |= number
+        else:
+            got = f"shape {value.shape}" if isinstance(value, FileTensor) else type(value).__name__
+            raise CheckpointError("not this parameter's state", where=str(path), got=got, expected=shape)
+    return slices, numbers
+
+
+# A DeepSpeed checkpoint of ZeRO stage 0, 1, 2 or 3 as slices of logical tensors and an engine's state.
+
 
 State = Mapping[Any, Any]
 
 
-def read_deepspeed(folder: DeepSpeedFolder, wishes: Wishes) -> Findings:
+def read_deepspeed(folder: DeepSpeedFolder, wishes: ImportOptions) -> ImportedState:
     """Opens all files; tensors stay in them until they are written. Raises CheckpointError for what is not understood."""
     models = [_dict(TorchFile(path)) for path in folder.models]
     model = ModelStates(models, wishes, str(folder.models[0]))
@@ -38,7 +124,7 @@ def read_deepspeed(folder: DeepSpeedFolder, wishes: Wishes) -> Findings:
     form = (
         "universal" if folder.universal is not None else f"ZeRO stage {stage}, {ranks} rank{'s' if ranks != 1 else ''}"
     )
-    return Findings(
+    return ImportedState(
         f"DeepSpeed {version}, {form}",
         folder_name(folder.path),
         shards,
@@ -49,7 +135,7 @@ def read_deepspeed(folder: DeepSpeedFolder, wishes: Wishes) -> Findings:
 
 
 def _sharded(
-    model: ModelStates, optimizers: Sequence[State], wishes: Wishes, state: dict[str, Any], left_out: list[str]
+    model: ModelStates, optimizers: Sequence[State], wishes: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> tuple[int, list[list[Slice]]]:
     """Stages 1 to 3: masters and moments from the flat buffers, everything else from the model's files."""
     stage = stage_of(optimizers[0])
@@ -74,7 +160,7 @@ def _sharded(
 
 
 def _taken_apart(
-    zero: Path, model: ModelStates, wishes: Wishes, state: dict[str, Any], left_out: list[str]
+    zero: Path, model: ModelStates, wishes: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[list[Slice]]:
     found = read_universal(zero, model, wishes, state, left_out)
     shapes = {part.name.removeprefix("param/"): part.shape for part in found if part.name.startswith("param/")}
@@ -101,7 +187,7 @@ def _note_optimizer(
     state["kinds"] = sorted({kind for group in groups for kind in group.states})
 
 
-def _whole(model: ModelStates, wishes: Wishes, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
+def _whole(model: ModelStates, wishes: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
     """Stage 0: the optimizer is in the model's file. Without one there, the weights alone."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_trial.importing.values import Foreign, Stored, as_dict, as_integers, as_list
+from zero_trial.importing.torch_file import FileTensor, UnknownObject, as_dict, as_integers, as_list
 
 OWN_KEYS = frozenset(
     [
@@ -95,9 +95,9 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: i
         raise NotPlain(f"{place[:100]}: nested more than {DEEPEST} deep")
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         return value
-    if isinstance(value, Stored):
+    if isinstance(value, FileTensor):
         return value.tensor().clone()
-    if isinstance(value, Foreign) and value.path.endswith("multiarray.scalar"):
+    if isinstance(value, UnknownObject) and value.path.endswith("multiarray.scalar"):
         return _numpy_number(value, place)
     if isinstance(value, dict):
         pairs = [
@@ -106,13 +106,13 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: i
         return dict(pairs)
     if isinstance(value, (list, tuple, set, frozenset)) and not hasattr(value, "_fields"):
         return type(value)(plain(item, f"{place}[{index}]", budget, depth + 1) for index, item in enumerate(value))
-    raise NotPlain(f"{place}: {value.path if isinstance(value, Foreign) else type(value).__name__}")
+    raise NotPlain(f"{place}: {value.path if isinstance(value, UnknownObject) else type(value).__name__}")
 
 
-def _numpy_number(value: Foreign, place: str) -> int | float | bool:
+def _numpy_number(value: UnknownObject, place: str) -> int | float | bool:
     """``numpy.float64(0.5)`` and its kin, as the number that it is."""
     dtype, data = value.args if len(value.args) == 2 else (None, None)
-    code = dtype.args[0] if isinstance(dtype, Foreign) and dtype.args else None
+    code = dtype.args[0] if isinstance(dtype, UnknownObject) and dtype.args else None
     form = _NUMPY.get(code) if isinstance(code, str) else None
     if form is None or not isinstance(data, bytes) or len(data) != struct.calcsize(form):
         raise NotPlain(f"{place}: numpy scalar of {code}")
@@ -155,7 +155,7 @@ def counters(model: Mapping[str, Any]) -> dict[str, int]:
 def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """From a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic scale; a static one has none."""
     scaler = optimizer.get("loss_scaler")
-    numbers = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else dict(optimizer)
+    numbers = scaler.state if isinstance(scaler, UnknownObject) and isinstance(scaler.state, dict) else dict(optimizer)
     scale = float(_number(numbers.get("cur_scale"), 1.0))
     dynamic = numbers.get("dynamic", numbers.get("dynamic_loss_scale", False)) is True
     if not dynamic:
@@ -231,6 +231,6 @@ def _whole(value: Any, default: int = 0) -> int:
 
 
 def _number(value: Any, default: float) -> float:
-    if isinstance(value, Stored) and value.numel == 1:
+    if isinstance(value, FileTensor) and value.numel == 1:
         return float(value.tensor())
     return float(value) if isinstance(value, (int, float)) else default

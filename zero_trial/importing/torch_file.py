@@ -1,8 +1,4 @@
-"""A file of ``torch.save``, opened without pickle: its structure as values, and its tensors as views of a memory map.
-
-Both of torch's formats are read. The newer one is an uncompressed zip archive; the older one is a row of pickles with the storages' bytes
-behind them.
-"""
+"""From a program's records to values: containers, tensors that lie in a file, and :class:`Foreign` for everything else."""
 
 from __future__ import annotations
 
@@ -11,20 +7,363 @@ import mmap
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from zero_trial.checkpoint.format import dtype_of
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.program import read_program
-from zero_trial.importing.values import Resolver, Storage, Stored
+from zero_trial.importing.pickle_program import PersistentId, PickledCall, PickledName, read_program, require_key
+
+
+class FileStorage(NamedTuple):
+    """One block of elements of a torch file: ``numel`` elements of ``dtype`` under ``key``."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor that still lies in its file: elements of ``storage`` from ``offset`` on, with these strides. Two that are equal are one."""
+
+    file: str
+    storage: FileStorage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    read: Callable[[FileTensor], torch.Tensor] = field(repr=False, compare=False)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def tensor(self) -> torch.Tensor:
+        """The values: a view of the file's memory map, which costs memory only while it is read."""
+        return self.read(self)
+
+    def check(self) -> None:
+        """All elements lie in the storage, and each is its own. Raises CheckpointError."""
+        room = self.storage.numel * self.storage.dtype.itemsize // self.dtype.itemsize
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        fine = min((self.offset, *self.shape, *self.strides)) >= 0 and len(self.shape) == len(self.strides)
+        if not fine or (self.numel > 0 and (last >= room or self.numel > room)):
+            raise CheckpointError(
+                "a tensor does not fit the storage that it names",
+                where=self.file,
+                got=f"shape {self.shape}, strides {self.strides}, from {self.offset} on",
+                expected=f"within {room} elements",
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class UnknownObject:
+    """An object of a class that is not built here: its name, and what it was made of. Its repr is short whatever that is."""
+
+    path: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    pairs: tuple[tuple[Any, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    def __repr__(self) -> str:
+        return f"<{self.path[:100]}>"
+
+
+def as_dict(value: Any, where: str) -> dict[Any, Any]:
+    """``value``, which must be a dict. Raises CheckpointError."""
+    if not isinstance(value, dict):
+        raise unexpected(value, where, "a dict")
+    return value
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    """``value``, which must be a list. Raises CheckpointError."""
+    if not isinstance(value, list):
+        raise unexpected(value, where, "a list")
+    return value
+
+
+def as_integers(value: Any, where: str) -> list[int]:
+    """``value``, which must be a list or tuple of integers that are not negative and fit 64 bits. Raises CheckpointError."""
+    if not isinstance(value, (list, tuple)) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+        raise unexpected(value, where, "integers")
+    return list(value)
+
+
+def as_shape(value: Any, where: str) -> tuple[int, ...]:
+    """``value``, which must be a tensor's shape. Raises CheckpointError."""
+    if not isinstance(value, tuple) or len(value) > MOST_DIMENSIONS or prod(as_integers(value, where)) >= 2**63:
+        raise unexpected(value, where, "a shape")
+    return value
+
+
+def as_tensor(value: Any, where: str) -> FileTensor:
+    """``value``, which must be a tensor. Raises CheckpointError."""
+    if not isinstance(value, FileTensor):
+        raise unexpected(value, where, "a tensor")
+    return value
+
+
+def unexpected(value: Any, where: str, expected: str) -> CheckpointError:
+    """The error for content of another kind than a checkpoint has at this place."""
+    got = value.path if isinstance(value, UnknownObject) else type(value).__name__
+    return CheckpointError(
+        "unexpected content",
+        where=where,
+        got=f"{got} {value!r}"[:60] if isinstance(value, (str, int, float)) else got[:60],
+        expected=expected,
+        fix="Copy the file again from where it was written.",
+    )
+
+
+MOST_COPIED = 1 << 30
+
+
+"""Bytes of what a file names at many places and has only once, and which is made anew at each: far more than any checkpoint has."""
+
+
+ENTRY = 100  # bytes of a dict or a set
+
+
+MOST_DIMENSIONS = 64
+
+
+class Resolver:
+    """Turns one file's records into values; ``read`` gives the values of a stored tensor."""
+
+    def __init__(self, file: str, read: Callable[[FileTensor], torch.Tensor]) -> None:
+        self._file = file
+        self._read = read
+        self._done: dict[int, tuple[Any, Any]] = {}
+        self._copied = 0
+        self.storages: dict[str, FileStorage] = {}
+
+    def resolve(self, value: Any) -> Any:
+        """``value`` without records. What the program used twice is one object in the result, too. Raises CheckpointError."""
+        try:
+            return self._resolve(value)
+        except (RecursionError, TypeError, ValueError, IndexError, KeyError, AttributeError, MemoryError) as fault:
+            raise CheckpointError(
+                "this is not a structure that torch.save writes",
+                where=self._file,
+                got=f"{type(fault).__name__}: {fault}"[:200],
+            ) from fault
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, (str, bytes, int, float, type(None))):
+            return value
+        known = self._done.get(id(value))
+        if known is not None:
+            return known[1]
+        if type(value) is dict:
+            found: Any = {}
+            self._done[id(value)] = (value, found)  # before its content: a structure may contain itself
+            found.update({self._key(key): self._resolve(item) for key, item in value.items()})
+            return found
+        found = self._made(value)
+        self._done[id(value)] = (value, found)
+        return found
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, PickledName):
+            return _dtype(value) or UnknownObject(value.path)
+        if isinstance(value, PersistentId):
+            return self._storage(value.key)
+        if isinstance(value, PickledCall):
+            return self._called(value)
+        if isinstance(value, tuple):
+            return tuple(self._resolve(item) for item in value)
+        if isinstance(value, (set, frozenset)):
+            return type(value)(self._key(item) for item in value)
+        return type(value)(self._resolve(item) for item in value)
+
+    def _key(self, value: Any) -> Any:
+        return require_key(self._resolve(value))
+
+    def _copy(self, size: int) -> None:
+        """About ``size`` bytes are made of what the file may hold once and name at many places: a small file could ask for any number."""
+        self._copied += size
+        if self._copied > MOST_COPIED:
+            raise ValueError(f"more than {MOST_COPIED} bytes, repeated")
+
+    def _called(self, call: PickledCall) -> Any:
+        rule = _RULES.get(call.path)
+        if rule is not None:
+            try:
+                return rule(self, call)
+            except _OtherDtype as fault:
+                return UnknownObject(str(fault))
+        args = self._resolve(call.args)
+        pairs = tuple((self._resolve(key), self._resolve(item)) for key, item in call.pairs)
+        return UnknownObject(call.path, args, self._resolve(call.state), pairs)
+
+    def _storage(self, key: Any) -> FileStorage:
+        if not isinstance(key, tuple) or len(key) < 5 or key[0] != "storage" or any(key[5:]):
+            raise ValueError("an unknown kind of storage")
+        _, kind, name, _, numel = key[:5]
+        storage = FileStorage(str(_plain(name)), _storage_dtype(kind), _whole(numel))
+        if storage.numel < 0 or self.storages.setdefault(storage.key, storage) != storage:
+            raise ValueError(f"storage {storage.key} has two sizes")
+        return storage
+
+    def _dict(self, call: PickledCall) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for item in call.args:
+            if type(item) in (list, tuple):  # OrderedDict([[key, value], ...]), as Python 2 wrote it
+                self._copy(ENTRY * len(item))
+                found.update({self._key(key): self._resolve(value) for key, value in item})
+        found.update({self._key(key): self._resolve(value) for key, value in call.pairs})
+        return found
+
+    def _tensor(self, call: PickledCall, dtype: torch.dtype | None = None) -> FileTensor:
+        storage, offset, shape, strides = (self._resolve_storage(call.args[0]), *call.args[1:4])
+        stored = FileTensor(
+            self._file,
+            storage,
+            dtype or storage.dtype,
+            _whole(offset),
+            _sizes(self._resolve(shape)),
+            _sizes(self._resolve(strides)),
+            self._read,
+        )
+        stored.check()
+        return stored
+
+    def _tensor_of_dtype(self, call: PickledCall) -> FileTensor:
+        dtype = _dtype(call.args[6])
+        if dtype is None:
+            raise _OtherDtype(f"a tensor of {getattr(call.args[6], 'path', 'no dtype')}")
+        return self._tensor(call, dtype)
+
+    def _resolve_storage(self, value: Any) -> FileStorage:
+        if not isinstance(value, PersistentId):
+            raise ValueError("a tensor without a storage")
+        return self._storage(value.key)
+
+    def _of_type(self, call: PickledCall) -> Any:
+        """A tensor that has attributes of its own, or a subclass of Tensor: the plain tensor."""
+        target, _, args = call.args[:3]
+        if not isinstance(args, tuple):
+            raise ValueError("arguments that are no tuple")
+        return self._called(PickledCall(target, args))
+
+
+class _OtherDtype(Exception):
+    """A tensor of a dtype that a checkpoint does not hold: quantized, complex128 ... It stands for itself, unread."""
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{type(value).__name__} where a whole number belongs")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if len(value) > MOST_DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions")
+    return tuple(_whole(size) for size in value)
+
+
+def _plain(value: Any) -> str | int:
+    if not isinstance(value, (str, int)):
+        raise ValueError(f"{type(value).__name__} where a name or a number belongs")
+    return value
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    if not isinstance(name, PickledName) or name.module != "torch":
+        return None
+    try:
+        return dtype_of(name.name)
+    except CheckpointError:
+        return None
+
+
+_STORAGES: Mapping[str, torch.dtype] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "UntypedStorage": torch.uint8,
+}
+
+
+def _storage_dtype(kind: Any) -> torch.dtype:
+    found = _STORAGES.get(kind.name) if isinstance(kind, PickledName) and kind.module.split(".")[0] == "torch" else None
+    if found is None:
+        raise _OtherDtype(f"a tensor of {getattr(kind, 'path', 'no dtype')}")
+    return found
+
+
+def _a_set(resolver: Resolver, call: PickledCall) -> set[Any]:
+    given = call.args[0] if call.args else ()
+    resolver._copy(ENTRY * len(given))
+    return {resolver._key(item) for item in (*given, *call.items)}
+
+
+def _size(resolver: Resolver, call: PickledCall) -> tuple[Any, ...]:
+    found = resolver._resolve(call.args[0]) if call.args else ()
+    resolver._copy(8 * len(found))
+    return tuple(found)
+
+
+def _encoded(resolver: Resolver, call: PickledCall) -> bytes:
+    """How protocol 2 writes bytes."""
+    if not isinstance(call.args[0], str):
+        raise ValueError(f"bytes of a {type(call.args[0]).__name__}")
+    resolver._copy(len(call.args[0]))
+    return call.args[0].encode("latin-1")
+
+
+_RULES: Mapping[str, Callable[[Resolver, PickledCall], Any]] = {
+    "collections.OrderedDict": Resolver._dict,
+    "collections.defaultdict": Resolver._dict,
+    "torch.Size": _size,
+    "torch.device": lambda resolver, call: ":".join(str(_plain(part)) for part in call.args[:2]),
+    "torch._utils._rebuild_tensor": Resolver._tensor,
+    "torch._utils._rebuild_tensor_v2": Resolver._tensor,
+    "torch._utils._rebuild_tensor_v3": Resolver._tensor_of_dtype,
+    "torch._utils._rebuild_parameter": lambda resolver, call: resolver._resolve(call.args[0]),
+    "torch._utils._rebuild_parameter_with_state": lambda resolver, call: resolver._resolve(call.args[0]),
+    "torch._tensor._rebuild_from_type_v2": Resolver._of_type,
+    "_codecs.encode": _encoded,
+    "builtins.bytes": lambda resolver, call: b"",
+    "__builtin__.bytes": lambda resolver, call: b"",
+    "builtins.set": _a_set,
+    "__builtin__.set": _a_set,
+}
+
+
+# A file of ``torch.save``, opened without pickle: its structure as values, and its tensors as views of a memory map.
+#
+# Both of torch's formats are read. The newer one is an uncompressed zip archive; the older one is a row of pickles with the storages' bytes
+# behind them.
+
 
 LARGEST_PROGRAM = 1 << 30
+
+
 OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-class Place(NamedTuple):
+class StorageBytes(NamedTuple):
     """Where a storage's bytes lie in the file, and the CRC-32 that they should have (None: the format has none)."""
 
     start: int
@@ -41,7 +380,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, StorageBytes] = {}
         self._checked: set[str] = set()
         try:
             with path.open("rb") as file:
@@ -70,7 +409,7 @@ class TorchFile:
         self._places = {name.removeprefix("data/"): place for name, place in places.items() if name.startswith("data/")}
         return self._resolver.resolve(read_program(io.BytesIO(self._bytes(program, "data.pkl")), str(self.path)))
 
-    def _place(self, entry: zipfile.ZipInfo) -> Place:
+    def _place(self, entry: zipfile.ZipInfo) -> StorageBytes:
         """Where an entry's bytes begin stands in front of them, not in the archive's list."""
         header = self._map[entry.header_offset : entry.header_offset + 30]
         if (
@@ -81,12 +420,12 @@ class TorchFile:
         ):
             raise self._damaged(f"entry {entry.filename} is compressed, encrypted or torn")
         name, extra = struct.unpack("<HH", header[26:30])
-        place = Place(entry.header_offset + 30 + name + extra, entry.file_size, entry.CRC)
+        place = StorageBytes(entry.header_offset + 30 + name + extra, entry.file_size, entry.CRC)
         if place.start + place.size > len(self._map):
             raise self._damaged(f"entry {entry.filename} ends behind the end of the file")
         return place
 
-    def _check_order(self, place: Place | None) -> None:
+    def _check_order(self, place: StorageBytes | None) -> None:
         order = self._map[place.start : place.start + place.size] if place is not None else b"little"
         if order != b"little":
             raise CheckpointError(
@@ -108,14 +447,14 @@ class TorchFile:
             storage = self._resolver.storages.get(str(key)) if isinstance(key, (str, int)) else None
             if storage is None:
                 raise self._damaged("a storage belongs to nothing")
-            place = Place(stream.tell() + 8, storage.numel * storage.dtype.itemsize, None)
+            place = StorageBytes(stream.tell() + 8, storage.numel * storage.dtype.itemsize, None)
             if int.from_bytes(stream.read(8), "little") != storage.numel or place.start + place.size > len(stream):
                 raise self._damaged(f"storage {storage.key} is cut short")
             self._places[storage.key] = place
             stream.seek(place.start + place.size)
         return content
 
-    def _read(self, stored: Stored) -> torch.Tensor:
+    def _read(self, stored: FileTensor) -> torch.Tensor:
         if stored.numel == 0:
             return torch.empty(stored.shape, dtype=stored.dtype)
         place = self._place_of(stored.storage)
@@ -123,7 +462,7 @@ class TorchFile:
         flat = torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=place.start)
         return flat.as_strided(stored.shape, stored.strides, stored.offset)
 
-    def _place_of(self, storage: Storage) -> Place:
+    def _place_of(self, storage: FileStorage) -> StorageBytes:
         place = self._places.get(storage.key)
         size = storage.numel * storage.dtype.itemsize
         if place is None or place.size != size:
@@ -134,7 +473,7 @@ class TorchFile:
             self._checked.add(storage.key)
         return place
 
-    def _bytes(self, place: Place, what: str, copy: bool = True) -> bytes:
+    def _bytes(self, place: StorageBytes, what: str, copy: bool = True) -> bytes:
         with memoryview(self._map)[place.start : place.start + place.size] as view:
             if place.crc is not None and zlib.crc32(view) != place.crc:
                 raise self._damaged(f"{what} has another CRC-32 than when it was written")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_trial.launch.rendezvous import Rendezvous
+from zero_trial.launch.hosts import RendezvousSpec
 
 # "failed (exitcode: -9) local_rank: 1 (pid: 5768) of binary: python": logged once, for the rank that failed first.
 _FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
@@ -21,7 +21,7 @@ _REPORTED = re.compile(r"\(local_rank: (?P<local>\d+)\)\s+exitcode\s+: (?P<code>
 
 
 @dataclass(frozen=True)
-class Target:
+class RankProgram:
     """What each rank runs: a module, a script or (``program``) any executable, with its arguments."""
 
     name: str
@@ -36,7 +36,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Death:
+class RankExit:
     """How a rank ended, as the agent saw it; a negative code is a signal."""
 
     local_rank: int
@@ -48,10 +48,10 @@ class Death:
 class AgentCommand:
     """One host's part of a run: how many ranks, where they meet, what they run."""
 
-    target: Target
+    target: RankProgram
     ranks: int
     run_dir: str
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    rendezvous: RendezvousSpec = field(default_factory=RendezvousSpec)
     cwd: str | None = None
 
     @property
@@ -77,10 +77,10 @@ class AgentCommand:
         ]
 
 
-def deaths(log: str) -> list[Death]:
+def failed_ranks(log: str) -> list[RankExit]:
     """The failures that the agent's log tells of, each once, the one that it saw first in front."""
     matches = [*_FIRST.finditer(log), *_REPORTED.finditer(log)]
-    found = [Death(local_rank=int(m["local"]), pid=int(m["pid"]), code=int(m["code"])) for m in matches]
+    found = [RankExit(local_rank=int(m["local"]), pid=int(m["pid"]), code=int(m["code"])) for m in matches]
     return list(dict.fromkeys(found))
 
 

@@ -1,8 +1,96 @@
-"""The environment that ranks are started with: what the user has set stands, the rest is filled in. Pure."""
+"""What this host has to run ranks on: processors and NVIDIA GPUs, counted without torch."""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_trial.errors import ConfigError
+from zero_trial.launch.hosts import HostPlan, RendezvousSpec
+
+_GPU_FILES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class HostDevices:
+    """Processor cores that this process may use, and GPUs that it may see."""
+
+    cores: int
+    gpus: int
+
+
+def count_devices(env: Mapping[str, str], device_files: Path = _GPU_FILES) -> HostDevices:
+    """Count what is there, after CUDA_VISIBLE_DEVICES has hidden some of it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    present = len(list(device_files.glob("nvidia[0-9]*")))
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1", "NoDevFiles")]
+        present = min(present, len(chosen))
+    return HostDevices(cores, present)
+
+
+def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
+    """Raises ConfigError for more ranks than GPUs on a host with GPUs; on a host without, ranks share the cores."""
+    if slots < 1:
+        raise ConfigError("a run needs at least one rank", where=where, got=slots, expected="a positive integer")
+    if devices.gpus and slots > devices.gpus:
+        raise ConfigError(
+            "more ranks than GPUs",
+            where=where,
+            got=slots,
+            expected=f"at most {devices.gpus} (this host's GPUs)",
+            fix=f"Use --slots {devices.gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        )
+
+
+def threads_per_rank(slots: int, devices: HostDevices) -> int:
+    """Threads of each rank, so that all ranks together use the cores once."""
+    return max(1, devices.cores // slots)
+
+
+# The network interface through which this host reaches another, by name, for libraries that want to be told (gloo).
+
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def loopback() -> str:
+    """The interface on which a host talks to itself."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface that packets to ``host`` leave by, or the one that has its address; None when there is no route or no way to tell."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only asks for the route
+            address = probe.getsockname()[0]
+        return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+    except OSError:
+        return None
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface, or None (it has none, or this is not Linux)."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
+
+
+# The environment that ranks are started with: what the user has set stands, the rest is filled in. Pure.
 
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
@@ -31,3 +119,25 @@ _OUTER_RUN = frozenset(
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     ]
 )
+
+
+def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
+    """The environment of a host's ranks: threads, gloo's interface, and the GPUs that were chosen."""
+    env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
+    if plan.visible:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
+    return env
+
+
+def gloo_interface(rendezvous: RendezvousSpec) -> str | None:
+    """The interface for gloo: loopback on one host, else the one towards the meeting point."""
+    return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)
+
+
+def host_names() -> list[str]:
+    """The names by which a hostfile may mean this host."""
+    return list(
+        dict.fromkeys(
+            [socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"]
+        )
+    )

@@ -1,4 +1,9 @@
-"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is started."""
+"""Whether a run that has crashed is started again: ``max_restarts`` of the experiment, as far as it can help.
+
+A master starts a crashed trial again whatever the reason. Here somebody looks on, so a run is started again only if the reason may
+pass (a process that was killed, a lost connection, an error that nobody expected) and the run has saved something since it began:
+without a new checkpoint it would fail at the same place, after the same time.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +17,55 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero_trial.config.experiment import ExperimentConfig
-from zero_trial.config.experiment_reader import read_experiment
-from zero_trial.config.reader import read_ds_config
-from zero_trial.config.reconcile import Reconciliation, reconcile
-from zero_trial.config.report import REPORT, report_json, resolved_ds_config
-from zero_trial.config.sections import DsConfig
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.reconcile import Reconciliation, reconcile
+from zero_trial.ds_config.report import REPORT, report_json, resolved_ds_config
+from zero_trial.ds_config.sections import DsConfig
 from zero_trial.errors import ConfigError
-from zero_trial.launch.agent import AgentCommand, Target
-from zero_trial.launch.devices import Devices, count_devices, threads_per_rank
+from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
+from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
-from zero_trial.launch.held import held
+from zero_trial.launch.environment import HostDevices, count_devices, host_environment, host_names, threads_per_rank
 from zero_trial.launch.hosts import HostPlan
-from zero_trial.launch.lock import NAME, Locked, locked_model_dir, write_lock
 from zero_trial.launch.placement import PlacementRequest, place
-from zero_trial.launch.restarts import has_checkpoints, may_help, newest_step, restart_line
-from zero_trial.launch.run_folder import given_run_folder, new_run_folder, resumed_run_folder
-from zero_trial.launch.screen import EventWatcher, Screen, Silence
-from zero_trial.launch.script import host_environment, host_names
-from zero_trial.launch.supervisor import Outcome, Supervisor
+from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
+from zero_trial.launch.supervisor import INFRASTRUCTURE, LaunchResult, Supervisor
+from zero_trial.runs.layout import given_run_folder, lock_run, new_run_folder, resumed_run_folder
+from zero_trial.runs.provenance import CONFIG_LOCK, LockedFacts, locked_model_dir, write_lock
+
+UNEXPECTED = 1
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest finished checkpoint in a run's folder."""
+    found = [
+        int(path.name.removeprefix("step-"))
+        for path in (folder / "checkpoints").glob("step-*")
+        if path.name.removeprefix("step-").isdigit() and (path / "metadata.json").is_file()
+    ]
+    return max(found, default=None)
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a run's folder has any checkpoint, damaged or not."""
+    return any(path.name.removeprefix("step-").isdigit() for path in (folder / "checkpoints").glob("step-*"))
+
+
+def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
+    """Whether to start again, given the newest checkpoint's step when the run began and now. Pure."""
+    if outcome.exit_code not in (INFRASTRUCTURE, UNEXPECTED):
+        return False  # it ended well, was asked to stop, or would fail in the same way
+    return now is not None and (before is None or now > before)
+
+
+def restart_line(outcome: LaunchResult, number: int, most: int, step: int | None) -> str:
+    """What the person who watches is told."""
+    cause = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
+    return f"restart {number} of {most}, from step {step}: {cause}"
+
+
+# ``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is started.
+
 
 DEFAULT_SEED = 0
 
@@ -49,7 +84,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedRun:
     """An experiment that may be started. ``ds_config`` and ``batch`` are None where the trial itself will give the ds_config."""
 
     path: Path
@@ -57,7 +92,7 @@ class Checked:
     entrypoint: Entrypoint
     model_dir: Path
     own: HostPlan
-    devices: Devices
+    devices: HostDevices
     seed: int
     ds_config: DsConfig | None
     batch: Reconciliation | None
@@ -69,7 +104,7 @@ class Checked:
         return self.own.ranks * (int(hosts) if hosts.isdigit() else 1)
 
 
-def check(request: RunRequest, env: Mapping[str, str]) -> Checked:
+def check(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
     """Read and check everything that can be known without running the trial. Raises ConfigError; starts and writes nothing."""
     path = _experiment_path(request)
     experiment = read_experiment(path)
@@ -97,21 +132,21 @@ def check(request: RunRequest, env: Mapping[str, str]) -> Checked:
     if placement.own is None:
         raise ConfigError("zero-trial run starts the ranks of this host only", fix="Run the same command on each host.")
     seed = next(seed for seed in (request.seed, experiment.experiment_seed, DEFAULT_SEED) if seed is not None)
-    checked = Checked(path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
+    checked = CheckedRun(path, experiment, entrypoint, model_dir, placement.own, devices, seed, None, None)
     return _check_ds_config(checked)
 
 
 def _experiment_path(request: RunRequest) -> Path:
     if request.experiment is not None:
         return request.experiment
-    if request.resume is not None and (request.resume / NAME).is_file():
-        return request.resume / NAME
+    if request.resume is not None and (request.resume / CONFIG_LOCK).is_file():
+        return request.resume / CONFIG_LOCK
     raise ConfigError(
         "there is no experiment to run", where="run", fix="Write zero-trial run const.yaml model_def_folder."
     )
 
 
-def _check_ds_config(checked: Checked) -> Checked:
+def _check_ds_config(checked: CheckedRun) -> CheckedRun:
     """The ds_config read, and its batch sizes brought together with the ranks, unless the trial brings its own."""
     experiment = checked.experiment
     if not experiment.names_ds_config():
@@ -119,26 +154,26 @@ def _check_ds_config(checked: Checked) -> Checked:
     values, hints = experiment.hyperparameters, experiment.hints
     config = read_ds_config(experiment.ds_config(checked.model_dir), hints=hints, hyperparameters=values)
     batch = reconcile(config, checked.ranks, values)
-    return Checked(**{**vars(checked), "ds_config": config, "batch": batch})
+    return CheckedRun(**{**vars(checked), "ds_config": config, "batch": batch})
 
 
-def run_experiment(checked: Checked, request: RunRequest, screen: Screen) -> tuple[Outcome, Path]:
+def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> tuple[LaunchResult, Path]:
     """Run a checked experiment to its end; returns the outcome and the run's folder, which nobody else may use meanwhile."""
     leads = checked.own.rendezvous.leads
     with contextlib.ExitStack() as stack:
         if leads and request.resume is not None:
-            stack.enter_context(held(request.resume))
+            stack.enter_context(lock_run(request.resume))
         folder, events_before = _folder(checked, request)
         if leads and request.resume is None:
-            stack.enter_context(held(folder))
+            stack.enter_context(lock_run(folder))
         return _run_in(folder, checked, screen, events_before), folder
 
 
-def _run_in(folder: Path, checked: Checked, screen: Screen, events_before: bool) -> Outcome:
+def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> LaunchResult:
     """The run in its folder; on one host it is started again after a crash, where that may help."""
-    lock = folder / NAME
+    lock = folder / CONFIG_LOCK
     if checked.own.rendezvous.leads:
-        locked = Locked(checked.model_dir, checked.ranks, checked.seed)
+        locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
         config = checked.ds_config
         lock = write_lock(folder, checked.experiment, locked, resolved_ds_config(config) if config else None)
         write_report(folder, checked)
@@ -150,7 +185,7 @@ def _run_in(folder: Path, checked: Checked, screen: Screen, events_before: bool)
         before = newest_step(folder)
         outcome = _supervisor(folder, lock, checked, screen, events_before).run()
         step = newest_step(folder)
-        if restarts >= most or not may_help(outcome, before, step):
+        if restarts >= most or not restart_may_help(outcome, before, step):
             return outcome
         restarts += 1
         screen.say(restart_line(outcome, restarts, most, step))
@@ -158,20 +193,20 @@ def _run_in(folder: Path, checked: Checked, screen: Screen, events_before: bool)
         events_before = True
 
 
-def _supervisor(folder: Path, lock: Path, checked: Checked, screen: Screen, events_before: bool) -> Supervisor:
+def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> Supervisor:
     arguments = ["--run-dir", str(folder), "--experiment", str(lock), "--model-dir", str(checked.model_dir.resolve())]
     arguments += ["--seed", str(checked.seed)]
     arguments += ["--repeat", repeat_command(folder)]
-    target = Target("zero_trial.run", (str(checked.entrypoint), *arguments), "module")
+    target = RankProgram("zero_trial.run", (str(checked.entrypoint), *arguments), "module")
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     leads = rendezvous.leads
-    watcher = EventWatcher(folder / "events.jsonl", screen, skip_existing=events_before) if leads else Silence()
+    watcher = EventWatcher(folder / "events.jsonl", screen, skip_existing=events_before) if leads else NoWatcher()
     env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
     return Supervisor(command, env, watcher, stop=(folder / "preempt").touch)
 
 
-def write_report(folder: Path, checked: Checked) -> None:
+def write_report(folder: Path, checked: CheckedRun) -> None:
     """Where every value came from; a run that goes on keeps what was said when it began."""
     path = folder / REPORT
     if checked.ds_config is not None and not path.exists():
@@ -179,7 +214,7 @@ def write_report(folder: Path, checked: Checked) -> None:
         path.write_text(report_json(checked.ds_config, rows) + "\n", encoding="utf-8")
 
 
-def _folder(checked: Checked, request: RunRequest) -> tuple[Path, bool]:
+def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
     """The run's folder, and whether events of an earlier part of the run lie in it."""
     if request.resume is not None:
         return resumed_run_folder(request.resume).resolve(), True
@@ -197,7 +232,7 @@ def _folder(checked: Checked, request: RunRequest) -> tuple[Path, bool]:
 
 def repeat_command(folder: Path) -> str:
     """The command that repeats the run in ``folder``, as it would be typed here."""
-    return shlex.join(["zero-trial", "run", os.path.relpath(folder / NAME)])
+    return shlex.join(["zero-trial", "run", os.path.relpath(folder / CONFIG_LOCK)])
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
@@ -206,7 +241,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def timed_check(request: RunRequest) -> tuple[Checked, float]:
+def timed_check(request: RunRequest) -> tuple[CheckedRun, float]:
     """``check``, and how many seconds it took."""
     start = time.perf_counter()
     checked = check(request, os.environ)

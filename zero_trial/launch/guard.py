@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import runpy
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -22,19 +25,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.launch.own_line import with_own_line
-from zero_trial.launch.processes import die_with_parent
-from zero_trial.launch.records import ErrorRecord, RankRecord, write_error, write_rank
-from zero_trial.launch.run_folder import LOGS
+from zero_trial.runs.layout import LOGS
+from zero_trial.runs.records import ErrorRecord, RankRecord, with_user_line, write_error, write_rank
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
+
+
 """Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
 
+
 RUN_DIR = "ZERO_TRIAL_RUN_DIR"
+
+
 """Environment variable in which a rank finds the run's folder, for a script that opens a run of its own."""
 
-FAREWELL = "[zero_trial] this rank ends with an error:"
+
+ERROR_HEADER = "[zero_trial] this rank ends with an error:"
+
+
 """The line in a rank's log after which its traceback stands."""
+
 
 _OWN_FRAMES = (__file__, "<frozen runpy>")
 
@@ -105,7 +115,7 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
         return _failed(run_dir, rank, error, "interrupted", 130)
     except Exception as error:  # the last place at which a rank's words can be kept
         _print_traceback(error)
-        return _failed(run_dir, rank, error, with_own_line(f"{type(error).__name__}: {error}", error), 1)
+        return _failed(run_dir, rank, error, with_user_line(f"{type(error).__name__}: {error}", error), 1)
 
 
 def _print_traceback(error: BaseException) -> None:
@@ -113,7 +123,7 @@ def _print_traceback(error: BaseException) -> None:
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename in _OWN_FRAMES:
         inner = inner.tb_next
-    sys.stderr.write(FAREWELL + "\n")
+    sys.stderr.write(ERROR_HEADER + "\n")
     traceback.print_exception(type(error), error, inner)
 
 
@@ -153,3 +163,32 @@ def _exit_code(ending: SystemExit) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+_WATCH_SECONDS = 0.5
+
+
+def die_with_parent(parent: int) -> None:
+    """Tie this process to ``parent`` (its pid): it is killed when the parent ends. Ends at once when the parent is gone already."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            _watch_parent(parent)
+    else:
+        _watch_parent(parent)
+    if os.getppid() != parent:  # it died between our start and the call above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_parent(parent: int) -> None:
+    """The tie for kernels without a parent-death signal: a daemon thread that looks every half second."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="zero_trial-parent-watch", daemon=True).start()

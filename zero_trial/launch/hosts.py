@@ -1,14 +1,254 @@
-"""The plan of a run over several hosts: which host starts how many ranks, as which number, and by which command. Pure."""
+"""SLURM's host lists, ``gpu[01-03,7],login``, written out."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.hostfile import Slots
-from zero_trial.launch.rendezvous import Rendezvous
+
+_MOST_HOSTS = 100_000
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b. Raises ConfigError when it is not a host list."""
+    hosts = [host for part in _split(text) for host in _expand(part, text)]
+    if not hosts or not all(hosts):
+        raise _bad(text)
+    return hosts
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas that are not inside brackets."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if depth not in (0, 1):
+            raise _bad(text)
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    if depth:
+        raise _bad(text)
+    return [*parts, text[start:]]
+
+
+def _expand(part: str, text: str) -> list[str]:
+    """All names of one part: each bracket is a choice, and the choices multiply."""
+    pieces = re.split(r"\[([^\]]*)\]", part)
+    choices = [[piece] if place % 2 == 0 else _numbers(piece, text) for place, piece in enumerate(pieces)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > _MOST_HOSTS:
+        raise _bad(text)
+    return ["".join(names) for names in itertools.product(*choices)]
+
+
+def _numbers(inside: str, text: str) -> list[str]:
+    """The numbers of one bracket: ``08-10,12`` is 08 09 10 12."""
+    numbers: list[str] = []
+    for item in inside.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if found is None:
+            raise _bad(text)
+        first, last = found[1], found[2] or found[1]
+        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+            raise _bad(text)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _bad(text: str) -> ConfigError:
+    return ConfigError(
+        "this is not a list of hosts",
+        where="SLURM_NODELIST",
+        got=repr(text[:80]),
+        expected="for example gpu[01-03],login",
+    )
+
+
+# Where the ranks of a run meet: how many hosts, which of them this is, and the address at which they find each other.
+
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class RendezvousSpec:
+    """``hosts`` is a number, or for an elastic run ``least:most``; ``endpoint`` (host:port) hands the ordering of hosts to torch's c10d rendezvous,
+    otherwise host ``node_rank`` meets the others at ``master_addr``:``master_port``. One host needs neither: it picks a free port."""
+
+    hosts: str = "1"
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = DEFAULT_PORT
+    endpoint: str = ""
+    run_id: str = "zero_trial"
+
+    @property
+    def single(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.hosts in ("1", "1:1") and not self.endpoint
+
+    @property
+    def leads(self) -> bool:
+        """Whether this host holds rank 0, as far as is known before the hosts have met."""
+        return self.node_rank == 0
+
+    @property
+    def meeting_host(self) -> str:
+        """The host part of the address at which the hosts meet; empty on one host."""
+        return (self.endpoint or self.master_addr).rpartition(":")[0] if self.endpoint else self.master_addr
+
+    def agent_arguments(self) -> list[str]:
+        """The arguments of torch.distributed.run that say this."""
+        if self.single:
+            # A host name that does not resolve must not matter to a run that never leaves the machine.
+            return ["--standalone", "--local-addr", "127.0.0.1"]
+        if self.endpoint:
+            return [
+                *("--nnodes", self.hosts, "--node-rank", str(self.node_rank), "--rdzv-backend", "c10d"),
+                *("--rdzv-endpoint", self.endpoint, "--rdzv-id", self.run_id),
+            ]
+        return [
+            *("--nnodes", self.hosts, "--node-rank", str(self.node_rank)),
+            *("--master-addr", self.master_addr, "--master-port", str(self.master_port)),
+        ]
+
+
+def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSpec | None:
+    """The rendezvous that SLURM's variables describe, for one task per host; None outside a SLURM step or on one host.
+
+    The first host of the step's list is where they meet. Raises ConfigError when the step runs several tasks per host: the ranks of a host are
+    started here, not by srun.
+    """
+    if "SLURM_JOB_ID" not in env or "SLURM_NODEID" not in env:
+        return None
+    hosts = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or env.get("SLURM_JOB_NUM_NODES") or "1")
+    if hosts == 1:
+        return None
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or hosts)
+    if tasks != hosts:
+        raise ConfigError(
+            "this SLURM step starts several tasks per host, but one zero-trial per host starts all ranks of its host",
+            where="SLURM_NTASKS",
+            got=tasks,
+            expected=f"{hosts} (one per host)",
+            fix="Use srun --ntasks-per-node=1.",
+        )
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    return RendezvousSpec(
+        hosts=str(hosts),
+        node_rank=int(env["SLURM_NODEID"]),
+        master_addr=env.get("MASTER_ADDR") or expand_hosts(nodelist)[0],
+        master_port=int(env.get("MASTER_PORT") or port),
+        run_id=env["SLURM_JOB_ID"],
+    )
+
+
+# A hostfile in DeepSpeed's grammar, ``host slots=N`` per line, and the filters that choose hosts and slots from it. Pure.
+#
+# A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it names, ``exclude`` drops what it names.
+
+
+Slots = dict[str, list[int]]
+
+
+"""Slot numbers by host, in the order of the hostfile."""
+
+
+_LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
+
+
+def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
+    """Hosts and their slots. ``#`` starts a comment. Raises ConfigError, with the line, for anything else and for a host named twice."""
+    hosts: Slots = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        found = _LINE.fullmatch(line)
+        where = f"{name}:{number}"
+        if found is None:
+            raise ConfigError("not a host line", where=where, got=repr(line), expected="host slots=N")
+        host, slots = found[1], int(found[2])
+        if host in hosts:
+            raise ConfigError(
+                "the host is named twice", where=where, got=host, fix="Give it one line with all its slots."
+            )
+        if slots < 1:
+            raise ConfigError(
+                "a host needs at least one slot", where=where, got=slots, fix="Remove the line to leave it out."
+            )
+        hosts[host] = list(range(slots))
+    if not hosts:
+        raise ConfigError("the hostfile names no host", where=name, expected="lines of the form: host slots=N")
+    return hosts
+
+
+def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
+    """The hosts and slots that are left by one of the filters. Raises ConfigError when both are given, or one names what is not there."""
+    if include and exclude:
+        raise ConfigError("--include and --exclude exclude each other", fix="Give one of them.")
+    if include:
+        named = _parse_filter(include, "--include", hosts)
+        return {host: named[host] for host in hosts if host in named}
+    if exclude:
+        dropped = _parse_filter(exclude, "--exclude", hosts)
+        left = {host: [slot for slot in slots if slot not in dropped.get(host, ())] for host, slots in hosts.items()}
+        left = {host: slots for host, slots in left.items() if slots}
+        if not left:
+            raise ConfigError("nothing is left to run on", where="--exclude", got=exclude)
+        return left
+    return {host: list(slots) for host, slots in hosts.items()}
+
+
+def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
+    """The first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all). Raises ConfigError when there are fewer."""
+    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
+        raise ConfigError(
+            "there are not so many hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
+        )
+    chosen = dict(list(hosts.items())[:num_nodes])
+    for host, slots in chosen.items():
+        if num_slots is not None and not 1 <= num_slots <= len(slots):
+            raise ConfigError(
+                f"{host} has not so many slots", where="--num_gpus", got=num_slots, expected=f"1 to {len(slots)}"
+            )
+    return {host: slots[:num_slots] for host, slots in chosen.items()}
+
+
+def _parse_filter(text: str, option: str, hosts: Mapping[str, list[int]]) -> Slots:
+    """``a@b:0,2`` as slots by host, checked against the hosts that there are."""
+    named: Slots = {}
+    for part in text.split("@"):
+        host, colon, numbers = part.partition(":")
+        if host not in hosts:
+            raise ConfigError("no such host in the hostfile", where=option, got=repr(host), expected=" or ".join(hosts))
+        if host in named:
+            raise ConfigError("the host is named twice", where=option, got=host)
+        named[host] = _slots(numbers, hosts[host], part, option) if colon else list(hosts[host])
+    return named
+
+
+def _slots(numbers: str, present: list[int], part: str, option: str) -> list[int]:
+    items = numbers.split(",")
+    if not all(item.isdigit() for item in items):
+        raise ConfigError("not a list of slots", where=option, got=repr(part), expected="host:0,1")
+    slots = sorted({int(item) for item in items})
+    missing = [slot for slot in slots if slot not in present]
+    if missing:
+        raise ConfigError(
+            "no such slot on this host", where=option, got=f"{part} (slot {missing[0]})", expected=f"0 to {present[-1]}"
+        )
+    return slots
+
+
+# The plan of a run over several hosts: which host starts how many ranks, as which number, and by which command. Pure.
 
 
 @dataclass(frozen=True)
@@ -17,7 +257,7 @@ class HostPlan:
 
     host: str
     ranks: int
-    rendezvous: Rendezvous
+    rendezvous: RendezvousSpec
     visible: tuple[int, ...] = ()
 
     @property
@@ -34,7 +274,7 @@ def plan_hosts(
         HostPlan(
             host,
             len(slots),
-            Rendezvous(str(len(chosen)), number, address, master_port) if len(chosen) > 1 else Rendezvous(),
+            RendezvousSpec(str(len(chosen)), number, address, master_port) if len(chosen) > 1 else RendezvousSpec(),
             tuple(slots) if list(slots) != list(present[host]) else (),
         )
         for number, (host, slots) in enumerate(chosen.items())

@@ -6,10 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.devices import Devices, check_slots
-from zero_trial.launch.hostfile import choose, first_hosts, parse_hostfile
-from zero_trial.launch.hosts import HostPlan, localhost, own_plan, plan_hosts
-from zero_trial.launch.rendezvous import DEFAULT_PORT, Rendezvous, from_slurm
+from zero_trial.launch.environment import HostDevices, check_slots
+from zero_trial.launch.hosts import (
+    DEFAULT_PORT,
+    HostPlan,
+    RendezvousSpec,
+    choose,
+    first_hosts,
+    from_slurm,
+    localhost,
+    own_plan,
+    parse_hostfile,
+    plan_hosts,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True)
-class Placement:
+class HostPlacement:
     """``own`` is this host's plan, None when this host only starts others; ``others`` are the plans of the hosts to be started from here."""
 
     own: HostPlan | None
@@ -40,8 +49,8 @@ class Placement:
 
 
 def place(
-    request: PlacementRequest, env: Mapping[str, str], devices: Devices, names: Sequence[str], default_slots: int
-) -> Placement:
+    request: PlacementRequest, env: Mapping[str, str], devices: HostDevices, names: Sequence[str], default_slots: int
+) -> HostPlacement:
     """The placement; ``names`` are this host's names. The first of these that was given decides: a meeting point, a hostfile, SLURM, this host alone.
 
     Raises ConfigError where they contradict each other or ask for what is not there.
@@ -66,18 +75,18 @@ def place(
             "several hosts need a hostfile", where="--num_nodes", got=request.num_nodes, fix="Give --hostfile FILE."
         )
     slurm = from_slurm(env, port)
-    return _alone(HostPlan("localhost", slots, slurm or Rendezvous()), devices)
+    return _alone(HostPlan("localhost", slots, slurm or RendezvousSpec()), devices)
 
 
-def _alone(plan: HostPlan, devices: Devices) -> Placement:
+def _alone(plan: HostPlan, devices: HostDevices) -> HostPlacement:
     check_slots(plan.ranks, devices, where="--slots")
-    return Placement(plan)
+    return HostPlacement(plan)
 
 
-def _explicit(request: PlacementRequest, port: int) -> Rendezvous | None:
+def _explicit(request: PlacementRequest, port: int) -> RendezvousSpec | None:
     """The rendezvous that the arguments of torch.distributed.run describe, if they were given."""
     if request.rdzv_endpoint:
-        return Rendezvous(
+        return RendezvousSpec(
             request.nnodes or "1:1", request.node_rank or 0, endpoint=request.rdzv_endpoint, run_id=request.rdzv_id
         )
     if not request.nnodes or request.nnodes in ("1", "1:1"):
@@ -97,14 +106,14 @@ def _explicit(request: PlacementRequest, port: int) -> Rendezvous | None:
             got=request.node_rank,
             expected=f"0 to {int(request.nnodes) - 1}",
         )
-    return Rendezvous(request.nnodes, request.node_rank, request.master_addr, port)
+    return RendezvousSpec(request.nnodes, request.node_rank, request.master_addr, port)
 
 
-def _from_hostfile(request: PlacementRequest, text: str, port: int, names: Sequence[str]) -> Placement:
+def _from_hostfile(request: PlacementRequest, text: str, port: int, names: Sequence[str]) -> HostPlacement:
     present = parse_hostfile(text, request.hostfile_name or "hostfile")
     chosen = first_hosts(choose(present, request.include, request.exclude), request.num_nodes, request.slots)
     plans = plan_hosts(chosen, present, request.master_addr, port)
     if not request.spread:
-        return Placement(own_plan(plans, names, request.node_rank))
+        return HostPlacement(own_plan(plans, names, request.node_rank))
     own = next((plan for plan in plans if plan.host in names), None)
-    return Placement(own, tuple(plan for plan in plans if plan is not own))
+    return HostPlacement(own, tuple(plan for plan in plans if plan is not own))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from zero_trial.launch.progress import Event, event_line, training_facts, training_line
-from zero_trial.launch.tailing import Tail, json_lines
+from zero_trial.launch.summary import Event, event_line, training_facts, training_line
+from zero_trial.runs.events import Tail, json_lines
 
 PLAIN_SECONDS = 10.0
 
@@ -158,7 +158,7 @@ class LogWatcher:
             self._stream.flush()
 
 
-class Silence:
+class NoWatcher:
     """Watches nothing: on hosts that do not hold rank 0."""
 
     def tick(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,20 +12,20 @@ from pathlib import Path
 from typing import TextIO
 
 from zero_trial.errors import ConfigError
-from zero_trial.launch.agent import AgentCommand, Target
-from zero_trial.launch.devices import count_devices, threads_per_rank
-from zero_trial.launch.environment import rank_environment
-from zero_trial.launch.guard import FAREWELL
+from zero_trial.launch.agent import AgentCommand, RankProgram
+from zero_trial.launch.environment import count_devices, host_environment, host_names, threads_per_rank
+from zero_trial.launch.guard import ERROR_HEADER
 from zero_trial.launch.hosts import HostPlan, parse_exports, ssh_command
-from zero_trial.launch.interfaces import interface_towards, loopback
-from zero_trial.launch.placement import Placement, PlacementRequest, place
-from zero_trial.launch.rendezvous import Rendezvous
-from zero_trial.launch.run_folder import LOGS, given_run_folder, new_run_folder
-from zero_trial.launch.screen import LogWatcher, Silence
-from zero_trial.launch.supervisor import Outcome, Supervisor, Watcher
+from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
+from zero_trial.launch.screen import LogWatcher, NoWatcher
+from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
+from zero_trial.runs.layout import LOGS, given_run_folder, new_run_folder
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
+
+
 """Where DeepSpeed's launcher looks when no hostfile is named."""
+
 
 ENVIRONMENT_FILE = ".deepspeed_env"
 
@@ -43,7 +42,7 @@ class ScriptRequest:
     placement: PlacementRequest = field(default_factory=PlacementRequest)
 
 
-def launch_script(request: ScriptRequest, output: TextIO) -> tuple[Outcome, Path]:
+def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult, Path]:
     """Run the script to its end; returns the outcome and the run's folder. Raises ConfigError for what cannot be started."""
     if request.kind == "script" and not Path(request.target).is_file():
         raise ConfigError("there is no such script", where="launch", got=request.target, expected="a Python file")
@@ -64,28 +63,6 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[Outcome, Path
             process.terminate()
         for process in remotes:
             process.wait()
-
-
-def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
-    """The environment of a host's ranks: threads, gloo's interface, and the GPUs that were chosen."""
-    env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
-    if plan.visible:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
-    return env
-
-
-def gloo_interface(rendezvous: Rendezvous) -> str | None:
-    """The interface for gloo: loopback on one host, else the one towards the meeting point."""
-    return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)
-
-
-def host_names() -> list[str]:
-    """The names by which a hostfile may mean this host."""
-    return list(
-        dict.fromkeys(
-            [socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"]
-        )
-    )
 
 
 def read_hostfile(given: str | None) -> tuple[str | None, str]:
@@ -109,12 +86,12 @@ def wants_local_rank(source: str) -> bool:
     )
 
 
-def _target(request: ScriptRequest) -> Target:
+def _target(request: ScriptRequest) -> RankProgram:
     name = str(Path(request.target).resolve()) if request.kind == "script" else request.target
     inject = request.local_rank
     if inject is None:
         inject = request.kind == "script" and wants_local_rank(Path(name).read_text(encoding="utf-8", errors="replace"))
-    return Target(name, request.arguments, request.kind, local_rank=inject)
+    return RankProgram(name, request.arguments, request.kind, local_rank=inject)
 
 
 def _run_folder(given: Path | None, shared: bool) -> Path:
@@ -129,11 +106,11 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
 
 def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
     if not own.rendezvous.leads:
-        return Silence()
-    return LogWatcher(folder / LOGS / "rank-0.log", output, stop_at=FAREWELL)
+        return NoWatcher()
+    return LogWatcher(folder / LOGS / "rank-0.log", output, stop_at=ERROR_HEADER)
 
 
-def _start_others(placement: Placement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
+def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
     """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log`` here."""
     exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
     started = []
@@ -178,8 +155,8 @@ def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
     return exports
 
 
-def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> Outcome:
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> LaunchResult:
     """The outcome of a run that has no part on this host: that of the first part which fails."""
     codes = [process.wait() for process in processes]
     bad = next((code for code in codes if code), 0)
-    return Outcome(bad if 0 <= bad < 256 else 5)
+    return LaunchResult(bad if 0 <= bad < 256 else 5)

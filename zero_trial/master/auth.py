@@ -1,9 +1,4 @@
-"""Who asks: passwords as Determined's clients send them, tokens, and what an allocation's token is good for.
-
-Two kinds of token. A user's (``Authorization: Bearer``) asks for anything. An allocation's (``Grpc-Metadata-x-allocation-token: Bearer``) is
-handed to one run of one trial and asks only for that allocation, its task, trial and experiment. The store keeps digests of tokens and salted scrypt
-hashes of passwords, never the words themselves.
-"""
+"""Tokens: random words that say who asks; only their digests are ever stored."""
 
 from __future__ import annotations
 
@@ -16,16 +11,44 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zero_trial.master.errors import Invalid, PermissionDenied
 from zero_trial.master.records import Allocation, User
-from zero_trial.master.tokens import digest, new_token
-from zero_trial.master.verbs import AccountVerbs, Forbidden, Invalid
+from zero_trial.master.verbs import AccountVerbs
+
+
+def new_token() -> str:
+    """A fresh token of 256 random bits, safe in a header, a URL and a shell."""
+    return secrets.token_urlsafe(32)
+
+
+def digest(token: str) -> str:
+    """What the store keeps of a token: its SHA-256 in hexadecimal. A random token needs no salt."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+# Who asks: passwords as Determined's clients send them, tokens, and what an allocation's token is good for.
+#
+# Two kinds of token. A user's (``Authorization: Bearer``) asks for anything. An allocation's (``Grpc-Metadata-x-allocation-token: Bearer``) is
+# handed to one run of one trial and asks only for that allocation, its task, trial and experiment. The store keeps
+# digests of tokens and salted scrypt
+# hashes of passwords, never the words themselves.
+
 
 USER_HEADER = "authorization"
+
+
 TASK_HEADER = "grpc-metadata-x-allocation-token"
+
+
 LOCAL_USER = "determined"  # whom Determined's clients are if nobody says otherwise
+
+
 LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
 
+
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"  # part of Determined's protocol: every client puts it before the password
+
+
 _COST = 2**14  # of scrypt: 16 MiB and some 40 ms a try (RFC 7914, section 2)
 
 
@@ -94,7 +117,7 @@ def login(accounts: AccountVerbs, name: str, password: str, *, is_hashed: bool) 
     sent = password if is_hashed else client_hash(password)
     user = accounts.user(name)
     if not check_password(user.password if user is not None else "", sent) or user is None or not user.active:
-        raise Forbidden("invalid credentials")
+        raise PermissionDenied("invalid credentials")
     return user, grant(accounts, user, lasts=LOGIN_LASTS)
 
 
@@ -116,7 +139,7 @@ def require_own(allocation: Allocation, **asked: object) -> None:
     }
     for name, value in asked.items():
         if name not in own or own[name] != value:
-            raise Forbidden(
+            raise PermissionDenied(
                 f"the token of allocation {allocation.id} is not good for {name.replace('_', ' ')} {value!r}"
             )
 

@@ -1,4 +1,4 @@
-"""Lines of output on disk: one file per run of a trial, one JSON object per line, and how they are read back, also while they are written."""
+"""A file of lines, read in blocks from either end: what it costs is what is looked at, however long the file is."""
 
 from __future__ import annotations
 
@@ -11,22 +11,106 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from zero_trial.master import blocks
-from zero_trial.master.records import LogLine
-from zero_trial.master.verbs import LogQuery
+from zero_trial.master.records import LogLine, LogQuery
+
+BLOCK = 64 * 1024  # bytes that are read at a time
+
+
+LONGEST = 16 * 1024 * 1024  # bytes of a line; what is longer, as in a damaged file, is cut
+
+
+Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
+
+
+def forward(path: Path, start: int = 0) -> Iterator[Line]:
+    """The whole lines from byte ``start`` on, oldest first. A file that is not there has none."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(start)
+        held: list[bytes] = []  # blocks without a newline
+        place, size = start, 0
+        while block := file.read(BLOCK):
+            held.append(block)
+            size += len(block)
+            if b"\n" not in block and size < LONGEST:
+                continue
+            *whole, rest = b"".join(held).split(b"\n") if b"\n" in block else (b"".join(held), b"")
+            for line in whole:
+                yield place, line + b"\n"
+                place += len(line) + 1
+            held, size = [rest], len(rest)
+
+
+def backward(path: Path, before: int | None = None) -> Iterator[Line]:
+    """The whole lines before byte ``before`` (the file's end), newest first. What follows the last newline is not whole yet, and is left out."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        held: list[bytes] = []  # the last first: what is read of a line whose beginning is not
+        size, ended = 0, False  # ended: a newline follows what is held
+        for place, block in _blocks_from_end(file, before):
+            held.append(block)
+            size += len(block)
+            if b"\n" not in block and size < LONGEST:
+                continue
+            first, *whole = b"".join(reversed(held)).split(b"\n") if b"\n" in block else (b"", b"".join(reversed(held)))
+            end = place + size
+            for line in reversed(whole):
+                end -= len(line)
+                if ended:
+                    yield end, line + b"\n"
+                end -= 1  # the newline before it
+                ended = True
+            held, size = [first], len(first)
+        if ended:
+            yield 0, b"".join(reversed(held)) + b"\n"
+
+
+def _blocks_from_end(file: BinaryIO, before: int | None) -> Iterator[tuple[int, bytes]]:
+    place = file.seek(0, 2) if before is None else before
+    while place > 0:
+        size = min(BLOCK, place)
+        place -= size
+        file.seek(place)
+        yield place, file.read(size)
+
+
+def end_of_lines(path: Path) -> int:
+    """The byte after the last newline; 0 if there is none."""
+    return next((place + len(line) for place, line in backward(path)), 0)
+
+
+# Lines of output on disk: one file per run of a trial, one JSON object per line, and how they are read back, also while they are written.
+
 
 FOLLOW_SECONDS = 0.2
+
+
 """How often a followed log is looked at."""
 
+
 SILENCE_SECONDS = 1.0
+
+
 """After so long without a line a follower is given a None."""
 
+
 MASTER = 0
+
+
 """The run under which the master's own lines about a trial are kept."""
 
+
 _RANK = re.compile(r"^\[rank=(\d+)\] ")
+
+
 _LEVEL = re.compile(r"\b(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 
 
@@ -95,14 +179,12 @@ def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterat
 
 def _ends(source: Source) -> dict[Path, int]:
     """How much of each file, in bytes, are whole lines now."""
-    return {path: blocks.end_of_lines(path) for path in sorted(source.folder.glob("*.jsonl"))}
+    return {path: end_of_lines(path) for path in sorted(source.folder.glob("*.jsonl"))}
 
 
 def _newest_first(source: Source, ends: Mapping[Path, int]) -> Iterator[LogLine]:
     """The lines before ``ends``, the newest first."""
-    readers = [
-        _Reader(source, path).lines(blocks.backward(path, end)) for path, end in reversed(list(ends.items())) if end
-    ]
+    readers = [_Reader(source, path).lines(backward(path, end)) for path, end in reversed(list(ends.items())) if end]
     return heapq.merge(*readers, key=lambda line: line.time, reverse=True)
 
 
@@ -126,8 +208,8 @@ class _Tail:
     def _of(self, path: Path) -> Iterator[LogLine]:
         return _Reader(self._source, path).lines(self._counted(path))
 
-    def _counted(self, path: Path) -> Iterator[blocks.Line]:
-        for place, raw in blocks.forward(path, self._read.get(path, 0)):
+    def _counted(self, path: Path) -> Iterator[Line]:
+        for place, raw in forward(path, self._read.get(path, 0)):
             self._read[path] = place + len(raw)
             yield place, raw
 
@@ -140,7 +222,7 @@ class _Reader:
         self._run_id = int(path.stem)
         self._time = 0.0  # of the line before
 
-    def lines(self, found: Iterable[blocks.Line]) -> Iterator[LogLine]:
+    def lines(self, found: Iterable[Line]) -> Iterator[LogLine]:
         """As they are found."""
         return (self._line(raw, self._run_id, place) for place, raw in found)
 

@@ -5,15 +5,20 @@ Times are seconds since the epoch (UTC). States carry Determined's names without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 Json = Mapping[str, Any]
 
+
 EARLIEST = -62135596800.0
+
+
 LATEST = 253402300799.0
+
+
 """The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z and 9999-12-31T23:59:59Z."""
 
 
@@ -238,7 +243,7 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Slot:
+class SlotInfo:
     """A place for one rank: a CPU process or a GPU."""
 
     number: int
@@ -250,11 +255,11 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentInfo:
     """This machine, as the one agent of the cluster."""
 
     id: str
-    slots: tuple[Slot, ...]
+    slots: tuple[SlotInfo, ...]
     registered: float
     resource_pool: str = "default"
     version: str = ""
@@ -332,3 +337,74 @@ class MasterInfo:
     master_id: str
     cluster_id: str
     cluster_name: str
+
+
+@dataclass(frozen=True)
+class NewExperiment:
+    """A submission. ``context`` is a clean .tar.gz of the model definition (see context_tar)."""
+
+    config_text: str
+    context: bytes
+    owner: str
+    activate: bool = True
+    validate_only: bool = False
+    parent_id: int | None = None
+    template: str | None = None
+
+
+@dataclass(frozen=True)
+class Created:
+    """The answer to a submission. ``experiment`` has id 0 if it was only validated."""
+
+    experiment: Experiment
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExperimentPatch:
+    """What to change; None leaves a thing as it is. In ``resources`` the keys are max_slots (None lifts it), weight and priority.
+
+    ``add_label`` and ``remove_label`` change the labels that there are when the patch is applied.
+    """
+
+    name: str | None = None
+    description: str | None = None
+    labels: Sequence[str] | None = None
+    add_label: str | None = None
+    remove_label: str | None = None
+    notes: str | None = None
+    resources: Mapping[str, float | None] | None = None
+    gc_policy: GcPolicy | None = None
+
+
+@dataclass(frozen=True)
+class GcPolicy:
+    """How many checkpoints of an ended experiment are kept."""
+
+    save_experiment_best: int
+    save_trial_best: int
+    save_trial_latest: int
+
+
+@dataclass(frozen=True)
+class LogQuery:
+    """Which lines, in which order. ``follow`` goes on until the trial has ended and its last line was given."""
+
+    follow: bool = False
+    limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest
+    newest_first: bool = False
+    since: float | None = None  # lines at or after
+    until: float | None = None  # lines at or before
+    levels: tuple[str, ...] = ()
+    rank_ids: tuple[int, ...] = ()
+    search: str = ""  # a plain substring
+    allocation_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RendezvousInfo:
+    """Where the ranks of an allocation meet."""
+
+    addresses: tuple[str, ...]
+    rank: int
+    slots: tuple[int, ...]  # slots on each address

@@ -24,7 +24,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Placement:
+class SlotAssignment:
     """Slots for one allocation, lowest numbers first."""
 
     allocation_id: str
@@ -36,22 +36,22 @@ def in_order(queue: Iterable[Waiting]) -> list[Waiting]:
     return sorted(queue, key=lambda item: (item.priority, item.order))
 
 
-def place(queue: Iterable[Waiting], free: Sequence[int], used: Mapping[int, int]) -> list[Placement]:
+def place(queue: Iterable[Waiting], free: Sequence[int], used: Mapping[int, int]) -> list[SlotAssignment]:
     """Placements that can be made now. ``free``: slot numbers; ``used``: slots that each experiment holds."""
     left = sorted(free)
     held = Counter(used)
-    made: list[Placement] = []
+    made: list[SlotAssignment] = []
     blocked = False
     for item in in_order(queue):
         if item.slots == 0:
-            made.append(Placement(item.allocation_id, ()))
+            made.append(SlotAssignment(item.allocation_id, ()))
             continue
         if blocked or (item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots):
             continue
         if item.slots > len(left):
             blocked = True
             continue
-        made.append(Placement(item.allocation_id, tuple(left[: item.slots])))
+        made.append(SlotAssignment(item.allocation_id, tuple(left[: item.slots])))
         left = left[item.slots :]
         held[item.experiment_id] += item.slots
     return made

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.agent.devices import Devices
+from zero_trial.master.agent.devices import SlotDevices
 from zero_trial.master.agent.processes import identify
-from zero_trial.master.api import Server
 from zero_trial.master.auth import ensure_local_user
-from zero_trial.master.core import EmbeddedCluster
-from zero_trial.master.home import Home
+from zero_trial.master.core import Master
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.http import Server
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +27,16 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 
 @dataclass(frozen=True)
-class Wish:
+class ServeOptions:
     """How the master is to run. ``port`` None: the one it had before, else a free one; 0: a free one."""
 
-    home: Home
-    devices: Devices
+    home: MasterDirectory
+    devices: SlotDevices
     port: int | None
     host_env: Mapping[str, str]
 
 
-def serve(wish: Wish, ready: Callable[[], None]) -> None:
+def serve(wish: ServeOptions, ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT, then end all running trials and return. ``ready`` is called once requests are answered.
 
     Raises ConfigError if another master works in the same folder.
@@ -51,7 +51,7 @@ def serve(wish: Wish, ready: Callable[[], None]) -> None:
     )  # there, not ready
     _log_to(home)
     with _asked_to_end() as asked:
-        cluster = EmbeddedCluster.on(home, wish.devices, host_env=wish.host_env)
+        cluster = Master.on(home, wish.devices, host_env=wish.host_env)
         try:
             _serve(wish, cluster, ready, asked)
         finally:
@@ -62,7 +62,7 @@ def serve(wish: Wish, ready: Callable[[], None]) -> None:
     log.info("stopped")
 
 
-def taken(home: Home) -> ConfigError:
+def taken(home: MasterDirectory) -> ConfigError:
     """The error for a folder in which a master works."""
     state = home.state()
     return ConfigError(
@@ -73,7 +73,7 @@ def taken(home: Home) -> ConfigError:
     )
 
 
-def _serve(wish: Wish, cluster: EmbeddedCluster, ready: Callable[[], None], asked: threading.Event) -> None:
+def _serve(wish: ServeOptions, cluster: Master, ready: Callable[[], None], asked: threading.Event) -> None:
     home = wish.home
     ensure_local_user(cluster.accounts, home.account)
     with _listen(cluster, wish.port, home.state().get("port")) as server:
@@ -96,7 +96,7 @@ def _serve(wish: Wish, cluster: EmbeddedCluster, ready: Callable[[], None], aske
         cluster.stop_runs()
 
 
-def _listen(cluster: EmbeddedCluster, port: int | None, before: int | None) -> Server:
+def _listen(cluster: Master, port: int | None, before: int | None) -> Server:
     """On the asked port, or on the one before: trials that run know the master by it."""
     if port is not None or before is None:
         return Server(cluster, port=port or 0)
@@ -111,7 +111,7 @@ def _listen(cluster: EmbeddedCluster, port: int | None, before: int | None) -> S
         return Server(cluster, port=0)
 
 
-def _log_to(home: Home) -> None:
+def _log_to(home: MasterDirectory) -> None:
     handle = os.open(home.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     handler = logging.StreamHandler(os.fdopen(handle, "a", encoding="utf-8"))
     formatter = logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.master import logs
-from zero_trial.master.agent import claim, processes, scratch
+from zero_trial.master.agent import lease, processes, scratch
 
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
 _UNKNOWN = 255
@@ -32,7 +32,7 @@ _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOrder:
     """What to run, where, with which environment, and how long it has to end after SIGTERM."""
 
     command: tuple[str, ...]
@@ -42,7 +42,7 @@ class Order:
     grace: float
 
     @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Order:
+    def of(cls, content: Mapping[str, Any]) -> RunOrder:
         """From its JSON form."""
         return cls(tuple(content["command"]), content["cwd"], content["env"], content["log"], content["grace"])
 
@@ -96,10 +96,10 @@ class Lines:
                 sys.stderr.write(f"lines of {self._stdtype} are lost: {error}\n")
 
 
-class Shepherd:
+class AllocationSupervisor:
     """One event loop over the children's pipes and our signals."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: RunOrder) -> None:
         self._order = order
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None  # kept: its end would take the exit status with it
@@ -126,13 +126,13 @@ class Shepherd:
     def _ask(self, *_: object) -> None:
         self._asked = True
 
-    def run(self) -> claim.Exit:
+    def run(self) -> lease.Exit:
         """Run the order to its end; returns how it ended, with nothing left of it."""
         if not self._asked:
             self._start()
         return self._see_off()
 
-    def _see_off(self) -> claim.Exit:
+    def _see_off(self) -> lease.Exit:
         while self._child is not None and self._status is None:
             self._turn(self._patience())
             self._end_if_asked()
@@ -145,7 +145,7 @@ class Shepherd:
                 key.data.close()
         status = 128 + signal.SIGTERM if self._status is None else self._status
         failed = status != 0 and not self._asked
-        return claim.Exit(status, time.time(), killed=self._asked, why=self._cause() if failed else "")
+        return lease.Exit(status, time.time(), killed=self._asked, why=self._cause() if failed else "")
 
     def _cause(self) -> str:
         """What a rank said of its failure; empty if none said anything."""
@@ -246,14 +246,14 @@ class Shepherd:
 
 def main(folder: Path, text: str) -> int:
     """Claim the allocation, run it, write how it ended. Does nothing if somebody else has claimed it."""
-    order = Order.of(json.loads(text))
+    order = RunOrder.of(json.loads(text))
     processes.adopt_orphans()
-    shepherd = Shepherd(order)
-    if not claim.claim(folder, processes.identify(os.getpid())):
+    shepherd = AllocationSupervisor(order)
+    if not lease.claim(folder, processes.identify(os.getpid())):
         return 0
     ended = shepherd.run()
     scratch.remove(folder)  # before the end is told: whoever hears of it finds nothing left
-    claim.record_exit(folder, ended)
+    lease.record_exit(folder, ended)
     return 0
 
 

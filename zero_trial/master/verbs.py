@@ -10,115 +10,33 @@ gives the local user's name, password and token, kept in a file of mode 0600.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero_trial.errors import ZeroTrialError
 from zero_trial.master.records import (
-    Agent,
+    AgentInfo,
     Allocation,
     Checkpoint,
+    Created,
     Experiment,
+    ExperimentPatch,
+    GcPolicy,
     Job,
     Json,
     LogLine,
+    LogQuery,
     MasterInfo,
     MetricReport,
+    NewExperiment,
+    RendezvousInfo,
     ResourcePool,
-    Slot,
+    SlotInfo,
     Task,
     TokenOwner,
     Trial,
     User,
     Workload,
 )
-
-
-class VerbError(ZeroTrialError):
-    """A verb was refused; nothing has changed."""
-
-
-class NotFound(VerbError):
-    """There is no such thing (404)."""
-
-
-class Conflict(VerbError):
-    """It exists, but not in a state in which this can be done (409; Determined answers 400 to some, see the routes)."""
-
-
-class Invalid(VerbError):
-    """The request itself is wrong: a configuration, a field, a stale run id (400)."""
-
-
-class Forbidden(VerbError):
-    """This token may not ask for this (403)."""
-
-
-class Unsupported(VerbError):
-    """Determined can do this, this master cannot (501); the message says what to do instead."""
-
-
-@dataclass(frozen=True)
-class NewExperiment:
-    """A submission. ``context`` is a clean .tar.gz of the model definition (see context_tar)."""
-
-    config_text: str
-    context: bytes
-    owner: str
-    activate: bool = True
-    validate_only: bool = False
-    parent_id: int | None = None
-    template: str | None = None
-
-
-@dataclass(frozen=True)
-class Created:
-    """The answer to a submission. ``experiment`` has id 0 if it was only validated."""
-
-    experiment: Experiment
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ExperimentPatch:
-    """What to change; None leaves a thing as it is. In ``resources`` the keys are max_slots (None lifts it), weight and priority.
-
-    ``add_label`` and ``remove_label`` change the labels that there are when the patch is applied.
-    """
-
-    name: str | None = None
-    description: str | None = None
-    labels: Sequence[str] | None = None
-    add_label: str | None = None
-    remove_label: str | None = None
-    notes: str | None = None
-    resources: Mapping[str, float | None] | None = None
-    gc_policy: GcPolicy | None = None
-
-
-@dataclass(frozen=True)
-class GcPolicy:
-    """How many checkpoints of an ended experiment are kept."""
-
-    save_experiment_best: int
-    save_trial_best: int
-    save_trial_latest: int
-
-
-@dataclass(frozen=True)
-class LogQuery:
-    """Which lines, in which order. ``follow`` goes on until the trial has ended and its last line was given."""
-
-    follow: bool = False
-    limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest
-    newest_first: bool = False
-    since: float | None = None  # lines at or after
-    until: float | None = None  # lines at or before
-    levels: tuple[str, ...] = ()
-    rank_ids: tuple[int, ...] = ()
-    search: str = ""  # a plain substring
-    allocation_ids: tuple[str, ...] = ()
 
 
 class ExperimentVerbs(Protocol):
@@ -251,7 +169,7 @@ class TaskVerbs(Protocol):
     def ack_preemption(self, allocation_id: str) -> None:
         """It will end now because it was asked to."""
 
-    def rendezvous(self, allocation_id: str, resources_id: str) -> Rendezvous:
+    def rendezvous(self, allocation_id: str, resources_id: str) -> RendezvousInfo:
         """Where the ranks meet. NotFound for other resources than its own."""
 
     def accelerator_data(self, allocation_id: str, data: Json) -> None:
@@ -265,15 +183,6 @@ class TaskVerbs(Protocol):
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """As the trial's logs."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of an allocation meet."""
-
-    addresses: tuple[str, ...]
-    rank: int
-    slots: tuple[int, ...]  # slots on each address
 
 
 class CheckpointVerbs(Protocol):
@@ -307,13 +216,13 @@ class MachineVerbs(Protocol):
     def log_file(self) -> Path:
         """The master's own log: one ``2026-01-31T12:00:00.000Z LEVEL message`` a line (other lines go on with the one before)."""
 
-    def agents(self) -> list[Agent]:
+    def agents(self) -> list[AgentInfo]:
         """This machine."""
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[SlotInfo]:
         """All its slots."""
 
-    def set_slot_enabled(self, number: int, enabled: bool) -> Slot:
+    def set_slot_enabled(self, number: int, enabled: bool) -> SlotInfo:
         """A disabled slot is not given out any more; who holds it keeps it. NotFound."""
 
     def jobs(self) -> list[Job]:

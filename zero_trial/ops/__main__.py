@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.ops.report import as_json, as_text, report
+from zero_trial.ops.dispatch import as_json, as_text, report
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,27 +1,161 @@
-"""Kernels on the devices of one process: compiled and loaded at first use, launched onto torch's current streams.
-
-A kernel that cannot be had is said once and stays plain torch for the rest of the process.
-"""
+"""The CUDA kernels by name: which source, compiled with which definitions, and what makes its machine code another one."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops.cuda_driver import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError
-from zero_trial.ops.cuda_kernels import Kernel
+from zero_trial.ops import cuda_bindings
+from zero_trial.ops import kernel_cache as kernel_cache_ops
+from zero_trial.ops.cpu_library import SOURCES, VARIABLE, backend
+from zero_trial.ops.cuda_bindings import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError, open_driver
+from zero_trial.ops.kernel_cache import KernelCache
+
+# The same bits as on CPU: nothing contracted, IEEE division and root, subnormal numbers kept.
+OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
+
+
+ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
+
+
+NONE, FP32, BF16, FP16 = -1, 0, 1, 2  # how floats are stored: ZT_GRADIENT, ZT_OUT ...
+
+
+STORED = (FP32, BF16, FP16)
+
+
+# As many as registers allow without spilling; two of them keep enough loads under way already.
+_BLOCKS = {"ZtAdam": 4, "ZtLion": 4, "ZtAdagrad": 3, "ZtSgd": 4, "copy": 5} | {
+    "zt_lamb_moments": 2,
+    "zt_lamb_squares": 4,
+    "zt_lamb_apply": 3,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what it is compiled for.
+
+    ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and is what a grid asks for.
+    Made by the functions below only, each once, so that a kernel is known by its identity: looking it up costs next to nothing.
+    """
+
+    source: str
+    entry: str
+    definitions: tuple[tuple[str, str | int], ...] = ()
+    blocks: int = 4
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*OPTIONS, f"-DZT_BLOCKS={self.blocks}", *(f"-D{name}={value}" for name, value in self.definitions))
+
+    @property
+    def name(self) -> str:
+        given = ",".join(f"{name.removeprefix('ZT_').lower()}={value}" for name, value in self.definitions)
+        return f"{self.entry}({given})"
+
+
+@cache
+def update(op: str, gradient: int, out: int) -> Kernel:
+    """One optimizer step; ``op`` is a struct of zt_optimizers.h."""
+    return Kernel("update.cu", "zt_update", (("ZT_OP", op), ("ZT_GRADIENT", gradient), ("ZT_OUT", out)), _BLOCKS[op])
+
+
+@cache
+def copy(source: int, into: int, add: bool) -> Kernel:
+    """Flat buffers copied into others, or added to them."""
+    return Kernel("copy.cu", "zt_copy", (("ZT_FROM", source), ("ZT_INTO", into), ("ZT_ADD", int(add))), _BLOCKS["copy"])
+
+
+@cache
+def square_sum(stored: int) -> Kernel:
+    """Sums of squares of chunks."""
+    return Kernel("square_sum.cu", "zt_square_sum", (("ZT_TYPE", stored),))
+
+
+@cache
+def sums() -> Kernel:
+    """Sums of sums."""
+    return Kernel("square_sum.cu", "zt_sum", (("ZT_TYPE", FP32),))
+
+
+@cache
+def step_control() -> Kernel:
+    """Norm, factor and skip from the sum of squares."""
+    return Kernel("step_control.cu", "zt_step_control")
+
+
+@cache
+def lamb(entry: str, gradient: int, out: int) -> Kernel:
+    """One pass of LAMB: an entry of ``LAMB_PASSES``."""
+    number = 1 + LAMB_PASSES.index(entry)
+    definitions = (("ZT_PASS", number), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
+    return Kernel("lamb.cu", entry, definitions, _BLOCKS[entry])
+
+
+LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
+
+
+OPTIMIZERS = ("ZtAdam", "ZtLion", "ZtAdagrad", "ZtSgd")
+
+
+def every_kernel() -> list[Kernel]:
+    """All that the ops can ask for."""
+    outs = (NONE, *STORED)
+    return [
+        *(update(op, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
+        *(lamb("zt_lamb_moments", gradient, NONE) for gradient in STORED),
+        *(lamb("zt_lamb_apply", FP32, out) for out in outs),
+        lamb("zt_lamb_squares", FP32, NONE),
+        *(square_sum(stored) for stored in STORED),
+        *(sums(), step_control()),
+        *(copy(source, into, add) for source in STORED for into in STORED for add in (False, True)),
+    ]
+
+
+def source_of(kernel: Kernel) -> str:
+    """The text of its file."""
+    return _read(SOURCES / "cuda" / kernel.source)
+
+
+def headers() -> dict[str, str]:
+    """All headers, by the name that sources include them by."""
+    return {path.name: _read(path) for path in sorted((SOURCES / "include").glob("*.h"))}
+
+
+def kernel_key(kernel: Kernel, compiler: str, target: str) -> str:
+    """Names the machine code: sources, options, compiler and target."""
+    digest = hashlib.sha256(repr((kernel.options, compiler, target, source_of(kernel))).encode())
+    for name, text in headers().items():
+        digest.update(name.encode() + text.encode())
+    return digest.hexdigest()[:24]
+
+
+@cache
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+# Kernels on the devices of one process: compiled and loaded at first use, launched onto torch's current streams.
+#
+# A kernel that cannot be had is said once and stays plain torch for the rest of the process.
+
 
 log = logging.getLogger("zero_trial")
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceInfo:
     """What a launch must know of a device; ``arch`` is 90 for compute capability 9.0."""
 
     index: int
@@ -30,7 +164,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedKernel:
     """A kernel on a device: the driver's handle, the device's number, and how many blocks it holds at once."""
 
     function: int
@@ -39,7 +173,7 @@ class Loaded:
 
 
 @dataclass
-class Cuda:
+class CudaRuntime:
     """An opened driver with a compiler behind it. ``refused``: kernels that could not be had, and why.
 
     ``images`` of a kernel for an architecture, best first; the next one is tried where the driver refuses one. ``kind`` of devices
@@ -48,14 +182,14 @@ class Cuda:
 
     driver: Driver
     images: Callable[[Kernel, int], Iterator[bytes]]
-    device: Callable[[torch.device], Device]
+    device: Callable[[torch.device], DeviceInfo]
     stream: Callable[[torch.device], int]
     strict: bool = False
     description: str = "native"
     kind: str = "cuda"
     make_room: Callable[[], None] = torch.cuda.empty_cache
     refused: dict[Kernel, str] = field(default_factory=dict)
-    _loaded: dict[tuple[Kernel, torch.device], Loaded] = field(default_factory=dict)
+    _loaded: dict[tuple[Kernel, torch.device], LoadedKernel] = field(default_factory=dict)
     _loading: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
@@ -92,13 +226,13 @@ class Cuda:
         somebody else's by then: launches that need such copies must do without."""
         return self.driver.capturing(self.stream(where), self.device(where).index)
 
-    def _load(self, kernel: Kernel, where: torch.device) -> Loaded:
+    def _load(self, kernel: Kernel, where: torch.device) -> LoadedKernel:
         """From the first image that the driver takes; where it takes none, what it said of the best one is raised."""
         first, device = None, self.device(where)
         for image in self.images(kernel, device.arch):
             try:
                 function = self._function(image, kernel.entry, where, device.index)
-                return Loaded(function, device.index, kernel.blocks * device.multiprocessors)
+                return LoadedKernel(function, device.index, kernel.blocks * device.multiprocessors)
             except DriverError as trouble:
                 if trouble.status not in OTHER_IMAGE:
                     raise
@@ -113,3 +247,130 @@ class Cuda:
                 raise
         self.make_room()  # a first step comes when activations have filled the device once
         return self.driver.function(image, entry, index)
+
+
+# Which CUDA kernels this process can run, and why not where it cannot: compiled by NVRTC at first use, cached, launched by the driver.
+#
+# ``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that cannot be had is said once and
+# stays plain torch for the rest of the process; with ``native`` it is an error.
+
+
+log = logging.getLogger("zero_trial")
+
+
+@dataclass(frozen=True)
+class CudaBackend:
+    """What runs the ops on CUDA: ``cuda``, or plain torch because of ``why``."""
+
+    cuda: CudaRuntime | None
+    why: str = ""
+
+    def describe(self) -> str:
+        if self.cuda is None:
+            return f"plain torch ({self.why})"
+        refused = f"; plain torch for {len(self.cuda.refused)} kernels" if self.cuda.refused else ""
+        return self.cuda.description + refused
+
+
+@cache
+def cuda_backend() -> CudaBackend:
+    """What this process runs on CUDA: chosen at the first call; kernels are compiled when they are first needed."""
+    return choose(os.environ, torch.version.cuda is not None and torch.cuda.is_available())
+
+
+def native_on(device: torch.device) -> bool:
+    """Whether kernels of ours run on this kind of device in this process."""
+    if device.type == "cpu":
+        return backend().native is not None
+    return device.type == "cuda" and cuda_backend().cuda is not None
+
+
+def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
+    """Raises KernelUnavailable where there is a device, ``native`` is asked for, and it cannot be had."""
+    wanted = environ.get(VARIABLE) or "auto"
+    if wanted == "reference":
+        return CudaBackend(None, f"{VARIABLE}=reference")
+    if not device_present:
+        return CudaBackend(None, "no CUDA device")
+    try:
+        return CudaBackend(open_cuda(environ, strict=wanted == "native"))
+    except KernelUnavailable as trouble:
+        if wanted == "native":
+            raise KernelUnavailable(
+                "the CUDA kernels cannot be used",
+                where=f"{VARIABLE}=native",
+                got=trouble.what,
+                fix=trouble.fix or "Mend this, or set it to auto.",
+            ) from trouble
+        log.warning("CUDA kernels run as plain torch: %s", trouble.what)
+        return CudaBackend(None, trouble.what)
+
+
+def open_cuda(environ: Mapping[str, str], *, strict: bool) -> CudaRuntime:
+    """The driver and NVRTC of this machine. Raises KernelUnavailable."""
+    driver, nvrtc, kept = open_driver(), cuda_bindings.open_nvrtc(majors=majors()), kernel_cache(environ)
+    version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
+    return CudaRuntime(
+        driver,
+        partial(images, nvrtc, kept),
+        device_of,
+        stream_of(),
+        strict,
+        f"native ({version}, kept in {kept.folder or 'memory'})",
+    )
+
+
+def majors() -> list[int]:
+    """CUDA's major versions, torch's own first: its compiler makes what the driver that runs torch takes."""
+    own = int((torch.version.cuda or "0").split(".")[0])
+    return sorted(cuda_bindings.MAJORS, key=lambda major: major != own)
+
+
+def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
+    """Where compiled kernels are kept between processes; in memory where there is no home, or others could have put kernels there."""
+    try:
+        folder = kernel_cache_ops.cache_folder(environ)
+        trouble = kernel_cache_ops.open_to_others(folder)
+    except FileNotFoundError:
+        trouble = ""
+    except (RuntimeError, OSError):
+        return KernelCache(None)
+    if trouble:
+        log.warning("CUDA kernels are compiled anew in every process, as they cannot be kept: %s", trouble)
+    return KernelCache(None if trouble else folder)
+
+
+def images(nvrtc: cuda_bindings.Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> Iterator[bytes]:
+    """Machine code for that architecture, then PTX, each made when it is asked for. Raises KernelUnavailable."""
+    target = nvrtc.target(arch)
+    yield compiled(kernel, nvrtc, target, kept)
+    if not target.ptx:
+        yield compiled(kernel, nvrtc, cuda_bindings.CompileTarget(target.arch, ptx=True), kept)
+
+
+def compiled(
+    kernel: Kernel, nvrtc: cuda_bindings.Nvrtc, target: cuda_bindings.CompileTarget, kept: KernelCache
+) -> bytes:
+    """Machine code or PTX of a kernel, from the cache or the compiler. Raises KernelUnavailable."""
+    key = kernel_key(kernel, f"NVRTC {nvrtc.version}", target.option)
+    return kept.get(
+        key,
+        lambda: nvrtc.compile(kernel.source, source_of(kernel), headers(), kernel.options, target),
+    )
+
+
+@cache
+def device_of(where: torch.device) -> DeviceInfo:
+    """Facts of a CUDA device; one without a number is the current one and must not be asked for."""
+    if where.index is None:
+        raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
+    properties = torch.cuda.get_device_properties(where)
+    return DeviceInfo(where.index, 10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+def stream_of() -> Callable[[torch.device], int]:
+    """Reads the handle of a device's current stream; torch's short cut saves an object and its checks at every launch."""
+    short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if short_cut is None:
+        return lambda where: int(torch.cuda.current_stream(where).cuda_stream)
+    return lambda where: int(short_cut(where.index))

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_trial.pipeline.layers import LayerSpec, TiedLayerSpec
     from zero_trial.pipeline.module import PipelineModule
-    from zero_trial.pipeline.specs import LayerSpec, TiedLayerSpec
     from zero_trial.pipeline.topology import (
         PipeDataParallelTopology,
         PipeModelDataParallelTopology,
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "PipelineModule": "module",
-    "LayerSpec": "specs",
-    "TiedLayerSpec": "specs",
+    "LayerSpec": "layers",
+    "TiedLayerSpec": "layers",
     "PipeDataParallelTopology": "topology",
     "PipeModelDataParallelTopology": "topology",
     "ProcessTopology": "topology",

@@ -1,7 +1,8 @@
-"""The executor: performs one rank's row of a schedule, action by action. What each action means to sharding is its caller's to say."""
+"""What went wrong in a pipeline, in words: which rank, stage, micro-batch and action, and the line of the layer."""
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +10,40 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError, ZeroTrialError
-from zero_trial.mesh import AxisComm
-from zero_trial.pipeline.actions import Action, Kind
-from zero_trial.pipeline.channel import Inbox, Outbox
-from zero_trial.pipeline.faults import layer_fault
-from zero_trial.pipeline.gate import handed_over, outside
-from zero_trial.pipeline.parcel import Parcel, tensors_in
-from zero_trial.pipeline.schedule import Schedule
-from zero_trial.pipeline.stage import Item, Loss, Stage
+from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, tensors_in
+from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
+from zero_trial.pipeline.stage import Item, Loss, Stage, detached, local_payload
+
+
+def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Action | None) -> TrialError:
+    """The error for an exception that a layer or the loss function raised."""
+    where = f"rank {rank}, pipeline stage {stage} of {stages}"
+    if action is not None:
+        number = f", micro-batch {action.micro_batch}" if action.micro_batch != NONE else ""
+        where += f"{number}, action {action}"
+    text = str(error).strip().splitlines()
+    got = f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")
+    return TrialError("a pipeline stage failed", where=where, got=got, fix=_place(error))
+
+
+def _place(error: Exception) -> str | None:
+    """The innermost line that is neither torch's nor this package's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in frame.filename and "/zero_trial/" not in frame.filename]
+    if not own:
+        return None
+    return f"It was raised in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
+
+
+# The executor: performs one rank's row of a schedule, action by action. What each action means to sharding is its caller's to say.
+
 
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Shards(Protocol):
+class ChunkSharding(Protocol):
     """What a schedule's sharding actions do to the chunks of this rank."""
 
     def unshard(self, chunk: int) -> None:
@@ -44,7 +65,7 @@ class Shards(Protocol):
         """The reduced gradients of a tied weight become those of all ranks that hold it."""
 
 
-class Watch(Protocol):
+class PhaseTimer(Protocol):
     """Who measures phases."""
 
     def begin(self, phase: str) -> None: ...
@@ -53,7 +74,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatches:
     """What this rank has read of a step. ``inputs`` only where the first chunk is; ``labels`` only where they are used or sent from.
 
     ``samples[i]``: of micro-batch i, known where ``inputs`` are. ``labels_travel``: they go through the pipe beside the activations.
@@ -68,7 +89,7 @@ class Batch:
 
 
 @dataclass
-class Outcome:
+class LastStageResult:
     """What the last chunk's rank has at the end of a step: by micro-batch its loss, its samples, and the output if it was to be kept."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -77,7 +98,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StepOptions:
     """What a run is for."""
 
     training: bool = True
@@ -89,7 +110,14 @@ class Executor:
     """Runs schedules on pipeline rank ``comm.index``. ``channel`` sets its messages apart from those of other engines of the process."""
 
     def __init__(
-        self, comm: AxisComm, stage: Stage, shards: Shards, device: torch.device, watch: Watch, *, channel: int
+        self,
+        comm: AxisComm,
+        stage: Stage,
+        shards: ChunkSharding,
+        device: torch.device,
+        watch: PhaseTimer,
+        *,
+        channel: int,
     ) -> None:
         self.comm = comm
         self.stage = stage
@@ -97,26 +125,26 @@ class Executor:
         self._device = device
         self._watch = watch
         others = [index for index in range(comm.size) if index != comm.index]
-        self._out = {index: Outbox(comm, index, channel) for index in others}
-        self._in = {index: Inbox(comm, index, channel, device) for index in others}
-        self._verbs: Mapping[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._backward_inputs,
-            Kind.W: self._backward_weights,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
-            Kind.UNSHARD: lambda action: self._shards.unshard(action.chunk),
-            Kind.RESHARD: lambda action: self._shards.reshard(action.chunk),
-            Kind.REDUCE: lambda action: self._shards.reduce(action.chunk),
-            Kind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.tie),
-            Kind.STEP: lambda action: None,  # the engine's, after this
+        self._out = {index: SendChannel(comm, index, channel) for index in others}
+        self._in = {index: ReceiveChannel(comm, index, channel, device) for index in others}
+        self._verbs: Mapping[ActionKind, Callable[[Action], None]] = {
+            ActionKind.F: self._forward,
+            ActionKind.B: self._backward,
+            ActionKind.I: self._backward_inputs,
+            ActionKind.W: self._backward_weights,
+            ActionKind.SEND_F: self._send,
+            ActionKind.SEND_B: self._send,
+            ActionKind.RECV_F: self._receive,
+            ActionKind.RECV_B: self._receive,
+            ActionKind.UNSHARD: lambda action: self._shards.unshard(action.chunk),
+            ActionKind.RESHARD: lambda action: self._shards.reshard(action.chunk),
+            ActionKind.REDUCE: lambda action: self._shards.reduce(action.chunk),
+            ActionKind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.tie),
+            ActionKind.STEP: lambda action: None,  # the engine's, after this
         }
-        self._run = _Run(Batch(), Wishes(), None)
+        self._run = _Run(MicroBatches(), StepOptions(), None)
 
-    def run(self, schedule: Schedule, batch: Batch, wishes: Wishes) -> Outcome:
+    def run(self, schedule: Schedule, batch: MicroBatches, wishes: StepOptions) -> LastStageResult:
         """Performs the row. Afterwards gradients are being reduced, and messages may still be under way: :meth:`finish` waits for those.
 
         Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed for what a layer of another rank raised,
@@ -146,9 +174,9 @@ class Executor:
         place = schedule.placement
         found: Counter[int] = Counter()
         for action in schedule.rows[self.comm.index]:
-            if action.kind is Kind.RECV_F:
+            if action.kind is ActionKind.RECV_F:
                 found[place.ranks[action.chunk - 1]] += 1
-            elif action.kind is Kind.RECV_B:
+            elif action.kind is ActionKind.RECV_B:
                 found[place.ranks[action.chunk + 1]] += 1
         return found
 
@@ -170,10 +198,10 @@ class Executor:
             self._hand_on(chunk, number, output, label)
         self._watch.end(FORWARD)
 
-    def _first_parcel(self, number: int) -> Parcel:
+    def _first_parcel(self, number: int) -> Payload:
         batch, run = self._run.batch, self._run
         run.samples[number] = batch.samples[number]
-        return Parcel(batch.inputs[number])
+        return Payload(batch.inputs[number])
 
     def _hand_on(self, chunk: int, number: int, output: Any, label: Any) -> None:
         """The output becomes the next chunk's input, here or by a message."""
@@ -186,13 +214,13 @@ class Executor:
         if run.place.sends_forward(chunk):
             run.leaving[chunk, number] = value
         else:
-            run.inputs[chunk + 1, number] = handed_over(value)
+            run.inputs[chunk + 1, number] = local_payload(value)
 
     def _finish_forward(self, chunk: int, number: int, output: Any, label: Any) -> None:
         run = self._run
         run.outcome.samples[number] = run.samples[number]
         if run.wishes.keep_outputs:
-            run.outcome.outputs[number] = outside(output)
+            run.outcome.outputs[number] = detached(output)
         if run.wishes.loss is None:
             return
         if not run.labels_beside and run.batch.labels:
@@ -238,14 +266,14 @@ class Executor:
 
     def _send(self, action: Action) -> None:
         run, item = self._run, (action.chunk, action.micro_batch)
-        if action.kind is Kind.SEND_F:
+        if action.kind is ActionKind.SEND_F:
             self._out[run.place.ranks[action.chunk + 1]].send(action, run.leaving.pop(item), run.samples[item[1]])
         else:
             self._out[run.place.ranks[action.chunk - 1]].send(action, run.returning.pop(item), run.samples[item[1]])
 
     def _receive(self, action: Action) -> None:
         run, item = self._run, (action.chunk, action.micro_batch)
-        if action.kind is Kind.RECV_F:
+        if action.kind is ActionKind.RECV_F:
             arrival = self._in[run.place.ranks[action.chunk - 1]].take(action)
             run.inputs[item] = arrival.parcel
             run.samples[item[1]] = arrival.samples
@@ -274,12 +302,12 @@ class Executor:
 class _Run:
     """One run's tables: what waits for its action."""
 
-    def __init__(self, batch: Batch, wishes: Wishes, schedule: Schedule | None) -> None:
+    def __init__(self, batch: MicroBatches, wishes: StepOptions, schedule: Schedule | None) -> None:
         self.batch = batch
         self.wishes = wishes
-        self.outcome = Outcome()
+        self.outcome = LastStageResult()
         self.action: Action | None = None
-        self.inputs: dict[Item, Parcel] = {}
+        self.inputs: dict[Item, Payload] = {}
         self.gradients: dict[Item, list[torch.Tensor | None]] = {}
         self.leaving: dict[Item, Any] = {}
         self.returning: dict[Item, list[torch.Tensor | None]] = {}
@@ -290,11 +318,11 @@ class _Run:
             self.last = schedule.placement.last
 
 
-def _without_label(parcel: Parcel) -> tuple[Parcel, Any]:
+def _without_label(parcel: Payload) -> tuple[Payload, Any]:
     """What travelled together is parted again: the activations, whose tensors come first, and the label."""
     value, label = parcel.value
     count = len(tensors_in(value))
-    return Parcel(value, parcel.tensors[:count], parcel.differentiable[:count]), label
+    return Payload(value, parcel.tensors[:count], parcel.differentiable[:count]), label
 
 
 def _check_loss(loss: Any, *, training: bool) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from zero_trial.comm import Mesh
 from zero_trial.errors import DataError
-from zero_trial.mesh import Mesh
-from zero_trial.pipeline.parcel import tensors_in
-from zero_trial.pipeline.placement import Placement
+from zero_trial.pipeline.channel import tensors_in
+from zero_trial.pipeline.schedule import ChunkPlacement
 
 HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
 _FIELDS = 5
@@ -26,7 +26,7 @@ Read = Callable[[Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Meal:
+class StepInput:
     """What a step works on, alike on all ranks but for ``inputs`` and ``labels``.
 
     ``lines`` are the ranks that read inputs: data-parallel ones, and model-parallel ones, which read the same. ``share(samples)`` is a
@@ -48,7 +48,9 @@ class Meal:
         return samples / self.total
 
 
-def read(iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: Placement, split: Read) -> Meal:
+def read_step(
+    iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: ChunkPlacement, split: Read
+) -> StepInput:
     """At most ``wanted`` micro-batches, as many as every reading rank has. Collective over the world.
 
     Raises StopIteration on all ranks where none has any; DataError where one has fewer than another, or where the first stage has no iterator.
@@ -74,7 +76,7 @@ def read(iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: Pla
     judge = table[mesh.pipe.ranks[last]]
     travel = first != last and not judge[HAS_ITERATOR]
     keeps_labels = here == last if not travel else here == first
-    return Meal(
+    return StepInput(
         count,
         inputs if here == first else [],
         labels if keeps_labels else [],

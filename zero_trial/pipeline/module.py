@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.activation.checkpointing import checkpoint
+from zero_trial.activation_checkpointing import checkpoint
+from zero_trial.comm import is_distributed, rank_and_size
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.mesh import is_distributed, rank_and_size
-from zero_trial.pipeline.chunk import Chunk, LayerSeeds, Recompute
+from zero_trial.pipeline.layers import (
+    Chunk,
+    Layer,
+    LayerSeeds,
+    LayerSpec,
+    Recompute,
+    TiedLayerSpec,
+    layer_facts,
+    layer_times,
+    tied_chunks,
+)
 from zero_trial.pipeline.partition import partition
-from zero_trial.pipeline.placement import Placement
-from zero_trial.pipeline.profile import layer_times
-from zero_trial.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, layer_facts, tied_chunks
+from zero_trial.pipeline.schedule import ChunkPlacement
 from zero_trial.pipeline.topology import ProcessTopology
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -53,7 +61,7 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = True,
         *,
         chunks_per_rank: int = 1,
-        placement: Placement | None = None,
+        placement: ChunkPlacement | None = None,
         profile_input: Any = None,
     ) -> None:
         super().__init__()
@@ -69,14 +77,14 @@ class PipelineModule(nn.Module):
         self.chunks_per_rank = chunks_per_rank
         self.parts: list[int] = []  # the boundaries of the chunks
         self.ties: dict[str, tuple[int, ...]] = {}  # key -> the chunks that hold it
-        self.placement: Placement | None = None
+        self.placement: ChunkPlacement | None = None
         self.stage_id = 0
         self._layers = list(layers)
         self._seeds = LayerSeeds(base_seed, seed_fn or torch.manual_seed) if seed_layers else None
         self._topology = topology
         self._profile_input = profile_input
         self._chunks: dict[int, Chunk] = {}  # not registered: its layers are, under their own names
-        wanted = placement or (Placement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
+        wanted = placement or (ChunkPlacement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
         stage = self._stage_here(wanted)
         if wanted is not None and stage is not None:
             self.build(wanted, stage)
@@ -102,7 +110,7 @@ class PipelineModule(nn.Module):
 
     def build(
         self,
-        placement: Placement,
+        placement: ChunkPlacement,
         stage: int,
         *,
         partition_method: str | None = None,
@@ -151,7 +159,7 @@ class PipelineModule(nn.Module):
         """Builds all layers here, as a pipeline of one stage: for a look at the model without ranks. Anew at each call."""
         method = self.partition_method
         self._forget()
-        self.build(Placement.loop(1), 0, partition_method="uniform")  # there is one part, and nothing to measure
+        self.build(ChunkPlacement.loop(1), 0, partition_method="uniform")  # there is one part, and nothing to measure
         self.partition_method = method
 
     def _build_chunks(self, numbers: Sequence[int]) -> None:
@@ -184,7 +192,7 @@ class PipelineModule(nn.Module):
             return None
         return Recompute(interval, self.activation_checkpoint_func, self.checkpointable_layers)
 
-    def _stage_here(self, placement: Placement | None) -> int | None:
+    def _stage_here(self, placement: ChunkPlacement | None) -> int | None:
         """This process's pipeline rank; None where that cannot be known yet: then ``initialize`` builds."""
         if placement is None:
             return None
@@ -248,7 +256,7 @@ class PipelineModule(nn.Module):
         return self._topology
 
 
-def _stages(number: int | None, topology: ProcessTopology | None, placement: Placement | None) -> int | None:
+def _stages(number: int | None, topology: ProcessTopology | None, placement: ChunkPlacement | None) -> int | None:
     known = {
         name: value
         for name, value in (

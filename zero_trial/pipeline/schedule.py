@@ -1,13 +1,168 @@
-"""A schedule: for each pipeline rank the actions that it performs in one step, and what they promise to do. Pure."""
+"""An action: one thing that one pipeline rank does at one place of its schedule.
+
+Its text form is short enough to draw: ``2F0`` is chunk 2's forward of micro-batch 0, ``2REDUCE`` the reduction of chunk 2's gradients.
+A chunk is a run of layers; chunks are numbered through the whole model, so that chunk c feeds chunk c + 1 wherever the two are.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.actions import Action
-from zero_trial.pipeline.placement import Placement
+
+NONE = -1
+
+
+"""The number of a chunk, micro-batch or tie in an action that has none."""
+
+
+class ActionKind(str, Enum):
+    """What is done. A kind's value is its name in the text form."""
+
+    F = "F"  # forward
+    B = "B"  # whole backward: I and W at once
+    I = "I"  # noqa: E741  gradient of the chunk's input, which the chunk before waits for
+    W = "W"  # gradient of the chunk's weights, which nobody waits for before the reduction
+
+    # A send is asynchronous; a receive is where the payload has to be there (it may be asked for earlier, in the same order).
+    SEND_F = "SEND_F"  # 1SEND_F0: the output of chunk 1, to chunk 2
+    RECV_F = "RECV_F"  # 2RECV_F0: the input of chunk 2, from chunk 1
+    SEND_B = "SEND_B"  # 2SEND_B0: the gradient of chunk 2's input, to chunk 1
+    RECV_B = "RECV_B"  # 1RECV_B0: the gradient of chunk 1's output, from chunk 2
+
+    UNSHARD = "UNSHARD"  # gather the chunk's parameters over the shard axis
+    RESHARD = "RESHARD"  # free them again
+    REDUCE = "REDUCE"  # 2REDUCE: all that chunk 2 has gathered up; 2REDUCE1: micro-batch 1's gradients
+    TIED_REDUCE = "TIED_REDUCE"  # 0TIED_REDUCE1: tie 1 over the ranks that hold it; 0 is the first chunk here that does
+    STEP = "STEP"  # the optimizer's; it belongs to no chunk
+
+
+COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
+
+
+SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
+
+
+RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
+
+
+_BY_LENGTH = sorted((kind.value for kind in ActionKind), key=len, reverse=True)
+
+
+_TEXT = re.compile(rf"(\d+)?({'|'.join(_BY_LENGTH)})(\d+)?")
+
+
+_WITH_MICRO_BATCH = COMPUTE | SENDS | RECEIVES
+
+
+class Action(NamedTuple):
+    """A kind with its chunk and, where it has one, its micro-batch or tie. A tuple, because simulations make and hash millions."""
+
+    kind: ActionKind
+    chunk: int = NONE
+    micro_batch: int = NONE
+    tie: int = NONE
+
+    def __str__(self) -> str:
+        number = self.tie if self.kind is ActionKind.TIED_REDUCE else self.micro_batch
+        return f"{_text(self.chunk)}{self.kind.value}{_text(number)}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The inverse of ``str``. Raises ConfigError for a text that no action has."""
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            raise _unreadable(text)
+        kind = ActionKind(found[2])
+        chunk, number = (NONE if part is None else int(part) for part in (found[1], found[3]))
+        if (chunk == NONE) != (kind is ActionKind.STEP) or not _fits(kind, number):
+            raise _unreadable(text)
+        return Action(kind, chunk, tie=number) if kind is ActionKind.TIED_REDUCE else Action(kind, chunk, number)
+
+
+def parse_row(text: str) -> tuple[Action, ...]:
+    """Actions that are separated by white space."""
+    return tuple(Action.parse(word) for word in text.split())
+
+
+def _fits(kind: ActionKind, number: int) -> bool:
+    if kind in _WITH_MICRO_BATCH or kind is ActionKind.TIED_REDUCE:
+        return number != NONE
+    return kind is ActionKind.REDUCE or number == NONE
+
+
+def _text(number: int) -> str:
+    return "" if number == NONE else str(number)
+
+
+def _unreadable(text: str) -> ConfigError:
+    return ConfigError(
+        "this is no action",
+        where="schedule",
+        got=repr(text),
+        expected="chunk, kind, micro-batch, such as 2F0 or 2REDUCE",
+    )
+
+
+# A placement: which pipeline rank holds which chunk of the model. Pure.
+#
+# loop, 3 ranks, 2 chunks each        V, 3 ranks, always 2 chunks each
+# rank 0   chunks 0 3                 rank 0   chunks 0 5    both ends: the loss comes out where the data goes in
+# rank 1   chunks 1 4                 rank 1   chunks 1 4
+# rank 2   chunks 2 5                 rank 2   chunks 2 3    the turn: no message between them
+
+
+@dataclass(frozen=True)
+class ChunkPlacement:
+    """``ranks[c]`` is the pipeline rank of chunk c."""
+
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def loop(cls, stages: int, chunks_per_rank: int = 1) -> ChunkPlacement:
+        """Chunk c on rank c mod ``stages``."""
+        return cls(tuple(range(stages)) * chunks_per_rank)
+
+    @classmethod
+    def v(cls, stages: int) -> ChunkPlacement:
+        """Down the ranks and up again: two chunks on each."""
+        return cls((*range(stages), *reversed(range(stages))))
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of pipeline ranks."""
+        return max(self.ranks) + 1
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the model."""
+        return len(self.ranks)
+
+    @property
+    def last(self) -> int:
+        """The chunk that computes the loss."""
+        return len(self.ranks) - 1
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The chunks of a rank, in the model's order."""
+        return tuple(chunk for chunk, holder in enumerate(self.ranks) if holder == rank)
+
+    def sends_forward(self, chunk: int) -> bool:
+        """Whether the chunk's output goes to another rank."""
+        return chunk < self.last and self.ranks[chunk] != self.ranks[chunk + 1]
+
+    def sends_backward(self, chunk: int) -> bool:
+        """Whether the gradient of the chunk's input goes to another rank."""
+        return chunk > 0 and self.ranks[chunk] != self.ranks[chunk - 1]
+
+
+# A schedule: for each pipeline rank the actions that it performs in one step, and what they promise to do. Pure.
+
 
 Row = tuple[Action, ...]
 
@@ -16,7 +171,7 @@ class ScheduleError(ConfigError):
     """A schedule that would hang, or compute something else than the model's gradients."""
 
 
-class Parameters(str, Enum):
+class ParameterLifetime(str, Enum):
     """How long a chunk's full parameters live at ZeRO stage 3."""
 
     HOLD = "hold"  # from the chunk's first use in a step to its last: 1 gather per chunk
@@ -26,7 +181,7 @@ class Parameters(str, Enum):
     )
 
 
-class Reduction(str, Enum):
+class ReductionTiming(str, Enum):
     """When a chunk's gradients are reduced."""
 
     BOUNDARY = "boundary"  # after its last backward: 1 reduction per chunk, the full gradients live until then
@@ -42,15 +197,20 @@ class Schedule:
     """
 
     name: str
-    placement: Placement
+    placement: ChunkPlacement
     micro_batches: int
     rows: tuple[Row, ...]
     training: bool = True
-    parameters: Parameters | None = None
-    reduction: Reduction | None = None
+    parameters: ParameterLifetime | None = None
+    reduction: ReductionTiming | None = None
     ties: tuple[tuple[int, ...], ...] = ()
     steps: bool = False
 
     @property
     def stages(self) -> int:
         return self.placement.stages
+
+
+def tie_holders(tie: Sequence[int], place: ChunkPlacement) -> dict[int, int]:
+    """The ranks that hold a tied weight, each with its first chunk that does."""
+    return {place.ranks[chunk]: chunk for chunk in sorted(tie, reverse=True)}

@@ -1,24 +1,238 @@
-"""A stage: what one pipeline rank computes with its chunks, micro-batch by micro-batch; it knows nothing of messages and of sharding."""
+"""A gate: where received tensors enter a chunk's graph, and where their gradients come out of it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, Node
 
-from zero_trial.pipeline.gate import Gate
-from zero_trial.pipeline.parcel import Parcel
-from zero_trial.pipeline.split_backward import Gradients, SplitBackward
+from zero_trial.pipeline.channel import Payload, map_tensors
+
+
+class StageBoundary:
+    """The inputs of one chunk and micro-batch. :meth:`open` lets them in; ``gradients`` is filled by the backward pass.
+
+    What comes out of :meth:`open` is no leaf and no view, so the first layer may work in place, and nothing is copied.
+    """
+
+    def __init__(self, parcel: Payload, anchor: torch.Tensor) -> None:
+        self.anchor = anchor
+        self.gradients: tuple[torch.Tensor | None, ...] = (None,) * sum(parcel.differentiable)
+        self.node: Node | None = None
+        self._parcel: Payload | None = parcel
+
+    def open(self) -> Any:
+        """The value, its tensors joined to the graph where gradients are wanted. Once."""
+        parcel, self._parcel = self._parcel, None
+        if parcel is None:
+            return None
+        inside = parcel.wanted()
+        if not inside:
+            return parcel.value
+        joined: Sequence[torch.Tensor] = _Join.apply(self.anchor, self, inside)  # type: ignore[no-untyped-call]
+        self.node = joined[0].grad_fn
+        by_id = {id(tensor): new for tensor, new in zip(inside, joined, strict=True)}
+        return map_tensors(parcel.value, lambda tensor: by_id.get(id(tensor), tensor))
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradients, in the order of the tensors that wanted one. Once."""
+        found, self.gradients = list(self.gradients), ()
+        return found
+
+
+class _Join(torch.autograd.Function):
+    """Makes the tensors outputs of a node whose backward hands their gradients to the gate. The anchor only makes it part of a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, gate: StageBoundary, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        ctx.gate.gradients = gradients
+        return None, None, None
+
+
+def detached(value: Any) -> Any:
+    """The same value with its tensors outside any graph; they share memory."""
+    return map_tensors(value, torch.Tensor.detach)
+
+
+def local_payload(value: Any) -> Payload:
+    """``value`` as if it had been sent to this rank: its tensors outside any graph, in order, with whether gradients are wanted back."""
+    parcel = Payload(None)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        parcel.tensors.append(tensor.detach())
+        parcel.differentiable.append(tensor.requires_grad)
+        return parcel.tensors[-1]
+
+    parcel.value = map_tensors(value, take)
+    return parcel
+
+
+# A backward pass in two halves: first the gradient of a chunk's inputs, which another rank waits for; later those of its weights.
+#
+#     nodes that lead to the inputs       out ── MulBackward ── AddmmBackward ── GeluBackward ── AddmmBackward ── gate
+#     weights hang off them                                        │ │                              │ │
+#                                                               weight bias                      weight bias
+#
+# The first half runs the upper line; autograd skips what only weights need. Each node with weights keeps the gradient that came to it. The second
+# half runs every such node once more, from that gradient and down to its weights only. A weight that hangs off several nodes (a shared one) is
+# done in the first half: from one node the other would be met again, and counted twice.
+#
+# Price: the gradients that came to such nodes, and all that the forward saved, live until the second half. As zero-bubble schedules assume it
+# (Qi et al. 2023), matrix products are computed once; what leads from a node to a weight without touching inputs is computed in the second half.
+
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass
+class _Place:
+    """A node with weights of its own, and the gradients of its outputs once they are known."""
+
+    node: Node
+    weights: list[torch.Tensor]
+    gradients: Gradients = ()
+
+
+@dataclass(frozen=True)
+class GraphSplit:
+    """Of a graph: the nodes with weights, and the weights that must be done together with the inputs."""
+
+    places: list[_Place] = field(default_factory=list)
+    shared: list[torch.Tensor] = field(default_factory=list)
+
+
+class SplitBackward:
+    """One chunk's backward for one micro-batch. ``gate`` is the node where its inputs enter, ``anchor`` the leaf behind it."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor], gate: Node, anchor: torch.Tensor) -> None:
+        self._outputs = list(outputs)
+        self._anchor = anchor
+        self._anatomy = split_graph(outputs, gate)
+
+    def inputs(self, gradients: Gradients) -> None:
+        """The first half, from the gradients of the outputs."""
+        places = self._anatomy.places
+        handles = [place.node.register_prehook(_keeper(place)) for place in places]
+        try:
+            wanted = [self._anchor, *self._anatomy.shared]
+            torch.autograd.backward(self._outputs, list(gradients), inputs=wanted, retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def weights(self) -> None:
+        """The second half. Once; afterwards nothing of the graph is kept."""
+        places, self._outputs = self._anatomy.places, []
+        while places:
+            place = places.pop()
+            edges, values = [], []
+            for index, gradient in enumerate(place.gradients):
+                if gradient is not None:
+                    edges.append(GradientEdge(place.node, index))
+                    values.append(gradient)
+            if edges:
+                torch.autograd.backward(edges, values, inputs=place.weights)
+
+
+def split_graph(outputs: Iterable[torch.Tensor], gate: Node) -> GraphSplit:
+    """Which weights hang off which node. Visits every node of the graph once or twice."""
+    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
+    seen = set(roots)
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions:
+            if following is not None:
+                before[following].append(node)
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+    path = _all_before(gate, before) if gate in seen else set()
+    holders: dict[Node, list[Node]] = defaultdict(list)  # leaf -> the nodes of the path that it hangs off
+    for node in path - {gate}:
+        for leaf in _leaves_off(node, path):
+            holders[leaf].append(node)
+    found = GraphSplit()
+    weights: dict[Node, list[torch.Tensor]] = defaultdict(list)
+    for leaf, nodes in holders.items():
+        if len(nodes) == 1:
+            weights[nodes[0]].append(_variable(leaf))
+        else:
+            found.shared.append(_variable(leaf))
+    found.places.extend(_Place(node, tensors) for node, tensors in weights.items())
+    return found
+
+
+def _all_before(gate: Node, before: dict[Node, list[Node]]) -> set[Node]:
+    path, stack = {gate}, [gate]
+    while stack:
+        for node in before[stack.pop()]:
+            if node not in path:
+                path.add(node)
+                stack.append(node)
+    return path
+
+
+def _leaves_off(node: Node, path: set[Node]) -> set[Node]:
+    """The leaves that are reached from ``node`` without another node of the path."""
+    leaves: set[Node] = set()
+    visited: set[Node] = set()
+    stack = [node]
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in path or following in visited:
+                continue
+            visited.add(following)
+            if hasattr(following, "variable"):
+                leaves.add(following)
+            else:
+                stack.append(following)
+    return leaves
+
+
+def _variable(leaf: Any) -> torch.Tensor:
+    tensor: torch.Tensor = leaf.variable
+    return tensor
+
+
+def _keeper(place: _Place) -> Any:
+    def keep(gradients: Gradients) -> None:
+        place.gradients = tuple(gradients)
+
+    return keep
+
+
+# A stage: what one pipeline rank computes with its chunks, micro-batch by micro-batch; it knows nothing of messages and of sharding.
+
 
 Item = tuple[int, int]
+
+
 """(chunk, micro-batch)."""
 
+
 Run = Callable[[int, int, Any], Any]
+
+
 """(chunk, micro-batch, its input) -> its output."""
 
+
 Loss = Callable[[Any, Any], torch.Tensor]
+
+
 """(output of the last chunk, label) -> a scalar."""
 
 
@@ -26,7 +240,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 class _Live:
     """What a backward pass needs of a forward: where the inputs came in, and the outputs that gradients come back to."""
 
-    gate: Gate
+    gate: StageBoundary
     outputs: list[torch.Tensor]
     gradients: Gradients = ()  # given with the first half of a split backward
     split: SplitBackward | None = None
@@ -45,14 +259,14 @@ class Stage:
     _live: dict[Item, _Live] = field(default_factory=dict)
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
-    def forward(self, chunk: int, micro_batch: int, parcel: Parcel) -> Any:
+    def forward(self, chunk: int, micro_batch: int, parcel: Payload) -> Any:
         """The chunk's output, inside its graph."""
-        gate = Gate(parcel, self._anchor)
+        gate = StageBoundary(parcel, self._anchor)
         self._live[chunk, micro_batch] = _Live(gate, [])
         self.peak = max(self.peak, len(self._live))
         return self.run(chunk, micro_batch, gate.open())
 
-    def evaluate(self, chunk: int, micro_batch: int, parcel: Parcel) -> Any:
+    def evaluate(self, chunk: int, micro_batch: int, parcel: Payload) -> Any:
         """The chunk's output, without a graph."""
         with torch.no_grad():
             return self.run(chunk, micro_batch, parcel.value)

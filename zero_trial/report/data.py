@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+import yaml
+
+from zero_trial.experiment.hyperparameters import ranges
+from zero_trial.util.text import format_value
 
 
 class Tone(str, Enum):
@@ -61,7 +66,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
+class CheckpointRow:
     """A checkpoint that was written; ``kept`` if it is still there."""
 
     step: int
@@ -71,7 +76,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """A validation metric before and after, with the baselines that give it a meaning."""
 
     name: str
@@ -88,7 +93,7 @@ class RunReport:
     status: Status
     subtitle: str = ""
     message: str = ""  # what went wrong
-    changes: tuple[Change, ...] = ()
+    changes: tuple[MetricChange, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     training: Series | None = None
     validation: tuple[Series, ...] = ()
@@ -97,7 +102,7 @@ class RunReport:
     settings: tuple[Setting, ...] = ()
     batch: tuple[Setting, ...] = ()
     warnings: tuple[str, ...] = ()
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    checkpoints: tuple[CheckpointRow, ...] = ()
     repeat: str = ""
     lock: str = ""  # the file that repeats the run
     created: str = ""
@@ -121,7 +126,7 @@ class TrialReport:
     seconds: float | None = None
 
 
-class Verdict(str, Enum):
+class RungOutcome(str, Enum):
     """What the search said to a trial."""
 
     WENT_ON = "went on"
@@ -130,11 +135,11 @@ class Verdict(str, Enum):
 
 
 @dataclass(frozen=True)
-class Decision:
+class RungDecision:
     """One word of the search: when (in units of training) and why, in a sentence."""
 
     trial: str
-    verdict: Verdict
+    verdict: RungOutcome
     bracket: int
     rung: int
     units: int
@@ -143,12 +148,12 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class BracketHistory:
     """One bracket: how much training each rung asks for, and its decisions in the order in which they were taken."""
 
     number: int
     units: tuple[int, ...]
-    decisions: tuple[Decision, ...]
+    decisions: tuple[RungDecision, ...]
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ class SweepReport:
     unit: str = "batches"  # of steps and rungs
     throughput_unit: str = "steps/s"
     axes: tuple[Axis, ...] = ()
-    ladders: tuple[Ladder, ...] = ()
+    ladders: tuple[BracketHistory, ...] = ()
     pruned: tuple[tuple[str, int], ...] = ()
     best: BestConfig | None = None
     subtitle: str = ""
@@ -196,3 +201,68 @@ class SweepReport:
         measured = [trial for trial in self.trials if trial.best is not None]
         sign = 1.0 if self.smaller_is_better else -1.0
         return tuple(sorted(measured, key=lambda trial: sign * (trial.best or 0.0)))
+
+
+# The leaves of nested values by dotted name, and which of them a sweep varies.
+
+
+def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Every value that is no mapping, by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = (*above, str(key))
+        if isinstance(value, Mapping):
+            found |= leaves(value, path)
+        else:
+            found[".".join(path)] = value
+    return found
+
+
+def swept_axes(hyperparameters: Mapping[str, Any]) -> tuple[Axis, ...]:
+    """One axis for each range in an experiment's hyperparameters."""
+    found = []
+    for name in ranges(hyperparameters):
+        entry: Any = hyperparameters
+        for part in name.split("."):
+            entry = entry[part]
+        if entry["type"] == "categorical":
+            found.append(Axis(name, choices=tuple(dict.fromkeys(format_value(value) for value in entry["vals"]))))
+        else:
+            found.append(Axis(name, log=entry["type"] == "log"))
+    return tuple(found)
+
+
+def differing_axes(points: Sequence[Mapping[str, Any]]) -> tuple[Axis, ...]:
+    """One axis for each leaf that is not the same everywhere; few numbers, or anything else, are choices."""
+    names = dict.fromkeys(name for point in points for name in point)
+    found = []
+    for name in names:
+        values = [point.get(name) for point in points]
+        if len({format_value(value) for value in values}) < 2:
+            continue
+        numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+        if numbers and len({format_value(value) for value in values}) > 4:
+            found.append(Axis(name))
+        else:
+            spelled = {format_value(value): value for value in values}
+            order = sorted(spelled, key=lambda text: (_rank(spelled[text]), text))
+            found.append(Axis(name, choices=tuple(order)))
+    return tuple(found)
+
+
+def _rank(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else float("inf")
+
+
+def reach(values: Mapping[str, Any], name: str) -> Any:
+    """The value at a dotted name; None if there is none."""
+    found: Any = values
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def as_yaml(experiment: Mapping[str, Any], comment: str) -> str:
+    """The experiment as a file, under a line that says what it is. Floats are written so that every YAML reader takes them for numbers."""
+    head = " ".join(comment.split())
+    return f"# {head}\n" + yaml.safe_dump(dict(experiment), sort_keys=False, allow_unicode=True, width=100)

@@ -1,21 +1,179 @@
-"""What differs between two runs: settings and code first, then the first step at which their values part. Pure."""
+"""What a run's folder holds that another run can be compared with: settings, certificate, data, and the values of every step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from zero_trial.report.run_record import RunRecord, Trace, Value
+from zero_trial.errors import ConfigError
+from zero_trial.report.run_reader import COUNTERS, LOCK, in_force, is_run, read_json, read_lines, read_text
+from zero_trial.schema.yaml_source import read_yaml
+
+Value = float | str | None
+
+
+Steps = Mapping[int, Value]
+
+
+CERTIFICATE = "certificate.json"
+
+
+MODEL_DIR = "data.zero_trial.model_dir"  # where it lies says nothing of what is in it; the certificate has its code
+
+
+VERSIONS = "data.zero_trial.versions."
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Values by step. ``local``: rank 0's own, which mean the same only where the ranks share the work in the same way."""
+
+    name: str
+    steps: Steps
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. ``settings``: dotted key -> value. ``code``: file -> digest, None without a certificate; ``whole_code``: whether it is all of
+    it, or the folder held more than is noted. ``data``: the fingerprint that the
+    trial gave when it ended, None if it did not."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    traces: Sequence[Trace]
+    code: Mapping[str, str] | None = None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] | None = None
+    end: str | None = None
+    starts: int = 1
+    whole_code: bool = True
+
+    @property
+    def last_step(self) -> int:
+        return max((step for trace in self.traces for step in trace.steps), default=0)
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Of a run that has finished, or goes on, or has failed. Raises ConfigError if there is none."""
+    if not is_run(folder):
+        raise ConfigError(
+            "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
+        )
+    starts = _mappings(read_json(folder / CERTIFICATE).get("starts"))
+    latest: Mapping[str, Any] = starts[-1] if starts else {}
+    summary = read_json(folder / "summary.json")
+    code = latest.get("code")
+    data = summary.get("data")
+    return RunRecord(
+        folder,
+        _settings(folder, latest),
+        tuple(_traces(folder)),
+        dict(code["files"]) if isinstance(code, Mapping) and isinstance(code.get("files"), Mapping) else None,
+        flatten({key: latest[key] for key in ("package", "versions", "machine") if key in latest}),
+        flatten(data) if isinstance(data, Mapping) else None,
+        str(summary["end"]) if summary.get("end") else None,
+        max(1, len(starts)),
+        not (isinstance(code, Mapping) and code.get("complete") is False),
+    )
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; an empty one is a value of its own."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping) and item:
+            found |= flatten(item, f"{name}.")
+        else:
+            found[name] = item
+    return found
+
+
+def _settings(folder: Path, certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the lock file and the batch sizes that came of it; a script's run has only what the certificate says."""
+    lock = read_text(folder / LOCK)
+    found = flatten(read_yaml(lock, str(folder / LOCK)).value) if lock else {}
+    if not found:
+        found = flatten({key: certificate[key] for key in ("hyperparameters", "seed", "ranks") if key in certificate})
+    for row in _mappings(read_json(folder / "resolved_config.json").get("batch")):
+        found[f"batch: {row.get('name')}"] = row.get("value")
+    return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(VERSIONS)}
+
+
+def _traces(folder: Path) -> list[Trace]:
+    events = read_lines(folder / "events.jsonl")
+    starts = [event for event in events if event.get("kind") == "start"]
+    reports = read_lines(folder / "metrics.jsonl")
+    said = in_force(sorted([*starts, *reports], key=_time))
+    traces = _each_step(in_force(events))
+    for group, word in (("training", "mean {} of all ranks"), ("validation", "{}")):
+        by_name: dict[str, dict[int, Value]] = {}
+        for report in said:
+            if report.get("group") == group and isinstance(report.get("metrics"), Mapping):
+                for name, value in report["metrics"].items():
+                    if name not in COUNTERS and isinstance(report.get("step"), int):
+                        by_name.setdefault(str(name), {})[report["step"]] = _value(value)
+        traces += [Trace(word.format(name), steps) for name, steps in by_name.items()]
+    return [trace for trace in traces if trace.steps]
+
+
+def _each_step(events: Sequence[Mapping[str, Any]]) -> list[Trace]:
+    """Rank 0's own values of every step, and what an event says of the last step before it."""
+    own: dict[str, dict[int, Value]] = {}
+    last: dict[str, dict[int, Value]] = {"lr": {}, "grad_norm": {}}
+    for event in events:
+        step = event.get("step")
+        if event.get("kind") != "train" or not isinstance(step, int):
+            continue
+        each = event.get("each")
+        for name, values in each.items() if isinstance(each, Mapping) else ():
+            if isinstance(values, list):
+                first = step - len(values) + 1
+                own.setdefault(str(name), {}).update(
+                    (first + index, _value(value)) for index, value in enumerate(values)
+                )
+        for name, steps in last.items():
+            if name in event:
+                steps[step] = _value(event[name])
+    traces = [Trace(f"{name} of rank 0", steps, local=True) for name, steps in own.items()]
+    return traces + [Trace(name.replace("grad_norm", "gradient norm"), steps) for name, steps in last.items()]
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Those in a list; none in anything else."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    time = record.get("time")
+    return float(time) if isinstance(time, (int, float)) else 0.0
+
+
+def _value(value: Any) -> Value:
+    """A number as float; what is none (``"inf"``, None) as it is, as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None if value is None else str(value)
+    return float(value)
+
+
+# What differs between two runs: settings and code first, then the first step at which their values part. Pure.
+
 
 ABSENT = "not there"
+
+
 SHARING = ("batch: data-parallel ranks", "batch: train_micro_batch_size_per_gpu", "resources.slots_per_trial", "ranks")
+
+
 """Settings by which ranks share the work: where they differ, rank 0 of the one run has seen other samples than rank 0 of the other."""
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One key; ``ABSENT`` stands for a value that a run does not have."""
 
     key: str
@@ -24,7 +182,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """Where two traces part: at ``step``, after ``equal`` compared steps of which ``before`` is the last (None if there is none).
 
     ``largest`` is the largest difference over all common steps and ``at`` its step; None where a value is not a number.
@@ -43,28 +201,28 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TraceComparison:
     """A trace that both runs have: how many steps both have, and where it parts, if it does."""
 
     name: str
     steps: int
-    parting: Parting | None
+    parting: FirstDifference | None
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """``notes``: what could not be compared, and why. ``ends``: the last steps, where they are not the same."""
 
-    settings: tuple[Change, ...]
-    code: tuple[Change, ...]
-    made_with: tuple[Change, ...]
-    data: tuple[Change, ...]
-    traces: tuple[Compared, ...]
+    settings: tuple[SettingChange, ...]
+    code: tuple[SettingChange, ...]
+    made_with: tuple[SettingChange, ...]
+    data: tuple[SettingChange, ...]
+    traces: tuple[TraceComparison, ...]
     ends: tuple[int, int] | None
     notes: tuple[str, ...]
 
     @property
-    def first(self) -> Compared | None:
+    def first(self) -> TraceComparison | None:
         """The trace that parts first."""
         parted = [(trace.parting.step, index) for index, trace in enumerate(self.traces) if trace.parting is not None]
         return self.traces[min(parted)[1]] if parted else None
@@ -84,7 +242,7 @@ class Difference:
         return self.same_origin and self.same_values
 
 
-def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> Difference:
+def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> RunDifference:
     """``rtol``: values count as equal when they differ by at most so much of the larger one; 0 compares bits."""
     settings = changes(a.settings, b.settings)
     notes = [*_not_compared(a, b)]
@@ -102,7 +260,7 @@ def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> Difference:
     if not traces:
         notes.append("the runs have no values in common")
     ends = (a.last_step, b.last_step)
-    return Difference(
+    return RunDifference(
         settings,
         changes(a.code, b.code) if a.code is not None and b.code is not None else (),
         changes(a.made_with, b.made_with) if a.made_with and b.made_with else (),
@@ -113,10 +271,10 @@ def compare_runs(a: RunRecord, b: RunRecord, rtol: float = 0.0) -> Difference:
     )
 
 
-def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Change, ...]:
+def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[SettingChange, ...]:
     """The keys whose values differ, in ``a``'s order; 1 and 1.0 are the same."""
     keys = [*a, *(key for key in b if key not in a)]
-    found = (Change(key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys)
+    found = (SettingChange(key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys)
     return tuple(change for change in found if change.a != change.b)
 
 
@@ -142,17 +300,17 @@ def _missing(what: str, runs: Sequence[str], why: str) -> Sequence[str]:
     return [f"{what} is not compared: {' and '.join(runs)} {verb} {why}"] if runs else []
 
 
-def _compare(a: Trace, b: Trace, rtol: float) -> Compared:
+def _compare(a: Trace, b: Trace, rtol: float) -> TraceComparison:
     common = sorted(a.steps.keys() & b.steps.keys())
     apart = [step for step in common if not _equal(a.steps[step], b.steps[step], rtol)]
     if not apart:
-        return Compared(a.name, len(common), None)
+        return TraceComparison(a.name, len(common), None)
     before = [step for step in common if step < apart[0]]
     gaps = [(gap, step) for step in apart if (gap := _gap(a.steps[step], b.steps[step])) is not None]
     largest, at = max(gaps, default=(None, apart[0]), key=lambda pair: pair[0] or 0.0)
     step = apart[0]
-    parting = Parting(step, a.steps[step], b.steps[step], before[-1] if before else None, largest, at)
-    return Compared(a.name, len(common), parting)
+    parting = FirstDifference(step, a.steps[step], b.steps[step], before[-1] if before else None, largest, at)
+    return TraceComparison(a.name, len(common), parting)
 
 
 def _equal(a: Value, b: Value, rtol: float) -> bool:

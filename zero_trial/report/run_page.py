@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from zero_trial.report import page
-from zero_trial.report.chart import Line, line_chart
-from zero_trial.report.data import Change, RunReport, Setting
-from zero_trial.report.markup import Child, Html, el, join
-from zero_trial.report.memory import memory_view
-from zero_trial.report.numbers import number, plain, size
+from zero_trial.report.data import MetricChange, RunReport, Setting
+from zero_trial.report.page import Child, Html, el, join
+from zero_trial.report.plot import Line, line_chart, memory_view
+from zero_trial.util.text import format_bytes, format_number, format_value
 
 
 def render_run(report: RunReport) -> str:
@@ -29,7 +28,7 @@ def render_run(report: RunReport) -> str:
 
 def _summary(report: RunReport) -> Child:
     fault = el("p", report.message, class_="fault") if report.message else None
-    shown = [(change.name, number(change.after), _meaning(change)) for change in report.changes]
+    shown = [(change.name, format_number(change.after), _meaning(change)) for change in report.changes]
     return [
         fault,
         page.figures([*shown, *((name, value, "") for name, value in report.facts[:3])]),
@@ -37,9 +36,9 @@ def _summary(report: RunReport) -> Child:
     ]
 
 
-def _meaning(change: Change) -> str:
-    said = [f"from {number(change.before)}"] if change.before is not None else []
-    said += [f"{name} {number(value)}" for name, value in change.baselines]
+def _meaning(change: MetricChange) -> str:
+    said = [f"from {format_number(change.before)}"] if change.before is not None else []
+    said += [f"{name} {format_number(value)}" for name, value in change.baselines]
     return " · ".join(said)
 
 
@@ -98,7 +97,7 @@ def _settings(settings: Sequence[Setting], label: str) -> Html:
         el(
             "tr",
             el("th", el("code", setting.key), scope="row"),
-            el("td", el("code", plain(setting.value)), class_="key-value"),
+            el("td", el("code", format_value(setting.value)), class_="key-value"),
             el("td", setting.source, data_label="from"),
             el("td", setting.remark, class_="soft") if remarks else None,
         )
@@ -123,7 +122,7 @@ def _checkpoints(report: RunReport) -> Child:
             "tr",
             el("th", el("code", saved.name), scope="row"),
             el("td", f"{saved.step}", class_="num", data_label="step"),
-            el("td", size(saved.bytes), class_="num", data_label="size"),
+            el("td", format_bytes(saved.bytes), class_="num", data_label="size"),
             el("td", "kept" if saved.kept else "removed: a better or newer one stays", class_="soft"),
         )
         for saved in report.checkpoints

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zero_trial.report import page
-from zero_trial.report.chart import BOX, thinned
-from zero_trial.report.data import Decision, SweepReport, TrialReport, Verdict
-from zero_trial.report.ladders import ladders_view
-from zero_trial.report.markup import Child, Html, el, join
-from zero_trial.report.memory import bar
-from zero_trial.report.numbers import count, duration, number, plain, size
-from zero_trial.report.parallel import parallel_view
+from zero_trial.report.data import RungDecision, RungOutcome, SweepReport, TrialReport
+from zero_trial.report.page import Child, Html, el, join
+from zero_trial.report.plot import BOX, Scale, bar, brackets_view, fit, parallel_view, thinned
 from zero_trial.report.run_page import download
-from zero_trial.report.scale import Scale, fit
+from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value
 
 Cell = Callable[[TrialReport], Html]
 
@@ -41,7 +37,7 @@ def _summary(report: SweepReport) -> Child:
     items = [
         (
             f"best {report.metric}",
-            number(best.best if best else None),
+            format_number(best.best if best else None),
             f"trial {best.id}" if best else "no trial was measured",
         )
     ]
@@ -49,7 +45,7 @@ def _summary(report: SweepReport) -> Child:
     if report.pruned:
         items.append(("points pruned", str(sum(times for _, times in report.pruned)), "never launched"))
     trained = sum(trial.steps for trial in launched)
-    items.append((f"{report.unit} trained", count(trained), _spared(report, launched, trained)))
+    items.append((f"{report.unit} trained", format_count(trained), _spared(report, launched, trained)))
     return [page.figures(items), page.facts(report.facts)]
 
 
@@ -74,7 +70,7 @@ def _best(report: SweepReport) -> Child:
     trial = next((trial for trial in report.trials if trial.id == best.trial), None)
     point = page.facts([(name, _short(value)) for name, value in trial.point.items()], "point") if trial else None
     return [
-        el("p", "Trial ", el("b", best.trial), f" reached {report.metric} ", el("b", number(best.metric)), "."),
+        el("p", "Trial ", el("b", best.trial), f" reached {report.metric} ", el("b", format_number(best.metric)), "."),
         point,
         page.command(best.command),
         el("p", download(best.filename, best.text)),
@@ -170,9 +166,9 @@ def _space(report: SweepReport) -> Child:
 
 
 def _decisions(report: SweepReport) -> Child:
-    parts: list[Child] = [ladders_view(report)]
+    parts: list[Child] = [brackets_view(report)]
     listed = [decision for ladder in report.ladders for decision in ladder.decisions]
-    stops = [decision for decision in listed if decision.verdict is not Verdict.WENT_ON]
+    stops = [decision for decision in listed if decision.verdict is not RungOutcome.WENT_ON]
     if stops:
         table = _stops(stops, report)
         parts.append(
@@ -189,14 +185,14 @@ def _decisions(report: SweepReport) -> Child:
     return parts if any(part is not None for part in parts) else None
 
 
-def _stops(stops: Sequence[Decision], report: SweepReport) -> Html:
+def _stops(stops: Sequence[RungDecision], report: SweepReport) -> Html:
     rows = [
         el(
             "tr",
             el("th", f"trial {decision.trial}", scope="row"),
             el("td", decision.verdict.value),
             el("td", f"{decision.units}", class_="num", data_label=f"after {report.unit}"),
-            el("td", number(decision.metric), class_="num", data_label=report.metric),
+            el("td", format_number(decision.metric), class_="num", data_label=report.metric),
             el("td", decision.why, class_="soft"),
             data_trial=decision.trial,
         )
@@ -221,7 +217,7 @@ def _trials(report: SweepReport) -> Child:
     for trial in order:
         cells = [cell(trial) for _, _, cell in columns]
         winner = ranked[:1] == [trial.id]
-        said = f"trial {trial.id}: {report.metric} {number(trial.best)}, {trial.status.word}"
+        said = f"trial {trial.id}: {report.metric} {format_number(trial.best)}, {trial.status.word}"
         rows.append(
             el("tr", cells, data_trial=trial.id, data_said=said, tabindex=0, class_="winner" if winner else None)
         )
@@ -235,7 +231,7 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[s
     widest = float(max((max(trial.memory.planned or 0, trial.memory.measured or 0) for trial in trials), default=0))
     found: list[tuple[str, str | None, Cell]] = [
         ("trial", None, lambda t: _cell(t.id, t.id)),
-        (report.metric, "num", lambda t: _cell(number(t.best), t.best, "num")),
+        (report.metric, "num", lambda t: _cell(format_number(t.best), t.best, "num")),
         (
             "state",
             None,
@@ -253,7 +249,7 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[s
                 report.throughput_unit,
                 "num",
                 lambda t: _cell(
-                    bar(t.throughput, fastest, count(t.throughput) if t.throughput else "–"), t.throughput, "num"
+                    bar(t.throughput, fastest, format_count(t.throughput) if t.throughput else "–"), t.throughput, "num"
                 ),
             )
         )
@@ -262,7 +258,7 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[s
             (
                 "memory planned",
                 "num",
-                lambda t: _cell(bar(t.memory.planned, widest, size(t.memory.planned)), t.memory.planned, "num"),
+                lambda t: _cell(bar(t.memory.planned, widest, format_bytes(t.memory.planned)), t.memory.planned, "num"),
             )
         )
     if any(trial.memory.measured for trial in trials):
@@ -270,11 +266,13 @@ def _columns(report: SweepReport, trials: Sequence[TrialReport]) -> list[tuple[s
             (
                 "measured",
                 "num",
-                lambda t: _cell(bar(t.memory.measured, widest, size(t.memory.measured)), t.memory.measured, "num"),
+                lambda t: _cell(
+                    bar(t.memory.measured, widest, format_bytes(t.memory.measured)), t.memory.measured, "num"
+                ),
             )
         )
     if any(trial.seconds for trial in trials):
-        found.append(("time", "num", lambda t: _cell(duration(t.seconds), t.seconds, "num")))
+        found.append(("time", "num", lambda t: _cell(format_duration(t.seconds), t.seconds, "num")))
     if any(trial.restarts for trial in trials):
         found.append(("restarts", "num", lambda t: _cell(str(t.restarts), t.restarts, "num")))
     return found
@@ -286,8 +284,8 @@ def _value_cell(name: str) -> Cell:
 
 def _short(value: object) -> str:
     """Four digits are enough to compare; the file holds them all."""
-    return number(value) if isinstance(value, float) else plain(value)
+    return format_number(value) if isinstance(value, float) else format_value(value)
 
 
 def _cell(content: Child, key: object, kind: str | None = None) -> Html:
-    return el("td", content, class_=kind, data_sort="" if key is None else plain(key))
+    return el("td", content, class_=kind, data_sort="" if key is None else format_value(key))

@@ -1,15 +1,17 @@
 """The trial half: the user's class, its context, and the controller that runs it. Knows nothing of sharding."""
 
 from zero_trial.trial.callbacks import TrialCallback
-from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.context import (
+    HParams,
+    ModelParallelUnit,
+    ZeroTrialContext,
+    make_data_parallel_mpu,
+    make_engine_mpu,
+)
 from zero_trial.trial.controller import Controller
 from zero_trial.trial.data import DataLoader
-from zero_trial.trial.hparams import HParams
-from zero_trial.trial.metrics import Reducer
-from zero_trial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_engine_mpu
-from zero_trial.trial.periods import Batch, Epoch
-from zero_trial.trial.reducers import MetricReducer
-from zero_trial.trial.settings import Keep, TrainSettings
+from zero_trial.trial.metrics import MetricReducer, Reducer
+from zero_trial.trial.settings import Batch, Epoch, Keep, TrainSettings
 from zero_trial.trial.trial import ZeroTrial
 
 __all__ = [

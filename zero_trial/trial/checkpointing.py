@@ -14,7 +14,7 @@ from typing import Any
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.feed import Resume
+from zero_trial.trial.data import Resume
 from zero_trial.trial.settings import Keep
 from zero_trial.trial.trial import ZeroTrial
 
@@ -23,7 +23,7 @@ FORMAT = 1
 
 
 @dataclass
-class TrialState:
+class TrialSnapshot:
     """Every counter of a trial; the same on all ranks, but for ``ranks``, which holds each rank's own part."""
 
     step: int = 0
@@ -50,7 +50,7 @@ class TrialState:
         return Resume(self.samples, self.micro_batches, self.of_rank(rank).get("loader"))
 
 
-def read_state(path: Path) -> TrialState:
+def read_state(path: Path) -> TrialSnapshot:
     """The state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or of a newer form."""
     try:
         content = json.loads((path / STATE_FILE).read_text())
@@ -59,12 +59,12 @@ def read_state(path: Path) -> TrialState:
             raise ValueError("another content than was written")
         if content.pop("format") != FORMAT:
             raise ValueError("another format")
-        return TrialState(**content)
+        return TrialSnapshot(**content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the trial's state cannot be read ({error})", where=str(path / STATE_FILE)) from error
 
 
-def write_state(path: Path, state: TrialState) -> None:
+def write_state(path: Path, state: TrialSnapshot) -> None:
     """``state`` in a checkpoint's folder, flushed to disk. The folder's renaming makes it whole or absent."""
     content = {"format": FORMAT, **asdict(state)}
     with (path / STATE_FILE).open("w") as file:
@@ -96,7 +96,7 @@ class Checkpointer:
         self._callbacks = callbacks
 
     def save(
-        self, state: TrialState, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
+        self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
     ) -> str:
         """Collective. Writes a checkpoint of ``state`` and returns its storage id; forgets checkpoints that need not
         stay.
@@ -129,7 +129,7 @@ class Checkpointer:
             callback.on_checkpoint_upload_end(storage_id)
         return storage_id
 
-    def _write_state(self, path: Path, state: TrialState) -> None:
+    def _write_state(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Rank 0 writes; every rank raises CheckpointError where it cannot."""
         fault = None
         if self._context.distributed.rank == 0:
@@ -164,7 +164,7 @@ class Checkpointer:
         return {"callbacks": callbacks, "reducers": parts["reducers"], "loader": loader_state}
 
     @contextmanager
-    def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialState] | None]:
+    def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialSnapshot] | None]:
         """Collective. The checkpoint's folder and state, for the length of the block; None without a checkpoint."""
         if storage_id is None:
             yield None
@@ -172,7 +172,7 @@ class Checkpointer:
         with self._context.platform.checkpoints.restore_path(storage_id) as path:
             yield path, read_state(path)
 
-    def load(self, path: Path, state: TrialState) -> None:
+    def load(self, path: Path, state: TrialSnapshot) -> None:
         """Collective. Callbacks, reducers, then the engines, which bring back the random state: nothing may draw from
         it afterwards.
 

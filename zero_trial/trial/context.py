@@ -1,24 +1,213 @@
-"""What a trial holds of its surroundings: its engines, its place among the ranks, its experiment."""
+"""Hyperparameters: a plain dict whose keys can also be read as attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from zero_trial.config.overlay import overwrite_ds_config
-from zero_trial.config.source import open_source
+from zero_trial.ds_config.overlay import overwrite_ds_config
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.platform.protocols import Platform
-from zero_trial.trial.devices import DeviceMover
+from zero_trial.runtime.protocols import Distributed, Platform
+from zero_trial.schema.source import open_source
 from zero_trial.trial.ds_config import Reconciled, reconcile_config, reconcile_engine, trial_ds_config, with_stages
-from zero_trial.trial.experiment_view import ExperimentView
-from zero_trial.trial.mpu import ModelParallelUnit, make_data_parallel_mpu, make_engine_mpu
-from zero_trial.trial.periods import Position
-from zero_trial.trial.profiling import Profiling
-from zero_trial.trial.reducers import FunctionReducer, MetricReducer, ReducerTable
+from zero_trial.trial.metrics import FunctionReducer, MetricReducer, ReducerTable
+from zero_trial.trial.settings import TrainPosition
+
+
+class HParams(dict[str, Any]):
+    """A ``dict`` in every respect; ``h.lr`` is ``h["lr"]``, and nested mappings are HParams too.
+
+    Methods of ``dict`` win over keys of the same name (``h["keys"]`` always works). Lists stay lists.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({key: _nested(value) for key, value in values.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}; there are {sorted(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return HParams(value)
+    return [_nested(item) for item in value] if isinstance(value, list) else value
+
+
+# The four things that a trial must know of the mesh.
+
+
+@dataclass(frozen=True)
+class ModelParallelUnit:
+    """A rank's place among the data-parallel replicas, and its duties.
+
+    ``should_report_metrics``: this rank's metrics count (once per replica, so that tensor- and pipeline-parallel peers
+    do not weigh in as replicas). ``should_build_data_loader``: this rank reads batches.
+    """
+
+    data_parallel_rank: int
+    data_parallel_world_size: int
+    should_report_metrics: bool
+    should_build_data_loader: bool
+
+
+def make_data_parallel_mpu(dist: Distributed) -> ModelParallelUnit:
+    """Every rank is a replica (a sharded one, maybe)."""
+    return ModelParallelUnit(dist.rank, dist.size, should_report_metrics=True, should_build_data_loader=True)
+
+
+def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = None) -> ModelParallelUnit:
+    """From an engine's ``mpu``: the first and last pipeline ranks of the first model-parallel slice read data; the
+    last one reports.
+
+    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine says it; a schedule
+    may place both on one rank.
+    """
+    pipe, pipes = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
+    first = pipe == 0 if first is None else first
+    last = pipe == pipes - 1 if last is None else last
+    first_slice = grid.get_slice_parallel_rank() == 0
+    return ModelParallelUnit(
+        data_parallel_rank=grid.get_data_parallel_rank(),
+        data_parallel_world_size=grid.get_data_parallel_world_size(),
+        should_report_metrics=first_slice and last,
+        should_build_data_loader=first_slice and (first or last),
+    )
+
+
+# Batches on their way to a device.
+
+
+class DeviceMover:
+    """Moves tensors inside nested dicts, lists and tuples; says once per type that it leaves something where it is."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._unknown: set[type] = set()
+
+    def move(self, data: Any, device: torch.device) -> Any:
+        if isinstance(data, torch.nn.Module) or hasattr(data, "to"):
+            return data.to(device)
+        if isinstance(data, Mapping):
+            return {key: self.move(value, device) for key, value in data.items()}
+        if isinstance(data, tuple) and hasattr(data, "_fields"):
+            return type(data)(*(self.move(value, device) for value in data))
+        if isinstance(data, (list, tuple)):
+            return type(data)(self.move(value, device) for value in data)
+        if type(data).__module__ == "numpy" and getattr(data, "ndim", None):
+            return torch.as_tensor(data, device=device)
+        if (
+            data is not None
+            and not isinstance(data, (int, float, str, bytes, bool))
+            and type(data) not in self._unknown
+        ):
+            self._unknown.add(type(data))
+            self._note(
+                f"to_device leaves {type(data).__name__} where it is: only tensors, dicts, lists and tuples are moved"
+            )
+        return data
+
+
+# torch's profiler around a run: entered once, stepped once per optimizer step.
+
+
+class Profiling:
+    """Nothing until ``set`` is called; then a torch.profiler.profile whose traces go to the TensorBoard folder."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def set(self, path: Path, *args: Any, **options: Any) -> None:
+        """``args`` and ``options`` are those of torch.profiler.profile."""
+        options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(str(path)))
+        self._profile = torch.profiler.profile(*args, **options)
+
+    def step(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def __enter__(self) -> Profiling:
+        if self._profile is not None:
+            self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(kind, error, trace)
+
+
+# What a trial may ask about its experiment: hyperparameters, ids, seed, config.
+
+
+class ExperimentView:
+    """Read-only questions that the platform answers; ``ZeroTrialContext`` inherits them."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        self._hparams = HParams(platform.hparams)
+
+    @property
+    def distributed(self) -> Distributed:
+        """The ranks of this trial: rank, size, local_rank, and collectives for small JSON-able values."""
+        return self.platform.distributed
+
+    def get_hparams(self) -> HParams:
+        """All hyperparameters: a dict that also allows ``h.name``."""
+        return self._hparams
+
+    def get_hparam(self, name: str) -> Any:
+        if name not in self._hparams:
+            raise ConfigError(
+                "no such hyperparameter", where=f"hyperparameters.{name}", expected=f"one of {sorted(self._hparams)}"
+            )
+        return self._hparams[name]
+
+    def get_experiment_config(self) -> dict[str, Any]:
+        return dict(self.platform.experiment)
+
+    def get_data_config(self) -> dict[str, Any]:
+        return dict(self.platform.experiment.get("data") or {})
+
+    def get_experiment_id(self) -> str:
+        return self.platform.experiment_id
+
+    def get_trial_id(self) -> str:
+        return self.platform.trial_id
+
+    def get_trial_seed(self) -> int:
+        return self.platform.seed
+
+    def get_initial_batch(self) -> int:
+        """Steps that the checkpoint to start from had completed; 0 in a fresh trial."""
+        return self.platform.steps_completed
+
+    def get_tensorboard_path(self) -> Path:
+        path = self.platform.tensorboard_path
+        if path is None:
+            raise ConfigError("this platform keeps no TensorBoard files", where="get_tensorboard_path")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def note(self, text: str, **more: Any) -> None:
+        """A line for the person who watches, and ``more`` for whoever reads the events; rank 0's only."""
+        if self.distributed.rank == 0:
+            self.platform.progress.emit({"kind": "note", "message": text, **more})
+
+
+# What a trial holds of its surroundings: its engines, its place among the ranks, its experiment.
+
 
 # The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer, dataloader, lr_scheduler)
 EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
@@ -39,7 +228,7 @@ class ZeroTrialContext(ExperimentView):
         self.ds_configs: list[dict[str, Any]] = []  # of the engines made by ``initialize``, as they were used
         self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
         self.weights_only = False  # the checkpoint to load is another trial's
-        self.position: Position | None = None
+        self.position: TrainPosition | None = None
         self._mpu: ModelParallelUnit | None = None
         self._mpu_given = False
         self._mover = DeviceMover(self.note)
@@ -219,7 +408,7 @@ class ZeroTrialContext(ExperimentView):
 
     # Position
 
-    def _position(self) -> Position:
+    def _position(self) -> TrainPosition:
         if self.position is None:
             raise TrialError(
                 "training has not started", where="ZeroTrialContext", fix="Ask inside train_batch or a callback."

@@ -1,27 +1,156 @@
-"""The loop around a trial: train, report, validate, save, stop, each at boundaries of the one global step counter."""
+"""The searcher's metric among the validation metrics, and which of two values is better."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from zero_trial.errors import InvalidHP, TrialError
+import torch
+
+from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.trial.callbacks import TrialCallback
-from zero_trial.trial.checkpointing import Checkpointer, TrialState
+from zero_trial.trial.checkpointing import Checkpointer, TrialSnapshot
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.loop import StepRunner
-from zero_trial.trial.metrics import COUNTERS, without_counters
-from zero_trial.trial.outcome import End, Outcome
-from zero_trial.trial.periods import UNENDING, Position, is_boundary, total_steps
-from zero_trial.trial.reporting import Clock, Reporter, write_tensorboard
-from zero_trial.trial.scoring import Score
-from zero_trial.trial.settings import TrainSettings
-from zero_trial.trial.train_data import data_position, open_train_data
-from zero_trial.trial.trial import ZeroTrial
+from zero_trial.trial.data import TrainFeed, data_position, open_train_data
+from zero_trial.trial.metrics import COUNTERS, mean_over_calls, training_metrics, without_counters
+from zero_trial.trial.reporting import Clock, End, MetricReporter, Outcome, Overflowed, write_tensorboard
+from zero_trial.trial.settings import UNENDING, TrainPosition, TrainSettings, is_boundary, total_steps
+from zero_trial.trial.trial import ZeroTrial, fitted
 from zero_trial.trial.validation import Validator
+
+
+@dataclass(frozen=True)
+class Score:
+    """``metric`` None: nothing is scored."""
+
+    metric: str | None
+    smaller_is_better: bool = True
+
+    def of(self, metrics: Mapping[str, Any]) -> float | None:
+        """The metric's value. Raises ConfigError, naming what there is, if it is missing or no scalar."""
+        if self.metric is None:
+            return None
+        value = metrics.get(self.metric)
+        if value is not None and not isinstance(value, (int, float)):
+            raise ConfigError(
+                f"searcher.metric {self.metric!r} is no scalar",
+                where="searcher.metric",
+                got=f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__,
+                expected="one number",
+                fix="Return its .mean() from evaluate_batch.",
+            )
+        if value is None:
+            raise ConfigError(
+                f"searcher.metric {self.metric!r} was never reported",
+                where="searcher.metric",
+                got=f"the trial reports {sorted(without_counters(metrics))}",
+                fix="Name one of these.",
+            )
+        return float(value)
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        """Whether ``value`` beats ``best``; anything beats nothing, and nan beats nothing at all."""
+        if math.isnan(value):
+            return False
+        if best is None or math.isnan(best):
+            return True
+        return value < best if self.smaller_is_better else value > best
+
+
+# One optimizer step of a trial: call ``train_batch`` as often as the accumulation says, and check that it did its
+# work.
+
+
+Metrics = dict[str, torch.Tensor]
+
+
+class StepRunner:
+    """Runs steps; holds nothing but what it calls."""
+
+    def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
+        self._call = fitted(trial.train_batch)
+        self._context = context
+        self._feed = feed
+        self._calls = context.calls_per_step
+
+    def run(self, step: int, epoch: int) -> tuple[Metrics, Overflowed]:
+        """Step number ``step`` (from 0): its metrics, averaged over micro-batches, and what tells whether a loss scale
+        was too high.
+
+        The metrics are empty on ranks that do not report. To be told may wait for the device: ask when it matters.
+        """
+        engines = self._context.engines
+        where = f"rank {self._context.distributed.rank}, step {step + 1}"
+        before = [engine.micro_steps for engine in engines]
+        skips = [skips_from_here(engine) for engine in engines if scales_its_loss(engine)]
+        outputs = [self._call(self._feed, epoch, step) for _ in range(self._calls)]
+        self._check_accumulation(before, where)
+        asked = [after() for after in skips]
+
+        def overflowed() -> bool:
+            return any(ask() for ask in asked)
+
+        if not self._context.mpu.should_report_metrics:
+            return {}, overflowed
+        return mean_over_calls([training_metrics(output, where) for output in outputs], where), overflowed
+
+    def _check_accumulation(self, before: list[int], where: str) -> None:
+        engines = self._context.engines
+        moved = [engine.micro_steps - old for engine, old in zip(engines, before, strict=True)]
+        if not any(moved):
+            raise TrialError(
+                "train_batch did not train: no engine has made a step",
+                where=where,
+                fix="Call engine.backward(loss) and engine.step() for every micro-batch.",
+            )
+        for index, engine in enumerate(engines):
+            accumulation = engine.gradient_accumulation_steps()
+            if engine.micro_steps % accumulation:
+                raise TrialError(
+                    "train_batch did not train for gradient accumulation steps",
+                    where=f"{where}, model{index}",
+                    got=f"{moved[index]} micro-batches",
+                    expected=f"a multiple of {accumulation}",
+                    fix="Call engine.step() once per call of train_batch; after disable_auto_grad_accumulation() for all micro-batches.",
+                )
+
+
+def scales_its_loss(engine: Any) -> bool:
+    """Whether a skipped step is the ordinary work of a loss scale (fp16), and no sign of trouble."""
+    asked = getattr(engine, "fp16_enabled", None)
+    return bool(asked()) if callable(asked) else False
+
+
+def skips_from_here(engine: Any) -> Callable[[], Overflowed]:
+    """To be called when some steps have been made: what tells, then or later, whether one of them was skipped.
+
+    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only when somebody wants to
+    know; another one's count is read at both ends.
+    """
+    between = getattr(engine, "skipped_between", None)
+    if not callable(between):
+        count = engine.skipped_steps
+
+        def counted() -> Overflowed:
+            more = engine.skipped_steps > count
+            return lambda: more
+
+        return counted
+    first = engine.global_steps
+
+    def numbered() -> Overflowed:
+        end = engine.global_steps
+        return lambda: bool(between(first, end))
+
+    return numbered
+
+
+# The loop around a trial: train, report, validate, save, stop, each at boundaries of the one global step counter.
 
 
 class Due(Enum):
@@ -44,7 +173,7 @@ class Controller:
         self._clock = clock
         self._callbacks = _checked(trial.build_callbacks())
         self._checkpointer = Checkpointer(trial, context, self._callbacks)
-        self._state = TrialState(trial_id=context.platform.trial_id)
+        self._state = TrialSnapshot(trial_id=context.platform.trial_id)
         self._score = Score(settings.metric, settings.smaller_is_better)
         self._saved: tuple[int, str] | None = None  # step and storage id of the newest checkpoint
 
@@ -99,8 +228,8 @@ class Controller:
                     f"searcher.metric {self._score.metric!r} is never reported: the trial has no evaluate_batch"
                 )
             self._total = total_steps(self._settings.max_length, self._state.epoch_length)
-            context.position = Position(self._state.step, self._state.epoch_length)
-            self._reporter = Reporter(
+            context.position = TrainPosition(self._state.step, self._state.epoch_length)
+            self._reporter = MetricReporter(
                 context, list(self._callbacks.values()), self._total, self._state.step, self._clock
             )
             self._reporter.tokens_per_sample = self._trial.tokens_per_sample
@@ -112,14 +241,14 @@ class Controller:
             if opened is not None:
                 self._load(opened[0], opened[1], storage_id)
 
-    def _take_state(self, state: TrialState) -> None:
+    def _take_state(self, state: TrialSnapshot) -> None:
         if state.trial_id == self._context.platform.trial_id:
             self._state = state
         else:
             self._context.weights_only = True
             self._context.note(f"the checkpoint is of another trial ({state.trial_id}): only its weights are used")
 
-    def _load(self, path: Path, state: TrialState, storage_id: str | None) -> None:
+    def _load(self, path: Path, state: TrialSnapshot, storage_id: str | None) -> None:
         self._checkpointer.load(path, state)
         if not self._context.weights_only and storage_id is not None:
             self._saved = (state.step, storage_id)
@@ -176,13 +305,13 @@ class Controller:
         )
 
     def _step(self, runner: StepRunner) -> None:
-        position = Position(self._state.step, self._state.epoch_length)
+        position = TrainPosition(self._state.step, self._state.epoch_length)
         if position.is_epoch_start:
             for callback in self._callbacks.values():
                 callback.on_training_epoch_start(position.epoch)
         metrics, overflowed = runner.run(position.step, position.epoch)
         self._state.step += 1
-        self._context.position = Position(self._state.step, self._state.epoch_length)
+        self._context.position = TrainPosition(self._state.step, self._state.epoch_length)
         self._reporter.add(self._state.step, metrics, overflowed)
         self._context.profiling.step()
         if position.is_epoch_end:

@@ -13,20 +13,23 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from zero_trial.errors import DataError
+from zero_trial.runtime.protocols import Distributed
+from zero_trial.trial.context import ModelParallelUnit, ZeroTrialContext
 from zero_trial.trial.samplers import (
     DealtBatches,
     EpochOrder,
     FromSampler,
-    OnePass,
+    ReplicaShare,
     Sequential,
-    Share,
     Shuffled,
     TrainBatches,
+    ValidationBatches,
 )
+from zero_trial.trial.trial import ZeroTrial
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerOptions:
     """How batches are fetched: torch's arguments of the same names."""
 
     num_workers: int = 0
@@ -75,7 +78,7 @@ class DataLoader:
         self.batch_sampler = batch_sampler
         self.drop_last = drop_last
         self.seed = seed
-        self.workers = Workers(
+        self.workers = WorkerOptions(
             num_workers,
             collate_fn,
             pin_memory,
@@ -102,21 +105,23 @@ class DataLoader:
         is this replica's batches per epoch.
         """
         seed = seed if self.seed is None else self.seed
-        batches = self._batches(repeat, skip, Share(rank, num_replicas), seed)
+        batches = self._batches(repeat, skip, ReplicaShare(rank, num_replicas), seed)
         arguments = {key: value for key, value in vars(self.workers).items() if value is not None}
         # Workers' base seeds come from a generator of their own: making an iterator must not move the global random
         # state.
         generator = torch.Generator().manual_seed(seed % 2**63)
         return TorchDataLoader(self.dataset, batch_sampler=batches, generator=generator, **arguments)  # type: ignore[arg-type]
 
-    def _batches(self, repeat: bool, skip: int, share: Share, seed: int) -> TrainBatches | OnePass | DealtBatches:
+    def _batches(
+        self, repeat: bool, skip: int, share: ReplicaShare, seed: int
+    ) -> TrainBatches | ValidationBatches | DealtBatches:
         if self.batch_sampler is not None or self.batch_size is None:
             batches = self.batch_sampler or []
             return DealtBatches(batches, len(batches), share, skip, repeat)  # type: ignore[arg-type]
         order = self._order(seed)
         if repeat:
             return TrainBatches(order, self.batch_size, share, skip, self.drop_last)
-        return OnePass(order, self.batch_size, share, self.drop_last)
+        return ValidationBatches(order, self.batch_size, share, self.drop_last)
 
     def _order(self, seed: int) -> EpochOrder:
         if self.sampler is not None:
@@ -140,3 +145,262 @@ def _check(dataset: Any, batch_size: Any, shuffle: bool, sampler: Any, batch_sam
         raise DataError("sampler excludes shuffle", where="DataLoader")
     if batch_sampler is None and (not isinstance(batch_size, int) or batch_size < 1):
         raise DataError("batch_size must be a positive number", where="DataLoader", got=batch_size)
+
+
+# The training batches of one rank: an endless iterator that knows how many it has handed out.
+
+
+UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never end
+
+
+class TrainFeed:
+    """Iterator over micro-batches. ``taken`` counts those of the whole trial, also those before a resume.
+
+    ``samples_each``: samples of one micro-batch over all replicas, 0 where it is not fixed. ``source`` is the loader
+    that the trial returned, asked for its ``state_dict`` if it has one.
+    """
+
+    def __init__(
+        self, loader: Any, name: str, taken: int = 0, repeat: bool = False, samples_each: int = 0, source: Any = None
+    ) -> None:
+        self._loader = loader
+        self._name = name
+        self._repeat = repeat
+        self._batches = iter(loader)
+        self.taken = taken
+        self._samples_each = samples_each
+        self._source = source
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, JSON-able: micro-batches of this replica, samples over all, the loader's own state."""
+        own = self._source.state_dict() if hasattr(self._source, "state_dict") else None
+        return {"micro_batches": self.taken, "samples": self.taken * self._samples_each, "loader": own}
+
+    def __iter__(self) -> TrainFeed:
+        return self
+
+    def __next__(self) -> Any:
+        for attempt in range(2):
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                if attempt == 0 and self._repeat:
+                    self._batches = iter(self._loader)
+                    continue
+                raise empty_loader_error(self._name, self._loader) from None
+            self.taken += 1
+            return batch
+        raise empty_loader_error(self._name, self._loader)
+
+    def jump(self, batches: int) -> None:
+        """Reads and drops ``batches``: the resume of a loader that cannot seek."""
+        for _ in range(batches):
+            next(self)
+
+
+def empty_loader_error(name: str, loader: Any) -> DataError:
+    """The error for a loader without batches."""
+    return DataError(
+        f"{name} returned a loader that yields nothing",
+        where=type(loader).__name__,
+        got="0 batches on this rank",
+        expected="at least one",
+        fix="Check the path of the data and its split; with drop_last, that a batch is not larger than a rank's samples.",
+    )
+
+
+@dataclass(frozen=True)
+class Resume:
+    """How far an earlier process was in the data: samples over all replicas, micro-batches of one, and a loader's own
+    state.
+    """
+
+    samples: int = 0
+    micro_batches: int = 0
+    loader_state: Any = None
+
+
+class ForeignLoader(DataError, RuntimeError):
+    """A loader that nobody here shards or resumes. Also a RuntimeError, which is what Determined raises for it."""
+
+
+def check_reproducible(loader: Any, name: str, check: bool) -> None:
+    """ForeignLoader for a loader that we can neither shard nor resume exactly, unless the trial has said that it knows."""
+    if isinstance(loader, DataLoader):
+        return
+    if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
+        raise DataError(
+            f"{name} must return a data loader", got=type(loader).__name__, expected="zero_trial.trial.DataLoader"
+        )
+    if check:
+        raise ForeignLoader(
+            f"{name} returned {type(loader).__module__}.{type(loader).__name__}. Only zero_trial.trial.DataLoader gives exact sharding, "
+            "reproducibility of the shuffle and exact resume",
+            fix="Return one (from zero_trial.trial import DataLoader: the same arguments), or, to disable this check, call "
+            "context.disable_dataset_reproducibility_checks() in the trial's __init__; sharding the data over the ranks is then up to you.",
+        )
+
+
+def samples_of(loader: Any) -> int | None:
+    """Samples per epoch over all replicas, of our own loader; None where they cannot be known."""
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        return len(loader.sampler if loader.sampler is not None else loader.dataset)  # type: ignore[arg-type]
+    return None
+
+
+def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
+    """Micro-batches per epoch of this replica."""
+    if isinstance(loader, DataLoader):
+        return len(
+            loader.get_data_loader(repeat=True, num_replicas=mpu.data_parallel_world_size, rank=mpu.data_parallel_rank)
+        )
+    try:
+        return len(loader)
+    except TypeError:
+        return UNKNOWN_LENGTH
+
+
+def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: Resume) -> TrainFeed:
+    """The feed of this rank from where ``resume`` says.
+
+    Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has one, or else its
+    batches are read and dropped.
+    """
+    if isinstance(loader, DataLoader):
+        skip = _skip(loader, mpu, resume)
+        replica = loader.get_data_loader(True, skip, mpu.data_parallel_world_size, mpu.data_parallel_rank, seed)
+        fixed = loader.batch_sampler is None and loader.batch_size is not None
+        each = (loader.batch_size or 0) * mpu.data_parallel_world_size if fixed else 0
+        return TrainFeed(replica, name, skip, samples_each=each)
+    if resume.loader_state is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(resume.loader_state)
+        return TrainFeed(loader, name, resume.micro_batches, repeat=True, source=loader)
+    feed = TrainFeed(loader, name, repeat=True, source=loader)
+    feed.jump(resume.micro_batches)
+    return feed
+
+
+def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: Resume) -> int:
+    """This replica's micro-batches up to ``resume``.
+
+    Raises DataError if the samples so far are no whole number of them.
+    """
+    if loader.batch_sampler is not None or loader.batch_size is None:
+        return resume.micro_batches
+    skip, rest = divmod(resume.samples, loader.batch_size * mpu.data_parallel_world_size)
+    if rest:
+        raise DataError(
+            "the run cannot go on at exactly the next sample",
+            where="resume",
+            got=f"{resume.samples} samples so far",
+            expected=f"a multiple of micro batch {loader.batch_size} x {mpu.data_parallel_world_size} replicas",
+            fix="Choose a micro batch that divides the global batch of before.",
+        )
+    return skip
+
+
+# How many steps an epoch has: what all ranks agree on when their loaders do not.
+
+
+Note = Callable[[str], None]
+
+
+def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, note: Note) -> int:
+    """Collective. The smallest number of batches over the ranks that read data (the others pass None).
+
+    Raises DataError on every rank, naming the ranks that have none. Says so if the numbers differ.
+    """
+    numbers = distributed.allgather(batches)
+    known: list[int] = [number for number in numbers if number is not None]
+    empty = [rank for rank, number in enumerate(numbers) if number == 0]
+    if empty or not known:
+        raise DataError(
+            f"{loader} returned a loader that yields nothing",
+            where=f"rank {', '.join(map(str, empty))}",
+            got=f"batches per rank: {numbers}",
+            expected="at least one on each",
+            fix="Use a smaller batch, fewer ranks, or more data.",
+        )
+    if min(known) != max(known):
+        note(f"{loader}: ranks have different numbers of batches {numbers}; {min(known)} of each are used")
+    return min(known)
+
+
+def epoch_steps(distributed: Distributed, loader: Any, mpu: ModelParallelUnit, accumulation: int, note: Note) -> int:
+    """Collective. Optimizer steps per epoch: the agreed number of micro-batches over the accumulation, at least one."""
+    name = "build_training_data_loader"
+    mine = None
+    if mpu.should_build_data_loader:
+        mine = local_batches(loader, mpu)
+        if mine == 0 and samples_of(loader):
+            mine = 1  # our own feed joins epochs end to end: fewer samples than a step needs are no hindrance
+    micro = agreed_minimum(distributed, mine, name, note)
+    if micro < accumulation:
+        note(
+            f"{name}: an epoch has {micro} micro-batches, one step needs {accumulation}; an epoch is counted as one step"
+        )
+    return max(micro // accumulation, 1)
+
+
+# A trial's training data on one rank: the loader that the user built, the feed made of it, and where the run is in it.
+
+
+TRAIN_LOADER = "build_training_data_loader"
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """``feed`` is None on ranks that read no data."""
+
+    feed: TrainFeed | None
+    epoch_length: int  # steps, agreed by all ranks
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """How much data was handed out: samples over all replicas, micro-batches of one, and this rank's loader state."""
+
+    samples: int
+    micro_batches: int
+    loader: Any
+
+
+def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume) -> TrainData:
+    """Collective.
+
+    Builds the loader and goes to where ``resume`` says. Raises DataError.
+    """
+    mpu, loader = context.mpu, None
+    if mpu.should_build_data_loader:
+        loader = trial.build_training_data_loader()
+        check_reproducible(loader, TRAIN_LOADER, context.check_reproducibility)
+        compare_batch(loader, context)
+    accumulation = context.get_num_micro_batches_per_slot()
+    length = epoch_steps(context.distributed, loader, mpu, accumulation, context.note)
+    reads = mpu.should_build_data_loader
+    return TrainData(open_feed(loader, TRAIN_LOADER, mpu, context.platform.seed, resume) if reads else None, length)
+
+
+def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
+    """Global batch and throughput are counted by the engine's micro batch: a loader that gives another is worth a word."""
+    given = loader.batch_size if isinstance(loader, DataLoader) and loader.batch_sampler is None else None
+    micro = context.get_train_micro_batch_size_per_gpu()
+    if given is not None and given != micro:
+        context.note(f"{TRAIN_LOADER}: batches of {given} samples, but the engine's micro batch is {micro}")
+    samples, replicas = samples_of(loader), context.mpu.data_parallel_world_size
+    if samples is not None and 0 < samples < micro * replicas:
+        whole = f"{micro} of {replicas} replicas" if replicas > 1 else f"{micro}"
+        context.note(
+            f"{TRAIN_LOADER}: {samples} samples are fewer than one micro-batch ({whole}); each comes several times in it"
+        )
+
+
+def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:
+    """Collective. The position that the ranks agree on; the lowest, said aloud, if they do not."""
+    own = feed.state_dict() if feed is not None else None
+    ranks = context.distributed.allgather(None if own is None else [own["micro_batches"], own["samples"]])
+    known = [position for position in ranks if position is not None]
+    if known and min(known) != max(known):
+        context.note(f"ranks have taken different numbers of batches {ranks}; a resume goes on from {min(known)}")
+    micro_batches, samples = min(known, default=[0, 0])
+    return DataPosition(samples, micro_batches, None if own is None else own["loader"])

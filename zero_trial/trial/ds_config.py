@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.config.document import Document, Place
-from zero_trial.config.overlay import overlay
-from zero_trial.config.reader import read_ds_config
-from zero_trial.config.reconcile import reconcile
-from zero_trial.config.source import open_source
+from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.errors import ConfigError, InvalidHP
-from zero_trial.platform.protocols import Platform
-from zero_trial.trial.periods import Batch
-from zero_trial.trial.settings import run_length
+from zero_trial.runtime.protocols import Platform
+from zero_trial.schema.document import Document, Location
+from zero_trial.schema.source import open_source
+from zero_trial.trial.settings import Batch, run_length
 
 FILE_KINDS = (".json", ".hjson", ".yaml", ".yml")
 
@@ -69,7 +68,7 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
         )
     if isinstance(base, (str, Path)):
         base = _located(base, platform.model_dir)
-    over = Document.of(leaves, Place(prefix="hyperparameters.ds_config"))
+    over = Document.of(leaves, Location(prefix="hyperparameters.ds_config"))
     return overlay(open_source(base if base is not None else {}), over)
 
 
@@ -84,7 +83,7 @@ def with_stages(config: Document, model: Any) -> Document:
     names = (("mesh", "pipe"), ("pipeline", "stages"))
     said = next((path for path in names if isinstance(config.get(path), int)), None)
     if said is None:
-        place = Place(note=f"PipelineModule(num_stages={stages})")
+        place = Location(note=f"PipelineModule(num_stages={stages})")
         return config if stages == 1 else config.with_value(("mesh", "pipe"), stages, place)
     if config.get(said) != stages:
         raise ConfigError(

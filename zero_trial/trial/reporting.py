@@ -1,13 +1,12 @@
-"""What a run says while it trains: averages over replicas, live progress, and the news that a loss is not finite.
-
-Ranks talk at exchanges: after the first step, then about once a second (rank 0 proposes the step, so that all agree),
-and at every boundary. When they talk changes nothing in what is trained or reported.
-"""
+"""How a run ended, and what it has to show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,12 +14,167 @@ import torch
 from zero_trial.errors import Diverged
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.loop import Overflowed
-from zero_trial.trial.metrics import Sums, add_sums, averages
-from zero_trial.trial.stragglers import StragglerWatch
+from zero_trial.trial.metrics import Sums, add_sums, averages, without_counters
+from zero_trial.trial.trial import ZeroTrial
+
+
+class End(Enum):
+    """Why the loop was left."""
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"  # the trial asked
+    PREEMPTED = "preempted"  # the platform asked; the run can be resumed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The figures of a run that ended well.
+
+    Training seconds and samples are this process's, without validation and saving.
+    """
+
+    end: End
+    step: int
+    total_steps: int
+    train_seconds: float
+    samples: int
+    checkpoint: str | None
+    initial_metrics: dict[str, Any] = field(default_factory=dict)
+    final_metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.train_seconds if self.train_seconds > 0 else 0.0
+
+
+# What summary.json says of a run that ended well: the figures of the screen, and no others.
+
+
+def build_summary(
+    outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rank 0 only. The run's figures, then the validation metrics at the top level, then ``ZeroTrial.summary()``,
+    then ``more``.
+
+    Seconds and throughput are of the training part of this process alone: without start-up, validation and saving.
+    """
+    summary: dict[str, Any] = {
+        "end": outcome.end.value,
+        "step": outcome.step,
+        "total_steps": outcome.total_steps,
+        "train_seconds": outcome.train_seconds,
+        "samples": outcome.samples,
+        "samples_per_second": outcome.samples_per_second,
+        "ranks": context.distributed.size,
+        "zero_stage": zero_stage(context),
+        **({"pipeline_stages": pipeline_stages(context)} if context.use_pipeline_parallel else {}),
+        "seed": context.get_trial_seed(),
+        "parameters": context.parameters,
+        "global_batch_size": context.get_global_batch_size(),
+        "micro_batch_size": context.get_train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": context.get_num_micro_batches_per_slot(),
+        "checkpoint": outcome.checkpoint,
+        "initial_validation": without_counters(outcome.initial_metrics),
+        "final_validation": without_counters(outcome.final_metrics),
+    }
+    if trial.tokens_per_sample:
+        summary["tokens_per_second"] = outcome.samples_per_second * trial.tokens_per_sample
+    return {**summary, **without_counters(outcome.final_metrics), **trial.summary(), **more}
+
+
+def pipeline_stages(context: ZeroTrialContext) -> int:
+    """Of the first engine."""
+    return int(context.engines[0].mpu.get_pipe_parallel_world_size())
+
+
+def zero_stage(context: ZeroTrialContext) -> int | None:
+    """The first engine's ZeRO stage, as far as it or its config says."""
+    asked = getattr(context.engines[0], "zero_optimization_stage", None)
+    if callable(asked):
+        return int(asked())
+    if not context.ds_configs:
+        return None
+    return int((context.ds_configs[0].get("zero_optimization") or {}).get("stage", 0))
+
+
+# Stragglers: a rank that all others wait for, found by how long each rank is busy between two talks.
+#
+# Ranks do the same work and meet in every step, so they all take as long as the slowest. What differs is how much of that a rank waits for
+# others: the slow one does not wait. Busy time is training time without the waiting. A rank that is busy twice as long as the others usually
+# are, in two stretches of steps one after the other, is named once.
+#
+# Only where ranks wait on the host can it be seen, which is on CPU: on CUDA the device waits.
+
+
+STEPS = 4  # of a stretch, at least
+
+
+FACTOR = 2.0  # of the others' busy time
+
+
+EXCESS_SECONDS = 0.002  # per step: less is not worth a word, and may be rank 0's reporting
+
+
+STRETCHES = 2
+
+
+class StragglerWatch:
+    """What one rank knows of all ranks' busy seconds. Pure: :meth:`see` is told, and answers."""
+
+    def __init__(self) -> None:
+        self._begin: int | None = None  # steps complete at the beginning of the stretch
+        self._busy: list[float] = []  # of each rank in the stretch so far
+        self._suspect: tuple[int, int] = (-1, 0)  # rank, stretches in a row
+        self._named: set[int] = set()
+
+    def see(self, step: int, busy: Sequence[float | None]) -> str | None:
+        """``busy``: seconds of every rank since the last talk; ``step`` steps are complete now. What there is to say of a straggler.
+
+        The first talk only begins the count: a first step is like no other. A rank that says None ends the watch.
+        """
+        known = [seconds for seconds in busy if seconds is not None]
+        if len(known) < 2 or len(known) < len(busy):
+            return None
+        if self._begin is None:
+            self._begin, self._busy = step, [0.0] * len(known)
+            return None
+        self._busy = [sum(pair) for pair in zip(self._busy, known, strict=True)]
+        steps = step - self._begin
+        if steps < STEPS:
+            return None
+        begin, each = self._begin, [seconds / steps for seconds in self._busy]
+        self._begin, self._busy = step, [0.0] * len(known)
+        return self._judge(begin, step, each)
+
+    def _judge(self, begin: int, step: int, each: list[float]) -> str | None:
+        rank = max(range(len(each)), key=each.__getitem__)
+        others = median(each[:rank] + each[rank + 1 :])
+        slow = each[rank] >= FACTOR * others and each[rank] - others >= EXCESS_SECONDS
+        self._suspect = (rank, self._suspect[1] + 1 if rank == self._suspect[0] else 1) if slow else (-1, 0)
+        if self._suspect[1] < STRETCHES or rank in self._named:
+            return None
+        self._named.add(rank)
+        return (
+            f"rank {rank} keeps the others waiting: in steps {begin + 1} to {step} it was busy {_time(each[rank])} per step, "
+            f"and others {_time(others)}. Look at its data loading, and at what else runs on its host"
+        )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+# What a run says while it trains: averages over replicas, live progress, and the news that a loss is not finite.
+#
+# Ranks talk at exchanges: after the first step, then about once a second (rank 0 proposes the step, so that all agree),
+# and at every boundary. When they talk changes nothing in what is trained or reported.
+
 
 EXCHANGE_SECONDS = 1.0
+
+
 FORGIVEN = 10  # losses in a row that may be not finite in steps that a loss scale skipped
+
 
 Clock = Callable[[], float]
 
@@ -44,7 +198,7 @@ class StepTimer:
         return self._spent + (self._clock() - self._since if self._since is not None else 0.0)
 
 
-class Reporter:
+class MetricReporter:
     """Collects this rank's training metrics step by step, exchanges them, and reports."""
 
     def __init__(
@@ -246,3 +400,6 @@ def write_tensorboard(context: ZeroTrialContext, group: str, step: int, metrics:
 def _readable(value: torch.Tensor) -> torch.Tensor:
     """16-bit values as fp32: what is stacked must be of one dtype from step to step."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+Overflowed = Callable[[], bool]

@@ -89,7 +89,7 @@ class FromSampler:
         return list(self.sampler)
 
 
-class Stream:
+class SampleStream:
     """The endless stream of samples, read anywhere; ``epoch_length`` cuts every epoch's tail (drop_last).
 
     Keeps one epoch's order.
@@ -121,7 +121,7 @@ def plain(order: Order) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Share:
+class ReplicaShare:
     """Replica ``rank`` of ``replicas``."""
 
     rank: int = 0
@@ -134,7 +134,7 @@ class TrainBatches:
 
     order: EpochOrder
     batch_size: int
-    share: Share = Share()
+    share: ReplicaShare = ReplicaShare()
     skip: int = 0
     drop_last: bool = False
 
@@ -143,7 +143,7 @@ class TrainBatches:
         usable = length - length % size if self.drop_last else length
         if usable <= 0:
             return
-        stream = Stream(self.order, usable)
+        stream = SampleStream(self.order, usable)
         for batch in count(self.skip):
             yield stream.samples((batch * self.share.replicas + self.share.rank) * size, size)
 
@@ -153,7 +153,7 @@ class TrainBatches:
 
 
 @dataclass(frozen=True)
-class OnePass:
+class ValidationBatches:
     """This replica's batches of a single pass, for validation. Every replica has equally many, so that none waits for
     another.
 
@@ -163,7 +163,7 @@ class OnePass:
 
     order: EpochOrder
     batch_size: int
-    share: Share = Share()
+    share: ReplicaShare = ReplicaShare()
     drop_last: bool = False
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -200,7 +200,7 @@ class DealtBatches:
 
     batches: Iterable[list[int]]
     length: int
-    share: Share = Share()
+    share: ReplicaShare = ReplicaShare()
     skip: int = 0
     repeat: bool = True
 

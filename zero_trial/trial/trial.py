@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import random
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_trial.errors import CheckpointError
+from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.metrics import Reducer
 
@@ -100,3 +104,57 @@ class ZeroTrial(ABC):
 def overrides(trial: ZeroTrial, method: str) -> bool:
     """Whether the user's class has a ``method`` of its own."""
     return getattr(type(trial), method) is not getattr(ZeroTrial, method)
+
+
+# Importing the user's trial class from the model's folder.
+
+
+def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTrial]:
+    """The class ``name`` of ``module``, with ``model_dir`` first on the search path. Raises ConfigError, naming the
+    trials that there are,
+    if it is none; what the module itself raises comes through.
+    """
+    sys.path.insert(0, str(model_dir))
+    content = vars(importlib.import_module(module))
+    kind = content.get(name)
+    if isinstance(kind, type) and issubclass(kind, ZeroTrial):
+        return kind
+    trials = [
+        key
+        for key, value in content.items()
+        if isinstance(value, type) and issubclass(value, ZeroTrial) and value is not ZeroTrial
+    ]
+    listed = ", ".join(f"{key}(ZeroTrial)" for key in trials)
+    raise ConfigError(
+        f"{module}:{name} not found in {model_dir / module}.py; it defines {listed or 'no ZeroTrial'}",
+        where="entrypoint",
+        fix=f"Use entrypoint: {module}:{trials[0]}." if trials else "Write a subclass of zero_trial.ZeroTrial.",
+    )
+
+
+# Every generator that user code draws from, set from one seed.
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, torch's (all devices) and, if it is in use, numpy's generator.
+
+    The same on every rank, before the trial is built.
+    """
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` called with only as many of its positional arguments as it takes: ``evaluate_batch(iterator)`` is an
+    older form.
+    """
+    parameters = inspect.signature(method).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return method
+    taken = sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
+    )
+    return lambda *arguments: method(*arguments[:taken])

@@ -10,14 +10,11 @@ import torch
 from zero_trial.errors import ConfigError, DataError, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.data import DataLoader
-from zero_trial.trial.epochs import agreed_minimum
-from zero_trial.trial.feed import check_reproducible
-from zero_trial.trial.loop import fitted
+from zero_trial.trial.data import DataLoader, agreed_minimum, check_reproducible
 from zero_trial.trial.metrics import evaluation_reducers, over_ranks, validation_metrics
-from zero_trial.trial.trial import ZeroTrial, overrides
+from zero_trial.trial.trial import ZeroTrial, fitted, overrides
 
-LOADER = "build_validation_data_loader"
+VALIDATION_LOADER = "build_validation_data_loader"
 
 
 class Validator:
@@ -49,20 +46,20 @@ class Validator:
         mpu, context = self._context.mpu, self._context
         built: Any = self._trial.build_validation_data_loader() if mpu.should_build_data_loader or self._full else None
         if built is not None or mpu.should_build_data_loader:
-            check_reproducible(built, LOADER, context.check_reproducibility and not self._full)
+            check_reproducible(built, VALIDATION_LOADER, context.check_reproducibility and not self._full)
         if isinstance(built, DataLoader):
             replicas, rank = (1, 0) if self._full else (mpu.data_parallel_world_size, mpu.data_parallel_rank)
             built = built.get_data_loader(False, 0, replicas, rank, context.platform.seed)
             left_out = getattr(built.batch_sampler, "left_out", 0)
             if left_out:
                 context.note(
-                    f"{LOADER}: the last {left_out} samples are left out, so that all ranks have equally many batches"
+                    f"{VALIDATION_LOADER}: the last {left_out} samples are left out, so that all ranks have equally many batches"
                 )
         self._loader = built
         if self._full:
             return
         mine = _length(built) if mpu.should_build_data_loader else None
-        self._batches = agreed_minimum(context.distributed, mine, LOADER, context.note)
+        self._batches = agreed_minimum(context.distributed, mine, VALIDATION_LOADER, context.note)
         if context.use_pipeline_parallel:
             self._join_micro_batches(context.get_num_micro_batches_per_slot())
 
@@ -76,12 +73,12 @@ class Validator:
         if self._batches < accumulation:
             raise ConfigError(
                 "the validation loader is too short for the pipeline",
-                where=LOADER,
+                where=VALIDATION_LOADER,
                 got=f"{self._batches} batches per replica",
                 expected=f"at least gradient_accumulation_steps = {accumulation}",
             )
         if self._batches % accumulation:
-            self._context.note(f"{LOADER}: {self._batches % accumulation} batches at the end are left out")
+            self._context.note(f"{VALIDATION_LOADER}: {self._batches % accumulation} batches at the end are left out")
         self._batches //= accumulation
 
     def run(self) -> dict[str, Any]:
@@ -138,7 +135,7 @@ class Validator:
             except StopIteration:
                 raise DataError(
                     "evaluate_batch took more batches than there are",
-                    where=LOADER,
+                    where=VALIDATION_LOADER,
                     got=f"batch {index} of {self._batches}",
                     fix="Take one batch per call.",
                 ) from None
@@ -149,4 +146,6 @@ def _length(loader: Any) -> int:
         return len(loader)
     except TypeError:
         fix = "Return zero_trial.trial.DataLoader, or give the loader a __len__."
-        raise DataError(f"{LOADER} returned a loader without a length", got=type(loader).__name__, fix=fix) from None
+        raise DataError(
+            f"{VALIDATION_LOADER} returned a loader without a length", got=type(loader).__name__, fix=fix
+        ) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 # ECMA-48: CSI sequences (colours, cursor), OSC and the other string sequences (titles, clipboard) up to
 # their terminator or the end of the line, and the short escapes. The one-byte forms are U+0080 to U+009F.
@@ -11,6 +13,8 @@ _SEQUENCE = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|\x1b[ -/]*[0-~]?"
 )
+
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -23,3 +27,96 @@ def strip_control(text: str) -> str:
     """
     plain = _CONTROL.sub("", _SEQUENCE.sub("", text))
     return plain.encode("utf-8", "replace").decode("utf-8")
+
+
+# How numbers are written on a page: short, with their unit, and the same everywhere.
+
+
+def format_number(value: float | None, digits: int = 4) -> str:
+    """About ``digits`` significant digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for None."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-3 or size >= 1e7:
+        mantissa, exponent = f"{value:.{max(digits - 2, 0)}e}".split("e")
+        if "." in mantissa:
+            mantissa = mantissa.rstrip("0").rstrip(".")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    text = f"{value:.{decimals}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
+
+
+def format_count(value: float) -> str:
+    """A count in three digits with its thousands: 667.6k, 1.2M."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{format_number(value / limit, 3 if abs(value) < 100 * limit else 4)}{letter}"
+    return format_number(value, 3)
+
+
+def format_bytes(value: float | None) -> str:
+    """Bytes in binary units; a dash for None."""
+    if value is None:
+        return "–"
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_duration(seconds: float | None) -> str:
+    """54 s, 3 min 20 s, 1 h 04 min; a dash for None."""
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_value(value: Any) -> str:
+    """A configuration's value as one would write it in JSON."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return format_number(value, 6).replace("−", "-")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(format_value(inner) for inner in value) + "]"
+    return str(value)
+
+
+def short_number(value: float) -> str:
+    """A number in about three digits: 9.8k, 12.3M, 4.2, 0.013."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{letter}"
+    return f"{value:.3g}"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as 00:12 or 1:02:03."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes:02d}:{whole % 60:02d}"
+
+
+def byte_text(count: float) -> str:
+    """Bytes in binary units: 14.1 MiB."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def metric_text(value: object) -> str:
+    """A metric's value in four significant digits, or as it is when it is no number."""
+    return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)

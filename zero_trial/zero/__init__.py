@@ -1,6 +1,6 @@
 """Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
 
-from zero_trial.zero.access import (
+from zero_trial.sharding.access import (
     register_external_parameter,
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -11,12 +11,12 @@ from zero_trial.zero.access import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from zero_trial.zero.gathered import GatheredParameters
-from zero_trial.zero.init import Init
-from zero_trial.zero.model import ShardedModel
-from zero_trial.zero.optimizer import ShardedOptimizer
-from zero_trial.zero.plan import ZeroPlan, plan_for_stage
-from zero_trial.zero.settings import ShardingSettings
+from zero_trial.sharding.full_params import GatheredParameters
+from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.init import Init
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
 
 __all__ = [
     "GatheredParameters",

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.ops import gpu_exact
 from tests.support.pretended_gpus import Gpus
-from zero_trial.ops import cuda, cuda_backend, cuda_scalars, many
+from zero_trial.ops import arguments, cuda, cuda_runtime, plain
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_a_gpu_is_compared(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: st
     """All of the script's CUDA side: side streams, graphs, and what would be copied from and to a GPU."""
     monkeypatch.setattr(gpu_exact, "SIZES", (1, 2099))
     monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
-    monkeypatch.setattr(gpu_exact, "cuda_backend", cuda_backend.cuda_backend)
+    monkeypatch.setattr(gpu_exact, "cuda_backend", cuda_runtime.cuda_backend)
     before = gpus.emulator.library.launch_count()
     line, usable = gpu_exact.run(torch.device("cuda", 0), name, tiny=True)
     assert usable and line["cases"] and line["different"] == 0, line
@@ -41,8 +41,8 @@ def test_a_gpu_is_compared(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: st
 def test_a_wrong_kernel_is_found(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_exact, "SIZES", (33,))
     monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
-    scalars = cuda_scalars.lion
-    monkeypatch.setattr(cuda_scalars, "lion", lambda lr, *rest: scalars(lr * 1.01, *rest))
+    scalars = arguments.lion
+    monkeypatch.setattr(arguments, "lion", lambda lr, *rest: scalars(lr * 1.01, *rest))
     line, _ = gpu_exact.run(torch.device("cuda", 0), "Lion", tiny=True)
     assert line["different"] == line["cases"]
 
@@ -92,10 +92,10 @@ def test_the_summary_names_the_first_difference() -> None:
 def test_every_op_of_many_tensors_is_compared() -> None:
     """A new op must come into the comparison: its name stands in the script."""
     text = Path(gpu_exact.__file__).read_text(encoding="utf-8")
-    compared = [name for name in many.SCHEMAS if f"OPS.{name}(" in text]
-    assert set(many.SCHEMAS) - set(compared) == {
+    compared = [name for name in plain.SCHEMAS if f"OPS.{name}(" in text]
+    assert set(plain.SCHEMAS) - set(compared) == {
         "lion_many_",
         "adagrad_many_",
         "sgd_many_",
     }  # adam_many_'s kernel and table
-    assert all(hasattr(cuda, name) for name in many.SCHEMAS)
+    assert all(hasattr(cuda, name) for name in plain.SCHEMAS)

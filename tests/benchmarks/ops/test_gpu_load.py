@@ -11,14 +11,14 @@ import pytest
 from benchmarks.ops import gpu_load
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import _nvrtc, cuda_backend, cuda_kernels
+from zero_trial.ops import cuda_bindings, cuda_runtime
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
-        _nvrtc.open_nvrtc()
+        cuda_bindings.open_nvrtc()
     except KernelUnavailable as trouble:
         pytest.skip(trouble.what)
 
@@ -33,7 +33,7 @@ class Loads:
 
 
 def test_what_a_gpu_says_of_its_kernels() -> None:
-    kernels = [cuda_kernels.sums(), cuda_kernels.step_control(), cuda_kernels.square_sum(0)]
+    kernels = [cuda_runtime.sums(), cuda_runtime.step_control(), cuda_runtime.square_sum(0)]
     row = gpu_load.row_of("some", kernels, 90, Loads())  # type: ignore[arg-type]
     assert row["kernels"] == 2 and row["registers"] == 64 and row["target"] == "sm_90"
     assert row["wrong"] == [
@@ -45,7 +45,7 @@ def test_what_a_gpu_says_of_its_kernels() -> None:
 
 
 def test_a_newer_gpu_gets_ptx() -> None:
-    row = gpu_load.row_of("some", [cuda_kernels.step_control()], 999, None)
+    row = gpu_load.row_of("some", [cuda_runtime.step_control()], 999, None)
     assert row["target"].startswith("compute_") and row["kernels"] == 1 and not row["wrong"]
 
 
@@ -72,15 +72,15 @@ def test_the_driver_is_asked_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_all_sources_are_there() -> None:
-    assert sum(map(len, gpu_load.sources().values())) == len(cuda_kernels.every_kernel())
-    assert sorted(cuda_backend.majors()) == [11, 12, 13]
+    assert sum(map(len, gpu_load.sources().values())) == len(cuda_runtime.every_kernel())
+    assert sorted(cuda_runtime.majors()) == [11, 12, 13]
 
 
 def test_kernels_are_loaded_and_asked_about(gpus: Gpus) -> None:
     """By the emulated driver: the calls that a GPU gets, beginning with the image."""
-    backend = cuda_backend.cuda_backend().cuda
+    backend = cuda_runtime.cuda_backend().cuda
     assert backend is not None
     loads = gpu_load.Loads(backend.driver, gpus.emulator.library, 1)
-    kernels = [cuda_kernels.sums(), cuda_kernels.step_control()]
+    kernels = [cuda_runtime.sums(), cuda_runtime.step_control()]
     row = gpu_load.row_of("some", kernels, 129, loads)
     assert row["wrong"] == [] and row["fewer_blocks"] == [] and row["registers"] == 40 and row["kernels"] == 2

@@ -13,21 +13,19 @@ import pytest
 
 from zero_trial.master import logs
 from zero_trial.master.agent import agent as subject
-from zero_trial.master.agent import claim
-from zero_trial.master.agent.agent import Agent, Found, end_all, steps
-from zero_trial.master.agent.environment import MARK
-from zero_trial.master.agent.order import StartOrder
+from zero_trial.master.agent import lease
+from zero_trial.master.agent.agent import Agent, LeaseState, end_all, steps
+from zero_trial.master.agent.environment import MARK, StartOrder
 from zero_trial.master.agent.processes import identify, marked
-from zero_trial.master.home import Home
-from zero_trial.master.records import Allocation, AllocationState
-from zero_trial.master.verbs import LogQuery
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.records import Allocation, AllocationState, LogQuery
 
 
 class Field:
     """A home, agents on it one after the other, and what they say."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.home = Home(root)
+        self.home = MasterDirectory(root)
         self.home.prepare()
         self.said: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.patch = monkeypatch
@@ -126,7 +124,7 @@ def test_a_shepherd_that_is_killed_takes_its_flock_with_it(field: Field) -> None
     field.expect("started", name)
     temporary = Path(field.wait_for("up").split()[1])
     left = marked(MARK, name)
-    owner = claim.owner(field.home.allocation(name))
+    owner = lease.owner(field.home.allocation(name))
     assert owner is not None and len(left) >= 2
     owner.send(signal.SIGKILL)
     field.expect("exited", name, 137, "its shepherd is gone")
@@ -141,7 +139,7 @@ def test_the_next_agent_takes_over_what_runs(field: Field) -> None:
     field.wait_for("up")
     field.agent.close()
     field.open()
-    assert field.agent.adopt(name) is Found.THERE and field.agent.adopt("1.other.1") is Found.NOTHING
+    assert field.agent.adopt(name) is LeaseState.THERE and field.agent.adopt("1.other.1") is LeaseState.NOTHING
     field.expect("started", name)
     (field.home.allocation(name) / "work" / "stop").touch()
     field.expect("exited", name, 4, "")
@@ -153,7 +151,7 @@ def test_what_ended_while_nobody_watched_is_told(field: Field) -> None:
     field.expect("exited", name, 5)
     field.agent.close()
     field.open()
-    assert field.agent.adopt(name) is Found.THERE
+    assert field.agent.adopt(name) is LeaseState.THERE
     field.expect("started", name)
     field.expect("exited", name, 5, "")
 
@@ -203,7 +201,7 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
     field.agent.close()
     refused = []
 
-    def refuse_once(name: str, ended: claim.Exit) -> None:
+    def refuse_once(name: str, ended: lease.Exit) -> None:
         if not refused:
             refused.append(name)
             raise OSError("the disk is full")
@@ -221,7 +219,7 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
     assert "null" in field.expect("exited")[3]
-    field.patch.setattr(claim, "claim", lambda *_: 1 / 0)  # nobody foresaw this
+    field.patch.setattr(lease, "claim", lambda *_: 1 / 0)  # nobody foresaw this
     field.agent.kill("x.1")
     assert "ZeroDivisionError" in field.expect("error")[1]
     field.patch.undo()

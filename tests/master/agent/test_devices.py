@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.agent.devices import Devices, find_devices
+from zero_trial.master.agent.devices import SlotDevices, find_devices
 
 
 @pytest.fixture
@@ -40,4 +40,4 @@ def test_slots_that_there_are_not(gpus: Path, wanted: int) -> None:
 
 
 def test_threads_share_the_cores() -> None:
-    assert [Devices(count, cores=8).threads for count in (1, 2, 8, 16)] == [8, 4, 1, 1]
+    assert [SlotDevices(count, cores=8).threads for count in (1, 2, 8, 16)] == [8, 4, 1, 1]

@@ -13,9 +13,7 @@ from typing import Any
 import determined as det
 import pytest
 
-from zero_trial.master.agent.environment import LARGEST, RELOCATION, environment, size_of_config
-from zero_trial.master.agent.order import StartOrder
-from zero_trial.master.agent.ports import Ports
+from zero_trial.master.agent.environment import LARGEST, RELOCATION, Ports, StartOrder, environment, size_of_config
 from zero_trial.master.records import Allocation, AllocationState
 
 HOST = {

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from zero_trial.master.agent.ports import GAP, Ports, free_ports
+from zero_trial.master.agent.environment import GAP, Ports, free_ports
 
 
 def test_they_are_free_distinct_and_sixteen_apart() -> None:

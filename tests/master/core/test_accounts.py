@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.master.fakes import Master
+from zero_trial.master.auth import digest
+from zero_trial.master.errors import NotFound
 from zero_trial.master.records import User
-from zero_trial.master.tokens import digest
-from zero_trial.master.verbs import NotFound
 
 
 def test_a_users_token(master: Master) -> None:

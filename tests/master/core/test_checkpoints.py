@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.master.fakes import Master
+from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
 from zero_trial.master.records import Checkpoint, CheckpointState
-from zero_trial.master.verbs import Conflict, Invalid, NotFound, Unsupported
 
 
 def save(master: Master, trial_id: int, steps: int, files: tuple[str, ...] = ("weights", "metadata.json")) -> str:

@@ -11,13 +11,12 @@ import pytest
 import yaml
 
 from tests.master.fakes import experiment, tgz
-from zero_trial.master.agent.devices import Devices
+from zero_trial.master.agent.devices import SlotDevices
 from zero_trial.master.agent.processes import marked
-from zero_trial.master.api import Server
-from zero_trial.master.core import EmbeddedCluster
-from zero_trial.master.home import Home
-from zero_trial.master.records import Experiment
-from zero_trial.master.verbs import LogQuery, NewExperiment
+from zero_trial.master.core import Master
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.http import Server
+from zero_trial.master.records import Experiment, LogQuery, NewExperiment
 
 TRAIN = """
 import os, subprocess, sys, time
@@ -46,12 +45,12 @@ class Live:
     """A cluster on four slots with its server."""
 
     def __init__(self, root: Path) -> None:
-        self.home = Home(root)
+        self.home = MasterDirectory(root)
         self.home.prepare()
         import os
 
         env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
-        self.cluster = EmbeddedCluster.on(self.home, Devices(4, cores=4), host_env=env, grace=1.0)
+        self.cluster = Master.on(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0)
         self.server = Server(self.cluster)
         self.cluster.begin(self.server.url)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.master.core.collect import policy_of, superfluous
-from zero_trial.master.records import Checkpoint, CheckpointState
-from zero_trial.master.verbs import GcPolicy
+from zero_trial.master.core.garbage import policy_of, superfluous
+from zero_trial.master.records import Checkpoint, CheckpointState, GcPolicy
 
 
 def saved(

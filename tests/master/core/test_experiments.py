@@ -10,8 +10,8 @@ import yaml
 
 from tests.master.core.test_checkpoints import base, save
 from tests.master.fakes import Master, experiment, tgz
-from zero_trial.master.records import CheckpointState
-from zero_trial.master.verbs import Conflict, ExperimentPatch, GcPolicy, Invalid, NewExperiment, NotFound, Unsupported
+from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
+from zero_trial.master.records import CheckpointState, ExperimentPatch, GcPolicy, NewExperiment
 
 TWO = {"searcher": {"name": "grid", "metric": "val"}, "hyperparameters": {"a": {"type": "categorical", "vals": [1, 2]}}}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from tests.master.fakes import Master
-from zero_trial.master.agent.claim import Exit
-from zero_trial.master.tokens import digest
-from zero_trial.master.verbs import LogQuery
+from zero_trial.master.agent.lease import Exit
+from zero_trial.master.auth import digest
+from zero_trial.master.records import LogQuery
 
 
 def test_a_new_master_adopts_what_runs(master: Master) -> None:

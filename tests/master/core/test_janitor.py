@@ -9,7 +9,7 @@ import pytest
 from tests.master.core.test_checkpoints import base, save
 from tests.master.fakes import Master
 from zero_trial.master.agent import storage
-from zero_trial.master.verbs import Conflict, NotFound
+from zero_trial.master.errors import Conflict, NotFound
 
 
 def test_an_experiment_is_deleted_with_all_that_is_its_own(master: Master) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.master.fakes import Master
-from zero_trial.master.agent.devices import Devices
-from zero_trial.master.verbs import NotFound
+from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.errors import NotFound
 
 WHOLE = {"slots_per_trial": 2}
 
@@ -26,7 +26,7 @@ def test_slots_and_who_holds_them(master: Master) -> None:
 
 
 def test_gpus_by_name(master: Master) -> None:
-    master.hub.devices = Devices(2, 8, ("4", "GPU-a"))
+    master.hub.devices = SlotDevices(2, 8, ("4", "GPU-a"))
     assert [(slot.device_type, slot.name) for slot in master.cluster.machine.slots()] == [
         ("cuda", "GPU 4"),
         ("cuda", "GPU GPU-a"),

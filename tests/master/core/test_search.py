@@ -6,7 +6,7 @@ import pytest
 
 from tests.master.fakes import experiment, tgz
 from zero_trial.master.core.search import new_searcher, old_searcher, read_context
-from zero_trial.master.searchers import Create
+from zero_trial.master.search import Create
 
 
 def test_small_configuration_files_of_a_context_are_read() -> None:
@@ -24,7 +24,7 @@ def test_a_searcher_goes_on_where_it_was() -> None:
     start = first.start()
     assert isinstance(start[0], Create)
     again = old_searcher(config, first.snapshot())
-    from zero_trial.master.searchers import ExitReason
+    from zero_trial.master.search import ExitReason
 
     name = start[0].request_id
     assert again.on_exited(name, ExitReason.COMPLETED) == first.on_exited(name, ExitReason.COMPLETED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.master.fakes import Master
-from zero_trial.master import pruning
 from zero_trial.master.core import search, searching
+from zero_trial.master.search import pruning
 
 GRID = {"name": "grid", "metric": "val", "max_concurrent_trials": 2}
 FOUR = {"a": {"type": "categorical", "vals": [1, 2, 3, 4]}}
@@ -79,7 +79,7 @@ def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
     assert (ended.state.value, ended.num_trials, ended.pruned_trials) == ("COMPLETED", 4, 2)
     pruned = [trial for trial in master.cluster.experiments.trials(made.id) if trial.pruned]
     assert all(trial.state.value == "ERROR" and "odd" in trial.reason and trial.run_id == 0 for trial in pruned)
-    from zero_trial.master.verbs import LogQuery
+    from zero_trial.master.records import LogQuery
 
     line = next(iter(master.cluster.trials.logs(pruned[0].id, LogQuery())))
     assert line is not None and "odd" in line.message and line.level == "ERROR"
@@ -98,7 +98,7 @@ def test_a_search_of_nothing_but_refused_points_is_given_up(master: Master, monk
 def test_a_search_that_fails_ends_its_experiment_and_nothing_else(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero_trial.master.searchers.grid_search import GridSearch
+    from zero_trial.master.search.random_and_grid import GridSearch
 
     other = master.create()
     made = master.create(searcher=GRID, hyperparameters=FOUR)

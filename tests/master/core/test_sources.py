@@ -7,7 +7,7 @@ import pytest
 from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Master
 from zero_trial.master.core.sources import needed, source_of
-from zero_trial.master.verbs import Conflict, Invalid
+from zero_trial.master.errors import Conflict, Invalid
 
 FORK = {"name": "single", "metric": "val"}
 

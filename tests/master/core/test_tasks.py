@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from tests.master.fakes import Master
-from zero_trial.master.verbs import Invalid, LogQuery, NotFound
+from zero_trial.master.errors import Invalid, NotFound
+from zero_trial.master.records import LogQuery
 
 
 def test_a_task_and_its_runs(master: Master) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Master
-from zero_trial.master.verbs import Conflict, Invalid, LogQuery, NotFound
+from zero_trial.master.errors import Conflict, Invalid, NotFound
+from zero_trial.master.records import LogQuery
 
 
 def report(master: Master, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.store import Database
-from zero_trial.master.store.schema import MIGRATIONS
+from zero_trial.master.store.database import MIGRATIONS
 
 WRITER = """
 import sys

@@ -9,7 +9,7 @@ import pytest
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.store import Database
-from zero_trial.master.store.reading import reading
+from zero_trial.master.store.database import reading
 
 
 def test_it_sees_what_was_committed_and_cannot_write(tmp_path: Path) -> None:

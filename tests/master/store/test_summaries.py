@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.master.store.summaries import extend, kind_of
+from zero_trial.master.store.metrics import extend, kind_of
 
 
 def summary(*values: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
-from zero_trial.ops.optimizers import PieceWork, fused_step
-from zero_trial.ops.optimizers.lamb import FusedLamb, Segment
+from zero_trial.ops.optimizers import ShardUpdate, fused_step
+from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,)]
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6}
@@ -77,13 +77,13 @@ def flat(parts: list[Tensor], padding: int) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts] + [torch.zeros(padding, dtype=torch.float64)])
 
 
-def segments_of(start: int, stop: int) -> list[Segment]:
+def segments_of(start: int, stop: int) -> list[TensorSegment]:
     """The parts of [start, stop) of all tensors laid end to end, relative to ``start``."""
     out, offset = [], 0
     for index, p in enumerate(tensors()):
         low, high = max(start, offset), min(stop, offset + p.numel())
         if low < high:
-            out.append(Segment(index, low - start, high - start))
+            out.append(TensorSegment(index, low - start, high - start))
         offset += p.numel()
     return out
 
@@ -124,14 +124,16 @@ def test_a_rank_without_own_gradients_takes_part_in_the_collective() -> None:
     calls: list[tuple[int, ...]] = []
     piece = torch.nn.Parameter(torch.ones(3))
     lamb = FusedLamb([piece])
-    lamb.bind({id(piece): [Segment(0, 0, 3)]}, 1, lambda t: calls.append(tuple(t.shape)))
+    lamb.bind({id(piece): [TensorSegment(0, 0, 3)]}, 1, lambda t: calls.append(tuple(t.shape)))
     lamb.step()
     assert calls == [(2, 1)]
     assert torch.equal(piece, torch.ones(3))
 
 
-@pytest.mark.parametrize("segments", [[Segment(0, 0, 4)], [Segment(1, 0, 3)], [Segment(0, 1, 3), Segment(0, 2, 3)]])
-def test_segments_that_do_not_fit_are_refused(segments: list[Segment]) -> None:
+@pytest.mark.parametrize(
+    "segments", [[TensorSegment(0, 0, 4)], [TensorSegment(1, 0, 3)], [TensorSegment(0, 1, 3), TensorSegment(0, 2, 3)]]
+)
+def test_segments_that_do_not_fit_are_refused(segments: list[TensorSegment]) -> None:
     piece = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ConfigError, match="segment"):
         FusedLamb([piece]).bind({id(piece): segments}, 1, lambda _: None)
@@ -155,7 +157,7 @@ def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:
     """Two tensors in one piece, with padding before, between and behind them, which stays as it is."""
     piece = torch.nn.Parameter(torch.linspace(-1, 1, 12))
     lamb = FusedLamb([piece], **SETTINGS)  # type: ignore[arg-type]
-    lamb.bind({id(piece): [Segment(0, 1, 5), Segment(1, 6, 11)]}, 2, lambda _: None)
+    lamb.bind({id(piece): [TensorSegment(0, 1, 5), TensorSegment(1, 6, 11)]}, 2, lambda _: None)
     before = piece.detach().clone()
     wanted = [
         (before[a:b].double(), torch.zeros(b - a).double(), torch.zeros(b - a).double()) for a, b in ((1, 5), (6, 11))
@@ -163,7 +165,7 @@ def test_one_pass_from_16_bit_gradients_to_a_16_bit_copy() -> None:
     out = torch.full((12,), 7.0, dtype=torch.bfloat16)
     for t in (1, 2):
         g = torch.linspace(2, -1, 12).mul(t).bfloat16()
-        fused_step(lamb, [PieceWork(piece, g, out, 0)], 0.5)
+        fused_step(lamb, [ShardUpdate(piece, g, out, 0)], 0.5)
         wanted = [
             reference.lamb(p, g[a:b].double() * 0.5, m, v, t, **SETTINGS)  # type: ignore[arg-type]
             for (p, m, v), (a, b) in zip(wanted, ((1, 5), (6, 11)), strict=True)

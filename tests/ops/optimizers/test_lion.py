@@ -7,7 +7,7 @@ import torch
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import reference
-from zero_trial.ops.optimizers.lion import Lion
+from zero_trial.ops.optimizers.fused import Lion
 
 SIZES = (5, 1, 0, 33)
 

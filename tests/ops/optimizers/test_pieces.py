@@ -7,10 +7,10 @@ import sys
 
 import torch
 
-from zero_trial.ops.optimizers.pieces import PieceOptimizer, gradients
+from zero_trial.ops.optimizers.base import ShardOptimizer, gradients
 
 
-class Halving(PieceOptimizer):
+class Halving(ShardOptimizer):
     """p -= multiplier * g / 2, counting steps in a moment."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:

@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from zero_trial.ops.optimizers import (
+    DeviceScalars,
     FusedAdagrad,
     FusedAdam,
     FusedLamb,
     FusedLion,
     FusedSGD,
-    Gate,
     Lion,
-    PieceOptimizer,
-    PieceWork,
+    ShardOptimizer,
+    ShardUpdate,
+    device_scaled_step,
     fused_step,
-    gated_step,
     scaled_step,
-    take_back,
-    takes_gates,
+    supports_device_scalars,
+    undo_step,
 )
 
 Build = Callable[[list[Any]], torch.optim.Optimizer]
@@ -110,8 +110,8 @@ FACTOR = 0.3
 
 
 def host_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: list[torch.Tensor]) -> None:
-    if isinstance(optimizer, PieceOptimizer):
-        work = [PieceWork(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
+    if isinstance(optimizer, ShardOptimizer):
+        work = [ShardUpdate(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
         fused_step(optimizer, work, FACTOR)
         return
     for p, g in zip(params, gradients, strict=True):
@@ -123,15 +123,15 @@ def device_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: 
     """The same numbers in tensors; a bad step is tried and taken back."""
     found = torch.tensor(float(bad))
     known = len(optimizer.state)
-    if isinstance(optimizer, PieceOptimizer):
-        work = [PieceWork(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
-        fused_step(optimizer, work, 1.0, Gate(torch.tensor([FACTOR]), found))
+    if isinstance(optimizer, ShardOptimizer):
+        work = [ShardUpdate(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
+        fused_step(optimizer, work, 1.0, DeviceScalars(torch.tensor([FACTOR]), found))
     else:
         for p, g in zip(params, gradients, strict=True):
             p.grad = g.clone()
-        gated_step(optimizer, torch.tensor(1 / FACTOR), found)
+        device_scaled_step(optimizer, torch.tensor(1 / FACTOR), found)
     if bad:
-        take_back(optimizer, known)
+        undo_step(optimizer, known)
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -141,7 +141,7 @@ def test_the_device_gives_the_factor_and_may_skip(name: str) -> None:
     ours = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(3))]
     plain = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     told, optimizer = GATED[name](ours), GATED[name](plain)
-    assert takes_gates(told)
+    assert supports_device_scalars(told)
     for step in range(6):
         gradients = [torch.randn_like(p) for p in plain]
         bad = step in (0, 2, 3)
@@ -159,15 +159,15 @@ def test_the_device_gives_the_factor_and_may_skip(name: str) -> None:
 def test_who_must_be_told_by_the_host():
     piece = [torch.nn.Parameter(torch.ones(2))]
     for build in (CASES["foreach AdamW"], CASES["RMSprop"], CASES["Lion"]):
-        assert not takes_gates(build(piece))
+        assert not supports_device_scalars(build(piece))
 
 
 def test_a_step_leaves_the_gate_as_it_was():
     piece = torch.nn.Parameter(torch.ones(2))
     optimizer = FusedAdam([piece], lr=0.1)
-    fused_step(optimizer, [PieceWork(piece, torch.ones(2), None, 0)], 1.0, Gate(torch.ones(1), None))
+    fused_step(optimizer, [ShardUpdate(piece, torch.ones(2), None, 0)], 1.0, DeviceScalars(torch.ones(1), None))
     assert optimizer.gate is None and optimizer.work is None
     sgd = torch.optim.SGD([piece], lr=0.1, fused=True)
     piece.grad = torch.ones(2)
-    gated_step(sgd, torch.ones(()), torch.zeros(()))
+    device_scaled_step(sgd, torch.ones(()), torch.zeros(()))
     assert not hasattr(sgd, "grad_scale") and not hasattr(sgd, "found_inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pipeline.lowered import drawn, lowered, picture, report
-from zero_trial.pipeline.actions import Kind
+from zero_trial.pipeline.schedule import ActionKind
 
 
 def test_picture():
@@ -24,4 +24,4 @@ def test_prices(stages: int, micro_batches: int, chunks: int):
 
 def test_nothing_but_forwards_and_messages():
     kinds = {action.kind for row in lowered("inference", 3, 4).rows for action in row}
-    assert kinds == {Kind.F, Kind.SEND_F, Kind.RECV_F}
+    assert kinds == {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F}

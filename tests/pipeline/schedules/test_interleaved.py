@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pipeline.lowered import drawn, picture, report
-from zero_trial.pipeline.schedules.interleaved import even_groups
+from zero_trial.pipeline.generators import even_groups
 
 
 def test_picture():

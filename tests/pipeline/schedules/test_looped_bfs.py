@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pipeline.lowered import drawn, picture, report
-from zero_trial.pipeline.schedule import Parameters
+from zero_trial.pipeline.schedule import ParameterLifetime
 
 
 def test_picture():
@@ -17,7 +17,7 @@ def test_picture():
 
 @pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 2, 2), (2, 8, 2), (4, 8, 2), (4, 5, 3)])
 def test_prices(stages: int, micro_batches: int, chunks: int):
-    got = report("looped_bfs", stages, micro_batches, chunks, parameters=Parameters.CHUNK)
+    got = report("looped_bfs", stages, micro_batches, chunks, parameters=ParameterLifetime.CHUNK)
     assert got.bubble == pytest.approx((stages - 1) / (chunks * micro_batches + stages - 1))
     for rank in got.ranks:
         assert rank.peak_activations == chunks * micro_batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pipeline.lowered import drawn, picture, report
-from zero_trial.pipeline.costs import Costs
+from zero_trial.pipeline.simulate import Costs
 
 
 def test_picture():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.pipeline.schedules import RECIPES, build
+from zero_trial.pipeline.generators import RECIPES, build
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -24,11 +24,9 @@ from typing import Any, Protocol
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import logs
-from zero_trial.master.agent import claim, processes, scratch, storage
-from zero_trial.master.agent.environment import MARK, environment
-from zero_trial.master.agent.order import StartOrder
-from zero_trial.master.agent.ports import Ports, free_ports
-from zero_trial.master.home import Home
+from zero_trial.master.agent import lease, processes, scratch, storage
+from zero_trial.master.agent.environment import MARK, Ports, StartOrder, environment, free_ports
+from zero_trial.master.directory import MasterDirectory
 
 GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL of a trial's processes."""
@@ -38,14 +36,14 @@ _STUCK_SECONDS = 15.0  # after the grace, until a shepherd that does not end is 
 KILLED = 128 + signal.SIGKILL
 
 
-class Found(Enum):
+class LeaseState(Enum):
     """What is there of an allocation when a master comes back."""
 
     NOTHING = "nothing"  # it was never started
     THERE = "there"  # it runs, or has ended: the watch will say
 
 
-class Workers(Protocol):
+class AgentApi(Protocol):
     """What the core needs of an agent. ``on_started`` and ``on_exited`` are called from any thread, once for each allocation."""
 
     def start(self, order: StartOrder) -> None:
@@ -54,7 +52,7 @@ class Workers(Protocol):
     def kill(self, allocation_id: str) -> None:
         """End all processes of an allocation, later."""
 
-    def adopt(self, allocation_id: str) -> Found:
+    def adopt(self, allocation_id: str) -> LeaseState:
         """Watch an allocation that a master before us may have started."""
 
     def close(self) -> None:
@@ -75,10 +73,10 @@ class Agent:
 
     def __init__(
         self,
-        home: Home,
+        home: MasterDirectory,
         *,
         on_started: Callable[[str], None],
-        on_exited: Callable[[str, claim.Exit], None],
+        on_exited: Callable[[str, lease.Exit], None],
         on_error: Callable[[str], None] = lambda message: None,
         python: str = sys.executable,
         grace: float = GRACE_SECONDS,
@@ -112,13 +110,13 @@ class Agent:
         """See Workers."""
         self._work.put(lambda: self._kill(allocation_id))
 
-    def adopt(self, allocation_id: str) -> Found:
+    def adopt(self, allocation_id: str) -> LeaseState:
         """See Workers."""
-        if not claim.claimed(self._home.allocation(allocation_id)):
-            return Found.NOTHING
+        if not lease.claimed(self._home.allocation(allocation_id)):
+            return LeaseState.NOTHING
         with self._lock:
             self._watched.setdefault(allocation_id, _Watched())
-        return Found.THERE
+        return LeaseState.THERE
 
     def close(self) -> None:
         """Stop watching; what runs goes on."""
@@ -137,15 +135,15 @@ class Agent:
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
         folder = self._home.allocation(name)
-        if claim.claimed(folder):  # killed before it began, or begun by a master before us
+        if lease.claimed(folder):  # killed before it began, or begun by a master before us
             return
         try:
             self._spawn(order, folder)
         except (OSError, ValueError, ZeroTrialError) as error:  # ValueError: a path with a NUL in it
             log = logs.path_of(self._home.trial_logs(order.allocation.trial_id), order.allocation.run_id)
             logs.append(log, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
-            if claim.claim(folder, None):
-                claim.record_exit(folder, claim.Exit(127, time.time(), why=f"it could not be started: {error}"))
+            if lease.claim(folder, None):
+                lease.record_exit(folder, lease.Exit(127, time.time(), why=f"it could not be started: {error}"))
 
     def _spawn(self, order: StartOrder, folder: Path) -> None:
         run_root, work = folder / "root", folder / "work"
@@ -177,10 +175,10 @@ class Agent:
     def _kill(self, allocation_id: str) -> None:
         folder = self._home.allocation(allocation_id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if claim.claim(folder, None):  # its shepherd has not begun, and now never will
-            claim.record_exit(folder, claim.Exit(KILLED, time.time(), killed=True, why="it was ended before it began"))
+        if lease.claim(folder, None):  # its shepherd has not begun, and now never will
+            lease.record_exit(folder, lease.Exit(KILLED, time.time(), killed=True, why="it was ended before it began"))
             return
-        identity = claim.owner(folder)
+        identity = lease.owner(folder)
         if identity is not None:
             identity.send(signal.SIGTERM)
         with self._lock:
@@ -207,7 +205,7 @@ class Agent:
         folder = self._home.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
-        identity = claim.owner(folder)
+        identity = lease.owner(folder)
         if identity is not None and name not in started:
             started.add(name)
             self._on_started(name)
@@ -223,23 +221,23 @@ class Agent:
         started.discard(name)
         self._tidy(folder)
 
-    def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> claim.Exit | None:
+    def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> lease.Exit | None:
         alive = (
             identity is not None and identity.alive
         )  # before the exit is read: it is written before the shepherd ends
-        ended = claim.exit_of(folder)
+        ended = lease.exit_of(folder)
         if ended is not None:
             return None if alive else ended
         if alive:
             return None
         if identity is not None and identity.before_boot:
-            return claim.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
+            return lease.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
-            return claim.Exit(KILLED, time.time(), why="its shepherd is gone")
-        if claim.claimed(folder):  # made void by a master that was killed before it could say so
-            return claim.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
-        if entry.child is not None and entry.child.returncode is not None and claim.claim(folder, None):
-            return claim.Exit(127, time.time(), why=f"its shepherd could not begin, see {folder / 'shepherd.log'}")
+            return lease.Exit(KILLED, time.time(), why="its shepherd is gone")
+        if lease.claimed(folder):  # made void by a master that was killed before it could say so
+            return lease.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
+        if entry.child is not None and entry.child.returncode is not None and lease.claim(folder, None):
+            return lease.Exit(127, time.time(), why=f"its shepherd could not begin, see {folder / 'shepherd.log'}")
         return None
 
     def _tidy(self, folder: Path) -> None:
@@ -269,9 +267,9 @@ def with_package(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
-def end_all(home: Home, *, seconds: float = 60.0) -> list[str]:
+def end_all(home: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     """End every allocation below a root without a master: shepherds first, then whoever is left; returns those that were there."""
-    owners = {path.name: claim.owner(path) for path in home.allocations.glob("*") if claim.exit_of(path) is None}
+    owners = {path.name: lease.owner(path) for path in home.allocations.glob("*") if lease.exit_of(path) is None}
     alive = {name: identity for name, identity in owners.items() if identity is not None and identity.alive}
     for identity in alive.values():
         identity.send(signal.SIGTERM)

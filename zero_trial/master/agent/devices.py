@@ -11,7 +11,7 @@ from zero_trial.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Devices:
+class SlotDevices:
     """What slots stand for. ``gpus`` are the names that CUDA_VISIBLE_DEVICES takes, by slot; empty: slots are CPU processes."""
 
     count: int
@@ -34,7 +34,7 @@ class Devices:
 
 def find_devices(
     wanted: int | None, env: Mapping[str, str], *, cpu: bool = False, files: Path = Path("/dev")
-) -> Devices:
+) -> SlotDevices:
     """The GPUs that this process may see, else its cores; ``wanted`` slots of them. ``cpu``: do not look for GPUs.
 
     Raises ConfigError for more slots than GPUs. CPU slots may be more than the cores.
@@ -55,8 +55,8 @@ def find_devices(
         )
     if gpus:
         gpus = gpus[:wanted]
-        return Devices(len(gpus), cores, gpus)
-    return Devices(wanted or cores, cores)
+        return SlotDevices(len(gpus), cores, gpus)
+    return SlotDevices(wanted or cores, cores)
 
 
 def _gpus(env: Mapping[str, str], files: Path) -> tuple[str, ...]:

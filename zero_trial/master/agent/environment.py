@@ -1,21 +1,110 @@
-"""The environment of a trial's processes: what the harness reads, what the user asked for, and nothing of the master's own."""
+"""What the agent is told to run: one allocation with all that its environment is made of."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_trial.master.agent.order import StartOrder
-from zero_trial.master.agent.ports import Ports
+from zero_trial.master.records import Allocation, Json
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """One allocation to start. ``token`` is in the clear: it goes into the environment of the trial and nowhere else."""
+
+    allocation: Allocation
+    config: Json
+    hparams: Json
+    seed: int
+    steps_completed: int
+    latest_checkpoint: str | None
+    owner: str
+    token: str
+    master_url: str
+    cluster_id: str
+    agent_id: str
+    visible_devices: str = ""  # CUDA_VISIBLE_DEVICES
+    threads: int = 1  # OMP_NUM_THREADS
+    has_hook: bool = False  # the context directory has a startup-hook.sh
+
+
+# Free TCP ports, asked of the kernel, for the programs of one allocation.
+
+
+GAP = 16
+
+
+"""Between the two ports of the training processes, as the harness has it: both are moved by the lowest slot."""
+
+
+_TRIES = 200
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The four ports that the harness reads from its environment."""
+
+    c10d: int
+    comm_1: int
+    ssh: int
+
+    @property
+    def comm_2(self) -> int:
+        return self.comm_1 + GAP
+
+    def taken(self) -> set[int]:
+        """All numbers that the allocation may use."""
+        return {self.c10d, self.ssh, *range(self.comm_1, self.comm_2 + GAP)}
+
+
+def free_ports(avoid: Set[int] = frozenset()) -> Ports:
+    """Ports that are free now and are none of ``avoid`` (given out, but maybe not yet in use). Raises OSError if there are none."""
+    with ExitStack() as held:
+        for _ in range(_TRIES):
+            ports = Ports(*(held.enter_context(_any_port()) for _ in range(3)))
+            fits = ports.comm_2 + GAP < 65536 and len(ports.taken()) == 2 * GAP + 2
+            if fits and not ports.taken() & avoid and _is_free(ports.comm_2):
+                return ports
+    raise OSError("no free TCP ports")
+
+
+@contextmanager
+def _any_port() -> Iterator[int]:
+    """A port that is ours as long as the context is open."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        yield listener.getsockname()[1]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+# The environment of a trial's processes: what the harness reads, what the user asked for, and nothing of the master's own.
+
 
 MARK = "DET_ALLOCATION_ID"
+
+
 """The variable by which processes of an allocation are found when their shepherd is gone."""
 
+
 LARGEST = 32 * 4096
+
+
 """Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process (MAX_ARG_STRLEN)."""
+
 
 ALLOWED = (
     "HOME",
@@ -30,6 +119,8 @@ ALLOWED = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
 )
+
+
 ALLOWED_STARTS = (
     "LC_",
     "CUDA_",
@@ -45,9 +136,14 @@ ALLOWED_STARTS = (
     "SSL_",
     "CONDA_",
 )
+
+
 NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
 
+
 RELOCATION = Path(__file__).parents[1] / "relocation"
+
+
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
 
 

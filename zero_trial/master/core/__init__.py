@@ -1,5 +1,5 @@
 """The master's verbs: events come in, the lifecycles, the search and the scheduler say what follows, and it is written down and done."""
 
-from zero_trial.master.core.cluster import EmbeddedCluster
+from zero_trial.master.core.cluster import Master
 
-__all__ = ["EmbeddedCluster"]
+__all__ = ["Master"]

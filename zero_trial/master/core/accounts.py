@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from zero_trial.master.core.hub import Hub
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.errors import NotFound
 from zero_trial.master.records import AllocationState, TokenOwner, User
 from zero_trial.master.store import accounts, trials
-from zero_trial.master.verbs import NotFound
 
 
-class Accounts:
+class AccountService:
     """See verbs.AccountVerbs."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: MasterState) -> None:
         self._hub = hub
 
     def user(self, name: str) -> User | None:

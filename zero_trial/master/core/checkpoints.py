@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_trial.master.agent import storage
-from zero_trial.master.core.hub import Hub
 from zero_trial.master.core.sources import require_unneeded
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
 from zero_trial.master.records import Checkpoint, CheckpointState
 from zero_trial.master.store import checkpoints, experiments, trials
-from zero_trial.master.verbs import Conflict, Invalid, NotFound, Unsupported
 
 
-class Checkpoints:
+class CheckpointService:
     """See verbs.CheckpointVerbs."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: MasterState) -> None:
         self._hub = hub
 
     def get(self, uuid: str) -> Checkpoint:

@@ -5,41 +5,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from zero_trial.master.agent.agent import GRACE_SECONDS, Agent, Workers
-from zero_trial.master.agent.devices import Devices
-from zero_trial.master.core.accounts import Accounts
-from zero_trial.master.core.checkpoints import Checkpoints
-from zero_trial.master.core.experiments import Experiments
-from zero_trial.master.core.hub import Hub
-from zero_trial.master.core.janitor import Janitor
-from zero_trial.master.core.machine import Machine
-from zero_trial.master.core.tasks import Tasks
-from zero_trial.master.core.trials import Trials
-from zero_trial.master.home import Home
+from zero_trial.master.agent.agent import GRACE_SECONDS, Agent, AgentApi
+from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.core.accounts import AccountService
+from zero_trial.master.core.checkpoints import CheckpointService
+from zero_trial.master.core.experiments import ExperimentService
+from zero_trial.master.core.garbage import GarbageCollector
+from zero_trial.master.core.machine import MachineService
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.tasks import TaskService
+from zero_trial.master.core.trials import TrialService
+from zero_trial.master.directory import MasterDirectory
 
 log = logging.getLogger(__name__)
 
 
-class EmbeddedCluster:
+class Master:
     """See verbs.Cluster. ``begin`` once the address is known, ``close`` at the end."""
 
-    def __init__(self, hub: Hub, workers: Workers) -> None:
+    def __init__(self, hub: MasterState, workers: AgentApi) -> None:
         self.hub = hub
         hub.workers = workers
-        self.janitor = Janitor(hub)
-        self.experiments = Experiments(hub)
-        self.trials = Trials(hub)
-        self.tasks = Tasks(hub)
-        self.checkpoints = Checkpoints(hub)
-        self.machine = Machine(hub)
-        self.accounts = Accounts(hub)
+        self.janitor = GarbageCollector(hub)
+        self.experiments = ExperimentService(hub)
+        self.trials = TrialService(hub)
+        self.tasks = TaskService(hub)
+        self.checkpoints = CheckpointService(hub)
+        self.machine = MachineService(hub)
+        self.accounts = AccountService(hub)
 
     @classmethod
     def on(
-        cls, home: Home, devices: Devices, *, host_env: Mapping[str, str], grace: float = GRACE_SECONDS
-    ) -> EmbeddedCluster:
+        cls, home: MasterDirectory, devices: SlotDevices, *, host_env: Mapping[str, str], grace: float = GRACE_SECONDS
+    ) -> Master:
         """The cluster of this machine. ``home`` is prepared and locked; ``host_env``: what trials may see of the environment."""
-        hub = Hub(home, devices)
+        hub = MasterState(home, devices)
         agent = Agent(
             home,
             on_started=hub.on_started,

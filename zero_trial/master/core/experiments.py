@@ -11,39 +11,41 @@ from typing import Any
 import yaml
 
 from zero_trial.errors import ConfigError
-from zero_trial.master import expconf
+from zero_trial.experiment.defaults import ClusterDefaults
+from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, complete
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
-from zero_trial.master.core.change import Change
-from zero_trial.master.core.collect import superfluous
-from zero_trial.master.core.hub import Hub
+from zero_trial.master.core import experiment_lifecycle as life
+from zero_trial.master.core import trial_lifecycle as trial_life
+from zero_trial.master.core.garbage import superfluous
 from zero_trial.master.core.search import new_searcher, read_context
 from zero_trial.master.core.searching import Begun
 from zero_trial.master.core.sources import check_source, require_unneeded
-from zero_trial.master.lifecycle import experiment as life
-from zero_trial.master.lifecycle import trial as trial_life
-from zero_trial.master.records import Checkpoint, Experiment, ExperimentState, Trial, TrialState
-from zero_trial.master.searchers import Create
-from zero_trial.master.store import checkpoints, experiments, trials
-from zero_trial.master.verbs import (
-    Conflict,
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import Transaction
+from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
+from zero_trial.master.records import (
+    Checkpoint,
     Created,
+    Experiment,
     ExperimentPatch,
+    ExperimentState,
     GcPolicy,
-    Invalid,
     NewExperiment,
-    NotFound,
-    Unsupported,
+    Trial,
+    TrialState,
 )
+from zero_trial.master.search import Create
+from zero_trial.master.store import checkpoints, experiments, trials
 
 _NAME_BYTES = 4
 _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
 
-class Experiments:
+class ExperimentService:
     """See verbs.ExperimentVerbs."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: MasterState) -> None:
         self._hub = hub
 
     # -- creation
@@ -71,16 +73,16 @@ class Experiments:
             change.search(Begun(number))
         return Created(self.get(number), warnings)
 
-    def _complete(self, text: str) -> expconf.CompletedConfig:
+    def _complete(self, text: str) -> CompletedConfig:
         section = {"type": "shared_fs", "host_path": str(self._hub.home.storage)}
-        defaults = expconf.ClusterDefaults(
+        defaults = ClusterDefaults(
             checkpoint_storage=section,
             name=f"experiment-{secrets.token_hex(_NAME_BYTES)}",
             experiment_seed=secrets.randbelow(1 << 31),
         )
         try:
-            return expconf.complete(text, defaults)
-        except expconf.InvalidExperiment as error:
+            return complete(text, defaults)
+        except InvalidExperiment as error:
             raise Invalid("\n".join(error.messages)) from error
         except ConfigError as error:
             raise Invalid(str(error)) from error
@@ -192,23 +194,23 @@ class Experiments:
 
     def pause(self, experiment_id: int) -> None:
         """See verbs."""
-        self._run(experiment_id, life.Pause())
+        self._run(experiment_id, life.PauseExperiment())
 
     def activate(self, experiment_id: int) -> None:
         """See verbs."""
-        self._run(experiment_id, life.Activate())
+        self._run(experiment_id, life.ActivateExperiment())
 
     def cancel(self, experiment_id: int) -> None:
         """See verbs."""
         with self._hub.change() as change:
-            change.experiment(experiment_id, life.Cancel())
+            change.experiment(experiment_id, life.CancelExperiment())
 
     def kill(self, experiment_id: int) -> None:
         """See verbs."""
         with self._hub.change() as change:
-            change.experiment(experiment_id, life.Kill())
+            change.experiment(experiment_id, life.KillExperiment())
 
-    def _run(self, experiment_id: int, event: life.Event) -> None:
+    def _run(self, experiment_id: int, event: life.ExperimentEvent) -> None:
         with self._hub.change() as change:
             state = change.state_of(experiment_id)
             if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
@@ -239,7 +241,7 @@ class Experiments:
             self._require_ended(change, experiment_id)
             experiments.change(change.connection, experiment_id, **columns)
 
-    def _require_ended(self, change: Change, experiment_id: int) -> None:
+    def _require_ended(self, change: Transaction, experiment_id: int) -> None:
         state = change.state_of(experiment_id)
         if not state.final or state is ExperimentState.DELETING:
             raise Conflict(
@@ -296,7 +298,7 @@ class Experiments:
             self._revive(change, experiment_id, done.config, known[0].id)
         return Created(self.get(experiment_id), tuple(done.warnings))
 
-    def _revive(self, change: Change, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
+    def _revive(self, change: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
         """The same trial under a search that has just begun."""
         self._hub.forget(experiment_id)
         searcher = new_searcher(config)
@@ -326,7 +328,7 @@ class Experiments:
             reason="",
             pruned=0,
         )
-        change.trial(trial_id, trial_life.Start())
+        change.trial(trial_id, trial_life.StartTrial())
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:

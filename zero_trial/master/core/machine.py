@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero_trial.master import scheduler
-from zero_trial.master.core.hub import Hub
-from zero_trial.master.core.runs import waiting
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import waiting
+from zero_trial.master.errors import NotFound
 from zero_trial.master.records import (
-    Agent,
+    AgentInfo,
     Allocation,
     AllocationState,
     Experiment,
@@ -16,10 +17,9 @@ from zero_trial.master.records import (
     Job,
     MasterInfo,
     ResourcePool,
-    Slot,
+    SlotInfo,
 )
 from zero_trial.master.store import accounts, experiments, trials
-from zero_trial.master.verbs import NotFound
 
 POOL = "default"
 _LIVE = (
@@ -32,10 +32,10 @@ _LIVE = (
 )
 
 
-class Machine:
+class MachineService:
     """See verbs.MachineVerbs."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: MasterState) -> None:
         self._hub = hub
 
     def info(self) -> MasterInfo:
@@ -46,14 +46,14 @@ class Machine:
         """See verbs."""
         return self._hub.home.log
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[SlotInfo]:
         """See verbs."""
         devices = self._hub.devices
         with self._hub.database.reading() as connection:
             holders = {slot: run.id for run in trials.allocations(connection) for slot in run.slots}
             off = accounts.disabled_slots(connection)
         return [
-            Slot(
+            SlotInfo(
                 number=number,
                 device_type=devices.kind,
                 name=f"GPU {devices.gpus[number]}" if devices.gpus else f"CPU process {number}",
@@ -64,11 +64,11 @@ class Machine:
             for number in range(devices.count)
         ]
 
-    def agents(self) -> list[Agent]:
+    def agents(self) -> list[AgentInfo]:
         """See verbs."""
-        return [Agent(self._hub.agent_id, tuple(self.slots()), self._hub.began, POOL, self._hub.info.version)]
+        return [AgentInfo(self._hub.agent_id, tuple(self.slots()), self._hub.began, POOL, self._hub.info.version)]
 
-    def set_slot_enabled(self, number: int, enabled: bool) -> Slot:
+    def set_slot_enabled(self, number: int, enabled: bool) -> SlotInfo:
         """See verbs."""
         if not 0 <= number < self._hub.devices.count:
             raise NotFound(f"slot {number} not found")

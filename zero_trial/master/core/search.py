@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_trial.master.searchers import Searcher, build, restore
+from zero_trial.master.search import Searcher, build, restore
 
 HOOK = "startup-hook.sh"
 _SUFFIXES = (".json", ".yaml", ".yml")

@@ -9,18 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zero_trial.master import pruning
+from zero_trial.master.core import experiment_lifecycle as experiment_life
+from zero_trial.master.core import trial_lifecycle as trial_life
 from zero_trial.master.core.search import MAX_PRUNED, LiveSearch
 from zero_trial.master.core.sources import source_of
-from zero_trial.master.lifecycle import experiment as experiment_life
-from zero_trial.master.lifecycle import trial as trial_life
 from zero_trial.master.records import Experiment, ExperimentState, Trial, TrialState
-from zero_trial.master.searchers import Action, Create, ExitReason, MetricMissing, Shutdown, Stop
+from zero_trial.master.search import Action, Create, ExitReason, MetricMissing, Shutdown, Stop, pruning
 from zero_trial.master.store import experiments, trials
 
 if TYPE_CHECKING:
-    from zero_trial.master.core.change import Change
-    from zero_trial.master.core.hub import Hub
+    from zero_trial.master.core.state import MasterState
+    from zero_trial.master.core.transaction import Transaction
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ SearchEvent: TypeAlias = Validated | Ended | Begun
 class Searching:
     """The searches' part of one change: events wait until the change is settled, since one may follow from another."""
 
-    def __init__(self, change: Change, hub: Hub) -> None:
+    def __init__(self, change: Transaction, hub: MasterState) -> None:
         self._change = change
         self._hub = hub
         self._events: deque[SearchEvent] = deque()
@@ -122,7 +121,7 @@ class Searching:
             return
         live.pruned = 0
         if experiment.state is ExperimentState.ACTIVE:
-            self._change.trial(trial_id, trial_life.Start())
+            self._change.trial(trial_id, trial_life.StartTrial())
 
     def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
         try:

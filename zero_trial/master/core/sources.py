@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from zero_trial.master.errors import Conflict, Invalid
 from zero_trial.master.records import CheckpointState, ExperimentState
 from zero_trial.master.store import checkpoints, experiments, trials
-from zero_trial.master.verbs import Conflict, Invalid
 
 _UNFINISHED = tuple(state for state in ExperimentState if not state.final)
 

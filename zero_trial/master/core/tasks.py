@@ -7,20 +7,31 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from zero_trial.master import logs
-from zero_trial.master.core.hub import Hub
+from zero_trial.master.core import trial_lifecycle as life
+from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.trials import read_logs
-from zero_trial.master.lifecycle import trial as life
-from zero_trial.master.records import EARLIEST, LATEST, Allocation, AllocationState, Json, LogLine, Task, Trial
+from zero_trial.master.errors import Invalid, NotFound
+from zero_trial.master.records import (
+    EARLIEST,
+    LATEST,
+    Allocation,
+    AllocationState,
+    Json,
+    LogLine,
+    LogQuery,
+    RendezvousInfo,
+    Task,
+    Trial,
+)
 from zero_trial.master.store import experiments, trials
-from zero_trial.master.verbs import Invalid, LogQuery, NotFound, Rendezvous
 
 _LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 
 
-class Tasks:
+class TaskService:
     """See verbs.TaskVerbs."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: MasterState) -> None:
         self._hub = hub
 
     # -- reading
@@ -67,12 +78,12 @@ class Tasks:
         with self._hub.database.reading() as connection:
             return experiments.context(connection, trial.experiment_id) or b""
 
-    def rendezvous(self, allocation_id: str, resources_id: str) -> Rendezvous:
+    def rendezvous(self, allocation_id: str, resources_id: str) -> RendezvousInfo:
         """See verbs."""
         found = self.allocation(allocation_id)
         if found.resources_id != resources_id:
             raise NotFound(f"resources {resources_id} not found")
-        return Rendezvous(("127.0.0.1",), 0, (len(found.slots),))
+        return RendezvousInfo(("127.0.0.1",), 0, (len(found.slots),))
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
         """See verbs."""

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zero_trial.master import logs
-from zero_trial.master.core.change import Change
-from zero_trial.master.core.hub import Hub
+from zero_trial.master.core import trial_lifecycle as life
 from zero_trial.master.core.searching import Validated
-from zero_trial.master.lifecycle import trial as life
-from zero_trial.master.records import Checkpoint, Json, LogLine, MetricReport, Trial, Workload
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import Transaction
+from zero_trial.master.errors import Conflict, Invalid, NotFound
+from zero_trial.master.records import Checkpoint, Json, LogLine, LogQuery, MetricReport, Trial, Workload
 from zero_trial.master.store import checkpoints, experiments, metrics, trials
-from zero_trial.master.verbs import Conflict, Invalid, LogQuery, NotFound
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
 
 
-class Trials:
+class TrialService:
     """See verbs.TrialVerbs."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: MasterState) -> None:
         self._hub = hub
 
     # -- reading
@@ -81,7 +81,7 @@ class Trials:
     def kill(self, trial_id: int) -> None:
         """See verbs."""
         with self._hub.change() as change:
-            change.trial(trial_id, life.Kill())
+            change.trial(trial_id, life.KillTrial())
 
     def set_metadata(self, trial_id: int, metadata: Json) -> None:
         """See verbs."""
@@ -120,7 +120,7 @@ class Trials:
             report = MetricReport(trial_id, run_id, group, steps_completed, metrics, batch_metrics, at)
             self._take(change, trial, report)
 
-    def _take(self, change: Change, trial: Trial, report: MetricReport) -> None:
+    def _take(self, change: Transaction, trial: Trial, report: MetricReport) -> None:
         if report.group == "validation":
             self._validated(change, trial, report)
         else:
@@ -130,7 +130,7 @@ class Trials:
             if steps != trial.steps_completed:
                 trials.change(change.connection, trial.id, steps_completed=steps)
 
-    def _validated(self, change: Change, trial: Trial, report: MetricReport) -> None:
+    def _validated(self, change: Transaction, trial: Trial, report: MetricReport) -> None:
         if metrics.known(change.connection, report):
             return  # said again because the answer was lost: the search has been told
         experiment = experiments.get(change.connection, trial.experiment_id, derived=False)
@@ -168,14 +168,14 @@ class Trials:
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
 
-    def _in(self, change: Change, trial_id: int) -> Trial:
+    def _in(self, change: Transaction, trial_id: int) -> Trial:
         trial = trials.get(change.connection, trial_id)
         if trial is None:
             raise NotFound(f"trial {trial_id} not found")
         return trial
 
 
-def read_logs(hub: Hub, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
+def read_logs(hub: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
     """The lines of a trial."""
     source = logs.Source(hub.home.trial_logs(trial.id), trial.id, trial.task_id)
     if query.follow:
@@ -183,7 +183,7 @@ def read_logs(hub: Hub, trial: Trial, query: LogQuery) -> Iterator[LogLine | Non
     return logs.lines(source, query)
 
 
-def _ended(hub: Hub, trial_id: int) -> Callable[[], bool]:
+def _ended(hub: MasterState, trial_id: int) -> Callable[[], bool]:
     def ended() -> bool:
         if hub.closed:
             return True

@@ -48,7 +48,7 @@ def relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeTy
     return code.replace(co_consts=tuple(constants)), found
 
 
-class Loader(SourceFileLoader):
+class RelocatingLoader(SourceFileLoader):
     """Loads a module from its source file, with its paths moved."""
 
     def get_code(self, fullname: str) -> CodeType | None:
@@ -68,7 +68,7 @@ class Loader(SourceFileLoader):
         return moved
 
 
-class Finder(MetaPathFinder):
+class RelocatingFinder(MetaPathFinder):
     """Finds the modules whose paths are moved, where they would be found anyway."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -77,7 +77,7 @@ class Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None:
-            spec.loader = Loader(fullname, spec.origin)
+            spec.loader = RelocatingLoader(fullname, spec.origin)
         return spec
 
 
@@ -107,7 +107,7 @@ def last_line(kind: type[BaseException], error: BaseException, trace: TracebackT
     if not failures:
         sys.__excepthook__(kind, error, trace)
         return
-    from zero_trial.master.verdict import of_failure, verdict
+    from zero_trial.master.agent.failed_ranks import of_failure, verdict
 
     sys.stderr.write(verdict([of_failure(*item) for item in failures.items()]) + "\n")
 
@@ -128,7 +128,7 @@ def speak_briefly() -> None:
 
 if __name__ == "sitecustomize":
     if os.environ.get("DET_RUN_ROOT"):
-        sys.meta_path.insert(0, Finder())
+        sys.meta_path.insert(0, RelocatingFinder())
         if is_launcher(sys.orig_argv):
             speak_briefly()
     run_next()

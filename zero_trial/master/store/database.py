@@ -1,8 +1,4 @@
-"""The master's SQLite file: opened with one writer and one reader, brought to the newest schema, and safe against a killed process.
-
-WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill -9`` included); after a power cut the newest
-transactions may be missing, but never a part of one.
-"""
+"""The tables, as numbered steps from an empty file to the newest form; a step that was released is never changed."""
 
 from __future__ import annotations
 
@@ -10,11 +6,139 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.store.schema import MIGRATIONS
+
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+
+    CREATE TABLE experiments (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        state TEXT NOT NULL,
+        config TEXT NOT NULL,
+        original_config TEXT NOT NULL,
+        owner TEXT NOT NULL,
+        job_id TEXT NOT NULL,
+        created REAL NOT NULL,
+        ended REAL,
+        parent_id INTEGER,
+        archived INTEGER NOT NULL DEFAULT 0,
+        name TEXT NOT NULL,
+        description TEXT NOT NULL DEFAULT '',
+        labels TEXT NOT NULL DEFAULT '[]',
+        notes TEXT NOT NULL DEFAULT '',
+        progress REAL,
+        error TEXT NOT NULL DEFAULT '',
+        snapshot TEXT NOT NULL DEFAULT '{}',
+        collect INTEGER NOT NULL DEFAULT 0
+    );
+    CREATE TABLE contexts (experiment_id INTEGER PRIMARY KEY, tgz BLOB NOT NULL);
+
+    CREATE TABLE trials (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        experiment_id INTEGER NOT NULL,
+        request_id TEXT NOT NULL,
+        task_id TEXT NOT NULL UNIQUE,
+        state TEXT NOT NULL,
+        hparams TEXT NOT NULL,
+        seed INTEGER NOT NULL,
+        created REAL NOT NULL,
+        ended REAL,
+        run_id INTEGER NOT NULL DEFAULT 0,
+        restarts INTEGER NOT NULL DEFAULT 0,
+        steps_completed INTEGER NOT NULL DEFAULT 0,
+        latest_checkpoint TEXT,
+        warm_start_checkpoint TEXT,
+        progress REAL,
+        runner_state TEXT NOT NULL DEFAULT '',
+        reason TEXT NOT NULL DEFAULT '',
+        pruned INTEGER NOT NULL DEFAULT 0,
+        early_exit TEXT NOT NULL DEFAULT '',
+        metadata TEXT NOT NULL DEFAULT '{}',
+        UNIQUE (experiment_id, request_id)
+    );
+    CREATE INDEX trials_experiment ON trials (experiment_id, id);
+
+    CREATE TABLE allocations (
+        id TEXT PRIMARY KEY,
+        trial_id INTEGER NOT NULL,
+        experiment_id INTEGER NOT NULL,
+        task_id TEXT NOT NULL,
+        run_id INTEGER NOT NULL,
+        state TEXT NOT NULL,
+        slots TEXT NOT NULL DEFAULT '[]',
+        created REAL NOT NULL,
+        resources_id TEXT NOT NULL,
+        container_id TEXT NOT NULL,
+        started REAL,
+        ended REAL,
+        exit_code INTEGER,
+        preempt INTEGER NOT NULL DEFAULT 0,
+        acked INTEGER NOT NULL DEFAULT 0,
+        ready INTEGER NOT NULL DEFAULT 0,
+        killing INTEGER NOT NULL DEFAULT 0,
+        deadline REAL,
+        accelerators TEXT NOT NULL DEFAULT '{}'
+    );
+    CREATE INDEX allocations_trial ON allocations (trial_id, run_id);
+    CREATE INDEX allocations_live ON allocations (state) WHERE state != 'TERMINATED';
+
+    CREATE TABLE metrics (
+        id INTEGER PRIMARY KEY,
+        trial_id INTEGER NOT NULL,
+        run_id INTEGER NOT NULL,
+        grp TEXT NOT NULL,
+        steps INTEGER,
+        metrics TEXT NOT NULL,
+        batch_metrics TEXT,
+        reported REAL NOT NULL,
+        searcher_metric REAL,
+        archived INTEGER NOT NULL DEFAULT 0
+    );
+    CREATE INDEX metrics_trial ON metrics (trial_id, grp, steps);
+
+    CREATE TABLE checkpoints (
+        uuid TEXT PRIMARY KEY,
+        state TEXT NOT NULL,
+        trial_id INTEGER,
+        experiment_id INTEGER,
+        task_id TEXT NOT NULL,
+        allocation_id TEXT NOT NULL,
+        reported REAL NOT NULL,
+        metadata TEXT NOT NULL,
+        resources TEXT NOT NULL,
+        size INTEGER NOT NULL,
+        steps INTEGER NOT NULL,
+        storage_id INTEGER,
+        doomed INTEGER NOT NULL DEFAULT 0
+    );
+    CREATE INDEX checkpoints_trial ON checkpoints (trial_id, steps);
+    CREATE INDEX checkpoints_experiment ON checkpoints (experiment_id);
+    CREATE INDEX checkpoints_doomed ON checkpoints (doomed) WHERE doomed = 1;
+
+    CREATE TABLE users (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL UNIQUE,
+        admin INTEGER NOT NULL,
+        active INTEGER NOT NULL,
+        password TEXT NOT NULL,
+        display_name TEXT NOT NULL DEFAULT ''
+    );
+    CREATE TABLE tokens (digest TEXT PRIMARY KEY, user_id INTEGER, allocation_id TEXT, expires REAL);
+    CREATE INDEX tokens_allocation ON tokens (allocation_id);
+
+    CREATE TABLE disabled_slots (number INTEGER PRIMARY KEY);
+    """,
+)
+
+
+# The master's SQLite file: opened with one writer and one reader, brought to the newest schema, and safe against a killed process.
+#
+# WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill -9`` included); after a power cut the newest
+# transactions may be missing, but never a part of one.
 
 
 class Database:
@@ -80,3 +204,31 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         )
     for number in range(version, len(MIGRATIONS)):
         connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[number]}; PRAGMA user_version = {number + 1}; COMMIT;")
+
+
+# The store for those who only look: opened so that nothing can be written, while a master works or after it has gone.
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """One consistent view of the file at ``path``. Raises ConfigError if there is none, or it is another release's."""
+    if not path.is_file():
+        raise ConfigError("there is no master's store", where=str(path), fix="Start one with zero-trial master up.")
+    try:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        ) as connection:
+            connection.row_factory = sqlite3.Row
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version != len(MIGRATIONS):
+                raise ConfigError(
+                    "this store is of another release",
+                    where=str(path),
+                    got=f"schema {version}",
+                    expected=f"schema {len(MIGRATIONS)}",
+                    fix="zero-trial master up brings an older one up to date.",
+                )
+            connection.execute("BEGIN")
+            yield connection
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"this is no master's store ({error})", where=str(path)) from error

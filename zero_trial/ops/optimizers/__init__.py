@@ -1,36 +1,35 @@
 """Optimizers over lists of flat pieces, and one step with a gradient multiplier for any optimizer."""
 
-from zero_trial.ops.optimizers.adagrad import FusedAdagrad
-from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdam, FusedLion
-from zero_trial.ops.optimizers.lamb import FusedLamb, Segment
-from zero_trial.ops.optimizers.lion import Lion
-from zero_trial.ops.optimizers.pieces import Gate, PieceOptimizer, PieceWork
-from zero_trial.ops.optimizers.scaled_step import (
+from zero_trial.ops.optimizers.base import (
+    DeviceScalars,
+    ShardOptimizer,
+    ShardUpdate,
+    device_scaled_step,
     divides_in_kernel,
     fused_step,
-    gated_step,
     scaled_step,
-    take_back,
-    takes_gates,
+    supports_device_scalars,
+    undo_step,
 )
-from zero_trial.ops.optimizers.sgd import FusedSGD
+from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedSGD, Lion
+from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
 
 __all__ = [
     "CPUAdam",
+    "DeviceScalars",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
     "FusedSGD",
-    "Gate",
     "Lion",
-    "PieceOptimizer",
-    "PieceWork",
-    "Segment",
+    "ShardOptimizer",
+    "ShardUpdate",
+    "TensorSegment",
+    "device_scaled_step",
     "divides_in_kernel",
     "fused_step",
-    "gated_step",
     "scaled_step",
-    "take_back",
-    "takes_gates",
+    "supports_device_scalars",
+    "undo_step",
 ]

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import library
-from zero_trial.ops.optimizers.pieces import PieceOptimizer, PieceWork
+from zero_trial.ops.dispatch import OPS
+from zero_trial.ops.optimizers.base import ShardOptimizer, ShardUpdate
 
-_ops = library.OPS
+_ops = OPS
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONSTANTS = 32  # lists of numbers that are kept on the device
 
 
-class Segment(NamedTuple):
+class TensorSegment(NamedTuple):
     """Elements [start, stop) of a piece belong to logical tensor ``tensor_index``."""
 
     tensor_index: int
@@ -60,7 +60,7 @@ def _no_shards(_: Tensor) -> None:
     """Every tensor lies whole in one piece of this rank: nothing to add."""
 
 
-class FusedLamb(PieceOptimizer):
+class FusedLamb(ShardOptimizer):
     """``bind`` first when pieces hold parts of tensors; unbound, each parameter is one tensor.
 
     State per element: two moments (8 bytes in fp32). Collective when bound: every rank must step, also without own pieces.
@@ -125,7 +125,7 @@ class FusedLamb(PieceOptimizer):
 
     def bind(
         self,
-        segments: Mapping[int, Sequence[Segment]],
+        segments: Mapping[int, Sequence[TensorSegment]],
         num_tensors: int,
         sum_over_shards: Callable[[Tensor], None],
     ) -> None:
@@ -161,7 +161,7 @@ class FusedLamb(PieceOptimizer):
         for those, whose in zip(alike, owners, strict=True):
             self._apply(those, norms[:, whose])
 
-    def _count(self, item: PieceWork) -> float:
+    def _count(self, item: ShardUpdate) -> float:
         """Makes the moments of a piece where they are missing, and counts its step."""
         state = self.state[item.weight]
         for name in _MOMENTS:
@@ -170,7 +170,7 @@ class FusedLamb(PieceOptimizer):
         state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
         return float(state["step"])
 
-    def _parts(self, item: PieceWork, step: float, number: int) -> Iterator[_Part]:
+    def _parts(self, item: ShardUpdate, step: float, number: int) -> Iterator[_Part]:
         state, group = self.state[item.weight], self.param_groups[item.group]
         tensors: list[Any] = [item.weight.detach(), item.gradient, *(state[name] for name in _MOMENTS), item.out]
         if self._cuts is None:
@@ -229,7 +229,7 @@ def _numbers(parts: Sequence[_Part]) -> list[list[float]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _cut(segments: Sequence[Segment], numel: int, num_tensors: int) -> _Cut:
+def _cut(segments: Sequence[TensorSegment], numel: int, num_tensors: int) -> _Cut:
     lengths: list[int] = []
     owners: list[int | None] = []
     end = 0

@@ -1,0 +1,160 @@
+"""Tests for zero_trial/comm/health.py."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from zero_trial.comm.health import Heartbeat, RankPosition
+
+PATIENCE = 30.0
+
+
+class FakeStore:
+    """A key-value store in this process; ``until`` waits for what a board's thread writes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.writes = 0
+        self.gone = False
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            if self.gone:
+                self.changed.notify_all()
+                raise RuntimeError("Connection reset by peer")
+            self.values[key] = value
+            self.writes += 1
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        return all(key in self.values for key in keys)
+
+    def until(self, true: Callable[[], bool]) -> bool:
+        with self.changed:
+            return self.changed.wait_for(true, PATIENCE)
+
+
+def test_a_rank_sees_where_the_others_are() -> None:
+    store = FakeStore()
+    first, second = Heartbeat(store, 0, 2), Heartbeat(store, 1, 2)
+    second.step = 17
+    second.enter("all_gather(block.3) over shard")
+    assert store.until(lambda: "block.3" in store.values.get("zero_trial/position/1", ""))
+    at = first.positions()[1]
+    assert at is not None
+    assert (at.step, at.sequence, at.operation, at.inside) == (17, 1, "all_gather(block.3) over shard", True)
+    first.close()
+    second.close()
+
+
+def test_the_own_position_needs_no_store() -> None:
+    board = Heartbeat(None, 0, 1)
+    board.step = 3
+    board.enter("a")
+    board.leave()
+    at = board.positions()[0]
+    assert at is not None
+    assert (at.step, at.sequence, at.operation, at.inside) == (3, 1, "a", False)
+
+
+def test_leaving_twice_and_waiting_do_not_count() -> None:
+    """Only entering a collective counts: two ranks that wait at different times stay comparable."""
+    board = Heartbeat(None, 0, 1)
+    board.leave()
+    assert board.sequence == 0
+    board.enter("a")
+    board.leave()
+    board.enter("b")
+    board.leave()
+    board.leave()
+    board.waiting("a")
+    at = board.positions()[0]
+    assert at is not None
+    assert (at.sequence, at.operation, at.inside) == (2, "a", True)
+    board.leave()
+    assert board.sequence == 2
+
+
+def test_a_position_can_be_read_by_a_person() -> None:
+    inside = RankPosition(5, 9, "all_reduce(x) over shard", 1e18, True)
+    assert inside.describe() == "at step 5, in all_reduce(x) over shard (collective 9, 0 s ago)"
+    assert "after start" in RankPosition().describe()
+    assert "gave up in x" in RankPosition(5, 9, "x", 0.0, True, True).describe()
+
+
+def test_giving_up_lasts_until_the_next_collective() -> None:
+    board = Heartbeat(None, 0, 1)
+    board.enter("a")
+    board.give_up()
+    assert board._now.gave_up
+    board.enter("b")
+    assert not board._now.gave_up
+
+
+def test_a_rank_that_said_nothing_and_a_damaged_entry_are_none() -> None:
+    store = FakeStore()
+    board = Heartbeat(store, 0, 3)
+    store.set("zero_trial/position/2", "{not json")
+    assert board.positions()[1] is None
+    assert board.positions()[2] is None
+    board.close()
+
+
+def test_without_the_store_nobody_elses_position_can_be_had() -> None:
+    store = FakeStore()
+    board = Heartbeat(store, 1, 2)
+    store.set("zero_trial/position/0", json.dumps(RankPosition()._asdict()))
+    assert board.positions()[0] == RankPosition()
+    store.gone = True
+    assert board.positions()[0] is None
+    board.close()
+
+
+def test_only_changes_are_published_and_closing_ends_the_thread() -> None:
+    store = FakeStore()
+    before = threading.active_count()
+    board = Heartbeat(store, 0, 2)
+    assert store.until(lambda: store.writes == 1)
+    board.close()
+    assert store.writes == 1
+    assert threading.active_count() <= before
+    board.close()
+
+
+def test_the_thread_ends_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    store.gone = True
+    board = Heartbeat(store, 0, 2)
+    thread = board._thread
+    assert thread is not None
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_a_world_of_one_starts_no_thread() -> None:
+    assert Heartbeat(FakeStore(), 0, 1)._thread is None
+
+
+def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("zero_trial.comm.health.time.time", lambda: now[0])
+    board = Heartbeat(None, 0, 1)
+    board.enter("a")
+    now[0] = 102.0
+    board.leave()
+    now[0] = 110.0
+    board.leave()  # nothing to leave
+    board.waiting("b")
+    now[0] = 110.5
+    board.leave()
+    assert board.waited == 2.5

@@ -1,0 +1,179 @@
+"""The batch triangle against brute force, its messages, and the ways out that it offers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+
+from zero_trial.ds_config.batch import derive_triple, nearest_triples, solve_batch
+from zero_trial.ds_config.reconcile import solve_axes
+from zero_trial.ds_config.sections import DsConfig, MeshSection
+from zero_trial.errors import ConfigError
+
+NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def test_two_of_three_give_the_third():
+    solved = solve_batch(64, 4, None, 8)
+    assert (solved.train_batch_size, solved.micro_batch_size, solved.accumulation) == (64, 4, 2)
+    assert solved.how["gradient_accumulation_steps"] == "derived: 64 // 4 // 8 ranks"
+    assert solved.how["train_batch_size"] == "given"
+
+
+def expected(batch: int | None, micro: int | None, steps: int | None, ranks: int) -> tuple[int, int, int] | None:
+    """By search: the triple that agrees with everything given; where both micro and steps are open, one step. None: there is none."""
+    if batch is None and micro is None:
+        return None
+    if steps is None and (batch is None or micro is None):
+        steps = 1
+    limit = batch if batch is not None else micro * steps * ranks
+    for m in [micro] if micro is not None else range(1, limit + 1):
+        for s in [steps] if steps is not None else range(1, limit + 1):
+            if batch is None or m * s * ranks == batch:
+                return m * s * ranks, m, s
+    return None
+
+
+def choices(limit: int) -> list[int | None]:
+    return [None, *range(1, limit + 1)]
+
+
+def test_every_small_triangle_against_search():
+    solved = 0
+    for ranks in range(1, 6):
+        for given in itertools.product(choices(9), repeat=3):
+            want = expected(*given, ranks)
+            if want is None:
+                with pytest.raises(ConfigError):
+                    solve_batch(*given, ranks)
+                continue
+            got = solve_batch(*given, ranks)
+            assert (got.train_batch_size, got.micro_batch_size, got.accumulation) == want
+            solved += 1
+    assert solved > 500
+
+
+LIMIT, RANKS = 64, 16
+
+
+def every_mesh(ranks: int) -> list[tuple[int, int, int, int]]:
+    """All (pipe, model, shard, replica) of ``ranks`` ranks."""
+    sizes = range(1, ranks + 1)
+    return [mesh for mesh in itertools.product(sizes, repeat=4) if math.prod(mesh) == ranks]
+
+
+def test_every_mesh_up_to_16_ranks_gives_its_data_parallel_size():
+    """By the factors themselves; what is left open is derived, and what does not multiply to the ranks is refused."""
+    known = {}
+    for ranks in range(1, RANKS + 1):
+        for pipe, model, shard, replica in every_mesh(ranks):
+            known[ranks, pipe, model] = ranks // (pipe * model)
+            section = {"pipe": pipe, "model": model, "shard": shard, "replica": replica}
+            for left_out in ("", "shard", "replica"):
+                mesh = MeshSection(**{name: size for name, size in section.items() if name != left_out})
+                axes = solve_axes(DsConfig(mesh=mesh), ranks)
+                assert (axes.pipe, axes.model, axes.shard, axes.replica) == (pipe, model, shard, replica)
+                assert axes.data_parallel == known[ranks, pipe, model]
+    for ranks, pipe, model in itertools.product(range(1, RANKS + 1), repeat=3):
+        if (ranks, pipe, model) not in known:
+            with pytest.raises(ConfigError, match="cannot be divided"):
+                solve_axes(DsConfig(mesh=MeshSection(pipe=pipe, model=model)), ranks)
+
+
+def by_brute_force(ranks: int) -> np.ndarray:
+    """legal[b, m, s], for all triples up to 64: whether b = m x s x ranks. Index 0 is not used."""
+    sizes = np.arange(LIMIT + 1)
+    legal: np.ndarray = sizes[:, None, None] == sizes[None, :, None] * sizes[None, None, :] * ranks
+    legal[0] = legal[:, 0] = legal[:, :, 0] = False
+    return legal
+
+
+@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
+def test_all_triples_up_to_64_against_brute_force(ranks: int):
+    """Every legal triple is accepted from any two of its numbers, and the search and the solver find the same ones."""
+    legal = by_brute_force(ranks)
+    for b, m, s in np.argwhere(legal).tolist():
+        for given in ((b, m, s), (b, m, None), (b, None, s), (None, m, s)):
+            solved = solve_batch(*given, ranks)
+            assert (solved.train_batch_size, solved.micro_batch_size, solved.accumulation) == (b, m, s)
+    any_steps, any_micro = legal.any(axis=2), legal.any(axis=1)
+    for first, second in itertools.product(range(1, LIMIT + 1), repeat=2):
+        b, m, s = derive_triple(first, second, None, ranks)
+        assert (b == m * s * ranks) == any_steps[first, second]
+        b, m, s = derive_triple(first, None, second, ranks)
+        assert (b == m * s * ranks) == any_micro[first, second]
+        assert derive_triple(None, first, second, ranks) == (first * second * ranks, first, second)
+    for only in range(1, LIMIT + 1):
+        b, m, s = derive_triple(only, None, None, ranks)
+        assert (b == m * s * ranks) == any_micro[only, 1] and s == 1
+        assert derive_triple(None, only, None, ranks) == (only * ranks, only, 1)
+
+
+@pytest.mark.parametrize("ranks", range(1, RANKS + 1))
+def test_no_other_triple_is_accepted(ranks: int):
+    """A seeded part of the 260 000 illegal ones for each number of ranks; each is refused with legal triples to take instead."""
+    wrong = np.argwhere(~by_brute_force(ranks)[1:, 1:, 1:]) + 1
+    chosen = np.random.default_rng(ranks).choice(len(wrong), 60, replace=False)
+    for b, m, s in wrong[chosen].tolist():
+        assert derive_triple(b, m, s, ranks) == (b, m, s)
+        with pytest.raises(
+            ConfigError, match=f"train_batch_size {b} ≠ micro {m} × accumulation {s} × ranks {ranks} = "
+        ) as error:
+            solve_batch(b, m, s, ranks)
+        offered = (
+            str(error.value)
+            .partition("Nearest that fit (batch = micro x accumulation x ranks): ")[2]
+            .rstrip(".")
+            .split("; ")
+        )
+        numbers = [tuple(map(int, re.findall(r"\d+", line))) for line in offered]
+        assert numbers and all(x == y * z * n and n == ranks for x, y, z, n in numbers)
+
+
+@pytest.mark.parametrize(
+    "given", [(6, 4, 1), (7, None, None), (30, 4, None), (5, None, 2), (1, None, None), (10**12 + 1, 3, None)]
+)
+def test_offered_triples_are_legal_and_near(given: tuple[int | None, ...]):
+    ranks = 2
+    batch, micro, steps = derive_triple(*given, ranks)
+    how = {name: "given" if value else "derived: x" for name, value in zip(NAMES, given, strict=True)}
+    near = nearest_triples(batch, micro, steps, ranks, how)
+    assert near and all(b == m * s * ranks and min(b, m, s) >= 1 for b, m, s in near)
+    assert abs(near[0][0] - batch) <= max(batch, ranks * micro)
+
+
+def test_message_of_wrong_arithmetic():
+    with pytest.raises(ConfigError) as error:
+        solve_batch(6, 4, 1, 2, given_by={"train_batch_size": "ds_config.json:2"})
+    assert str(error.value) == (
+        "train_batch_size 6 ≠ micro 4 × accumulation 1 × ranks 2 = 8. "
+        "Set train_batch_size: 8, or remove it and it is derived. "
+        "Values: train_batch_size 6 (ds_config.json:2), train_micro_batch_size_per_gpu 4 (given), "
+        "gradient_accumulation_steps 1 (given). "
+        "Nearest that fit (batch = micro x accumulation x ranks): 6 = 3 x 1 x 2; 8 = 4 x 1 x 2; 8 = 2 x 2 x 2."
+    )
+
+
+def test_message_says_what_was_derived():
+    with pytest.raises(ConfigError, match=r"train_micro_batch_size_per_gpu 3 \(derived: 7 // 2 ranks // 1\)"):
+        solve_batch(7, None, None, 2)
+
+
+def test_a_batch_size_is_needed():
+    with pytest.raises(ConfigError, match=r"no batch size is given.*global_batch_size"):
+        solve_batch(None, None, 4, 2)
+
+
+@pytest.mark.parametrize("given", [(0, 1, 1), (4, -1, None), (None, 2, 0)])
+def test_sizes_are_positive(given: tuple[int | None, ...]):
+    with pytest.raises(ConfigError, match="a positive integer"):
+        solve_batch(*given, 2)
+
+
+def test_ranks_are_positive():
+    with pytest.raises(ConfigError, match="data-parallel ranks"):
+        solve_batch(4, 4, 1, 0)

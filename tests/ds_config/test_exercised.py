@@ -1,0 +1,222 @@
+"""Every honoured key has a test that fails if the key is ignored; here are those that have no better home.
+
+``wire`` is where the engine takes a ds_config's values from; what it does with them is tested where it is done.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zero_trial
+from tests.ds_config.exercised import EXERCISED, ROOT, honoured, ignoring
+from tests.support.pool import Pools
+from zero_trial.comm import build_mesh
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine import observe
+from zero_trial.engine.monitors import build_monitor
+from zero_trial.engine.resolved_config import mesh_shape, resolve_config
+from zero_trial.errors import ConfigError
+
+FP16 = {"fp16": {"enabled": True}}
+
+
+def test_no_honoured_key_is_without_a_test():
+    """If this fails for a key that became honoured: name its test in exercised.py, and run that file for the key."""
+    assert set(honoured()) - set(EXERCISED) == set()
+    assert set(EXERCISED) - set(honoured()) == set(), "these are honoured no more"
+
+
+@cache
+def functions_of(path: Path) -> dict[str, str]:
+    """The test functions of a file with their sources, decorators included."""
+    text = path.read_text("utf-8")
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.unparse(node) for node in functions if node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("key", EXERCISED)
+def test_every_named_test_exists_and_its_file_speaks_of_the_key(key: str):
+    file, name = EXERCISED[key].split("::")
+    path = ROOT / "tests" / file
+    assert name in functions_of(path)
+    row_names = {key.rpartition(".")[2], *honoured_aliases(key)}
+    assert any(word in path.read_text("utf-8") or word in support() for word in row_names)
+
+
+@cache
+def support() -> str:
+    """Helpers that tests share."""
+    return "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "support").glob("*.py")))
+
+
+def honoured_aliases(key: str) -> tuple[str, ...]:
+    from zero_trial.ds_config.table import TABLE
+
+    return TABLE[key].aliases
+
+
+def wired(config: dict[str, Any]) -> Any:
+    return resolve_config(read_ds_config(config), 2)
+
+
+WIRED: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    # key: value, what else is in the configuration, what of the wiring becomes what
+    "train_batch_size": (12, {}, lambda wiring: wiring.batch.micro_batch_size == 6),
+    "train_micro_batch_size_per_gpu": (
+        3,
+        {"train_batch_size": None},
+        lambda wiring: wiring.batch.train_batch_size == 6,
+    ),
+    "gradient_accumulation_steps": (4, {}, lambda wiring: wiring.batch.micro_batch_size == 1),
+    "gradient_clipping": (0.25, {}, lambda wiring: wiring.clip == 0.25),
+    "fp16.initial_scale_power": (3, FP16, lambda wiring: wiring.policy.loss_scale.scale == 8),
+    "fp16.loss_scale_window": (7, FP16, lambda wiring: wiring.policy.loss_scale.window == 7),
+    "fp16.hysteresis": (5, FP16, lambda wiring: wiring.policy.loss_scale.hysteresis == 5),
+    "fp16.consecutive_hysteresis": (True, FP16, lambda wiring: wiring.policy.loss_scale.consecutive_hysteresis is True),
+    "fp16.min_loss_scale": (4.0, FP16, lambda wiring: wiring.policy.loss_scale.min_scale == 4),
+    "zero_optimization.reduce_bucket_size": (99, {}, lambda wiring: wiring.sharding.limits.bucket == 99),
+    "zero_optimization.overlap_comm": (False, {}, lambda wiring: wiring.sharding.overlap is False),
+    "zero_optimization.prefetch_bucket_size": (99, {}, lambda wiring: 99 in vars(wiring.sharding.live).values()),
+    "zero_optimization.param_persistence_threshold": (99, {}, lambda wiring: wiring.sharding.limits.persistence == 99),
+    "zero_optimization.model_persistence_threshold": (
+        99,
+        {},
+        lambda wiring: wiring.sharding.limits.model_persistence == 99,
+    ),
+    "zero_optimization.max_live_parameters": (99, {}, lambda wiring: 99 in vars(wiring.sharding.live).values()),
+    "zero_optimization.max_reuse_distance": (99, {}, lambda wiring: 99 in vars(wiring.sharding.live).values()),
+    "zero_optimization.module_granularity_threshold": (
+        99,
+        {},
+        lambda wiring: wiring.sharding.limits.smallest_unit == 99,
+    ),
+    "zero_optimization.leaf_module.classes": (["Block"], {}, lambda wiring: wiring.sharding.leaf.classes == ("Block",)),
+    "zero_optimization.leaf_module.names": (["body"], {}, lambda wiring: wiring.sharding.leaf.names == ("body",)),
+    "zero_optimization.leaf_module.name_suffixes": (["mlp"], {}, lambda wiring: "mlp" in str(wiring.sharding.leaf)),
+}
+
+
+def with_key(key: str, value: Any, around: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": 8,
+        **{name: dict(part) if isinstance(part, dict) else part for name, part in around.items()},
+    }
+    section = config
+    *above, name = key.split(".")
+    for part in above:
+        section = section.setdefault(part, {})
+    section[name] = value
+    return config
+
+
+@pytest.mark.parametrize("key", WIRED)
+def test_a_key_changes_what_is_wired(key: str):
+    value, around, becomes = WIRED[key]
+    assert becomes(wired(with_key(key, value, around)))
+    without = {"train_batch_size": 8, **around} if key != "train_micro_batch_size_per_gpu" else {"train_batch_size": 8}
+    assert not becomes(wired(without))
+
+
+def test_overlap_that_is_asked_for_defers_the_wait():
+    overlap = [
+        wired(with_key("zero_optimization.overlap_comm", value, {})).defer_publish for value in (True, False, None)
+    ]
+    assert overlap == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "around", "shape"),
+    [
+        ("mesh.shard", 2, {"zero_optimization": {"stage": 2}}, (1, 4, 2, 1)),
+        ("mesh.replica", 2, {"zero_optimization": {"stage": 2}}, (1, 2, 4, 1)),
+        ("mesh.model", 2, {"zero_optimization": {"stage": 2}}, (1, 1, 4, 2)),
+        ("mesh.pipe", 2, {"zero_optimization": {"stage": 2}}, (2, 1, 4, 1)),
+        ("pipeline.stages", 2, {"zero_optimization": {"stage": 2}}, (2, 1, 4, 1)),
+        ("zero_optimization.mics_shard_size", 2, {"zero_optimization": {"stage": 2}}, (1, 4, 2, 1)),
+    ],
+)
+def test_a_key_changes_the_mesh(key: str, value: int, around: dict[str, Any], shape: tuple[int, ...]):
+    found = mesh_shape(read_ds_config(with_key(key, value, around)), 8)
+    assert (found.pipe, found.replica, found.shard, found.model) == shape
+    plain = mesh_shape(read_ds_config(around), 8)
+    assert (plain.pipe, plain.replica, plain.shard, plain.model) == (1, 1, 8, 1)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_device_is_waited_for(asked: bool, monkeypatch: pytest.MonkeyPatch):
+    """timers.throughput.synchronized; on a CPU there is nothing to wait for."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    config = read_ds_config({"timers": {"throughput": {"synchronized": asked}}})
+    for kind in ("cuda", "cpu"):
+        observe._synchronizer(SimpleNamespace(config=config, device=torch.device(kind)))()  # type: ignore[arg-type]
+    assert waited == ([torch.device("cuda")] if asked else [])
+
+
+def test_the_mesh_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch):
+    """comm_timeout_seconds; what happens when it is over is tested with ranks that do not come."""
+    timeouts: list[float] = []
+
+    def build(shape: Any, timeout: float, **rest: Any) -> Any:
+        timeouts.append(timeout)
+        return build_mesh(shape, timeout=timeout, **rest)
+
+    monkeypatch.setattr(import_module("zero_trial.engine.build"), "build_mesh", build)
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    zero_trial.initialize(model=torch.nn.Linear(1, 1), config={**config, "comm_timeout_seconds": 17})
+    zero_trial.initialize(model=torch.nn.Linear(1, 1), config=config)
+    assert timeouts == [17.0, 300.0]
+
+
+def transports_of(transport: str) -> str:
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "comm_transport": transport}
+    engine, *_ = zero_trial.initialize(model=torch.nn.Linear(1, 1), config=config)
+    return engine.mesh.data.transport
+
+
+def test_ranks_share_memory_unless_told_otherwise(ranks: Pools):
+    """comm_transport."""
+    assert ranks(2).run(transports_of, "auto") == ["shared memory"] * 2
+    assert ranks(2).run(transports_of, "gloo") == ["gloo"] * 2
+
+
+def test_tensorboard_files_lie_in_the_folder_of_the_job(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
+    build_monitor(read_ds_config({"tensorboard": section}), 0).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_dtype_of_parameters_is_that_of_the_precision_mode():
+    with pytest.raises(ConfigError, match=r"data_types.param_dtype: not the dtype of the precision mode"):
+        read_ds_config({"data_types": {"param_dtype": "bf16"}})
+    assert read_ds_config({"data_types": {"param_dtype": "bf16"}, "bf16": {"enabled": True}}).bf16.enabled
+
+
+def test_a_key_can_be_ignored_in_every_process(tmp_path: Path):
+    """What exercised.py does to a test: the key's field is at its default, whoever makes the section, and no other is."""
+    code = (
+        "from zero_trial.ds_config import read_ds_config; from zero_trial.ds_config.sections import Fp16Section; "
+        "config = read_ds_config({'gradient_clipping': 0.5, 'fp16': {'enabled': True, 'hysteresis': 7}}); "
+        "print(config.gradient_clipping, config.fp16.hysteresis, Fp16Section(hysteresis=9).hysteresis)"
+    )
+    for key, seen in {"gradient_clipping": "1.0 7 9", "fp16.hysteresis": "0.5 2 2"}.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=ignoring(key, tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.strip() == seen

@@ -1,0 +1,120 @@
+"""Laying one configuration over another."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.ds_config.overlay import overlay, overwrite_ds_config
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import Document, Location
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}},
+    "zero_optimization": {"stage": 1, "stage3_prefetch_bucket_size": 5},
+}
+
+
+def test_nested_and_dotted_overrides():
+    merged = overwrite_ds_config(BASE, {"zero_optimization": {"stage": 3}, "optimizer.params.lr": 0.2})
+    assert merged == {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.2, "betas": [0.9, 0.99]}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        ({"optimizer": {"type_": "Lamb"}}, ("optimizer", "type"), "Lamb"),
+        ({"optimizer.type_": "Lamb"}, ("optimizer", "type"), "Lamb"),
+        ({"scheduler": {"type_": "WarmupLR"}}, ("scheduler", "type"), "WarmupLR"),
+        ({"optimizer.params": {"betas": [0.5, 0.5]}}, ("optimizer", "params", "betas"), [0.5, 0.5]),
+        ({"zero_optimization.prefetch_bucket_size": 9}, ("zero_optimization", "prefetch_bucket_size"), 9),
+        ({"bf16": {"enabled": True}}, ("bf16", "enabled"), True),
+        ({"optimizer": None}, ("optimizer",), None),
+        ({"train_batch_size": None}, ("train_batch_size",), None),
+        ({"zero_optimization": {}}, ("zero_optimization", "stage"), 1),
+    ],
+)
+def test_overrides(overrides: dict[str, Any], path: tuple[str, ...], value: Any):
+    assert Document(overwrite_ds_config(BASE, overrides)).get(path) == value
+
+
+def test_another_spelling_in_the_base_gives_way():
+    merged = overwrite_ds_config(BASE, {"zero_optimization": {"prefetch_bucket_size": 9}})
+    assert merged["zero_optimization"] == {"stage": 1, "prefetch_bucket_size": 9}
+    assert overwrite_ds_config({"bfloat16": {"enabled": False}}, {"bf16.enabled": True}) == {
+        "bfloat16": {"enabled": True}
+    }
+
+
+def test_nothing_is_changed_in_place():
+    base, over = copy.deepcopy(BASE), {"optimizer": {"params": {"betas": [0.1, 0.2]}}}
+    merged = overwrite_ds_config(base, over)
+    merged["optimizer"]["params"]["betas"].append(3)
+    merged["zero_optimization"]["stage"] = 0
+    assert base == BASE and over == {"optimizer": {"params": {"betas": [0.1, 0.2]}}}
+
+
+def test_the_base_may_be_a_file(tmp_path: Path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(BASE))
+    assert overwrite_ds_config(path, {"train_batch_size": 4})["train_batch_size"] == 4
+    assert overwrite_ds_config(str(path), {}) == BASE
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "message"),
+    [
+        (
+            BASE,
+            {"optimizer": {"params": {"lr": 1}}, "optimizer.params.lr": 2},
+            "optimizer.params.lr: given twice in the overrides",
+        ),
+        (BASE, {"optimizer": {"type": "A", "type_": "B"}}, "optimizer.type: given twice in the overrides"),
+        (
+            BASE,
+            {"optimizer.params": None, "optimizer.params.lr": 2},
+            "optimizer.params.lr: also inside optimizer.params",
+        ),
+        (
+            BASE,
+            {"zero_optimization": 2},
+            "zero_optimization: a value over a section of the base: got 2, expected an object",
+        ),
+        (
+            BASE,
+            {"train_batch_size": {"x": 1}},
+            "train_batch_size: a section over a plain value of the base: got {x: 1}",
+        ),
+        ({"optimizer": 3}, {"optimizer.type": "Adam"}, "optimizer.type: optimizer is not a section in the base: got 3"),
+    ],
+)
+def test_faults(base: dict[str, Any], overrides: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as error:
+        overwrite_ds_config(base, overrides)
+    assert message in str(error.value)
+
+
+def test_every_changed_leaf_keeps_its_place():
+    over = Document({"zero_optimization": {"stage": 3}, "zero_optimisation": {"x": 1}}, {
+        ("zero_optimization", "stage"): Location("const.yaml", 7, "hyperparameters.ds_config"),
+        ("zero_optimisation",): Location("const.yaml", 9, "hyperparameters.ds_config"),
+    })  # fmt: skip
+    merged = overlay(Document(BASE, {("train_batch_size",): Location("ds.json", 2)}, Location("ds.json")), over)
+    assert merged.at(("zero_optimization", "stage")).spot() == "const.yaml:7"
+    assert merged.at(("zero_optimisation",)).spot() == "const.yaml:9"
+    assert merged.at(("train_batch_size",)).spot() == "ds.json:2"
+    assert merged.at(("optimizer", "type")).spot() == "ds.json"
+
+
+def test_open_values_are_laid_whole():
+    merged = overwrite_ds_config({"compile": {"a": 1}}, {"compile": {"b": 2}})
+    assert merged == {"compile": {"b": 2}}

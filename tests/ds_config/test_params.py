@@ -1,0 +1,116 @@
+"""Arguments of optimizers and schedulers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_trial.ds_config.reader import Params, read_params
+from zero_trial.schema.document import Document
+
+
+def read(section: str, name: str, given: dict[str, Any]) -> Params:
+    return read_params(section, name, given, Document({section: {"type": name, "params": given}}), set())
+
+
+def test_known_names_are_strict_and_any_case():
+    found = read("optimizer", "ADAMW", {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0})
+    assert (found.name, found.values) == ("AdamW", {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0})
+    assert not found.faults and not found.warnings
+    assert read("scheduler", "warmuplr", {"warmup_num_steps": 5}).name == "WarmupLR"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "given", "fault"),
+    [
+        ("optimizer", "Adam", {"lrr": 1}, 'optimizer.params.lrr: Adam has no such parameter. Did you mean "lr"?'),
+        (
+            "optimizer",
+            "Lion",
+            {"eps": 1},
+            "optimizer.params.eps: Lion has no such parameter. It takes betas, lr, set_grad_none, weight_decay.",
+        ),
+        (
+            "optimizer",
+            "Adam",
+            {"betas": [0.9, 1.0]},
+            "optimizer.params.betas: wrong value: got [0.9, 1.0], expected a list of 2 numbers",
+        ),
+        ("optimizer", "Adam", {"lr": -1}, "optimizer.params.lr: wrong value"),
+        (
+            "optimizer",
+            "OneBitLamb",
+            {"eps_inside_sqrt": True},
+            "optimizer.params.eps_inside_sqrt: eps is added outside the square root: got true, expected false. Leave it out.",
+        ),
+        (
+            "optimizer",
+            "SGD",
+            {"lr": "fast"},
+            'optimizer.params.lr: wrong value: got "fast", expected a number of at least 0',
+        ),
+        (
+            "optimizer",
+            "SGD",
+            {"max_grad_norm": 2},
+            "optimizer.params.max_grad_norm: gradient clipping is not a parameter of the optimizer",
+        ),
+        ("optimizer", "Admaw", {}, 'optimizer.type: no such optimizer: got "Admaw". Did you mean "AdamW"?'),
+        ("optimizer", "sgd", {}, 'optimizer.type: no such optimizer: got "sgd". Did you mean "SGD"?'),
+        (
+            "scheduler",
+            "WarmupLR",
+            {"total_num_steps": 5},
+            "scheduler.params.total_num_steps: WarmupLR has no such parameter.",
+        ),
+        (
+            "scheduler",
+            "WarmupDecayLR",
+            {},
+            "scheduler.params.total_num_steps: WarmupDecayLR needs it: expected a positive integer. Add it.",
+        ),
+        ("scheduler", "WarmUpLr2", {}, 'scheduler.type: no such scheduler: got "WarmUpLr2". Did you mean "WarmupLR"?'),
+        (
+            "scheduler",
+            "WarmupLR",
+            {"warmup_type": "cubic"},
+            'scheduler.params.warmup_type: wrong value: got "cubic", expected one of "log", "linear"',
+        ),
+    ],
+)
+def test_faults(section: str, name: str, given: dict[str, Any], fault: str):
+    assert str(read(section, name, given).faults[0]).startswith(fault)
+
+
+def test_torchs_own_classes_take_what_torch_takes():
+    found = read("optimizer", "SGD", {"lr": "1e-2", "momentum": 0.9, "nesterov": True, "dampening": "0", "x": [1, 2]})
+    assert found.values == {"lr": 0.01, "momentum": 0.9, "nesterov": True, "dampening": "0", "x": (1, 2)}
+    assert found.warnings == ["optimizer.params.lr: '1e-2' is a string in YAML 1.1. Write 0.01."]
+    assert read("scheduler", "StepLR", {"step_size": "3e0"}).values == {"step_size": 3.0}
+
+
+def test_a_name_that_nobody_knows_is_left_to_torch():
+    found = read("optimizer", "Zyx", {})
+    assert not found.faults
+    assert found.warnings == [
+        'optimizer.type: "Zyx" is not known here; it is looked up in torch when the engine is built.'
+    ]
+    assert not read("optimizer", "muon", {}).warnings
+
+
+def test_one_bit_names_are_trained_as_their_base():
+    found = read("optimizer", "OneBitAdam", {"freeze_step": 10, "lr": 1e-3})
+    assert not found.faults
+    assert found.warnings == ["optimizer.type: gradients are not compressed; trained as AdamW."]
+
+
+@pytest.mark.parametrize("name", ["MuAdam", "musgd", "LBFGS", "SparseAdam"])
+def test_optimizers_that_cannot_be_used(name: str):
+    (fault,) = read("optimizer", name, {}).faults
+    assert str(fault).startswith("optimizer.type: it cannot be used: it ")
+
+
+def test_null_and_places_with_a_fault_are_passed_over():
+    given = {"lr": None, "eps": "auto"}
+    assert read_params("optimizer", "Adam", given, Document({}), {"optimizer.params.eps"}) == Params("Adam")

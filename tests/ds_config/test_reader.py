@@ -1,0 +1,379 @@
+"""Reading a ds_config: every row of the table is exercised, and all faults of a source come together."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ds_config.samples import nested, other_value
+from zero_trial.ds_config.canonical import translate, translate_amp
+from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.reader import as_invalid_hp, read_ds_config
+from zero_trial.ds_config.report import config_report
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import FIELDS, TABLE
+from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.schema.types import Opaque
+
+ROWS = list(TABLE.values())
+LEAVES = [row for row in ROWS if not row.is_section]
+
+# Keys that need another key beside them; without it they are a fault of their own, tested in test_rules.
+NEEDS: dict[str, dict[str, Any]] = {
+    "data_types.param_dtype": {"bf16": {"enabled": True}},
+    "activation_checkpointing.contiguous_memory_optimization": {"activation_checkpointing": {"number_checkpoints": 2}},
+    "zero_optimization.reshard_after": {"zero_optimization": {"stage": 3}},
+    "pipeline.chunks_per_rank": {"pipeline": {"schedule": "interleaved"}},
+}
+
+
+def merged(path: str, value: Any) -> dict[str, Any]:
+    config = nested(path, value)
+    for section, inner in NEEDS.get(path, {}).items():
+        config[section] = {**inner, **config.get(section, {})}
+    return config
+
+
+def value_at(config: DsConfig, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def test_a_small_file(tmp_path: Path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        """{
+  "train_batch_size": 32,  // over all ranks
+  "optimizer": {"type": "adamw", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+  "zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5e7}
+}"""
+    )
+    config = read_ds_config(path)
+    assert config.train_batch_size == 32
+    assert config.optimizer is not None and config.optimizer.type == "AdamW"
+    assert config.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.95)}
+    assert config.zero_optimization.prefetch_bucket_size == 50_000_000
+    assert config.scheduler is None
+    assert config.sources["zero_optimization.prefetch_bucket_size"] == "ds_config.json:4"
+    assert config.sources["optimizer.params.lr"] == "ds_config.json:3"
+    assert config.sources["gradient_clipping"] == "default"
+    assert config.warnings == ()
+
+
+def test_nothing_is_the_default():
+    assert read_ds_config({}) == DsConfig(sources=read_ds_config({}).sources)
+
+
+ANSWERED = [row for row in LEAVES if row.answer is not Support.MAPPED]
+
+
+@pytest.mark.parametrize("row", ANSWERED, ids=lambda row: row.path)
+def test_every_key_is_answered(row: Key):
+    """Honoured: the value arrives. Refused: an error that names the key. Else: the report says why it has no effect."""
+    value = other_value(row)
+    config = merged(row.path, value)
+    if row.answer is Support.REFUSED:
+        with pytest.raises(ConfigError) as error:
+            read_ds_config(config)
+        assert row.path in str(error.value) and row.says in str(error.value) and row.instead in str(error.value)
+        return
+    read = read_ds_config(config)
+    assert read.sources[row.path] == "given"
+    if row.path in FIELDS:
+        inside = row.kind.read(value).value
+        assert value_at(read, row.path) == inside != row.default
+    entry = next(entry for entry in config_report(read) if entry.key == row.path)
+    if row.answer in (Support.NO_EFFECT, Support.NOT_YET):
+        assert entry.remark == f"{row.answer.value}: {row.says}"
+    else:
+        assert entry.remark == ""
+
+
+@pytest.mark.parametrize("row", [row for row in ANSWERED if row.aliases], ids=lambda row: row.path)
+def test_every_alias_is_the_same_key(row: Key):
+    value = other_value(row)
+    for alias in row.aliases:
+        path = f"{row.parent}.{alias}" if row.parent else alias
+        if row.answer is not Support.REFUSED:
+            read = read_ds_config(nested(path, value))
+            assert read.sources[row.path] == "given"
+        with pytest.raises(ConfigError, match="the same key as"):
+            both = nested(path, value)
+            section = both
+            for part in row.parent.split(".") if row.parent else ():
+                section = section[part]
+            section[row.name] = value
+            read_ds_config(both)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not isinstance(row.kind, Opaque)], ids=lambda row: row.path)
+def test_every_key_refuses_what_is_not_of_its_kind(row: Key):
+    wrong: Any = 3.5 if row.is_section else {"x": 1}
+    config = merged(row.path, wrong)
+    with pytest.raises(ConfigError) as error:
+        read_ds_config(config)
+    assert row.path in str(error.value)
+    assert "expected" in str(error.value)
+
+
+@pytest.mark.parametrize("row", LEAVES, ids=lambda row: row.path)
+def test_every_key_misspelled_is_an_error_that_names_it(row: Key):
+    name = row.name[:-1] + "xq" if len(row.name) > 5 else row.name + "xq"
+    path = f"{row.parent}.{name}" if row.parent else name
+    with pytest.raises(ConfigError, match="unknown key") as error:
+        read_ds_config(nested(path, other_value(row)))
+    assert path in str(error.value)
+
+
+@pytest.mark.parametrize("row", [row for row in LEAVES if not row.required], ids=lambda row: row.path)
+def test_null_is_the_default(row: Key):
+    read = read_ds_config(nested(row.path, None))
+    if row.path in FIELDS and "offload_" not in row.path:
+        assert value_at(read, row.path) == row.default
+
+
+def test_all_faults_come_together(tmp_path: Path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        """{
+  "zero_optimisation": {"stage": 2},
+  "train_batch_size": "32",
+  "gradient_clipping": "auto",
+  "fp16": {"enabled": 1, "loss_scal": 0},
+  "optimizer": {"type": "Adam", "params": {"lr": "fast", "max_grad_norm": 1.0}}
+}"""
+    )
+    with pytest.raises(ConfigError) as error:
+        read_ds_config(path)
+    assert str(error.value) == (
+        "7 faults:\n"
+        '  ds_config.json:2 zero_optimisation: unknown key. Did you mean "zero_optimization"? '
+        "(DeepSpeed would ignore this and train without ZeRO.)\n"
+        '  ds_config.json:5 fp16.loss_scal: unknown key. Did you mean "loss_scale"?\n'
+        '  ds_config.json:4 gradient_clipping: "auto" has no source. Set a number, '
+        "or the hyperparameter max_grad_norm in the trial, or args.max_grad_norm in a script.\n"
+        '  ds_config.json:3 train_batch_size: wrong value: got "32", expected a positive integer. Write 32 without quotes.\n'
+        "  ds_config.json:5 fp16.enabled: wrong value: got 1, expected true or false. Write true.\n"
+        '  ds_config.json:6 optimizer.params.lr: wrong value: got "fast", expected a number of at least 0.\n'
+        "  ds_config.json:6 optimizer.params.max_grad_norm: gradient clipping is not a parameter of the optimizer: got 1.0. "
+        'Remove it and set "gradient_clipping": 1.0 at the top level.'
+    )
+
+
+def test_the_exponent_string_is_read_with_a_warning():
+    config = read_ds_config({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}, "gradient_clipping": "5e-1"})
+    assert config.optimizer is not None and config.optimizer.params["lr"] == 1e-4
+    assert config.gradient_clipping == 0.5
+    assert config.warnings == (
+        "gradient_clipping: '5e-1' is a string in YAML 1.1. Write 0.5.",
+        "optimizer.params.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4.",
+    )
+
+
+def test_old_spellings_are_translated_and_said():
+    config = read_ds_config({"bfloat16": {"enabled": True}, "zero_optimization": True, "fp32_allreduce": True})
+    assert config.bf16.enabled and config.zero_optimization.stage == 1 and config.communication_data_type == "fp32"
+    assert config.sources["zero_optimization.stage"] == "written as zero_optimization: true"
+    assert config.sources["communication_data_type"] == "written as fp32_allreduce"
+    assert config.warnings == (
+        "bfloat16: read as bf16.",
+        'fp32_allreduce: an old spelling. Write communication_data_type: "fp32".',
+    )
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in LEAVES if row.answer is Support.MAPPED and row.parent != "amp"], ids=lambda row: row.path
+)
+def test_every_mapped_key_becomes_another(row: Key):
+    asked = other_value(row)
+    assert translate(row.path, asked), f"{asked} asks for something"
+    assert translate(row.path, False) in ([], translate(row.path, False)[:1])
+    for path, _ in translate(row.path, asked):
+        assert path in TABLE
+    config = nested(row.path, asked)
+    read = read_ds_config(config)
+    assert any("written as" in source for source in read.sources.values())
+
+
+def test_amp_levels():
+    assert read_ds_config({"amp": {"enabled": False, "opt_level": "O2"}}).fp16.enabled is False
+    config = read_ds_config({"amp": {"enabled": True, "opt_level": "O2", "loss_scale": 128}})
+    assert config.fp16.enabled and config.fp16.loss_scale == 128
+    assert [path for path, _ in translate_amp({"enabled": True})] == ["torch_autocast"]
+    autocast = read_ds_config({"amp": {"enabled": True, "opt_level": "O1"}}).torch_autocast
+    assert autocast.enabled and autocast.dtype == "fp16"
+    with pytest.raises(ConfigError, match=r"amp.opt_lvl: unknown key"):
+        read_ds_config({"amp": {"opt_lvl": "O1"}})
+
+
+def test_removed_sections_that_are_off_are_no_faults():
+    removed = (
+        "compression_training",
+        "quantize_training",
+        "elasticity",
+        "curriculum_learning",
+        "progressive_layer_drop",
+    )
+    config = read_ds_config({name: {"enabled": False} for name in removed} | {"sparse_attention": {"mode": "fixed"}})
+    assert config == read_ds_config(config.raw)
+
+
+def test_offload_by_its_old_and_its_new_name():
+    for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        read = read_ds_config({"zero_optimization": {"stage": 3, old: True}})
+        again = read_ds_config({"zero_optimization": {"stage": 3, section: {"device": "cpu"}}})
+        assert read.zero_optimization == again.zero_optimization
+        assert getattr(read.zero_optimization, section).device == "cpu"
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "buffer_count": 3}, "sub_group_size": 1e6}
+    read = read_ds_config({"zero_optimization": nvme, "aio": {"block_size": 8192, "queue_depth": 2}})
+    section = read.zero_optimization.offload_optimizer
+    assert section is not None and (section.nvme_path, section.buffer_count) == ("/disk", 3)
+    assert (read.zero_optimization.sub_group_size, read.aio.block_size, read.aio.queue_depth) == (10**6, 8192, 2)
+
+
+def test_both_half_precisions_are_refused():
+    with pytest.raises(ConfigError) as error:
+        read_ds_config({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert str(error.value) == "fp16.enabled: fp16 and bf16 are both enabled. Keep bf16: set fp16.enabled to false."
+
+
+def test_infinity_means_no_progress_line():
+    assert read_ds_config({"steps_per_print": float("inf")}).steps_per_print is None
+    assert read_ds_config('{"steps_per_print": Infinity}').steps_per_print is None
+
+
+def test_no_limit_on_the_shard_axis():
+    assert read_ds_config({"zero_optimization": {"mics_shard_size": -1}}).zero_optimization.mics_shard_size is None
+    assert read_ds_config({"zero_optimization": {"mics_shard_size": 4}}).zero_optimization.mics_shard_size == 4
+
+
+def test_hyperparameters_fill_and_must_agree():
+    config = read_ds_config({"optimizer": {"type": "SGD"}}, hyperparameters={"lr": 0.1, "global_batch_size": 8})
+    assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}
+    assert config.train_batch_size == 8
+    assert config.sources["train_batch_size"] == "hyperparameter global_batch_size"
+    clash = {"train_batch_size": 6}
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size: contradicts hyperparameter global_batch_size: got 6, expected 8"
+    ) as error:
+        read_ds_config(clash, hyperparameters={"global_batch_size": 8})
+    assert not isinstance(error.value, InvalidHP)
+    with pytest.raises(InvalidHP):
+        read_ds_config(clash, hyperparameters={"global_batch_size": 8}, search=True)
+    with pytest.raises(InvalidHP):
+        read_ds_config({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, hyperparameters={}, search=True)
+
+
+def test_hints_only_fill_autos():
+    config = read_ds_config({"gradient_clipping": "auto"}, hints={"max_grad_norm": 0.5, "global_batch_size": 8})
+    assert config.gradient_clipping == 0.5 and config.train_batch_size is None
+
+
+def test_as_invalid_hp_keeps_everything():
+    fault = ConfigError("what", where="a.b", got=1, expected=2, fix="Do.")
+    (turned,) = as_invalid_hp([fault])
+    assert isinstance(turned, InvalidHP) and str(turned) == str(fault)
+
+
+def test_sources_can_be_named():
+    text = '{"train_batch_size": 0}'
+    with pytest.raises(ConfigError, match=r"^mine:1 train_batch_size"):
+        read_ds_config(text, name="mine")
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    with pytest.raises(ConfigError, match=r"^base64:1 train_batch_size"):
+        read_ds_config(encoded)
+
+
+def test_the_input_is_left_alone():
+    mine = {"zero_optimization": {"stage": "auto", "stage3_max_live_parameters": "auto"}, "bfloat16": {"enabled": True}}
+    before = json.dumps(mine)
+    read_ds_config(mine, hints={"zero_stage": 2})
+    assert json.dumps(mine) == before
+
+
+CORPUS = Path(__file__).parent / "corpus"
+ANSWERS: dict[str, list[str]] = json.loads((CORPUS / "answers.json").read_text("utf-8"))
+ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "warmup_steps": 10,
+    "num_training_steps": 100, "max_grad_norm": 1.0, "fp16": False, "bf16": False, "hidden_size": 64, "per_device_train_batch_size": 2,
+}  # fmt: skip
+
+
+def test_the_corpus_is_large_and_complete():
+    assert {path.stem for path in CORPUS.glob("*.json")} - {"answers"} == set(ANSWERS)
+    assert len(ANSWERS) >= 100
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_file_of_the_kinds_that_people_have(name: str):
+    """Each is read, or refused for exactly the keys that stand in answers.json; what is read says where each value came from."""
+    path = CORPUS / f"{name}.json"
+    try:
+        config = read_ds_config(path, hints=ARGUMENTS)
+    except ConfigError as error:
+        faults = error.faults or (error,)
+        assert [fault.where.partition(" ")[2] for fault in faults if fault.where] == ANSWERS[name]
+        assert all(f"{name}.json" in str(fault) for fault in faults)
+        return
+    assert ANSWERS[name] == []
+    for entry in config_report(config):
+        row = TABLE[entry.key]
+        written = not entry.source.startswith("default")
+        assert f"{name}.json" in entry.source or not written
+        if written and row.answer is not Support.HONOURED and row.asks(entry.value):
+            assert entry.remark, f"{entry.key} has no effect, and the report does not say so"
+
+
+REAL: dict[str, Any] = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto", "steps_per_print": 10,
+    "gradient_clipping": 1.0, "wall_clock_breakdown": False, "dump_state": False,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 100}},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 1e5, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9, "allgather_partitions": True,
+        "offload_optimizer": {"device": "none"}, "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}, "flops_profiler": {"enabled": False},
+    "tensorboard": {"enabled": True, "output_path": "x"}, "elasticity": {"enabled": False}, "amp": {"enabled": False},
+}  # fmt: skip
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 10**30), st.floats(), st.text(max_size=6), st.just("auto"), st.just("1e-4"),
+    st.just({}), st.just([]), st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
+)  # fmt: skip
+PATHS = [tuple(row.path.split(".")) for row in ROWS]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PATHS), JUNK, st.text(max_size=3)), min_size=1, max_size=4), st.booleans())
+def test_a_mutated_config_is_read_or_refused_cleanly(mutations: list[tuple[tuple[str, ...], Any, str]], as_text: bool):
+    """No traceback and no hang: a DsConfig, or ConfigErrors that name a key."""
+    config = json.loads(json.dumps(REAL))
+    for path, value, suffix in mutations:
+        section = config
+        for part in path[:-1]:
+            inner = section.get(part)
+            section = inner if isinstance(inner, dict) else section.setdefault(f"{part}{suffix}", {})
+            if not isinstance(section, dict):
+                break
+        if isinstance(section, dict):
+            section[path[-1] + (suffix if len(suffix) > 2 else "")] = value
+    source = json.dumps(config) if as_text else config
+    try:
+        read = read_ds_config(source, hints={"hidden_size": 64})
+    except ConfigError as error:
+        for fault in error.faults or (error,):
+            assert fault.where, str(fault)
+    else:
+        assert read == read_ds_config(source, hints={"hidden_size": 64})

@@ -1,0 +1,124 @@
+"""What must hold between keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_trial.ds_config.rules import cross_faults
+from zero_trial.schema.document import Document
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"fp16.enabled": True, "bf16.enabled": False},
+    {"data_types.param_dtype": "fp32"},
+    {"data_types.param_dtype": "bf16", "bf16.enabled": True},
+    {"zero_optimization.mics_shard_size": 2, "mesh.shard": 2},
+    {"activation_checkpointing.contiguous_memory_optimization": True, "activation_checkpointing.number_checkpoints": 4},
+    {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 3},
+    {"zero_optimization.reshard_after": "auto"},
+    {"zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_optimizer.nvme_path": "x"},
+    {"zero_optimization.offload_param.device": "cpu"},
+    {
+        "zero_optimization.offload_param.device": "nvme",
+        "zero_optimization.offload_param.nvme_path": "x",
+        "zero_optimization.stage": 3,
+    },
+    {"torch_autocast.enabled": True},
+    {"pipeline.schedule": "interleaved", "pipeline.chunks_per_rank": 4},
+    {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 2},
+    {"pipeline.zero_policy": "free", "zero_optimization.stage": 3, "zero_optimization.reduce_every": "boundary"},
+    {"pipeline.zero_policy": "hold", "zero_optimization.stage": 1},
+    {
+        "pipeline.zero_policy": "hold",
+        "zero_optimization.stage": 3,
+        "zero_optimization.reshard_after": "step",
+        "zero_optimization.reduce_every": "micro",
+    },
+]
+BAD: list[tuple[dict[str, Any], str]] = [
+    (
+        {"fp16.enabled": True, "bf16.enabled": True},
+        "fp16.enabled: fp16 and bf16 are both enabled. Keep bf16: set fp16.enabled to false.",
+    ),
+    (
+        {"torch_autocast.enabled": True, "bf16.enabled": True},
+        "torch_autocast.enabled: torch_autocast and bf16 are both enabled.",
+    ),
+    (
+        {"data_types.param_dtype": "bf16"},
+        'data_types.param_dtype: not the dtype of the precision mode: got "bf16", expected "fp32". Remove it, or set bf16.enabled to true.',
+    ),
+    (
+        {"data_types.param_dtype": "fp32", "fp16.enabled": True},
+        'data_types.param_dtype: not the dtype of the precision mode: got "fp32", expected "fp16". Remove it.',
+    ),
+    (
+        {"zero_optimization.mics_shard_size": 2, "mesh.shard": 4},
+        "zero_optimization.mics_shard_size: differs from mesh.shard: got 2, expected 4. Keep mesh.shard.",
+    ),
+    ({"zero_optimization.mics_shard_size": 0}, "zero_optimization.mics_shard_size: not a size: got 0"),
+    (
+        {"activation_checkpointing.contiguous_memory_optimization": True},
+        "activation_checkpointing.contiguous_memory_optimization: contiguous memory needs the number",
+    ),
+    ({"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states: it needs bf16 master weights."),
+    (
+        {"zero_optimization.offload_optimizer.device": "nvme"},
+        "zero_optimization.offload_optimizer.device: nvme needs a folder.",
+    ),
+    (
+        {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.nvme_path": "x"},
+        'zero_optimization.offload_param.device: full parameters always live at ZeRO stage 0: they cannot be on NVMe: got "nvme". Set '
+        "zero_optimization.stage to 3, or remove it;",
+    ),
+    (
+        {"zero_optimization.reshard_after": "step", "zero_optimization.stage": 2},
+        'zero_optimization.reshard_after: parameters are never freed at ZeRO stage 2: got "step".',
+    ),
+    (
+        {"pipeline.chunks_per_rank": 2},
+        "pipeline.chunks_per_rank: the schedule 1f1b has a fixed number of chunks per rank: got 2, expected 1. Remove it, or set "
+        "pipeline.schedule to interleaved or looped_bfs.",
+    ),
+    (
+        {"pipeline.schedule": "zb_v", "pipeline.chunks_per_rank": 1},
+        "pipeline.chunks_per_rank: the schedule zb_v has a fixed number of chunks per rank: got 1, expected 2.",
+    ),
+    (
+        {"pipeline.zero_policy": "free", "zero_optimization.stage": 2},
+        'pipeline.zero_policy: parameters are never freed at ZeRO stage 2: got "free". Remove it, or set zero_optimization.stage to 3.',
+    ),
+    (
+        {"pipeline.zero_policy": "micro", "zero_optimization.stage": 1},
+        "pipeline.zero_policy: full gradients live at ZeRO stage 1, so reducing them more often saves nothing",
+    ),
+    (
+        {
+            "pipeline.zero_policy": "micro",
+            "zero_optimization.stage": 2,
+            "zero_optimization.reduce_every": "boundary",
+        },
+        'pipeline.zero_policy: contradicts zero_optimization.reduce_every: got "micro", expected "boundary".',
+    ),
+    (
+        {
+            "pipeline.zero_policy": "hold",
+            "zero_optimization.stage": 3,
+            "zero_optimization.reshard_after": "forward",
+        },
+        'pipeline.zero_policy: contradicts zero_optimization.reshard_after: got "hold", expected "free".',
+    ),
+]
+
+
+@pytest.mark.parametrize("values", GOOD)
+def test_what_goes_together(values: dict[str, Any]):
+    assert cross_faults(values, Document({})) == []
+
+
+@pytest.mark.parametrize(("values", "message"), BAD)
+def test_what_does_not(values: dict[str, Any], message: str):
+    (fault,) = cross_faults(values, Document({}))
+    assert str(fault).startswith(message)

@@ -1,0 +1,179 @@
+"""The table: one row per key, agreeing with the frozen sections, and the words for what was probably meant."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero_trial
+from zero_trial.ds_config import keys_legacy, keys_running, keys_training, keys_zero
+from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.sections import DsConfig, OffloadParamSection, ZeroSection
+from zero_trial.ds_config.table import FIELDS, TABLE, field_defaults, lookup, nearest, section_class
+from zero_trial.schema.types import ValidationError
+
+ROWS = list(TABLE.values())
+
+
+def test_a_key_by_any_of_its_spellings():
+    row = TABLE["zero_optimization.prefetch_bucket_size"]
+    assert lookup("zero_optimization", "stage3_prefetch_bucket_size") is row
+    assert lookup("zero_optimization", "prefetch_bucket_size") is row
+    assert lookup("", "bfloat16") is TABLE["bf16"]
+    assert lookup("", "prefetch_bucket_size") is None
+    assert lookup("no_such_section", "x") is None
+
+
+def test_no_row_is_lost():
+    written = (*keys_training.TRAINING, *keys_zero.ZERO, *keys_running.RUNNING, *keys_legacy.LEGACY)
+    assert len(written) == len(TABLE), "two rows have the same path"
+    assert [row.path for row in written] == list(TABLE)
+
+
+def test_no_spelling_means_two_keys():
+    seen: dict[tuple[str, str], str] = {}
+    for row in ROWS:
+        for name in (row.name, *row.aliases):
+            assert seen.setdefault((row.parent, name), row.path) == row.path
+
+
+def test_every_field_of_the_sections_has_a_row():
+    assert set(TABLE) >= FIELDS
+
+
+def test_what_is_honoured_arrives_somewhere():
+    """A key that changes something has a field; a section may have none, if nothing in it does."""
+    homeless = [
+        row.path for row in ROWS if row.answer is Support.HONOURED and not row.is_section and row.path not in FIELDS
+    ]
+    assert homeless == []
+
+
+# Honoured by being checked here, against other keys.
+CHECKED = frozenset({"data_types.param_dtype"})
+
+
+def test_what_is_honoured_is_read_by_somebody():
+    """An answer is true at this commit: outside this room, some module reads the field of every honoured key."""
+    package = Path(zero_trial.__file__).parent
+    read: set[str] = set()
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] != "config":
+            nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+            read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    honoured = [row for row in ROWS if row.answer is Support.HONOURED and not row.is_section]
+    assert [row.path for row in honoured if row.name not in read and row.path not in CHECKED] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.path)
+def test_every_row_is_whole(row: Key):
+    assert row.says and not row.says.endswith(".")
+    assert row.kind.says
+    assert row.parent in ("", *TABLE), "its section has no row"
+    if row.parent:
+        assert TABLE[row.parent].is_section
+    if row.answer is Support.REFUSED:
+        assert row.instead and row.instead.endswith("."), "a refusal says what to write instead"
+    if row.answer is Support.MAPPED:
+        assert row.becomes, "a mapping says what it becomes"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.default is not None], ids=lambda row: row.path)
+def test_every_default_is_of_its_kind_and_asks_for_nothing(row: Key):
+    assert row.kind.read(row.default).value == row.default
+    assert not row.asks(row.default)
+
+
+DEEPSPEED_0_19_8: dict[str, Any] = {
+    "train_batch_size": None, "gradient_clipping": 1.0, "steps_per_print": None, "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0, "communication_data_type": None, "dataloader_drop_last": False,
+    "fp16.enabled": False, "fp16.loss_scale": 0.0, "fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2, "fp16.consecutive_hysteresis": False, "fp16.min_loss_scale": 1.0,
+    "bf16.enabled": False, "bf16.check_grad_overflow": True,
+    "zero_optimization.stage": 0, "zero_optimization.reduce_bucket_size": 500_000_000,
+    "zero_optimization.allgather_bucket_size": 500_000_000, "zero_optimization.overlap_comm": None,
+    "zero_optimization.prefetch_bucket_size": 50_000_000, "zero_optimization.param_persistence_threshold": 100_000,
+    "zero_optimization.model_persistence_threshold": 2**63 - 1, "zero_optimization.max_live_parameters": 10**9,
+    "zero_optimization.max_reuse_distance": 10**9, "zero_optimization.sub_group_size": 10**9,
+    "zero_optimization.offload_optimizer.pin_memory": True, "zero_optimization.offload_param.buffer_count": 5,
+    "zero_optimization.memory_efficient_linear": True, "zero_optimization.allgather_partitions": True,
+    "activation_checkpointing.number_checkpoints": None, "pipeline.pipe_partitioned": True,
+    "checkpoint.tag_validation": "Warn", "flops_profiler.module_depth": -1, "wandb.project": "deepspeed",
+    "aio.block_size": 1048576, "aio.overlap_events": True, "comms_logger.prof_all": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "default"), DEEPSPEED_0_19_8.items())
+def test_defaults_are_those_of_deepspeed(path: str, default: Any):
+    assert TABLE[path].default == default
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "gradient_clipping",
+        "bf16.check_grad_overflow",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_param.pin_memory",
+    ],
+)
+def test_defaults_that_moved_are_marked(path: str):
+    assert TABLE[path].was is not None
+
+
+def test_field_defaults_walk_sections_that_may_be_missing():
+    found = field_defaults()
+    assert found["zero_optimization.offload_param"] is None
+    assert found["zero_optimization.offload_param.max_in_cpu"] == OffloadParamSection().max_in_cpu
+    assert found["optimizer.params"] == {}
+    assert not {"sources", "warnings", "raw"} & set(found)
+
+
+def test_section_class():
+    assert section_class(ZeroSection) is ZeroSection
+    assert section_class(OffloadParamSection | None) is OffloadParamSection
+    assert section_class(int | None) is None
+
+
+def test_sections_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DsConfig().gradient_clipping = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("parent", "name", "meant"),
+    [
+        ("", "zero_optimisation", "zero_optimization"),
+        ("", "gradient_cliping", "gradient_clipping"),
+        ("", "stage", "zero_optimization.stage"),
+        ("", "stage3_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
+        ("zero_optimization", "gradient_clipping", "gradient_clipping (at the top level)"),
+        ("zero_optimization", "stag", "stage"),
+        ("fp16", "initial_scale_pwr", "initial_scale_power"),
+        ("", "offload_optimiser", "zero_optimization.offload_optimizer"),
+        ("optimizer", "lr", "optimizer.params.lr"),
+        ("", "lr", "optimizer.params.lr"),
+        ("scheduler", "warmup_num_steps", "scheduler.params.warmup_num_steps"),
+        ("", "xyzzy", None),
+    ],
+)
+def test_what_was_probably_meant(parent: str, name: str, meant: str | None):
+    assert nearest(parent, name) == meant
+
+
+def test_a_kind_refuses_what_it_is_not():
+    """The walk of the table in test_reader relies on this sample being of no kind but the open ones."""
+    refusing = [row for row in ROWS if _refuses(row, object())]
+    assert len(refusing) > 200
+
+
+def _refuses(row: Key, value: object) -> bool:
+    try:
+        row.kind.read(value)
+    except ValidationError:
+        return True
+    return False

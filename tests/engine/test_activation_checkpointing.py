@@ -1,0 +1,188 @@
+"""Checkpointed functions against plain ones: the same numbers, less kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.models import TinyLM, tokens
+from tests.support.pool import Pools
+from zero_trial.activation_checkpointing import CHECKPOINTING, ActivationCheckpointing
+from zero_trial.errors import ConfigError
+
+
+def block(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 8))
+
+
+def gradients(run: Any, dropout: float) -> list[torch.Tensor]:
+    """Of a block's parameters and of its input, after dropout from one seed."""
+    layers, x = block(dropout), torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_()
+    torch.manual_seed(7)
+    run(layers, x).square().sum().backward()
+    return [x.grad, *(param.grad for param in layers.parameters())]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_same_bits_with_the_same_random_numbers(dropout: float):
+    plain = gradients(lambda layers, x: layers(x), dropout)
+    again = gradients(lambda layers, x: ActivationCheckpointing().checkpoint(layers, x), dropout)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_only_the_input_is_kept():
+    sizes: list[int] = []
+    layers, x = block(), torch.ones(5, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        ActivationCheckpointing().checkpoint(layers, x)
+    assert [size for size in sizes if size] == [40]
+
+
+def test_inputs_that_are_no_tensors_and_several_outputs():
+    def both(x: torch.Tensor, scale: float, flags: dict[str, bool]) -> tuple[torch.Tensor, str]:
+        return x * scale if flags["on"] else x, "word"
+
+    x = torch.ones(3, requires_grad=True)
+    out, word = ActivationCheckpointing().checkpoint(both, x, 3.0, {"on": True})
+    out.sum().backward()
+    assert word == "word" and torch.equal(x.grad, torch.full((3,), 3.0))
+
+
+def test_without_gradients_nothing_is_kept():
+    with torch.no_grad():
+        assert torch.equal(ActivationCheckpointing().checkpoint(block(), torch.ones(2, 8)), block()(torch.ones(2, 8)))
+
+
+class Host:
+    """Counts what leaves the device."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(tensor.numel())
+        return tensor.clone()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"checkpoint_in_cpu": True}, {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}}}],
+)
+def test_cpu_checkpointing_moves_the_inputs_and_nothing_else(given: dict[str, Any]):
+    host = Host()
+    checkpointing = ActivationCheckpointing(host)
+    checkpointing.configure(None, **given)
+    plain = gradients(lambda layers, x: layers(x), 0.5)
+    again = gradients(lambda layers, x: checkpointing.checkpoint(layers, x), 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert [size for size in host.sizes if size] == [40]
+
+
+def test_what_is_given_wins_over_the_section():
+    host = Host()
+    checkpointing = ActivationCheckpointing(host)
+    checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False)
+    gradients(lambda layers, x: checkpointing.checkpoint(layers, x), 0.0)
+    assert host.sizes == []
+
+
+def test_configured_until_forgotten_and_not_only_until_reset():
+    checkpointing = ActivationCheckpointing()
+    assert not checkpointing.is_configured()
+    checkpointing.configure()
+    checkpointing.reset()
+    assert checkpointing.is_configured()
+    checkpointing.forget()
+    assert not checkpointing.is_configured()
+
+
+def test_partitioning_over_a_stranger_is_refused():
+    class Mpu:
+        def get_model_parallel_world_size(self) -> int:
+            return 2
+
+    with pytest.raises(ConfigError, match=r"Set mesh\.model"):
+        ActivationCheckpointing().configure(Mpu(), partition_activations=True)
+    ActivationCheckpointing().configure(Mpu(), checkpoint_in_cpu=True)
+
+
+@pytest.fixture
+def shared() -> Iterator[ActivationCheckpointing]:
+    """The process's object, as it was before afterwards."""
+    yield CHECKPOINTING
+    CHECKPOINTING.forget()
+
+
+class Checkpointed(TinyLM):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.blocks:
+            x = zero_trial.checkpointing.checkpoint(layer, x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_an_engine_configures_it_from_its_section(shared: ActivationCheckpointing, caplog: pytest.LogCaptureFixture):
+    config = {"train_batch_size": 2, "activation_checkpointing": {"partition_activations": True}}
+    assert not zero_trial.checkpointing.is_configured()
+    zero_trial.initialize(model=TinyLM(), config={"train_batch_size": 2})
+    assert not shared.is_configured()
+    zero_trial.initialize(model=TinyLM(), config=config)
+    assert shared.is_configured()
+    assert "partition_activations has no effect" in caplog.text
+
+
+def train(config: dict[str, Any], checkpointed: bool) -> tuple[list[float], int]:
+    """Losses of three steps, and the all-gathers over the model axis."""
+    torch.manual_seed(1)
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine = zero_trial.initialize(model=Checkpointed() if checkpointed else TinyLM(), config=base | config)[0]
+    losses = []
+    try:
+        for step in range(3):
+            loss = engine(tokens(step, 4))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    finally:
+        CHECKPOINTING.forget()
+    return losses, engine.mesh.counters.get("all_gather", "model").calls
+
+
+def test_partition_activations_over_the_model_axis(ranks: Pools):
+    """Both ranks of the model axis see the same batch, as tensor-parallel ranks do; each keeps half of every saved input."""
+    mesh = {"mesh": {"model": 2}}
+    expected, none = ranks(2).run(train, mesh, False)[0]
+    for partition, gathers in ((False, 0), (True, 9)):
+        section = {"activation_checkpointing": {"partition_activations": partition}}
+        for losses, calls in ranks(2).run(train, mesh | section, True):
+            assert losses == expected
+            assert calls == none + gathers  # 3 blocks in 3 steps
+
+
+def test_under_stage_3(ranks: Pools):
+    zero = {"zero_optimization": {"stage": 3, "param_persistence_threshold": 0}}
+    expected, _ = ranks(2).run(train, zero, False)[0]
+    assert ranks(2).run(train, zero | {"activation_checkpointing": {"cpu_checkpointing": True}}, True)[0][0] == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU the inputs are on the host anyway")
+def test_cpu_checkpointing_frees_the_device():
+    checkpointing = ActivationCheckpointing()
+
+    def held() -> int:
+        layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).cuda()
+        x = torch.ones(4096, 256, device="cuda", requires_grad=True)
+        before = torch.cuda.memory_allocated()
+        for layer in layers:
+            x = checkpointing.checkpoint(layer, x)
+        return torch.cuda.memory_allocated() - before
+
+    plain = held()
+    checkpointing.configure(checkpoint_in_cpu=True)
+    assert held() <= plain - 5 * 4096 * 256 * 4

@@ -1,0 +1,164 @@
+"""The loss scale's state machine: examples, tables of runs, and a literal second implementation to compare with."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_trial.errors import ConfigError, Diverged
+from zero_trial.precision import LARGEST_SCALE, AtMinimum, DynamicScale, ScaleEvent, StaticScale, fp16_loss_scale
+
+
+def run(state: DynamicScale, pattern: str) -> list[tuple[float, int]]:
+    """``x`` is an overflow, ``.`` a clean step; (scale, hysteresis left) after each."""
+    trace = []
+    for step in pattern:
+        state = state.update(step == "x").state
+        trace.append((state.scale, state.hysteresis_left))
+    return trace
+
+
+def test_first_overflow_costs_hysteresis_and_the_second_halves() -> None:
+    state = fp16_loss_scale(0, initial_scale_power=16)
+    first = state.update(True)
+    assert (first.event, first.state.scale) == (ScaleEvent.HYSTERESIS, 65536.0)
+    second = first.state.update(True)
+    assert (second.event, second.state.scale, second.error) == (ScaleEvent.REDUCED, 32768.0, None)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "pattern", "expected"),
+    [
+        # window of 2: the clean step after two clean steps doubles; iteration 0 counts from last_overflow = -1
+        ({"window": 2, "hysteresis": 1}, ".....", [8, 8, 16, 16, 32]),
+        ({"window": 2, "hysteresis": 1}, "x....x", [4, 4, 4, 8, 8, 4]),
+        ({"window": 1, "hysteresis": 1}, "....", [8, 16, 32, 64]),
+        ({"window": 100, "hysteresis": 3}, "xxxxx", [8, 8, 4, 2, 1]),
+        # hysteresis is refilled by growth only ...
+        ({"window": 2, "hysteresis": 2}, "x.x...x", [8, 8, 4, 4, 4, 8, 8]),
+        ({"window": 100, "hysteresis": 2}, "x.x.x", [8, 8, 4, 4, 2]),
+        # ... unless it is consecutive: then any clean step refills it
+        ({"window": 100, "hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [8, 8, 8, 8, 8, 4]),
+        ({"window": 100, "hysteresis": 1, "min_scale": 3.0}, "xx", [4, 3]),
+    ],
+)
+def test_table(settings_: dict[str, object], pattern: str, expected: list[float]) -> None:
+    state = DynamicScale(scale=8.0, **settings_)  # type: ignore[arg-type]
+    assert [scale for scale, _ in run(state, pattern)] == expected
+
+
+def test_at_minimum_hands_back_the_error_that_ends_the_run() -> None:
+    update = DynamicScale(scale=1.0, hysteresis=1).update(True)
+    assert update.event is ScaleEvent.AT_MINIMUM
+    assert isinstance(update.error, Diverged)
+    assert update.error.exit_code == 4
+    assert "min_loss_scale" in str(update.error)
+    assert update.state.scale == 1.0
+
+
+def test_at_minimum_can_go_on() -> None:
+    update = DynamicScale(scale=1.0, hysteresis=1, at_minimum=AtMinimum.GO_ON).update(True)
+    assert (update.event, update.error, update.state.scale) == (ScaleEvent.AT_MINIMUM, None, 1.0)
+
+
+def test_growth_stops_below_infinity() -> None:
+    state = DynamicScale(scale=LARGEST_SCALE, window=1, hysteresis=1, iteration=5)
+    assert state.update(False).state.scale == LARGEST_SCALE
+
+
+def literal(
+    pattern: list[bool], scale: float, window: int, hysteresis: int, consecutive: bool, minimum: float
+) -> list[float]:
+    """The rules once more, as loose variables and in the order of the words of the module's docstring."""
+    left, last, out = hysteresis, -1, []
+    for iteration, overflow in enumerate(pattern):
+        if overflow:
+            if left > 1:
+                left -= 1
+            elif scale == minimum:
+                break
+            else:
+                scale = max(scale / 2, minimum)
+            last = iteration
+        else:
+            since = iteration - last - 1
+            if since and since % window == 0:
+                scale *= 2
+                left = hysteresis
+            if consecutive:
+                left = hysteresis
+        out.append(scale)
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.booleans(), max_size=60),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([1.0, 0.25, 4.0]),
+)
+def test_equals_a_literal_reading(
+    pattern: list[bool], window: int, hysteresis: int, consecutive: bool, minimum: float
+) -> None:
+    state = DynamicScale(
+        scale=64.0, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, min_scale=minimum
+    )
+    trace = []
+    for overflow in pattern:
+        update = state.update(overflow)
+        if update.error is not None:
+            break
+        state = update.state
+        trace.append(state.scale)
+    assert trace == literal(pattern, 64.0, window, hysteresis, consecutive, minimum)
+
+
+def test_resuming_in_the_middle_gives_the_same_scales() -> None:
+    start = DynamicScale(scale=8.0, window=3, hysteresis=2)
+    pattern = "..x....x.x......"
+    whole = run(start, pattern)
+    half = start
+    for step in pattern[:7]:
+        half = half.update(step == "x").state
+    resumed = start.restored(json.loads(json.dumps(half.to_json())))
+    assert resumed == half
+    assert run(resumed, pattern[7:]) == whole[7:]
+
+
+def test_settings_come_from_the_config_and_counters_from_the_checkpoint() -> None:
+    saved = DynamicScale(scale=8.0, window=3, hysteresis=4).to_json()
+    now = DynamicScale(scale=2.0, window=7, hysteresis=2).restored(saved)
+    assert (now.scale, now.window, now.hysteresis_left) == (8.0, 7, 2)
+    assert DynamicScale(scale=2.0).restored(StaticScale(64.0).to_json()).scale == 2.0
+    assert StaticScale(128.0).restored(saved) == StaticScale(128.0)
+
+
+def test_static_never_moves() -> None:
+    state = fp16_loss_scale(128.0)
+    assert state == StaticScale(128.0)
+    assert state.update(True).state is state
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"loss_scale": -1.0}, "fp16.loss_scale"),
+        ({"loss_scale": math.inf}, "fp16.loss_scale"),
+        ({"loss_scale": math.nan}, "fp16.loss_scale"),
+        ({"loss_scale": True}, "fp16.loss_scale"),
+        ({"loss_scale_window": 0}, "fp16.loss_scale_window"),
+        ({"min_loss_scale": 0.0}, "fp16.min_loss_scale"),
+        ({"hysteresis": 0}, "fp16.hysteresis"),
+        ({"initial_scale_power": 2000}, "fp16.initial_scale_power"),
+    ],
+)
+def test_settings_that_make_no_sense_name_their_key(arguments: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        fp16_loss_scale(**arguments)  # type: ignore[arg-type]
+    assert raised.value.where == key

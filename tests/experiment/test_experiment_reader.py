@@ -1,0 +1,158 @@
+"""Reading an experiment's YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.experiment.experiment import examine_experiment, read_experiment
+from zero_trial.experiment.sections import Period
+
+WHOLE = """name: my_trial
+entrypoint: python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial
+resources: {slots_per_trial: 2}
+searcher: {name: adaptive_asha, metric: val, smaller_is_better: false, max_trials: 8, max_time: 100, time_metric: batches}
+hyperparameters: {global_batch_size: 64, lr: {type: log, base: 10, minval: -5, maxval: -3}}
+data: {source: stdlib}
+min_validation_period: {epochs: 1}
+min_checkpoint_period: 50
+scheduling_unit: 10
+max_restarts: 0
+reproducibility: {experiment_seed: 7}
+checkpoint_policy: all
+records_per_epoch: 1000
+perform_initial_validation: true
+environment: {anything: 1}
+"""
+
+
+def test_a_whole_file(tmp_path: Path):
+    path = tmp_path / "asha.yaml"
+    path.write_text(WHOLE)
+    read = read_experiment(path)
+    assert (read.name, read.slots_per_trial, read.experiment_seed, read.max_restarts) == ("my_trial", 2, 7, 0)
+    assert (read.min_validation_period, read.min_checkpoint_period) == (Period("epochs", 1), Period("batches", 50))
+    assert (read.scheduling_unit, read.checkpoint_policy, read.records_per_epoch) == (10, "all", 1000)
+    assert read.perform_initial_validation and read.data == {"source": "stdlib"}
+    searcher = read.searcher
+    assert (searcher.name, searcher.metric, searcher.smaller_is_better, searcher.max_length) == (
+        "adaptive_asha",
+        "val",
+        False,
+        None,
+    )
+    assert searcher.rest == {"max_trials": 8, "max_time": 100, "time_metric": "batches"}
+    assert searcher.searches and read.search_space == ("lr",)
+    assert read.raw["environment"] == {"anything": 1} and read.folder == tmp_path
+
+
+SMALL = (
+    "entrypoint: model_def:T\nsearcher: {name: single, metric: loss, max_length: {batches: 5}}\nhyperparameters: {}\n"
+)
+
+
+def test_defaults_are_determineds(tmp_path: Path):
+    path = tmp_path / "const.yaml"
+    path.write_text(SMALL)
+    read = read_experiment(path)
+    assert (read.name, read.slots_per_trial, read.scheduling_unit, read.max_restarts) == ("const", 1, 100, 5)
+    assert (read.checkpoint_policy, read.experiment_seed, read.perform_initial_validation) == ("best", None, False)
+    assert read.min_validation_period.count == 0 and read.searcher.max_length == Period("batches", 5)
+    assert not read.searcher.searches
+
+
+def test_text_and_dicts_are_read_too():
+    assert read_experiment(SMALL, "x.yaml").entrypoint == "model_def:T"
+    read = read_experiment({"entrypoint": ["python3", "model_def:T"], "searcher": {"metric": "m"}})
+    assert (read.entrypoint, read.name, read.searcher.name) == ("python3 model_def:T", "experiment", "single")
+
+
+def test_a_yaml_exponent_is_a_number_with_a_warning():
+    read = read_experiment(SMALL.replace("{}", "{lr: 1e-4}"), "const.yaml")
+    assert read.hyperparameters == {"lr": 1e-4}
+    assert read.warnings == ("const.yaml:3 hyperparameters.lr: '1e-4' is a string in YAML 1.1. Write 1.0e-4.",)
+
+
+def test_all_faults_come_together():
+    text = """name: 3
+hyperparametres: {a: 1}
+resources: {slots: 1, slot_per_trial: 2}
+searcher: {name: asha, max_length: {steps: 4}}
+min_validation_period: {batches: -1}
+max_restarts: many
+data: ds_config.json
+my_own: 1
+perform_initial_validation: yes please
+reproducibility: 7
+"""
+    with pytest.raises(ConfigError) as error:
+        read_experiment(text, "const.yaml")
+    assert str(error.value).splitlines() == [
+        "13 faults:",
+        '  const.yaml:2 hyperparametres: unknown key. Did you mean "hyperparameters"?',
+        '  const.yaml:3 resources.slot_per_trial: unknown key. Did you mean "slots_per_trial"?',
+        "  const.yaml:8 my_own: unknown key. Settings of your own belong under data: or hyperparameters:.",
+        "  const.yaml:10 reproducibility: not a section: got 7, expected keys with values.",
+        "  const.yaml:4 searcher.metric: there is no metric. Name a metric that evaluation returns, for example validation_loss.",
+        '  const.yaml:4 searcher.name: wrong value: got "asha", expected one of "single", "random", "grid", "adaptive_asha", '
+        '"adaptive", "adaptive_simple", "async_halving", "sync_halving", "custom".',
+        "  const.yaml:4 searcher.max_length: wrong value: got {steps: 4}, expected {batches: n}, {epochs: n}, {records: n} or a number of batches.",
+        "  const.yaml:1 name: wrong value: got 3, expected a string.",
+        "  const.yaml entrypoint: there is no entrypoint: expected module:Class. Write entrypoint: model_def:MyTrial.",
+        '  const.yaml:7 data: wrong value: got "ds_config.json", expected an object.',
+        "  const.yaml:5 min_validation_period: wrong value: got {batches: -1}, expected {batches: n}, {epochs: n}, {records: n} "
+        "or a number of batches. -1 is not a non-negative integer.",
+        '  const.yaml:6 max_restarts: wrong value: got "many", expected a non-negative integer.',
+        '  const.yaml:9 perform_initial_validation: wrong value: got "yes please", expected true or false.',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("entrypoint: m:T\n", "x.yaml searcher: there is no searcher. Write searcher: {name: single"),
+        ("entrypoint: ''\nsearcher: {metric: m}\n", "x.yaml:1 entrypoint: there is no entrypoint"),
+        ("entrypoint: m:T\nsearcher: {metric: m}\nhyperparameters: 3\n", "x.yaml:3 hyperparameters: not a section"),
+        (
+            "entrypoint: m:T\nsearcher: {metric: m}\nhyperparameters:\n  ds_config:\n    optimizer: {type: Adam}\n",
+            'x.yaml:5 hyperparameters.ds_config.optimizer.type: a nested key "type"',
+        ),
+    ],
+)
+def test_faults(text: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        read_experiment(text, "x.yaml")
+    assert str(error.value).startswith(message)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_experiment(tmp_path / "none.yaml")
+    (tmp_path / "const.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"Did you mean .*/const\.yaml\?$"):
+        read_experiment(tmp_path / "conts.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "experiments").rglob("*.yaml")), ids=lambda path: path.parent.name
+)
+def test_every_experiment_of_the_project_is_read(path: Path):
+    read = read_experiment(path)
+    assert read.warnings == ()
+    if "ds_config" in read.data:  # dcgan's trial has two engines and names two; a search's ranges are not sampled yet
+        if read.search_space:
+            return
+        folder = "gpt" if path.parent.name == "quickstart" else "none"  # whose ds_config lies with the model
+        read.ds_config(Path(__file__).parents[2] / "model_defs" / folder)
+
+
+def test_a_faulty_experiment_is_still_understood():
+    """For a check that goes on: what is wrong stands at its default, and the faults are listed."""
+    text = "entrypoint: model_def:T\nhyperparameters: {lr: 1}\nsearcher: {name: single, metric: loss}\nmax_restarts: -1\nnam: x\n"
+    config, faults = examine_experiment(text)
+    assert (config.max_restarts, config.entrypoint, config.hyperparameters) == (5, "model_def:T", {"lr": 1})
+    assert [fault.where for fault in faults] == ["experiment:5 nam", "experiment:4 max_restarts"]
+    with pytest.raises(ConfigError, match="2 faults"):
+        read_experiment(text)

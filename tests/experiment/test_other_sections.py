@@ -1,0 +1,90 @@
+"""The smaller sections."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.experiment.written import judge, section
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ("log_policies: []", None),
+        ("log_policies: [{name: OOM, pattern: '.*out of memory.*', action: cancel_retries}]", None),
+        ("log_policies: [{pattern: ECC, action: exclude_node}, {name: OOM}]", None),
+        ("log_policies: [{pattern: ECC, action: {type: exclude_node}}]", None),
+        ("log_policies: {name: x}", "log_policies: {'name': 'x'} is not a list"),
+        ("log_policies: [{action: cancel_retries}]", "log_policies[0]: a log policy needs a name or a pattern"),
+        (
+            "log_policies: [{name: x, action: reboot}]",
+            'log_policies[0].action: "reboot" is not one of cancel_retries, exclude_node',
+        ),
+        (
+            "log_policies: [{name: x, action: {type: send_webhook, url: u}}]",
+            "log_policies[0].action: {'type': 'send_webhook', 'url': 'u'} is not one of cancel_retries, exclude_node",
+        ),
+        ("log_policies: [{name: x, actions: []}]", 'log_policies[0].actions: unknown property. Did you mean "action"?'),
+        ("profiling: {enabled: true}", None),
+        ("profiling: {enabled: false, begin_on_batch: 5, end_after_batch: 5, sync_timings: true}", None),
+        ("profiling: {enabled: 1}", "profiling.enabled: 1 is neither true nor false"),
+        ("profiling: {begin_on_batch: 6, end_after_batch: 5}", "profiling: begin_on_batch must be <= end_after_batch"),
+        ("profiling: {begin_on_batch: -1}", "profiling.begin_on_batch: -1 is less than 0"),
+        ("profiling: true", "profiling: true is not a map"),
+        ("optimizations: {aggregation_frequency: 2, mixed_precision: O1}", None),
+        ("optimizations: {aggregation_frequency: 0}", "optimizations.aggregation_frequency: 0 is less than 1"),
+        ("optimizations: {mixed_precision: O4}", 'optimizations.mixed_precision: "O4" is not one of O0, O1, O2, O3'),
+        ("reproducibility: {experiment_seed: 0}", None),
+        ("reproducibility: {experiment_seed: 2147483647}", None),
+        ("reproducibility: {experiment_seed: -1}", "reproducibility.experiment_seed: -1 is less than 0"),
+        (
+            "reproducibility: {experiment_seed: 2147483648}",
+            "reproducibility.experiment_seed: 2147483648 is more than 2147483647",
+        ),
+        ("reproducibility: {seed: 1}", "reproducibility.seed: unknown property."),
+        ("retention_policy: {log_retention_days: -1}", None),
+        (
+            "retention_policy: {log_retention_days: 32768}",
+            "retention_policy.log_retention_days: 32768 is more than 32767",
+        ),
+        ("security: {kerberos: {config_file: /k}}", None),
+        ("security: {kerberos: {}}", "security.kerberos.config_file: is a required property"),
+        ("data_layer: {type: shared_fs, container_storage_path: /a}", None),
+        ("data_layer: {type: s3, bucket: b, bucket_directory_path: d}", None),
+        ("data_layer: {type: gcs, bucket: b}", "data_layer.bucket_directory_path: is a required property"),
+        (
+            "data_layer: {type: gcs, bucket: b, bucket_directory_path: d, local_cache_host_path: /x}",
+            "data_layer: local_cache_host_path and local_cache_container_path must be set together",
+        ),
+        (
+            "data_layer: {type: shared_fs, host_storage_path: a}",
+            "data_layer.host_storage_path: host_storage_path must be an absolute path",
+        ),
+        ("data_layer: {type: ftp}", 'data_layer: is not an object where object["type"] is one of shared_fs, s3 or gcs'),
+        ("slurm: {slots_per_node: 4, sbatch_args: [-x], gpu_type: tesla}", None),
+        ("slurm: {slots_per_node: 0}", "slurm.slots_per_node: 0 is less than 1"),
+        ("slurm: {sbatch_args: -x}", 'slurm.sbatch_args: "-x" is not a list'),
+        ("pbs: {pbsbatch_args: [-x]}", None),
+        ("pbs: {sbatch_args: [-x]}", 'pbs.sbatch_args: unknown property. Did you mean "pbsbatch_args"?'),
+        ("integrations: {webhooks: {webhook_id: [1], webhook_name: [a], exclude: true}}", None),
+        ("integrations: {pachyderm: {dataset: {repo: r, branch: b}}}", None),
+        ("integrations: {webhooks: {webhook_id: 1}}", "integrations.webhooks.webhook_id: 1 is not a list"),
+        ("integrations: {slack: {}}", "integrations.slack: unknown property."),
+    ],
+)
+def test_sections(changes: str, fault: str | None):
+    judge(changes, fault)
+
+
+def test_a_pattern_must_be_one():
+    from tests.experiment.written import refused
+
+    (message,) = refused("log_policies: [{pattern: '('}]")
+    assert message.startswith("<config>.log_policies[0]: pattern is not a regular expression: ")
+
+
+def test_defaults():
+    assert section("{}", "profiling")["enabled"] is False
+    assert section("{}", "optimizations")["aggregation_frequency"] == 1
+    assert section("{}", "slurm") == {"slots_per_node": None, "gpu_type": None, "sbatch_args": []}
+    assert section("{}", "retention_policy") is None

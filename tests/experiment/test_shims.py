@@ -1,0 +1,93 @@
+"""Older forms, rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_trial.experiment.defaults import modern
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "warning"),
+    [
+        ({"environment": {"image": "x"}}, {"environment": {"image": {"cpu": "x", "cuda": "x", "rocm": "x"}}}, ""),
+        (
+            {"environment": {"image": {"cpu": "x", "gpu": "y"}}},
+            {"environment": {"image": {"cuda": "y", "cpu": "x"}}},
+            "environment.image.gpu is the older name of environment.image.cuda",
+        ),
+        (
+            {"environment": {"environment_variables": {"gpu": ["A"], "cuda": ["B"]}}},
+            {"environment": {"environment_variables": {"cuda": ["B"]}}},
+            "environment.environment_variables.gpu is the older name of environment.environment_variables.cuda",
+        ),
+        ({"resources": {"shm_size": "2g"}}, {"resources": {"shm_size": 2 * 1024**3}}, ""),
+        ({"resources": {"shm_size": "1.5 MiB"}}, {"resources": {"shm_size": 1572864}}, ""),
+        ({"resources": {"shm_size": "100"}}, {"resources": {"shm_size": 100}}, ""),
+        ({"resources": {"shm_size": "7b"}}, {"resources": {"shm_size": 7}}, ""),
+        (
+            {"resources": {"devices": ["/a:/b", "/a:/b:r", "/a"]}},
+            {
+                "resources": {
+                    "devices": [
+                        {"host_path": "/a", "container_path": "/b"},
+                        {"host_path": "/a", "container_path": "/b", "mode": "r"},
+                        "/a",
+                    ]
+                }
+            },
+            "",
+        ),
+        (
+            {"resources": {"agent_label": "x"}},
+            {"resources": {"agent_label": "x"}},
+            "resources.agent_label has been removed from Determined, and has no effect",
+        ),
+        (
+            {"log_policies": [{"pattern": "a", "action": {"type": "exclude_node"}}]},
+            {"log_policies": [{"pattern": "a", "action": "exclude_node"}]},
+            "log_policies: action is written as a word today, such as action: cancel_retries",
+        ),
+        ({"name": None, "debug": False}, {"debug": False}, ""),
+        (
+            {"records_per_epoch": 5},
+            {"records_per_epoch": 5},
+            "records_per_epoch is read by no trial of today, and has no effect",
+        ),
+        (
+            {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
+            {"searcher": {"name": "adaptive_asha", "max_length": {"batches": 5}}},
+            "searcher.max_length is the older form of max_time and time_metric",
+        ),
+    ],
+)
+def test_old_forms(old: dict[str, Any], new: dict[str, Any], warning: str):
+    assert modern(old) == (new, [warning] if warning else [])
+
+
+def test_records_of_a_search_are_warned_about():
+    _, warnings = modern({"searcher": {"name": "adaptive_asha", "max_length": {"records": 5}}})
+    assert warnings[-1] == "searcher.max_length in records needs a validation metric named records; use batches"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"environment": 3},
+        {"environment": {"image": 3, "environment_variables": "A"}},
+        {"resources": {"shm_size": "lots", "devices": "x"}},
+        {"resources": {"shm_size": "1e3"}},
+        {"log_policies": [3, {"action": {"type": "x", "url": "u"}}]},
+        {"searcher": []},
+    ],
+)
+def test_what_is_not_understood_stays(odd: dict[str, Any]):
+    assert modern(odd) == (odd, [])
+
+
+def test_nothing_is_changed_in_place():
+    old = {"environment": {"image": "x"}, "resources": {"shm_size": "2g"}}
+    modern(old)
+    assert old == {"environment": {"image": "x"}, "resources": {"shm_size": "2g"}}

@@ -1,0 +1,215 @@
+"""Shepherds: they write down what is said, report how it ended, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.master import logs
+from zero_trial.master.agent import lease, scratch
+from zero_trial.master.agent.processes import Identity, identify
+from zero_trial.master.records import LogLine, LogQuery
+from zero_trial.master.shepherd import Lines
+
+ESCAPE = """
+import os, signal, sys, time
+there, tell = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:  # a daemon of its own, whose parent is gone, and which will not hear
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("daemon", os.getpid(), flush=True)
+        os.write(tell, b"x")
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+os.read(there, 1)  # main ends after the daemon has spoken
+print("main", os.getpid(), flush=True)
+"""
+
+
+POLITE = """
+import signal, sys, time
+def bye(*_):
+    print("bye", flush=True)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, bye)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+QUICK = """
+import sys, time
+from zero_trial.master.shepherd import Order, Shepherd
+made = Shepherd(Order(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
+made._start()
+time.sleep(0.3)  # it has ended by now, and nobody has looked
+print(made._see_off().code)
+"""
+
+
+class Flock:
+    """Starts a shepherd in a folder and reads what came of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.logs = folder / "logs"
+
+    def start(self, *command: str, grace: float = 10.0) -> subprocess.Popen[bytes]:
+        log = str(logs.path_of(self.logs, 1))
+        order = {"command": command, "cwd": str(self.folder), "env": dict(os.environ), "log": log, "grace": grace}
+        words = [sys.executable, "-m", "zero_trial.master.shepherd", str(self.folder)]
+        child = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(order).encode())
+        child.stdin.close()
+        return child
+
+    def run(self, *command: str) -> lease.Exit:
+        assert self.start(*command).wait(timeout=60) == 0
+        ended = lease.exit_of(self.folder)
+        assert ended is not None
+        return ended
+
+    def lines(self) -> list[LogLine]:
+        return list(logs.lines(logs.Source(self.logs, 1, "t"), LogQuery()))
+
+    def wait_for(self, word: str) -> str:
+        """The rest of the first line that begins with the word."""
+        source = logs.Source(self.logs, 1, "t")
+        for line in logs.follow(source, LogQuery(), lambda: lease.exit_of(self.folder) is not None):
+            if line is not None and line.message.startswith(word):
+                return line.message[len(word) :].strip()
+        raise AssertionError([line.message for line in self.lines()])
+
+
+@pytest.fixture
+def flock(tmp_path: Path) -> Flock:
+    return Flock(tmp_path / "allocation")
+
+
+def py(code: str) -> tuple[str, str, str]:
+    return sys.executable, "-c", code
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_exit_codes(flock: Flock, code: str, status: int) -> None:
+    ended = flock.run(*py(code))
+    assert (ended.code, ended.killed) == (status, False)
+
+
+def test_every_line_of_both_streams_is_kept_with_its_time(flock: Flock) -> None:
+    code = "import sys; print('one\\ntwo'); sys.stdout.flush(); sys.stderr.write('[rank=1] WARNING: oops\\n'); print('no end', end='')"
+    flock.run(*py(code))
+    found = {line.message: line for line in flock.lines()}
+    assert set(found) == {"one", "two", "[rank=1] WARNING: oops", "no end"}
+    assert found["one"].time <= found["no end"].time and found["one"].stdtype == "stdout"
+    odd = found["[rank=1] WARNING: oops"]
+    assert (odd.stdtype, odd.rank, odd.level) == ("stderr", 1, "WARNING")
+
+
+def test_a_command_that_ends_before_the_first_look_is_not_missed(flock: Flock) -> None:
+    command = [sys.executable, "-c", QUICK, str(flock.folder), str(logs.path_of(flock.logs, 1))]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "6\n"
+
+
+def test_a_command_that_is_not_there(flock: Flock) -> None:
+    assert flock.run("/no/such/program").code == 127
+    assert "cannot start /no/such/program" in flock.lines()[0].message
+
+
+def test_a_daemon_that_ran_away_ends_with_the_main_process(flock: Flock) -> None:
+    ended = flock.run(*py(ESCAPE))
+    assert ended.code == 0
+    daemon = int(next(line.message for line in flock.lines() if line.message.startswith("daemon")).split()[1])
+    assert not identify(daemon).alive
+
+
+def test_a_failure_is_known_by_what_a_rank_said_of_it(flock: Flock) -> None:
+    said = "[rank=1] error   searcher.metric: no such metric.\nTraceback of a launcher\n[rank=0] error   peer is gone"
+    ended = flock.run(*py(f"import sys; print('error in a sentence'); sys.stderr.write({said!r}); sys.exit(5)"))
+    assert (ended.code, ended.why) == (5, "searcher.metric: no such metric")
+
+
+def test_the_launcher_who_has_seen_all_ranks_has_the_last_word(flock: Flock) -> None:
+    lines = ("[rank=0] error   connection closed by peer", "error   rank 1: killed by SIGKILL; ended with it: rank 0")
+    ended = flock.run(
+        *py(f"import sys; print({lines[0]!r}, file=sys.stderr); print({lines[1]!r}, file=sys.stderr); sys.exit(1)")
+    )
+    assert ended.why == "rank 1: killed by SIGKILL; ended with it: rank 0"
+
+
+def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(flock: Flock) -> None:
+    assert flock.run(*py("print('error   it was mended')")).why == ""
+
+
+def test_its_temporary_directory_ends_with_it(flock: Flock) -> None:
+    made = scratch.make(flock.folder, {})
+    (made / "socket").touch()
+    flock.run(*py("pass"))
+    assert not made.exists()
+
+
+def test_asked_to_end_it_gives_time_and_then_ends_everybody(flock: Flock) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); import os; print('up', os.getpid(), flush=True); time.sleep(60)"
+    child = flock.start(*py(deaf), grace=0.2)
+    pid = int(flock.wait_for("up"))
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 0
+    ended = lease.exit_of(flock.folder)
+    assert ended is not None and (ended.code, ended.killed) == (137, True) and not identify(pid).alive
+
+
+def test_who_hears_sigterm_may_clean_up(flock: Flock) -> None:
+    child = flock.start(*py(POLITE))
+    flock.wait_for("up")
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 0
+    ended = lease.exit_of(flock.folder)
+    assert ended is not None and (ended.code, ended.killed) == (5, True)
+    assert [line.message for line in flock.lines()][-1] == "bye"
+
+
+def test_what_is_claimed_already_is_not_run(flock: Flock) -> None:
+    assert lease.claim(flock.folder, None)
+    assert flock.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
+    assert not (flock.folder / "ran").exists() and lease.exit_of(flock.folder) is None
+
+
+def test_it_claims_itself(flock: Flock) -> None:
+    child = flock.start(*py("print('up', flush=True); import time; time.sleep(60)"))
+    flock.wait_for("up")
+    identity: Any = lease.owner(flock.folder)
+    assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
+    child.send_signal(signal.SIGTERM)
+    child.wait(timeout=30)
+
+
+def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path) -> None:
+    lines = Lines("stdout", logs.path_of(tmp_path, 1))
+    for data in (b"a", b"b\nc", b"d\n", b"x" * (1 << 20), b"y", b"\xff"):
+        lines.take(data)
+    lines.close()
+    found = [line.message for line in logs.lines(logs.Source(tmp_path, 1, "t"), LogQuery())]
+    assert found[:2] == ["ab", "cd"] and "".join(found[2:]) == "x" * (1 << 20) + "y\ufffd"
+
+
+def test_lines_that_cannot_be_written_are_lost_without_the_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.joinpath("full").touch()
+    lines = Lines("stdout", tmp_path / "full" / "log")
+    for _ in range(3):
+        lines.take(b"error   so it ends\n")
+    assert capsys.readouterr().err.count("are lost") == 1 and lines.cause == "so it ends"

@@ -1,0 +1,165 @@
+"""Model definitions become clean archives; what could lead outside never gets into one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_trial.master.core import context_archive
+from zero_trial.master.core.context_archive import clean_path, from_model_definition
+from zero_trial.master.errors import Invalid
+
+
+def file(path: str, content: bytes = b"", **changes: Any) -> dict[str, Any]:
+    return {
+        "path": path,
+        "type": 48,
+        "content": base64.b64encode(content).decode(),
+        "mtime": "1700000000",
+        "mode": 33188,
+        **changes,
+    }
+
+
+def members(packed: bytes) -> dict[str, tarfile.TarInfo]:
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
+        return {member.name: member for member in archive}
+
+
+def test_files_and_directories_come_out_as_they_went_in(tmp_path: Path) -> None:
+    packed = from_model_definition(
+        [
+            file("b/run.sh", b"echo", mode=0o100755),
+            file("b", type=53, mode=0o40700),
+            file("./a.py", b"print()"),
+            file("empty"),
+        ]
+    )
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert (tmp_path / "a.py").read_bytes() == b"print()"
+    assert (tmp_path / "b" / "run.sh").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "empty").read_bytes() == b""
+    found = members(packed)
+    assert list(found) == ["a.py", "b", "b/run.sh", "empty"]
+    assert all((each.uid, each.gid) == (0, 0) for each in found.values())
+
+
+def test_what_the_genuine_client_sends_is_taken(tmp_path: Path) -> None:
+    context = pytest.importorskip("determined.common.context")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "data.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "model_def.py").write_text("print()")
+    (tmp_path / "link.py").symlink_to("model_def.py")
+    sent = [each.to_json() for each in context.read_v1_context(tmp_path)]
+    assert set(members(from_model_definition(sent))) >= {"model_def.py", "sub", "sub/data.bin", "link.py"}
+
+
+def test_the_harness_unpacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = from_model_definition([file("a.py", b"x"), file("sub", type=53), file("sub/b.py", b"y")])
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
+        import os
+
+        assert not any(os.path.relpath(path).startswith("../") for path in archive.getnames())
+
+
+def test_nothing_is_an_empty_archive() -> None:
+    assert members(from_model_definition([])) == {}
+
+
+def test_the_same_files_give_the_same_bytes() -> None:
+    files = [file("a", b"1"), file("b", b"2")]
+    assert from_model_definition(files) == from_model_definition(files[::-1])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        "a/..",
+        "..",
+        "",
+        "/",
+        "//x",
+        "a\\b",
+        "C:\\x",
+        "a\0b",
+        "a\nb",
+        "\x1b[2J",
+        "a\x7f",
+        "\udc80",
+        "x" * 300,
+        "a/" * 700 + "a",
+    ],
+)
+def test_paths_that_lead_outside_or_make_no_sense_are_refused(path: str) -> None:
+    with pytest.raises(Invalid):
+        from_model_definition([file(path, b"x")])
+
+
+@given(st.text(alphabet="ab./\\~ü \0", max_size=12))
+def test_whatever_is_taken_stays_inside(path: str) -> None:
+    try:
+        clean = clean_path(path)
+    except Invalid:
+        return
+    assert not clean.startswith("/")
+    assert ".." not in clean.split("/")
+    assert clean == "." or all(part not in ("", ".") for part in clean.split("/"))
+
+
+@pytest.mark.parametrize("kind", [49, 50, 51, 52, 54, 55, 83, 120, 103, 75, 76, 0x80 | 50, -1])
+def test_links_devices_and_the_rest_are_refused(kind: int) -> None:
+    with pytest.raises(Invalid, match="neither a file nor a directory"):
+        from_model_definition([file("x", type=kind)])
+
+
+@pytest.mark.parametrize("mode", [0o120777, 0o020666, 0o060666, 0o010644, 0o140755])
+def test_a_file_whose_mode_says_that_it_is_none_is_refused(mode: int) -> None:
+    with pytest.raises(Invalid):
+        from_model_definition([file("x", mode=mode)])
+
+
+def test_special_bits_and_owners_do_not_get_through() -> None:
+    found = members(from_model_definition([file("x", mode=0o106755, uid=1000, gid=1000)]))["x"]
+    assert (found.mode, found.uid, found.gid, found.uname) == (0o755, 0, 0, "")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [file("a"), file("./a")],
+        [file("a"), file("a/b")],
+        [file("a/b/c"), file("a/b")],
+        [file(".", b"x")],
+        [{"path": "a", "content": "not base64!"}],
+        [{"path": "a", "content": 7}],
+        [{"path": 7}],
+        ["a"],
+        [file("a", mtime="soon")],
+        [file("a", mode="x")],
+    ],
+)
+def test_definitions_that_cannot_be(files: list[Any]) -> None:
+    with pytest.raises(Invalid):
+        from_model_definition(files)
+
+
+def test_more_than_determined_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_archive, "MAX_BYTES", 1000)
+    monkeypatch.setattr(context_archive, "MAX_FILES", 3)
+    from_model_definition([file("a", b"x" * 1000)])
+    with pytest.raises(Invalid, match=r"\.detignore"):
+        from_model_definition([file("a", b"x" * 600), file("b", b"x" * 600)])
+    with pytest.raises(Invalid, match="at most 3"):
+        from_model_definition([file(str(number)) for number in range(4)])

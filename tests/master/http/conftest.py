@@ -1,0 +1,72 @@
+"""A server for a fake cluster, and the genuine clients' sessions to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.master.http.fake_cluster import TASK_TOKEN, USER_TOKEN, FakeCluster
+from zero_trial.master.http import Server
+from zero_trial.master.http.server import Timeouts
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+@pytest.fixture
+def server(cluster: FakeCluster) -> Iterator[Server]:
+    with Server(cluster, patience=Timeouts(linger=0.2)) as running:
+        yield running
+
+
+@pytest.fixture
+def user(server: Server) -> Any:
+    """The genuine client's session with the user's token."""
+    api = pytest.importorskip("determined.common.api")
+    return api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
+
+
+@pytest.fixture
+def task(server: Server) -> Any:
+    """The genuine harness's session with the token of allocation task-1.1."""
+    api = pytest.importorskip("determined.common.api")
+    return api.TaskSession(server.url, "determined", TASK_TOKEN, None, max_retries=0)
+
+
+Ask = Callable[..., "tuple[int, dict[str, Any]]"]
+
+
+@pytest.fixture
+def ask(server: Server) -> Ask:
+    """Send one request as it is: (method, path, token of a user, token of a task, body, headers) -> (status, JSON)."""
+
+    def send(
+        method: str,
+        path: str,
+        *,
+        user: str = "",
+        task: str = "",
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        sent = dict(headers or {})
+        if user:
+            sent["Authorization"] = f"Bearer {user}"
+        if task:
+            sent["Grpc-Metadata-x-allocation-token"] = f"Bearer {task}"
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), sent)
+            answer = connection.getresponse()
+            text = answer.read()
+            return answer.status, json.loads(text) if text else {}
+        finally:
+            connection.close()
+
+    return send

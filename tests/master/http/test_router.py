@@ -1,0 +1,62 @@
+"""Paths lead to routes."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.errors import ZeroTrialError
+from zero_trial.master.http.response import Response
+from zero_trial.master.http.router import Route, Router
+
+
+def route(method: str, path: str) -> Route:
+    return Route(method, path, lambda call: Response())
+
+
+ROUTER = Router(
+    [
+        route("GET", "/a"),
+        route("POST", "/a"),
+        route("GET", "/a/{number:int}"),
+        route("GET", "/a/{name}/b"),
+        route("GET", "/a/special"),
+        route("DELETE", "/a/{number:int}/b/{other}"),
+    ]
+)
+
+
+def test_a_route_is_found_by_method_and_path() -> None:
+    found = ROUTER.find("DELETE", ["a", "7", "b", "x y"])
+    assert found is not None
+    assert (found.route.path, dict(found.args), list(found.numbers)) == (
+        "/a/{number:int}/b/{other}",
+        {"number": "7", "other": "x y"},
+        ["number"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "a", "/a"),
+        ("POST", "a", "/a"),
+        ("PUT", "a", None),
+        ("GET", "a/special", "/a/special"),
+        ("GET", "a/special/b", "/a/{name}/b"),
+        ("GET", "a/7", "/a/{number:int}"),
+        ("GET", "a/7/b", "/a/{name}/b"),
+        ("GET", "a/", None),
+        ("GET", "a//b", None),
+        ("GET", "b", None),
+        ("GET", "", None),
+        ("GET", "a/7/b/c/d", None),
+    ],
+)
+def test_literal_parts_win_and_nothing_is_guessed(method: str, path: str, expected: str | None) -> None:
+    found = ROUTER.find(method, path.split("/"))
+    assert (found.route.path if found else None) == expected
+
+
+def test_two_routes_for_the_same_thing_are_a_fault_of_ours() -> None:
+    with pytest.raises(ZeroTrialError, match="two routes"):
+        Router([route("GET", "/a/{x}"), route("GET", "/a/{y}")])

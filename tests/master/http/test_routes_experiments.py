@@ -1,0 +1,229 @@
+"""Experiments as the genuine client asks for them: each answer is read with Determined's own bindings."""
+
+from __future__ import annotations
+
+import base64
+import io
+import tarfile
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.master.http.conftest import Ask
+from tests.master.http.fake_cluster import USER_TOKEN, UUID, FakeCluster, checkpoint, experiment
+from zero_trial.master.records import ExperimentState, GcPolicy
+
+bindings = pytest.importorskip("determined.common.api.bindings")
+errors = pytest.importorskip("determined.common.api.errors")
+
+
+def file(path: str, content: bytes = b"", **changes: Any) -> Any:
+    values = {
+        "path": path,
+        "type": 48,
+        "content": base64.b64encode(content).decode(),
+        "mtime": "1",
+        "mode": 33188,
+        "uid": 0,
+        "gid": 0,
+    }
+    return bindings.v1File(**{**values, **changes})
+
+
+def request(**changes: Any) -> Any:
+    files = [file("sub", type=53, mode=16877), file("sub/data.txt", b"data"), file("model_def.py", b"print()")]
+    return bindings.v1CreateExperimentRequest(
+        **{"activate": True, "config": "name: example\n", "modelDefinition": files, **changes}
+    )
+
+
+def test_create_stores_a_clean_context_and_the_text_as_it_came(user: Any, cluster: FakeCluster) -> None:
+    answer = bindings.post_CreateExperiment(user, body=request())
+    assert answer.experiment.id == 3
+    assert answer.experiment.originalConfig == "name: example\n"
+    assert answer.experiment.username == "determined"
+    assert answer.warnings == [bindings.v1LaunchWarning.CURRENT_SLOTS_EXCEEDED]
+    with tarfile.open(fileobj=io.BytesIO(cluster.contexts[3])) as archive:
+        assert archive.getnames() == ["model_def.py", "sub", "sub/data.txt"]
+
+
+def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, cluster: FakeCluster) -> None:
+    bindings.post_CreateExperiment(user, body=request(validateOnly=True, activate=False, parentId=1))
+    new = cluster.calls[0][1]
+    assert (new.validate_only, new.activate, new.parent_id) == (True, False, 1)
+    assert 3 not in cluster.stored_experiments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": "wrong"}, "must be one of the four searchers"),
+        ({"template": "t"}, "templates are not kept here"),
+        ({"unmanaged": True}, "unmanaged experiments are not kept here"),
+        ({"projectId": 7}, "there is one project here"),
+        ({"modelDefinition": [file("../evil")]}, "leads out of the directory"),
+        ({"modelDefinition": [file("/etc/passwd")]}, "not a relative path"),
+        ({"modelDefinition": [file("link", type=50)]}, "neither a file nor a directory"),
+    ],
+)
+def test_what_cannot_be_created_says_why_in_one_line(
+    user: Any, cluster: FakeCluster, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(errors.APIException) as caught:
+        bindings.post_CreateExperiment(user, body=request(**changes))
+    assert message in str(caught.value)
+    assert 3 not in cluster.stored_experiments
+
+
+def test_lists_are_newest_first_and_filtered(user: Any, cluster: FakeCluster) -> None:
+    cluster.stored_experiments[3] = experiment(
+        3, owner="somebody", archived=True, labels=("a", "b"), state=ExperimentState.COMPLETED, name="Other"
+    )
+    everything = bindings.get_GetExperiments(user, offset=0, limit=200)
+    assert [each.id for each in everything.experiments] == [3, 2, 1]
+    assert (everything.pagination.total, everything.pagination.endIndex) == (3, 3)
+    for asked, expected in (
+        ({"archived": False}, [2, 1]),
+        ({"archived": True}, [3]),
+        ({"users": ["somebody"]}, [3]),
+        ({"labels": ["a"]}, [3]),
+        ({"name": "oth"}, [3]),
+        ({"states": [bindings.experimentv1State.COMPLETED]}, [3]),
+        ({"orderBy": bindings.v1OrderBy.ASC}, [1, 2, 3]),
+        ({"limit": 1, "offset": 1}, [2]),
+        ({"userIds": [1]}, [2, 1]),
+    ):
+        assert [each.id for each in bindings.get_GetExperiments(user, **asked).experiments] == expected, asked
+
+
+def test_one_experiment_with_its_place_in_the_queue(user: Any) -> None:
+    answer = bindings.get_GetExperiment(user, experimentId=1)
+    assert answer.experiment.state is bindings.experimentv1State.RUNNING
+    assert answer.experiment.config["searcher"]["metric"] == "validation_loss"
+    assert (answer.jobSummary.state, answer.jobSummary.jobsAhead) == (bindings.jobv1State.SCHEDULED, 0)
+    assert bindings.get_GetExperiment(user, experimentId=2).jobSummary is None
+    with pytest.raises(errors.NotFoundException, match="there is no experiment 9"):
+        bindings.get_GetExperiment(user, experimentId=9)
+
+
+def test_trials_of_an_experiment(user: Any) -> None:
+    answer = bindings.get_GetExperimentTrials(user, experimentId=1, offset=0, limit=200)
+    assert [(each.id, each.state) for each in answer.trials] == [(1, bindings.trialv1State.RUNNING)]
+    assert answer.pagination.total == 1
+    with pytest.raises(errors.NotFoundException):
+        bindings.get_GetExperimentTrials(user, experimentId=9)
+
+
+def test_the_model_definition_comes_back_as_it_lies(user: Any) -> None:
+    assert base64.b64decode(bindings.get_GetModelDef(user, experimentId=1).b64Tgz) == b"context of 1"
+
+
+def test_steering(user: Any, cluster: FakeCluster) -> None:
+    bindings.post_PauseExperiment(user, id=1)
+    bindings.post_ActivateExperiment(user, id=1)
+    bindings.post_CancelExperiment(user, id=1)
+    bindings.post_KillExperiment(user, id="2")
+    bindings.post_UnarchiveExperiment(user, id=2)
+    bindings.delete_DeleteExperiment(user, experimentId=1)
+    assert cluster.calls == [("pause", 1), ("activate", 1), ("cancel", 1), ("kill", 2), ("unarchive", 2), ("delete", 1)]
+    with pytest.raises(errors.APIException, match="is not archived") as caught:
+        bindings.post_ArchiveExperiment(user, id=1)
+    assert caught.value.status_code == 409
+
+
+def test_the_client_changes_what_it_read(user: Any, cluster: FakeCluster) -> None:
+    """``det experiment set description`` and ``label add`` send the whole experiment back as a patch."""
+    patch = bindings.v1PatchExperiment.from_json(bindings.get_GetExperiment(user, experimentId=1).experiment.to_json())
+    patch.description, patch.labels = "new words", ["x", "y", "x"]
+    answer = bindings.patch_PatchExperiment(user, body=patch, experiment_id=1)
+    assert (answer.experiment.description, answer.experiment.labels, answer.experiment.name) == (
+        "new words",
+        ["x", "y"],
+        "example",
+    )
+    change = cluster.calls[-1][1]
+    assert (change.resources, change.gc_policy) == (None, None)
+
+
+def test_resources_and_gc_policy_are_changed_apart(user: Any, cluster: FakeCluster) -> None:
+    resources, storage = bindings.PatchExperimentPatchResources, bindings.PatchExperimentPatchCheckpointStorage
+    for sent, expected in (
+        (resources(maxSlots=2), {"max_slots": 2}),
+        (resources(maxSlots=None), {"max_slots": None}),
+        (resources(weight=1.5), {"weight": 1.5}),
+        (resources(priority=3), {"priority": 3}),
+    ):
+        bindings.patch_PatchExperiment(user, body=bindings.v1PatchExperiment(id=1, resources=sent), experiment_id=1)
+        assert cluster.calls[-1][1].resources == expected
+    policy = storage(saveExperimentBest=0, saveTrialBest=1, saveTrialLatest=2)
+    bindings.patch_PatchExperiment(
+        user, body=bindings.v1PatchExperiment(id=1, checkpointStorage=policy), experiment_id=1
+    )
+    assert cluster.calls[-1][1].gc_policy == GcPolicy(0, 1, 2)
+    assert cluster.calls[-1][1].resources is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"labels": "x"},
+        {"labels": [1]},
+        {"name": 7},
+        {"resources": {"maxSlots": "two"}},
+        {"resources": {"weight": "nan"}},
+        {"checkpointStorage": {"saveExperimentBest": -1, "saveTrialBest": 1, "saveTrialLatest": 1}},
+        {"checkpointStorage": {"saveExperimentBest": 1}},
+    ],
+)
+def test_a_patch_that_makes_no_sense_is_refused(ask: Ask, cluster: FakeCluster, body: dict[str, Any]) -> None:
+    assert ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body=body)[0] == 400
+    assert cluster.calls == []
+
+
+def test_single_labels(user: Any) -> None:
+    assert bindings.put_PutExperimentLabel(user, experimentId=1, label="a b").labels == ["a b"]
+    assert bindings.put_PutExperimentLabel(user, experimentId=1, label="c").labels == ["a b", "c"]
+    assert bindings.delete_DeleteExperimentLabel(user, experimentId=1, label="a b").labels == ["c"]
+
+
+def test_an_ended_experiment_is_continued(user: Any, cluster: FakeCluster) -> None:
+    answer = bindings.post_ContinueExperiment(
+        user, body=bindings.v1ContinueExperimentRequest(id=1, overrideConfig="{}\n")
+    )
+    assert answer.experiment.id == 1
+    assert cluster.calls == [("continue", "{}\n")]
+
+
+def test_the_best_metric_is_404_until_there_is_one(task: Any, cluster: FakeCluster) -> None:
+    with pytest.raises(errors.NotFoundException):
+        bindings.get_GetBestSearcherValidationMetric(task, experimentId=1)
+    cluster.best = 0.25
+    assert bindings.get_GetBestSearcherValidationMetric(task, experimentId=1).metric == 0.25
+
+
+def test_what_a_gc_policy_would_delete_is_shown_in_the_old_words(user: Any, cluster: FakeCluster) -> None:
+    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 1, 1)
+    params = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+    answer = user.get("experiments/1/preview_gc", params=params).json()
+    assert answer["metric_name"] == "validation_loss"
+    assert [(each["UUID"], each["StepsCompleted"], each["Resources"]) for each in answer["checkpoints"]] == [
+        (UUID, 5, {"state.json": "11"})
+    ]
+    assert cluster.calls == [("preview_gc", GcPolicy(0, 1, 1))]
+
+
+def test_an_experiment_that_ended_has_a_duration(user: Any, cluster: FakeCluster) -> None:
+    cluster.stored_experiments[1] = replace(
+        cluster.stored_experiments[1],
+        ended=1_700_000_060.0,
+        state=ExperimentState.ERROR,
+        shown_state="",
+        best_metric=float("nan"),
+    )
+    found = bindings.get_GetExperiment(user, experimentId=1).experiment
+    assert (found.duration, found.state, found.endTime) == (
+        60,
+        bindings.experimentv1State.ERROR,
+        "2023-11-14T22:14:20.000Z",
+    )

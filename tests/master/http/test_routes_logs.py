@@ -1,0 +1,181 @@
+"""Logs as the genuine client reads them, followed and not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.master.http.conftest import Ask
+from tests.master.http.fake_cluster import USER_TOKEN, FakeCluster, line
+from zero_trial.master.http import Server
+
+api = pytest.importorskip("determined.common.api")
+bindings = pytest.importorskip("determined.common.api.bindings")
+
+
+def test_lines_are_printed_as_they_are(user: Any) -> None:
+    found = list(api.trial_logs(user, 1))
+    assert [each.message for each in found] == [
+        "[2023-11-14T22:13:24.000Z] first\n",
+        "[2023-11-14T22:13:24.000Z] [rank=1] second\n",
+    ]
+    assert [(each.log, each.level, each.rankId, each.trialId) for each in found] == [
+        ("first", bindings.v1LogLevel.INFO, None, 1),
+        ("second", bindings.v1LogLevel.ERROR, 1, 1),
+    ]
+
+
+def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, cluster: FakeCluster) -> None:
+    cluster.lines = [line("[rank=1] hello", rank=1)]
+    assert [each.message for each in api.trial_logs(user, 1)] == ["[2023-11-14T22:13:24.000Z] [rank=1] hello\n"]
+
+
+def test_heads_and_tails(user: Any, cluster: FakeCluster) -> None:
+    cluster.lines = [line(str(number)) for number in range(10)]
+    assert [each.log for each in api.trial_logs(user, 1, head=2)] == ["0", "1"]
+    assert [each.log for each in api.trial_logs(user, 1, tail=2)] == ["8", "9"]
+
+
+def test_what_is_asked_for_reaches_the_cluster(user: Any, cluster: FakeCluster) -> None:
+    list(
+        api.trial_logs(
+            user,
+            1,
+            rank_ids=[0, 1],
+            min_level=bindings.v1LogLevel.ERROR,
+            timestamp_after="2023-11-14T22:13:24Z",
+            timestamp_before="2023-11-14T22:13:25Z",
+            search_text="x",
+        )
+    )
+    query = cluster.calls[-1][1]
+    assert (query.rank_ids, query.levels, query.since, query.until, query.search) == (
+        (0, 1),
+        ("ERROR", "CRITICAL"),
+        1_700_000_004.0,
+        1_700_000_005.0,
+        "x",
+    )
+
+
+def test_filters_that_a_cluster_does_not_know_are_applied_before_the_limit(user: Any, cluster: FakeCluster) -> None:
+    cluster.lines = [
+        line(str(number), stdtype="stderr" if number % 2 else "stdout", source="master" if number > 7 else "task")
+        for number in range(10)
+    ]
+
+    def logs(**asked: Any) -> list[str]:
+        return [each.log for each in api.trial_logs(user, 1, **asked)]
+
+    assert logs(stdtypes=["stderr"], head=2) == ["1", "3"]
+    assert logs(stdtypes=["stderr"], tail=2) == ["7", "9"]
+    assert logs(sources=["master"]) == ["8", "9"]
+    assert logs(agent_ids=["laptop"], head=1) == ["0"]
+    assert logs(agent_ids=["elsewhere"]) == []
+    assert logs(container_ids=["container-1"], head=1) == ["0"]
+    assert logs(container_ids=["container-2"]) == []
+    assert [each.log for each in bindings.get_TrialLogs(user, trialId=1, searchText="[3-5]", enableRegex=True)] == [
+        "3",
+        "4",
+        "5",
+    ]
+
+
+@pytest.mark.parametrize("of", ["trials/1", "tasks/task-1"])
+def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(
+    ask: Ask, cluster: FakeCluster, of: str
+) -> None:
+    cluster.lines = [line("a" * 10_000 + "!")]
+    started = time.monotonic()
+    answer = ask("GET", f"/api/v1/{of}/logs?enableRegex=true&searchText=(a%2B)%2B%24", user=USER_TOKEN)
+    assert answer == (200, {})
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "limit=x",
+        "rankIds=x",
+        "timestampAfter=noon",
+        "enableRegex=true&searchText=(",
+        "enableRegex=true&searchText=(a{1000}b{1000}){1,9}",
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(ask: Ask, query: str) -> None:
+    assert ask("GET", f"/api/v1/trials/1/logs?{query}", user=USER_TOKEN)[0] == 400
+
+
+def test_logs_of_a_task_say_of_which_run(user: Any) -> None:
+    found = list(api.task_logs(user, "task-1"))
+    assert [(each.log, each.taskId, each.allocationId) for each in found] == [
+        ("first", "task-1", "task-1.1"),
+        ("second", "task-1", "task-1.1"),
+    ]
+
+
+def test_a_trial_that_is_not_there_has_no_logs(user: Any) -> None:
+    with pytest.raises(api.errors.NotFoundException):
+        list(api.trial_logs(user, 9))
+    with pytest.raises(api.errors.NotFoundException):
+        list(api.task_logs(user, "task-9"))
+
+
+def test_followed_lines_come_while_more_are_awaited(user: Any, cluster: FakeCluster) -> None:
+    lines = iter(api.trial_logs(user, 1, follow=True))
+    assert [next(lines).log, next(lines).log] == ["first", "second"]
+    cluster.log_ended.set()
+    assert [each.log for each in lines] == ["the last line"]
+
+
+def test_who_stops_reading_is_noticed_although_no_line_comes(server: Server, cluster: FakeCluster) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", "/api/v1/trials/1/logs?follow=true", headers={"Authorization": f"Bearer {USER_TOKEN}"})
+    answer = connection.getresponse()
+    assert json.loads(answer.readline())["result"]["log"] == "first"
+    answer.close()
+    connection.close()
+    beats, deadline = cluster.log_beats, threading.Event()
+    for _ in range(100):
+        deadline.wait(0.05)
+        if cluster.log_beats == beats:
+            break
+        beats = cluster.log_beats
+    assert cluster.log_beats == beats, "the lines are still being read for nobody"
+
+
+def test_followers_take_only_part_of_the_connections(cluster: FakeCluster) -> None:
+    with Server(cluster, connections=4) as server:
+        session = api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
+        following = [iter(api.trial_logs(session, 1, follow=True)) for _ in range(3)]
+        for lines in following:
+            next(lines)
+        with pytest.raises(api.errors.APIException, match="too many logs are being followed"):
+            next(iter(api.trial_logs(session, 1, follow=True)))
+        cluster.log_ended.set()
+        for lines in following:
+            assert [each.log for each in lines][-1] == "the last line"
+        assert next(iter(api.trial_logs(session, 1, follow=True))).log == "first"
+
+
+def test_the_masters_own_log(user: Any, cluster: FakeCluster, tmp_path: Path) -> None:
+    assert list(bindings.get_MasterLogs(user)) == []
+    cluster.log = tmp_path / "master.log"
+    cluster.log.write_text(
+        "no entry\n2026-01-31T12:00:00.000Z INFO up\n2026-01-31T12:00:01.000Z ERROR a fault\nTraceback\n  there\n2026-01-31T12:00:02.000Z INFO on\n"
+    )
+    entries = [each.logEntry for each in bindings.get_MasterLogs(user)]
+    assert [(each.id, each.message) for each in entries] == [(0, "up"), (1, "a fault\nTraceback\n  there"), (2, "on")]
+    assert entries[1].level is bindings.v1LogLevel.ERROR
+    assert [each.logEntry.message for each in bindings.get_MasterLogs(user, offset=-1)] == ["on"]
+    assert [each.logEntry.message for each in bindings.get_MasterLogs(user, offset=1, limit=1)] == [
+        "a fault\nTraceback\n  there"
+    ]
+    with pytest.raises(api.errors.APIException, match="zero-trial master logs"):
+        list(bindings.get_MasterLogs(user, follow=True))

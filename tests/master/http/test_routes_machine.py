@@ -1,0 +1,103 @@
+"""The machine and its queue as the genuine client asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.master.http.conftest import Ask
+from tests.master.http.fake_cluster import USER_TOKEN, FakeCluster
+
+bindings = pytest.importorskip("determined.common.api.bindings")
+errors = pytest.importorskip("determined.common.api.errors")
+
+
+def test_who_the_master_is(ask: Ask, user: Any) -> None:
+    status, answer = ask("GET", "/info")
+    assert (status, answer["version"], answer["telemetry"]) == (200, "0.38.1", {"enabled": False})
+    found = bindings.get_GetMaster(user)
+    assert (found.version, found.clusterName, found.rbacEnabled) == ("0.38.1", "here", False)
+    assert bindings.get_GetMasterConfig(user).config["resource_pools"] == [
+        {"pool_name": "default", "description": "this machine"}
+    ]
+
+
+def test_agents_and_slots_with_who_holds_them(user: Any) -> None:
+    (agent,) = bindings.get_GetAgents(user).agents
+    assert (agent.id, sorted(agent.slots), agent.resourcePools) == ("laptop", ["0", "1"], ["default"])
+    assert agent.slots["0"].container.id == "container-1"
+    assert agent.slots["1"].container is None
+    assert agent.slots["0"].device.type is bindings.devicev1Type.CPU
+    assert bindings.get_GetAgent(user, agentId="laptop").agent.id == "laptop"
+    assert len(bindings.get_GetSlots(user, agentId="laptop").slots) == 2
+    assert bindings.get_GetSlot(user, agentId="laptop", slotId="1").slot.id == "1"
+    for path in ("/api/v1/agents/elsewhere", "/api/v1/agents/laptop/slots/7"):
+        with pytest.raises(errors.NotFoundException):
+            user.get(path)
+
+
+def test_slots_are_switched_off_and_on(user: Any, cluster: FakeCluster) -> None:
+    body = bindings.v1DisableSlotRequest(agentId="laptop", slotId="1", drain=False)
+    assert bindings.post_DisableSlot(user, agentId="laptop", slotId="1", body=body).slot.enabled is False
+    assert bindings.post_EnableSlot(user, agentId="laptop", slotId="1").slot.enabled is True
+    body = bindings.v1DisableAgentRequest(agentId="laptop", drain=False)
+    assert bindings.post_DisableAgent(user, agentId="laptop", body=body).agent.slots["1"].enabled is False
+    assert bindings.post_EnableAgent(user, agentId="laptop").agent.slots["1"].enabled is True
+
+
+def test_the_one_pool(user: Any) -> None:
+    (pool,) = bindings.get_GetResourcePools(user).resourcePools
+    assert (pool.name, pool.slotsAvailable, pool.slotsUsed, pool.schedulerType) == (
+        "default",
+        2,
+        1,
+        bindings.v1SchedulerType.PRIORITY,
+    )
+    assert pool.defaultComputePool is True
+    assert bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="default").workspaceIds == [1]
+    with pytest.raises(errors.NotFoundException):
+        bindings.get_ListWorkspacesBoundToRP(user, resourcePoolName="other")
+
+
+def test_the_queue(user: Any) -> None:
+    (job,) = bindings.get_GetJobsV2(user, resourcePool=None, offset=0, limit=100, orderBy=bindings.v1OrderBy.ASC).jobs
+    assert (job.full.jobId, job.full.entityId, job.full.priority, job.full.allocatedSlots) == ("job-1", "1", 42, 1)
+    assert job.full.summary.state is bindings.jobv1State.SCHEDULED
+    assert [each.jobId for each in bindings.get_GetJobs(user, resourcePool="default").jobs] == ["job-1"]
+    with pytest.raises(errors.NotFoundException):
+        bindings.get_GetJobsV2(user, resourcePool="other")
+
+
+def test_priorities_are_changed_through_the_queue(user: Any, cluster: FakeCluster) -> None:
+    def update(**control: Any) -> None:
+        body = bindings.v1UpdateJobQueueRequest(updates=[bindings.v1QueueControl(jobId="job-1", **control)])
+        bindings.post_UpdateJobQueue(user, body=body)
+
+    update(priority=7)
+    update(weight=2.5)
+    assert [call[1].resources for call in cluster.calls] == [{"priority": 7}, {"weight": 2.5}]
+    for control in ({"aheadOf": "job-2"}, {"resourcePool": "other"}):
+        with pytest.raises(errors.APIException) as caught:
+            update(**control)
+        assert caught.value.status_code == 501
+    assert len(cluster.calls) == 2
+
+
+def test_an_update_with_one_wrong_job_changes_none(ask: Ask, cluster: FakeCluster) -> None:
+    updates = [{"jobId": "job-1", "priority": 1}, {"jobId": "job-9", "priority": 1}]
+    assert ask("POST", "/api/v1/job-queues", user=USER_TOKEN, body={"updates": updates})[0] == 404
+    assert ask("POST", "/api/v1/job-queues", user=USER_TOKEN, body={"updates": "x"})[0] == 400
+    assert cluster.calls == []
+
+
+def test_the_one_workspace_and_its_one_project(user: Any) -> None:
+    (workspace,) = bindings.get_GetWorkspaces(user).workspaces
+    assert (workspace.id, workspace.name, workspace.numExperiments) == (1, "Uncategorized", 2)
+    assert bindings.get_GetWorkspaces(user, name="other").workspaces == []
+    assert bindings.get_GetWorkspace(user, id=1).workspace.name == "Uncategorized"
+    assert [each.name for each in bindings.get_GetWorkspaceProjects(user, id=1).projects] == ["Uncategorized"]
+    assert bindings.get_GetProject(user, id=1).project.numActiveExperiments == 2
+    for path in ("/api/v1/workspaces/2", "/api/v1/workspaces/2/projects", "/api/v1/projects/2"):
+        with pytest.raises(errors.NotFoundException):
+            user.get(path)

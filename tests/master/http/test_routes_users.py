@@ -1,0 +1,142 @@
+"""Users as the genuine client asks for them: log in and out, accounts and their limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.master.http.conftest import Ask
+from tests.master.http.fake_cluster import USER_TOKEN, FakeCluster
+from zero_trial.master import auth
+from zero_trial.master.http import Server
+
+authentication = pytest.importorskip("determined.common.api.authentication")
+bindings = pytest.importorskip("determined.common.api.bindings")
+client = pytest.importorskip("determined.experimental.client")
+errors = pytest.importorskip("determined.common.api.errors")
+
+PASSWORD = "Correct1horse"
+
+
+@pytest.fixture
+def known(cluster: FakeCluster) -> FakeCluster:
+    cluster.stored_users[1] = replace(cluster.stored_users[1], password=auth.store_password(auth.client_hash(PASSWORD)))
+    return cluster
+
+
+def test_the_genuine_client_logs_in_and_out(server: Server, known: FakeCluster) -> None:
+    session = authentication.login(server.url, "determined", PASSWORD)
+    assert bindings.get_GetMe(session).user.username == bindings.get_CurrentUser(session).user.username == "determined"
+    bindings.post_Logout(session)
+    with pytest.raises(errors.UnauthenticatedException):
+        bindings.get_GetMe(session)
+
+
+@pytest.mark.parametrize(
+    ("name", "password"), [("determined", "wrong"), ("determined", ""), ("nobody", PASSWORD), ("' OR '1'='1", PASSWORD)]
+)
+def test_a_wrong_login_is_refused_in_the_words_that_clients_know(
+    server: Server, known: FakeCluster, name: str, password: str
+) -> None:
+    with pytest.raises(errors.ForbiddenException, match=r"Forbidden\(invalid credentials\)$"):
+        authentication.login(server.url, name, password)
+
+
+def test_a_plain_password_is_understood_too(ask: Ask, known: FakeCluster) -> None:
+    status, answer = ask("POST", "/api/v1/auth/login", body={"username": "determined", "password": PASSWORD})
+    assert status == 200
+    assert answer["user"] == {
+        "id": 1,
+        "username": "determined",
+        "displayName": "",
+        "admin": True,
+        "active": True,
+        "remote": False,
+    }
+
+
+@pytest.mark.parametrize("body", [{}, {"username": 7, "password": "x"}, {"username": "a", "password": ["x"]}])
+def test_a_login_that_is_none_is_refused(ask: Ask, body: dict[str, Any]) -> None:
+    assert ask("POST", "/api/v1/auth/login", body=body)[0] == 400
+
+
+def test_a_large_login_is_not_read(ask: Ask) -> None:
+    assert ask("POST", "/api/v1/auth/login", body={"username": "x" * 20_000})[0] == 413
+
+
+def test_accounts_through_the_genuine_client(user: Any, server: Server) -> None:
+    determined = client.Determined._from_session(user)
+    made = determined.create_user("somebody", admin=False, password="Another1word")
+    assert [each.username for each in determined.list_users()] == ["determined", "somebody"]
+    session = authentication.login(server.url, "somebody", "Another1word")
+    made.change_password("Other2words")
+    made.rename("someone")
+    made.change_display_name("Some One")
+    assert determined.get_user_by_name("someone").display_name == "Some One"
+    assert determined.get_user_by_id(made.user_id).username == "someone"
+    assert authentication.login(server.url, "someone", "Other2words").token != session.token
+    made.deactivate()
+    assert [each.username for each in determined.list_users(active=True)] == ["determined"]
+    with pytest.raises(errors.UnauthenticatedException):
+        bindings.get_GetMe(session)
+    with pytest.raises(errors.ForbiddenException):
+        authentication.login(server.url, "someone", "Other2words")
+
+
+def test_who_is_no_administrator_changes_only_himself_and_only_a_little(user: Any, server: Server) -> None:
+    client.Determined._from_session(user).create_user("somebody", admin=False, password="Another1word")
+    own = authentication.login(server.url, "somebody", "Another1word")
+    determined = client.Determined._from_session(own)
+    determined.get_user_by_name("somebody").change_password("Other2words")
+    for forbidden in (
+        lambda: determined.create_user("third", admin=True, password="Another1word"),
+        lambda: determined.get_user_by_name("determined").change_password("Other2words"),
+        lambda: determined.get_user_by_name("somebody").rename("root"),
+        lambda: bindings.patch_PatchUser(own, body=bindings.v1PatchUser(admin=True), userId=2),
+    ):
+        with pytest.raises(errors.ForbiddenException):
+            forbidden()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"user": {"username": "determined"}, "password": "x"}, 400),
+        ({"user": {"username": ""}, "password": "x"}, 400),
+        ({"user": {"username": "a\nb"}, "password": "x"}, 400),
+        ({"user": {"username": "new"}}, 400),
+        ({"user": {"username": "new"}, "password": ""}, 400),
+        ({"user": {"username": "new", "remote": True}, "password": "x"}, 501),
+        ({"user": 7}, 400),
+    ],
+)
+def test_accounts_that_cannot_be(ask: Ask, cluster: FakeCluster, body: dict[str, Any], status: int) -> None:
+    assert ask("POST", "/api/v1/users", user=USER_TOKEN, body=body)[0] == status
+    assert len(cluster.stored_users) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"active": False}, 409),
+        ({"admin": False}, 409),
+        ({"username": "other"}, 409),
+        ({"password": ""}, 400),
+        ({"username": " "}, 400),
+        ({"agentUserGroup": {"agentUid": 0}}, 501),
+    ],
+)
+def test_an_administrator_does_not_lock_himself_out(
+    ask: Ask, cluster: FakeCluster, body: dict[str, Any], status: int
+) -> None:
+    before = cluster.stored_users[1]
+    assert ask("PATCH", "/api/v1/users/1", user=USER_TOKEN, body=body)[0] == status
+    assert cluster.stored_users[1] == before
+
+
+def test_a_user_who_is_not_there(user: Any) -> None:
+    for path in ("/api/v1/users/9", "/api/v1/users/nobody/by-username"):
+        with pytest.raises(errors.NotFoundException, match="there is no user"):
+            user.get(path)

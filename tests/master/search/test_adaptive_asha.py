@@ -1,0 +1,233 @@
+"""adaptive_asha, event by event. Every trace is derived by hand from Determined's published rules; the comments hold the derivation.
+
+Unless said otherwise there is one bracket of two rungs, after 2 and after 4 batches, divisor 2, four trials, two at a time. Of n trials
+measured at a rung the best max(int(n / 2), 1) go on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.master.search.driving import LR, Play, twin
+from zero_trial.master.search import ExitReason, MetricMissing, build
+
+TWO_RUNGS = {
+    "name": "adaptive_asha",
+    "metric": "loss",
+    "time_metric": "batches",
+    "max_time": 4,
+    "max_trials": 4,
+    "max_concurrent_trials": 2,
+    "divisor": 2,
+    "bracket_rungs": [2],
+}
+ERRORED, INVALID, CANCELED = ExitReason.ERRORED, ExitReason.INVALID_HP, ExitReason.CANCELED
+
+
+def play(**changes: Any) -> Play:
+    return Play(build({**TWO_RUNGS, **changes}, LR, seed=3))
+
+
+def test_a_whole_search():
+    it = play()
+    assert it.start() == "+1 +2"
+    assert it.val(1, 1, 1.0) == ""  # below the first rung
+    assert it.val(1, 2, 1.0) == ""  # the best of one goes on
+    assert it.val(2, 2, 2.0) == "-2 +3"  # second of two, one goes on; three trials of four
+    assert it.exit(2) == ""
+    assert it.val(3, 2, 0.5) == ""  # first of three
+    assert it.val(1, 4, 0.9) == "-1 +4"  # the top rung ends every trial
+    assert it.val(4, 2, 0.7) == ""  # 0.5 0.7 1.0 2.0: second of four, two go on
+    assert it.val(3, 4, 0.4) == "-3"  # four trials of four: no fifth
+    assert it.val(4, 4, 0.6) == "-4"
+    assert [it.exit(trial) for trial in (1, 3, 4)] == ["", "", "."]
+
+
+def test_one_validation_passes_several_rungs():
+    it = play()
+    it.start()
+    assert it.val(1, 4, 1.0) == "-1 +3"  # first of one at rung 1, and at the top
+    assert it.val(2, 4, 2.0) == "-2 +4"  # second of two at rung 1: the top never sees it
+    (bracket,) = it.search.brackets  # type: ignore[attr-defined]
+    assert [len(rung.entries) for rung in bracket.rungs] == [2, 1]
+
+
+def test_a_rung_is_passed_late_with_the_metric_of_then():
+    it = play()
+    it.start()
+    assert it.val(1, 3, 1.0) == ""  # measured at rung 1 (2 <= 3), waits for 4
+    assert it.val(1, 3, 0.1) == ""  # not measured again: its next rung is the top
+    (bracket,) = it.search.brackets  # type: ignore[attr-defined]
+    assert [metric for metric, _ in bracket.rungs[0].entries] == [1.0]
+
+
+def test_equals_the_newcomer_goes_on():
+    it = play()
+    it.start()
+    assert it.val(1, 2, 1.0) == ""
+    assert it.val(2, 2, 1.0) == ""  # stands before its equal: first of two
+
+
+def test_larger_is_better():
+    it = play(smaller_is_better=False)
+    it.start()
+    assert it.val(1, 2, 0.5) == ""
+    assert it.val(2, 2, 0.9) == ""  # better than 0.5: first of two
+    assert it.val(1, 4, 0.6) == "-1 +3"
+    assert it.val(3, 2, 0.4) == "-3 +4"  # third of three
+
+
+def test_invalid_hyperparameters_leave_no_trace_and_are_replaced():
+    it = play()
+    it.start()
+    assert it.val(1, 2, 1.0) == ""
+    assert it.exit(1, INVALID) == "+3"
+    assert it.val(2, 2, 5.0) == ""  # the 1.0 is gone: first of one
+
+
+def test_invalid_ones_do_not_count():
+    it = play(max_trials=2)
+    it.start()
+    assert it.exit(1, INVALID) == "+3"
+    assert it.exit(3, INVALID) == "+4"  # trials 2 and 4 are the two
+    assert it.val(2, 4, 1.0) == "-2"
+    assert it.val(4, 4, 0.5) == "-4"
+    assert [it.exit(2), it.exit(4)] == ["", "."]
+
+
+def test_an_error_is_the_worst_metric():
+    it = play()
+    it.start()
+    assert it.exit(1, ERRORED) == "+3"  # three trials of four
+    assert it.val(2, 2, 9.0) == ""  # first of two: the error is behind it
+    assert it.val(3, 2, 10.0) == "-3 +4"  # 9, 10, error: second of three, one goes on
+    assert it.exit(4, CANCELED) == ""  # as an error, and all four trials are used
+
+
+def test_an_error_at_the_second_rung():
+    it = play()
+    it.start()
+    assert it.val(1, 2, 1.0) == ""
+    assert it.exit(1, ERRORED) == "+3"  # the worst at rung 2, its 1.0 stays at rung 1
+    assert it.val(2, 2, 2.0) == "-2 +4"  # second of two
+
+
+def test_all_in_error():
+    it = play(max_trials=2)
+    assert it.start() == "+1 +2"
+    assert [it.exit(1, ERRORED), it.exit(2, ERRORED)] == ["", "!"]
+
+
+def test_not_a_number_is_the_worst():
+    it = play()
+    it.start()
+    assert it.val(1, 2, math.nan) == ""  # the best of one, whatever it is
+    assert it.val(2, 2, 3.0) == ""  # first of two
+    assert it.val(1, 4, "NaN") == "-1 +3"
+    assert it.val(3, 2, "Infinity") == "-3 +4"  # 3.0, then the worst: second of three, one goes on
+
+
+def test_a_trial_that_ends_before_the_top_is_not_replaced():
+    it = play()
+    it.start()
+    assert it.exit(1) == ""
+    assert it.exit(2) == "."
+
+
+def test_a_stopped_trial_says_no_more():
+    it = play()
+    it.start()
+    it.val(1, 2, 1.0)
+    assert it.val(2, 2, 2.0) == "-2 +3"
+    before = it.search.snapshot()
+    assert it.val(2, 3, 0.1) == "" and it.search.snapshot() == before
+    assert it.exit(2, ERRORED) == ""  # it fell over on its way out: measured and replaced already
+    assert it.val(3, 2, 1.5) == "-3 +4"  # 1.0 1.5 2.0, no fourth: second of three
+
+
+def test_one_rung_is_random_search():
+    it = play(bracket_rungs=[1], max_trials=3)
+    it.start()
+    assert it.val(1, 3, 0.0) == ""
+    assert it.val(1, 4, 9.0) == "-1 +3"
+    assert it.val(2, 5, 1.0) == "-2"
+
+
+def test_two_brackets_do_not_see_each_other():
+    # Rungs min(5, log2(4) + 1 = 3, log2(8) + 1 = 4) = 3; standard takes 2 and 3. Weights 4/3 and 1: 4.6 and 3.4 of 8, so 5 and 3.
+    # Bracket A after 1, 2, 4 batches: trials 1, 2. Bracket B after 2, 4: trials 3, 4.
+    it = play(bracket_rungs=[], max_trials=8, max_concurrent_trials=4)
+    assert it.start() == "+1 +2 +3 +4"
+    assert it.val(1, 1, 1.0) == ""
+    assert it.val(3, 1, 9.0) == ""  # below B's first rung
+    assert it.val(2, 1, 2.0) == "-2 +5"  # A: second of two
+    assert it.val(3, 2, 9.0) == ""  # B: first of one, though A has better
+    assert it.val(4, 2, 10.0) == "-4 +6"  # B: second of two
+    assert it.val(6, 1, 0.1) == ""  # B again
+    assert it.val(5, 1, 3.0) == "-5 +7"  # A: third of three; the fourth of five
+    assert it.val(7, 1, 4.0) == "-7 +8"
+    assert it.val(8, 1, 5.0) == "-8"  # A has had its five
+
+
+def test_max_length_is_the_older_form():
+    config = {key: value for key, value in TWO_RUNGS.items() if key not in ("max_time", "time_metric")}
+    search = build({**config, "max_length": {"batches": 4}}, LR, seed=3)
+    assert search.snapshot() == build(TWO_RUNGS, LR, seed=3).snapshot()
+    epochs = Play(build({**config, "max_length": {"epochs": 4}}, LR, seed=3))
+    epochs.start()
+    assert epochs.val(1, 100, 1.0, epochs=1) == ""
+    assert epochs.val(1, 400, 1.0, epochs=4) == "-1 +3"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"batches": 2}, 'searcher.metric: the validation has no number "loss": got batches in the validation metrics'),
+        ({"loss": 1.0}, 'searcher.time_metric: the validation has no number "batches"'),
+        ({}, "got no metrics in the validation metrics"),
+        ({"loss": "low", "batches": 2}, "got 'low'"),
+        ({"loss": True, "batches": 2}, "got True"),
+        ({"loss": 1.0, "batches": math.nan}, "got nan"),
+    ],
+)
+def test_a_metric_that_is_missing_changes_nothing(metrics: dict[str, Any], message: str):
+    it = play()
+    it.start()
+    before = it.search.snapshot()
+    with pytest.raises(MetricMissing) as error:
+        it.search.on_validation(it.ids[0], metrics)
+    assert message in str(error.value)
+    assert it.search.snapshot() == before
+    assert it.exit(1, ERRORED) == "+3"  # what the caller does next
+
+
+def test_progress():
+    it = play()
+    it.start()
+    assert it.search.progress({}) == 0
+    it.val(1, 2, 1.0)
+    it.val(2, 2, 2.0)
+    assert it.search.progress({}) == pytest.approx(2 / (1.2 * 4))  # two of four measured, a fifth on top for the rest
+    it.exit(2)
+    it.val(3, 2, 3.0)
+    it.exit(3)
+    it.val(4, 2, 4.0)
+    it.exit(4)
+    assert it.search.progress({}) == pytest.approx(4 / 4.8)  # more than the three of four that are over
+    it.val(1, 4, 1.0)
+    it.exit(1)
+    assert it.search.progress({}) == 1.0
+
+
+def test_a_restart_in_the_middle():
+    it = play()
+    it.start()
+    it.val(1, 2, 1.0)
+    again = play()
+    again.search, again.ids = twin(it.search, TWO_RUNGS, LR), list(it.ids)
+    for each in (it, again):
+        assert each.val(2, 2, 2.0) == "-2 +3"
+    assert again.ids == it.ids and again.hparams == it.hparams[-1:] and again.seeds == it.seeds[-1:]

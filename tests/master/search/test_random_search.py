@@ -1,0 +1,90 @@
+"""Random search and its smallest form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.master.search.driving import LR, Play
+from zero_trial.master.search import ExitReason, build
+from zero_trial.master.search.searcher import MOST_INVALID_IN_A_ROW
+
+INVALID = ExitReason.INVALID_HP
+
+
+def play(space: dict[str, Any] = LR, **changes: Any) -> Play:
+    return Play(build({"name": "random", "metric": "loss", "max_trials": 3, **changes}, space, seed=1))
+
+
+def test_two_at_a_time():
+    it = play(max_concurrent_trials=2)
+    assert it.start() == "+1 +2"
+    assert it.val(1, 10, 0.5) == ""  # validations decide nothing
+    assert [it.exit(2), it.exit(1), it.exit(3)] == ["+3", "", "."]
+    assert len({values["lr"] for values in it.hparams}) == 3 and len(set(it.seeds)) == 3
+
+
+@pytest.mark.parametrize("most", [0, 16])
+def test_all_at_once(most: int):
+    assert play(max_concurrent_trials=most).start() == "+1 +2 +3"
+
+
+def test_sixteen_at_a_time_by_default():
+    assert play(max_trials=99).start().count("+") == 16
+
+
+def test_invalid_ones_are_replaced_and_do_not_count():
+    it = play(max_concurrent_trials=1)
+    assert it.start() == "+1"
+    assert [it.exit(1, INVALID), it.exit(2), it.exit(3, INVALID), it.exit(4), it.exit(5)] == [
+        "+2",
+        "+3",
+        "+4",
+        "+5",
+        ".",
+    ]
+
+
+def test_errors_count():
+    it = play(max_concurrent_trials=1, max_trials=2)
+    it.start()
+    assert [it.exit(1, ExitReason.ERRORED), it.exit(2, ExitReason.ERRORED)] == ["+2", "!"]
+
+
+def test_a_canceled_search_has_not_failed():
+    it = play(max_concurrent_trials=1, max_trials=1)
+    it.start()
+    assert it.exit(1, ExitReason.CANCELED) == "."
+
+
+def test_a_space_with_nothing_valid_in_it_ends():
+    it = play(max_concurrent_trials=1)
+    it.start()
+    words = [it.exit(number, INVALID) for number in range(1, MOST_INVALID_IN_A_ROW + 1)]
+    assert words[-1] == "!" and all(word.startswith("+") for word in words[:-1])
+
+
+def test_single():
+    it = Play(build({"name": "single", "metric": "loss"}, {"lr": 0.1}, seed=1))
+    assert (it.start(), it.exit(1)) == ("+1", ".")
+    assert it.hparams == [{"lr": 0.1}]
+
+
+def test_an_invalid_single_is_the_same_again_and_not_repeated():
+    it = Play(build({"name": "single", "metric": "loss"}, {"lr": 0.1}, seed=1))
+    it.start()
+    assert it.exit(1, INVALID) == "!"
+
+
+def test_progress():
+    it = play(max_concurrent_trials=2)
+    it.start()
+    assert it.search.progress({it.ids[0]: 0.5, it.ids[1]: 0.25}) == pytest.approx(0.25)
+    it.exit(1, INVALID)
+    assert it.search.progress({it.ids[1]: 0.25}) == pytest.approx(0.25 / 3)  # what is invalid has done nothing
+    it.exit(2, ExitReason.ERRORED)
+    assert it.search.progress({it.ids[2]: 0.5}) == pytest.approx(0.5)
+    it.exit(3)
+    it.exit(4)
+    assert it.search.progress({}) == 1.0

@@ -1,0 +1,214 @@
+"""The rehearsed rank against real ranks that train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.preflight.measured import ROWS, batch, build, ds_config, watched_step
+from tests.support.pool import Pools
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.preflight.compare import memory_plan
+from zero_trial.preflight.dry_run import Blueprint, Role, Way, dry_run, dry_run_any, variant, ways
+from zero_trial.preflight.plan import Figures
+
+
+def planned(folder: str, config: dict[str, Any], *, imagined: bool, ranks: int = 2) -> Figures:
+    role = Role(Blueprint(build(folder)), read_ds_config(config))
+
+    def micro(engines: Any, batches: Any) -> None:
+        engines[0].backward(engines[0](*batches[0]))
+        engines[0].step()
+
+    return dry_run([role], ranks, micro, [batch()], calls=config["gradient_accumulation_steps"], imagined=imagined)
+
+
+def assert_as_measured(figures: Figures, real: dict[str, int]) -> None:
+    """What lives through a step to the byte, the peak within a tenth."""
+    assert (figures.parameters, figures.gradients, figures.optimizer) == (
+        real["parameters"],
+        real["gradients"],
+        real["optimizer"],
+    )
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("folder", ["gpt", "bert_mlm"])
+def test_the_plan_is_what_real_ranks_need(ranks: Pools, folder: str, stage: int, bf16: bool) -> None:
+    config = ds_config(stage, bf16=bf16)
+    figures = planned(folder, config, imagined=True)
+    assert figures.peak is not None and figures.activations is not None
+    for real in ranks(2).run(watched_step, folder, config):
+        states = real["parameters"] + real["gradients"] + real["optimizer"]
+        assert figures.states == pytest.approx(states, rel=0.02)
+        assert (figures.parameters, figures.gradients, figures.optimizer) == (
+            real["parameters"],
+            real["gradients"],
+            real["optimizer"],
+        )
+        assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+        assert figures.activations == pytest.approx(real["activations"], rel=0.10)
+        assert (
+            states <= real["live"] - real["rooms"] <= 1.02 * states + 8192
+        )  # the watcher misses nothing, and little else lives on
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_imagined_and_real_numbers_give_one_plan(stage: int) -> None:
+    config = ds_config(stage, bf16=True, accumulation=2, gradient_clipping=1.0)
+    assert planned("gpt", config, imagined=True) == planned("gpt", config, imagined=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulation_of_bf16_gradients_in_fp32(ranks: Pools, stage: int) -> None:
+    config = ds_config(stage, bf16=True, accumulation=2)
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert_as_measured(figures, real)
+
+
+@pytest.mark.parametrize("name", ["Lion", "Adagrad", "SGD", "Lamb"])
+def test_every_optimizer_makes_its_own_state(ranks: Pools, name: str) -> None:
+    config = ds_config(2) | {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert figures.optimizer == real["optimizer"]
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16: bool) -> None:
+    config = ds_config(stage, bf16=bf16)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
+    config["zero_optimization"] |= {"offload_optimizer": offload, "sub_group_size": 4096}
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert_as_measured(figures, real)
+    assert figures.optimizer < planned("gpt", ds_config(stage, bf16=bf16), imagined=True).optimizer
+    assert planned("gpt", config, imagined=False).states == figures.states
+
+
+@pytest.mark.parametrize(("bf16", "state"), [(False, "nvme"), (True, "none")], ids=["fp32", "bf16"])
+def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, bf16: bool, state: str) -> None:
+    config = ds_config(3, bf16=bf16)
+    params = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, "max_in_cpu": 0, "buffer_size": 4096}
+    offload = {"device": state, "nvme_path": str(tmp_path), "buffer_count": 2}
+    config["zero_optimization"] |= {"offload_param": params, "offload_optimizer": offload, "sub_group_size": 4096}
+    figures = planned("gpt", config, imagined=True)
+    real = ranks(2).run(watched_step, "gpt", config)[0]
+    assert_as_measured(figures, real)
+    assert figures.parameters < planned("gpt", ds_config(3, bf16=bf16), imagined=True).parameters
+
+
+def test_states_alone_are_the_papers_figures() -> None:
+    """Rajbhandari et al. 2020, figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes per parameter in mixed precision with Adam."""
+    blueprint = Blueprint(torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4))))
+    for stage, (whole, shared) in enumerate([(16, 0), (4, 12), (2, 14), (0, 16)]):
+        zero = {"stage": stage, "param_persistence_threshold": 0}
+        role = Role(blueprint, read_ds_config(ds_config(0, bf16=True) | {"zero_optimization": zero}))
+        assert dry_run([role], 4, None).states == blueprint.parameters * (whole + shared / 4)
+
+
+class Reads(torch.nn.Module):
+    """Reads an integer out of a tensor, which an imagined one does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = int((x > 0).sum().item())
+        return self.inner(x).sum() * count
+
+
+def micro_of(model: torch.nn.Module, *, broken: bool = False) -> tuple[Role, Any]:
+    role = Role(Blueprint(model), read_ds_config(ds_config(1)))
+
+    def micro(engines: Any, batches: Any) -> None:
+        if broken:
+            raise ValueError("the user's own fault")
+        engines[0].backward(engines[0](batches[0]))
+        engines[0].step()
+
+    return role, micro
+
+
+def test_a_model_that_reads_its_values_is_traced_on_real_ones() -> None:
+    role, micro = micro_of(Reads())
+    figures, how = dry_run_any([role], 2, micro, [torch.ones(2, 4)])
+    assert how == "traced" and figures.peak is not None
+
+
+def test_small_work_is_traced_and_large_work_imagined() -> None:
+    class Sums(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum()
+
+    role, micro = micro_of(Sums(4, 4))
+    assert dry_run_any([role], 2, micro, [torch.ones(2, 4)])[1] == "traced"
+    large = torch.ones(1, 1).expand(20_000_000, 4)  # 20 parameters times 80 M elements, in no memory
+    assert dry_run_any([role], 2, micro, [large])[1] == "imagined"
+
+
+def test_the_ways_to_rehearse() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert ways(cpu, work=1, scaled=False) == [Way.TRACED, Way.IMAGINED]
+    assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.IMAGINED, Way.TRACED]
+    assert ways(cuda, work=1, scaled=False) == [Way.IMAGINED, Way.IMAGINED_ON_CPU, Way.TRACED]
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch can imagine a GPU")
+def test_a_gpu_is_imagined_on_the_cpu_where_torch_knows_none() -> None:
+    """NCCL receives into no tensor and no segment; between CPU ranks gradients are read where they are. The states are the same."""
+    on_cpu, on_gpu = (memory_plan(build("gpt"), ds_config(0), 2, batch(), device=device) for device in ("cpu", "cuda"))
+    assert on_gpu.how == "imagined on the CPU" and on_gpu.figures.states == on_cpu.figures.states
+    assert on_gpu.figures.exchange == 0 == on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("folder", ["gpt", "bert_mlm"])
+def test_the_plan_is_what_a_gpu_needs(folder: str, stage: int, bf16: bool) -> None:
+    config = ds_config(stage, bf16=bf16)
+    figures = memory_plan(build(folder), config, 1, batch(), device="cuda").figures
+    real = watched_step(folder, config)
+    assert figures.states == pytest.approx(real["parameters"] + real["gradients"] + real["optimizer"], rel=0.02)
+    assert figures.peak == pytest.approx(real["peak"], rel=0.10)
+
+
+def test_the_users_own_fault_is_named() -> None:
+    role, micro = micro_of(Reads(), broken=True)
+    with pytest.raises(TrialError, match="cannot be rehearsed: the user's own fault: got ValueError"):
+        dry_run_any([role], 2, micro, [torch.ones(2, 4)])
+
+
+def test_a_config_that_cannot_be_is_refused_as_it_would_be() -> None:
+    settings = variant(read_ds_config(ds_config(1, mesh={"shard": 2})), stage=0, micro_batch=ROWS, accumulation=1)
+    with pytest.raises(ConfigError, match=r"mesh\.shard"):
+        dry_run_any([Role(Blueprint(build("gpt")), settings)], 2, None)
+
+
+def test_the_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    planned("bert_mlm", ds_config(0), imagined=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_variant_is_silent() -> None:
+    settings = read_ds_config(ds_config(2, steps_per_print=1, wall_clock_breakdown=True, csv_monitor={"enabled": True}))
+    other = variant(settings, stage=3, micro_batch=2, accumulation=5)
+    assert (other.zero_optimization.stage, other.train_micro_batch_size_per_gpu, other.gradient_accumulation_steps) == (
+        3,
+        2,
+        5,
+    )
+    assert not other.csv_monitor.enabled and not other.wall_clock_breakdown and other.steps_per_print is None

@@ -1,0 +1,51 @@
+"""Findings, and the place that a message names."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.preflight.issues import Area, Issue, IssueLocation, Severity, issues_of, note, split_where
+
+
+def test_a_finding_for_programs():
+    error = ConfigError("wrong value", where="const.yaml:14 data.x", got=3, expected="a word", fix="Write a.")
+    finding = Issue(Area.DS_CONFIG, Severity.FAULT, error, (3, 7), "at 2 of 9 points")
+    assert finding.text == "const.yaml:14 data.x: wrong value: got 3, expected a word. Write a. (at 2 of 9 points)"
+    assert finding.as_json() == {
+        "severity": "error",
+        "area": "ds_config",
+        "file": "const.yaml",
+        "line": 14,
+        "key": "data.x",
+        "what": "wrong value",
+        "got": "3",
+        "expected": "a word",
+        "fix": "Write a.",
+        "points": [3, 7],
+        "text": finding.text,
+    }
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        (None, IssueLocation()),
+        ("const.yaml:14 searcher.metric", IssueLocation("const.yaml", 14, "searcher.metric")),
+        ("const.yaml searcher.metric", IssueLocation("const.yaml", None, "searcher.metric")),
+        ("a/model_def.py:3", IssueLocation("a/model_def.py", 3)),
+        ("ds_config.json", IssueLocation("ds_config.json")),
+        ("hyperparameters.lr", IssueLocation(key="hyperparameters.lr")),
+        ("--slots", IssueLocation(key="--slots")),
+        ("MODEL_DIR /a/b", IssueLocation(key="MODEL_DIR /a/b")),
+    ],
+)
+def test_a_place_taken_apart(where: str | None, place: IssueLocation):
+    assert split_where(where) == place
+
+
+def test_an_error_of_many_faults_is_many_findings():
+    many = ConfigError.many([ConfigError("a", where="x"), ConfigError("b")])
+    assert [finding.text for finding in issues_of(Area.EXPERIMENT, many)] == ["x: a.", "b."]
+    assert [finding.severity for finding in issues_of(Area.TRIAL, ConfigError("c"))] == [Severity.FAULT]
+    assert note(Area.SLOTS, Severity.NOTE, "so", where="here").text == "here: so."

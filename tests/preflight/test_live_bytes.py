@@ -1,0 +1,87 @@
+"""Counting the bytes of live storages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zero_trial.preflight.live_bytes import LiveBytes
+
+
+def test_live_and_peak() -> None:
+    live = LiveBytes()
+    with live:
+        a = torch.zeros(100)
+        b = a + 1  # 800 bytes now
+        del a
+        c = b.view(10, 10)  # a view costs nothing
+        assert (live.live, live.peak) == (400, 800)
+        live.restart()
+        c += 1
+        assert live.peak == 400
+    del b, c
+    assert live.live == 0
+
+
+def test_memory_that_no_operation_made_counts_only_when_it_is_held() -> None:
+    before, live = torch.zeros(100), LiveBytes()
+    with live:
+        before.view(10, 10).add_(1)
+        assert live.live == 0
+        live.hold([before, before[:50]])
+        assert (live.live, live.peak) == (400, 400)
+
+
+def test_storages_that_are_resized() -> None:
+    live = LiveBytes()
+    with live:
+        full = torch.zeros(100)
+        live.follow(lambda: [full])
+        full.untyped_storage().resize_(0)
+        live.restart()
+        assert (live.live, live.peak) == (0, 0)
+        full.untyped_storage().resize_(800)
+        small = torch.zeros(1)
+        assert live.peak == 804 and small.numel()
+
+
+def test_saved_for_backward_without_parameters_and_each_storage_once() -> None:
+    weight = torch.nn.Parameter(torch.ones(10, 10))
+    live = LiveBytes()
+    with live:
+        live.hold([weight])
+        x = torch.ones(4, 10)  # the batch: there before
+        with live.saving():
+            hidden = torch.tanh(x @ weight)  # saved: tanh's result, 160 bytes
+            loss = (hidden * hidden).sum()  # saved: the same storage, twice
+            assert live.saved == 160
+            del hidden
+            loss.backward()
+        assert (live.saved, live.saved_peak) == (0, 160)
+
+
+def test_an_address_that_is_given_again_is_another_storage() -> None:
+    live = LiveBytes()
+    with live:
+        for _ in range(50):
+            torch.zeros(1000)
+        kept = torch.zeros(7)
+    assert live.live == 28 and live.peak == 4000 and kept.numel()
+
+
+def test_what_imagined_tensors_answer() -> None:
+    with FakeTensorMode(), LiveBytes():
+        x = torch.zeros(3)
+        assert x.sum().item() == 1.0
+        assert not bool((x == x).all())
+        with pytest.raises(LookupError, match="an integer is read"):
+            torch.zeros(3, dtype=torch.int64).sum().item()
+
+
+def test_memory_of_one_device_only() -> None:
+    with LiveBytes("cpu") as live:
+        here = torch.ones(1000)
+        there = torch.ones(1000, device="meta")
+        live.hold([here, there])
+    assert live.live == here.numel() * 4

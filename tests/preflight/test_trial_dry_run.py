@@ -1,0 +1,223 @@
+"""A trial built in this process: what it does wrong becomes findings, and nothing of it stays."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero_trial
+from tests.preflight.project import DS_CONFIG, EXPERIMENT, MODEL, messages, project
+from zero_trial.experiment.experiment import read_experiment
+from zero_trial.launch.entrypoint import Entrypoint
+from zero_trial.preflight.issues import Area, Severity
+from zero_trial.preflight.trial_dry_run import DryRunRequest, DryRunResult, dry_run_trial, trial_code_error
+
+
+def run(folder: Path, model: str = MODEL, experiment: str = EXPERIMENT, **options: Any) -> DryRunResult:
+    made = project(folder, experiment, model=model)
+    read = read_experiment(made.experiment)
+    return dry_run_trial(
+        DryRunRequest(read, Entrypoint("model_def", "LineTrial"), read.hyperparameters, folder, 2, **options)
+    )
+
+
+def said(found: DryRunResult) -> list[str]:
+    return [f"{finding.severity.value}: {finding.text}" for finding in found.findings]
+
+
+def changed(old: str, new: str) -> str:
+    assert old in MODEL
+    return MODEL.replace(old, new)
+
+
+def test_a_good_trial(tmp_path: Path):
+    found = run(tmp_path, dry_run=True)
+    assert said(found) == []
+    assert (found.parameters, found.epoch_steps, found.validation_batches) == (5, 5, 2)
+    assert found.metrics == ("validation_loss",)
+
+
+def test_nothing_stays(tmp_path: Path):
+    path = list(sys.path)
+    run(tmp_path / "a")
+    assert sys.path == path and "model_def" not in sys.modules
+    assert zero_trial.initialize.__module__ == "zero_trial.engine.build"
+    again = run(tmp_path / "b", changed("import torch\n", "import torch\n1 / 0\n"))
+    assert "ZeroDivisionError" in said(again)[0], "another module of the same name"
+
+
+def test_without_a_dry_run_nothing_is_evaluated(tmp_path: Path):
+    model = changed('return {"validation_loss"', 'raise SystemError\n        return {"validation_loss"')
+    assert said(run(tmp_path, model)) == []
+    (finding,) = run(tmp_path, model, dry_run=True).findings
+    assert finding.text == "model_def.py:25: evaluation raised SystemError in: raise SystemError."
+    assert finding.error.exit_code == 1
+
+
+LOADER = "build_training_data_loader"
+ITEMS = "return DataLoader([torch.ones(4)] * 40"
+MICRO = "* 40, self.context.get_train_micro_batch_size_per_gpu()"
+BEFORE = "self.engine = context"
+INVALID = "raise __import__('zero_trial.errors').errors.InvalidHP('too wide')"
+FLIES = "context.initialize(model=torch.nn.Linear(2, 2)).fly()"
+AFTER = "\n        self.engine = context"
+REST = "which only a run has; what comes after it was not looked at."
+
+WRONG = [
+    ("import torch\n", "import torch\n1 / 0\n", "error: model_def.py:3: import raised ZeroDivisionError: division by zero in: 1 / 0."),
+    ("import torch\n", "import torch\nraise SystemExit(3)\n", "error: model_def.py:3: import raised SystemExit: 3 in: raise"),
+    ('"width"', '"height"', "error: hyperparameters.height: no such hyperparameter: expected one of ['width']."),
+    ("= context\n", "= contex\n", "error: model_def.py:9: LineTrial.__init__ raised NameError: name 'contex'"),
+    ("context.initialize(", "dict(", "error: ZeroTrialContext: Must have at least one model engine."),
+    ("* 40", "* 0", f"error: rank 0, 1: {LOADER} returned a loader that yields nothing: got batches per rank: [0, 0]"),
+    ("* 12", "* 0", "error: rank 0, 1: build_validation_data_loader returned a loader that yields nothing"),
+    (ITEMS, "return list([1]", f"error: model_def.py:13: {LOADER} raised TypeError: list expected"),
+    (ITEMS, "(lambda *a: 0)([1]", f"error: {LOADER} must return"),
+    (MICRO, "* 40, 3", f"warn: {LOADER}: batches of 3 samples, but"),
+    (BEFORE, FLIES + AFTER, f"note: LineTrial.__init__ asks for engine.fly, {REST}"),
+    (BEFORE, INVALID + AFTER, "error: too wide."),
+    ("def evaluate_batch", "def evaluate", 'warn: const.yaml:7 searcher.metric: "validation_loss" never reported; the trial has no'),
+    ("LineTrial(ZeroTrial)", "LineTrial(object)", "error: entrypoint: model_def:LineTrial not found in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), WRONG, ids=[message[:60] for *_, message in WRONG])
+def test_what_a_trial_can_do_wrong(tmp_path: Path, old: str, new: str, message: str):
+    found = said(run(tmp_path, changed(old, new)))
+    assert len(found) == 1 and found[0].startswith(message), found
+
+
+def test_another_loader_is_named_with_the_way_out(tmp_path: Path):
+    model = changed("return DataLoader([torch.ones(4)] * 40", "return torch.utils.data.DataLoader([torch.ones(4)] * 40")
+    (text,) = said(run(tmp_path, model))
+    assert "build_training_data_loader returned torch.utils.data.dataloader.DataLoader" in text
+    assert "context.disable_dataset_reproducibility_checks()" in text
+    assert run(tmp_path, model).findings[0].error.exit_code == 2
+
+
+def test_an_engine_that_the_trial_makes_itself(tmp_path: Path):
+    """As in code for DeepSpeed: the recording engine takes the place of the real one."""
+    own = (
+        "engine, *_ = zero_trial.initialize(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])\n"
+        "        self.engine = context.wrap_model_engine(engine)"
+    )
+    model = changed('self.engine = context.initialize(model=torch.nn.Linear(context.get_hparam("width"), 1))', own)
+    found = run(tmp_path, model.replace("import torch\n", "import torch\nimport zero_trial\n"), dry_run=True)
+    assert said(found) == [] and found.metrics == ("validation_loss",)
+
+
+REDUCER = "self.context = context\n        context.wrap_reducer(len, {}, for_validation={})"
+BUILT = changed('return {"validation_loss"', 'return batch_idx or {"validation_loss"')
+
+
+@pytest.mark.parametrize(
+    ("model", "metric", "message"),
+    [
+        (MODEL, "validation_loss", ""),
+        (MODEL, "epochs", ""),
+        (
+            MODEL,
+            "val_loss",
+            'error: const.yaml:7 searcher.metric: "val_loss" never reported; the trial reports ["validation_loss"].',
+        ),
+        (changed("self.context = context", REDUCER.format("'hits'", True)), "hits", ""),
+        (
+            changed("self.context = context", REDUCER.format("'hits'", False)),
+            "hits",
+            'error: const.yaml:7 searcher.metric: "hits" never',
+        ),
+        (
+            changed("self.context = context", REDUCER.format(None, True)),
+            "hits",
+            'note: const.yaml:7 searcher.metric: whether "hits"',
+        ),
+        (
+            BUILT,
+            "validation_loss",
+            'note: const.yaml:7 searcher.metric: whether "validation_loss" is reported is not known without --dry-run',
+        ),
+    ],
+)
+def test_the_metric_without_a_dry_run(tmp_path: Path, model: str, metric: str, message: str):
+    """By the source of evaluate_batch and the reducers; where these do not say, that is said."""
+    found = said(run(tmp_path, model, EXPERIMENT.replace("metric: validation_loss", f"metric: {metric}")))
+    assert len(found) == bool(message) and all(text.startswith(message) for text in found), found
+
+
+def test_a_metric_that_is_no_number(tmp_path: Path):
+    model = changed("self.engine(next(dataloader_iter)).mean()}", "'low'}")
+    (finding,) = run(tmp_path, model, dry_run=True).findings
+    assert "validation_loss" in finding.text and finding.severity is Severity.FAULT
+
+
+def test_the_time_metrics_are_always_there(tmp_path: Path):
+    assert (
+        said(run(tmp_path, experiment=EXPERIMENT.replace("metric: validation_loss", "metric: batches"), dry_run=True))
+        == []
+    )
+
+
+def test_periods_are_looked_at(tmp_path: Path):
+    (text,) = said(run(tmp_path, experiment=EXPERIMENT + "min_validation_period: {records: 100}\n"))
+    assert "min_validation_period" in text and "global_batch_size" in text
+
+
+def test_what_is_printed_goes_to_the_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path, changed("import torch\n", "import torch\nprint('hello')\n"))
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_a_fault_outside_of_the_model_s_folder(tmp_path: Path):
+    fault = trial_code_error(KeyError("x"), tmp_path, "import")
+    assert str(fault) == "import raised KeyError: 'x'." and fault.exit_code == 1
+
+
+PIPELINE = '''"""Fits a line, in layers."""
+import torch
+from zero_trial import PipelineModule, ZeroTrial
+from zero_trial.trial import DataLoader
+
+
+class LineTrial(ZeroTrial):
+    def __init__(self, context):
+        self.context = context
+        layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+        self.engine = context.initialize(model=PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss))
+
+    def build_training_data_loader(self):
+        pairs = [(torch.ones(4), torch.ones(1))] * 40
+        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
+
+    def build_validation_data_loader(self):
+        pairs = [(torch.ones(4), torch.ones(1))] * 16
+        return DataLoader(pairs, self.context.get_train_micro_batch_size_per_gpu())
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        return self.engine.train_batch(dataloader_iter)
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"validation_loss": self.engine.eval_batch(dataloader_iter)}
+'''
+STAGES = {**DS_CONFIG, "gradient_accumulation_steps": 4, "mesh": {"pipe": 2}}
+
+
+def test_a_pipeline(tmp_path: Path):
+    """Two ranks are two stages: one data-parallel rank, whose evaluation takes four micro-batches of two."""
+    report = project(tmp_path, ds_config=STAGES, model=PIPELINE).check(dry_run=True)
+    assert messages(report) == []
+    assert report.looked[Area.TRIAL] == "25 parameters" and "reports validation_loss" in report.looked[Area.METRIC]
+    assert report.looked[Area.LOADERS] == "5 steps per epoch, 2 validation batches"
+
+
+def test_a_pipeline_that_is_used_like_a_model(tmp_path: Path):
+    wrong = PIPELINE.replace("self.engine.eval_batch(dataloader_iter)", "self.engine(next(dataloader_iter))")
+    (message,) = messages(project(tmp_path, ds_config=STAGES, model=wrong).check(dry_run=True))
+    assert "only whole batches go through a pipeline" in message
+
+
+def test_stages_for_a_model_that_has_no_layers_to_share(tmp_path: Path):
+    (message,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "mesh": {"pipe": 2}}).check())
+    assert "mesh.pipe: the model is no pipeline: got 2 stages for a Linear" in message

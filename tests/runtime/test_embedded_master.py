@@ -1,0 +1,81 @@
+"""Whole trials by the genuine ``det`` and the genuine harness under the embedded master: paused, activated, crashed, started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.master.det import Det, running
+from tests.runtime.line_model import FILES, experiment
+
+pytest.importorskip("determined")
+
+
+@pytest.fixture(scope="module")
+def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
+    with pytest.MonkeyPatch.context() as patch:
+        # det has a home of its own here; native kernels that were built once are found in the usual place
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+        with running(tmp_path_factory.mktemp("embedded")) as master:
+            yield master
+
+
+def submit(det: Det, front: str, **hyperparameters: Any) -> int:
+    """``det experiment create``; the experiment's number, which is its trial's too while each has one."""
+    context = det.folder / "line"
+    context.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (context / name).write_text(text)
+    config = {
+        **experiment(front, **hyperparameters),
+        "resources": {"slots_per_trial": 2},
+        "reproducibility": {"experiment_seed": 7},
+        "max_restarts": 1,
+    }
+    file = det.folder / f"{front}.yaml"
+    file.write_text(json.dumps(config))
+    out = det.ok("experiment", "create", str(file), str(context))
+    return int(out.rpartition("Created experiment ")[2].split()[0])
+
+
+def workloads(det: Det, trial: int, kind: str) -> dict[int, dict[str, Any]]:
+    """Step -> metrics."""
+    found = det.json("trial", "describe", str(trial), "--metrics")["workloads"]
+    return {w[kind]["totalBatches"]: w[kind]["metrics"]["avgMetrics"] for w in found if w.get(kind)}
+
+
+def test_paused_and_activated_to_the_bit_and_a_crash_is_started_again_as_often_as_it_may(
+    det: Det, tmp_path: Path
+) -> None:
+    stopped = submit(det, "script", wait_at=2)
+    whole = submit(det, "class")
+    crashing = submit(det, "module", fault="crash", at=6)
+
+    det.wait_for_line(stopped, "waits")
+    det.ok("experiment", "pause", str(stopped))
+    det.wait(stopped, "PAUSED")
+    assert det.wait(whole) == "COMPLETED", det.logs(whole)
+    det.ok("experiment", "activate", str(stopped))
+    assert det.wait(stopped) == "COMPLETED", det.logs(stopped)
+    assert "start   params 5  resumed at step 3" in det.logs(stopped)
+    assert list(workloads(det, whole, "training")) == list(range(1, 9))
+    assert workloads(det, stopped, "training") == workloads(det, whole, "training")
+    assert workloads(det, stopped, "validation") == workloads(det, whole, "validation")
+
+    uuid = re.findall(r"checkpoint ([0-9a-f-]{36})", det.logs(stopped))[-1]
+    det.ok("checkpoint", "download", uuid, "-o", str(tmp_path / "latest"))
+    assert json.loads((tmp_path / "latest" / "trial_state.json").read_text())["step"] == 8
+
+    assert det.wait(crashing) == "ERROR"
+    log = det.logs(crashing)
+    ends = re.findall(r"run \d ended with exit code \d+: (?:rank \d: )?KeyError: 'no such thing'", log)
+    assert len(ends) == 2  # the first time, and after the one restart
+    assert "resumed at step 4" in log
+    assert list(workloads(det, crashing, "validation")) == [4]
+    assert det.trials(crashing)[0]["restarts"] == 1

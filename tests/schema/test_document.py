@@ -1,0 +1,115 @@
+"""Documents: values with the places where they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import Document, Location, twice
+
+
+@pytest.fixture
+def document() -> Document:
+    places = {("a",): Location("f.yaml", 2), ("a", "b"): Location("f.yaml", 3), ("a", "b", "c"): Location("f.yaml", 4)}
+    return Document({"a": {"b": {"c": 1}, "d": 2}}, places, Location("f.yaml"))
+
+
+def test_a_key_has_the_place_of_its_nearest_parent(document: Document):
+    assert document.at(("a", "b", "c")).line == 4
+    assert document.at(("a", "d")).line == 2
+    assert document.at(("z",)) == Location("f.yaml")
+
+
+def test_get(document: Document):
+    assert document.get(("a", "b", "c")) == 1
+    assert document.get(("a", "b", "x"), 7) == 7
+    assert document.get(("a", "d", "x")) is None
+
+
+def test_with_value_leaves_the_old_one_alone(document: Document):
+    changed = document.with_value(("a", "b", "c"), 5, Location(note="auto: x"))
+    assert (changed.get(("a", "b", "c")), document.get(("a", "b", "c"))) == (5, 1)
+    assert changed.at(("a", "b", "c")).source() == "auto: x"
+    assert document.with_value(("n", "m"), 1, Location()).get(("n", "m")) == 1
+    assert document.with_value(("a", "d", "x"), 1, Location()).get(("a", "d")) == {"x": 1}
+
+
+def test_below_names_faults_by_the_whole_path(document: Document):
+    inner = document.below(("a", "b"))
+    assert inner.value == {"c": 1}
+    assert inner.at(("c",)).where("c") == "f.yaml:4 a.b.c"
+    assert document.below(("a",), "other").at(("b",)).where("b") == "f.yaml:3 other.b"
+    assert document.below(("nothing",)).value == {}
+
+
+def test_of_copies():
+    mine = {"a": {"b": 1}}
+    Document.of(mine).value["a"]["b"] = 2
+    assert mine["a"]["b"] == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "where", "source"),
+    [
+        (Location(), "k", "given"),
+        (Location("f.json", 3), "f.json:3 k", "f.json:3"),
+        (Location("f.json"), "f.json k", "f.json"),
+        (
+            Location("c.yaml", 3, "hyperparameters.ds_config"),
+            "c.yaml:3 hyperparameters.ds_config.k",
+            "c.yaml:3 hyperparameters.ds_config",
+        ),
+        (Location("f.json", 3, note="auto: lr"), "f.json:3 k", "auto: lr (f.json:3)"),
+        (Location("f.json", 3).noted("filled", nowhere=True), "k", "filled"),
+        (Location("f.json", 3).noted("filled"), "f.json:3 k", "filled (f.json:3)"),
+    ],
+)
+def test_places_in_words(place: Location, where: str, source: str):
+    assert place.where("k") == where
+    assert place.source() == source
+
+
+def test_twice():
+    assert (
+        str(twice("f.json", ("a", "b"), 2, 5))
+        == "f.json:5 a.b: the key stands twice: got it on line 2 and line 5. Remove one of them."
+    )
+
+
+def loops() -> list[tuple[dict[str, Any], str]]:
+    inside: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {}}}
+    inside["optimizer"]["params"]["lr"] = inside["optimizer"]
+    in_list: dict[str, Any] = {"optimizer": []}
+    in_list["optimizer"].append([in_list["optimizer"]])
+    return [(inside, "optimizer.params.lr"), (in_list, "optimizer.[0].[0]")]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_configuration_that_contains_itself_is_refused(number: int):
+    value, where = loops()[number]
+    for read in (Document.of, read_ds_config):
+        with pytest.raises(ConfigError, match="contains itself") as caught:
+            read(value)
+        assert caught.value.where == where
+
+
+def test_a_value_may_stand_in_several_places():
+    shared = {"type": "AdamW"}
+    assert Document.of({"a": shared, "b": shared}).value == {"a": shared, "b": shared}
+
+
+@pytest.mark.parametrize("deep", [dict, list])
+def test_a_configuration_nested_too_deep_or_that_multiplies_is_refused(deep: type):
+    value: Any = 1
+    for _ in range(5000):
+        value = {"a": value} if deep is dict else [value]
+    with pytest.raises(ConfigError, match="too deeply nested or too large"):
+        read_ds_config({"optimizer": value})
+    value = 1
+    for _ in range(40):
+        value = {"a": value, "b": value} if deep is dict else [value, value]
+    with pytest.raises(ConfigError, match="too deeply nested or too large"):
+        read_ds_config({"optimizer": value})

@@ -1,0 +1,136 @@
+"""Kinds: what each takes, what each refuses, and what is said about it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from zero_trial.schema.types import (
+    AnyOf,
+    Bool,
+    DType,
+    Float,
+    Int,
+    Names,
+    Numbers,
+    Opaque,
+    Section,
+    Text,
+    Type,
+    ValidationError,
+)
+
+READS: list[tuple[Type, Any, Any]] = [
+    (Bool(), True, True),
+    (Int(), 5e8, 500_000_000),
+    (Int(0, 3), 3, 3),
+    (Int(1, infinite=True), math.inf, None),
+    (Float(low=0), 1, 1.0),
+    (Float(above=0, high=1), 1.0, 1.0),
+    (Text(), "x", "x"),
+    (Text(("Warn", "Fail")), "warn", "Warn"),
+    (Text(("a",), synonyms=(("Bee", "a"),)), "bee", "a"),
+    (Text(("a",), starts=("type:",)), "type:X|Y", "type:X|Y"),
+    (DType(), "torch.bfloat16", "bf16"),
+    (DType(), "bfp16", "bf16"),
+    (DType(), "half", "fp16"),
+    (Names(), "Block", ("Block",)),
+    (Names(), ["a", "b"], ("a", "b")),
+    (Numbers(2, 0.0, 1.0), [0.9, 0.95], (0.9, 0.95)),
+    (AnyOf((Float(), Numbers())), [1, 2], (1.0, 2.0)),
+    (Section(), {"a": 1}, {"a": 1}),
+    (Opaque(), [None], [None]),
+]
+
+REFUSES: list[tuple[Type, Any]] = [
+    (Bool(), 1),
+    (Bool(), "true"),
+    (Int(), True),
+    (Int(), 1.5),
+    (Int(), math.nan),
+    (Int(), math.inf),
+    (Int(), "32"),
+    (Int(0, 3), 4),
+    (Int(1), 0),
+    (Float(), "0.1"),
+    (Float(), math.inf),
+    (Float(above=0), 0),
+    (Float(low=0), -1e-9),
+    (Float(high=1), 1.1),
+    (Text(), 3),
+    (Text(("a",)), "b"),
+    (Text(("a",), synonyms=(("b", "a"),), starts=("type:",)), "type"),
+    (DType(), "int8"),
+    (DType(), 16),
+    (Names(), [1]),
+    (Numbers(2), [0.9]),
+    (Numbers(2, 0.0, 1.0), [0.9, 1.0]),
+    (AnyOf((Float(), Numbers())), "x"),
+    (Section(), 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "inside"), READS)
+def test_reads(kind: Type, value: Any, inside: Any):
+    read = kind.read(value)
+    assert (read.value, read.warning) == (inside, None)
+    assert type(read.value) is type(inside)
+
+
+@pytest.mark.parametrize(("kind", "value"), REFUSES)
+def test_refuses(kind: Type, value: Any):
+    with pytest.raises(ValidationError) as problem:
+        kind.read(value)
+    assert problem.value.expected == kind.says
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "spelled"), [("1e-4", 1e-4, "1.0e-4"), ("3E-5", 3e-5, "3.0e-5"), ("1.5e-10", 1.5e-10, "1.5e-10")]
+)
+def test_a_yaml_exponent_is_a_number_with_a_warning(text: str, number: float, spelled: str):
+    read = Float().read(text)
+    assert read.value == number
+    assert read.warning == f"'{text}' is a string in YAML 1.1. Write {spelled}."
+
+
+def test_a_large_exponent_is_spelled_whole_for_integers():
+    assert Int(1).read("5e8").value == 500_000_000
+    assert Int(1).read("5e8").warning == "'5e8' is a string in YAML 1.1. Write 500000000."
+
+
+def test_numbers_in_a_list_warn_too():
+    assert Numbers(2).read(["9e-1", 0.95]).warning == "'9e-1' is a string in YAML 1.1. Write 0.9."
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"), [("True", "Write true."), (0, "Write false."), ("off", "Write false."), ("x", None), ([], None)]
+)
+def test_what_was_meant_by_a_bool(value: Any, fix: str | None):
+    with pytest.raises(ValidationError) as problem:
+        Bool().read(value)
+    assert problem.value.fix == fix
+
+
+def test_words_of_ranges():
+    assert Int(0, 3).says == "an integer from 0 to 3"
+    assert Int(1, unit="elements").says == "a positive integer (elements)"
+    assert (
+        Int(0).says == "a non-negative integer"
+        and Int(-1).says == "an integer of at least -1"
+        and Int().says == "an integer"
+    )
+    assert Float(low=0).says == "a number of at least 0" and Float(low=2).says == "a number of at least 2"
+    assert Float(above=0, high=1).says == "a positive number, at most 1" and Float(above=2).says == "a number above 2"
+    assert Text(("a", "b")).says == 'one of "a", "b"'
+    assert Text(("a",), synonyms=(("b", "a"),), starts=("c:",)).says == 'one of "a", "c:..."'
+    assert Names(also=("auto",)).says == 'a list of strings, or "auto"'
+    assert Numbers().says == "a list of numbers" and Section().says == "an object" and Opaque().says == "any value"
+
+
+def test_the_base_has_to_be_filled_in():
+    with pytest.raises(NotImplementedError):
+        _ = Type().says
+    with pytest.raises(NotImplementedError):
+        Type().read(1)

@@ -1,0 +1,110 @@
+"""Small units, landings and models to test the pieces of zero_trial/zero with: on one rank without a world, on several with the pool's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
+from zero_trial.comm.health import Heartbeat
+from zero_trial.comm.mesh import plan_shape
+from zero_trial.precision import dtype_policy
+from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.layout import lay_out
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import cut_pieces
+from zero_trial.sharding.plan import plan_for_stage
+
+
+def alone() -> AxisComm:
+    """An axis of one rank."""
+    return AxisComm("shard", (0,), 0, None, CommCounters(), Heartbeat(None, 0, 1), 1.0)
+
+
+def mesh_for(stage: int, shard: int | None = None) -> Mesh:
+    """All ranks of the world, laid out as a ZeRO stage does it."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return build_mesh(
+        plan_shape(world, shard_optimizer=stage > 0, shard=shard) if world > 1 else MeshShape(), timeout=30.0
+    )
+
+
+def parameters(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def make_unit(
+    params: Sequence[nn.Parameter],
+    stage: int = 1,
+    *,
+    comm: AxisComm | None = None,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> ParamGroup:
+    comm = comm if comm is not None else alone()
+    layout = lay_out([(f"p{index}", tuple(param.shape)) for index, param in enumerate(params)], comm.size)
+    plan = plan_for_stage(stage, reduce_every=kwargs.pop("reduce_every", "auto"))
+    rest: dict[str, Any] = {"runs": {0: (0, layout.numel)}, "device": torch.device("cpu")} | kwargs
+    return ParamGroup(
+        kwargs.pop("name", "unit"),
+        layout,
+        params,
+        plan=plan,
+        dtype=dtype,
+        comm=comm,
+        **{k: v for k, v in rest.items() if k != "name"},
+    )
+
+
+def make_landing(
+    unit: ParamGroup, dtype: torch.dtype | None = None, shard_dtype: torch.dtype | None = None
+) -> tuple[GradBuffer, list[GradBuffer]]:
+    """A landing and the list of its completions."""
+    done: list[GradBuffer] = []
+    dtype = dtype or unit.dtype
+    return GradBuffer(unit, dtype=dtype, shard_dtype=shard_dtype or dtype, on_complete=done.append), done
+
+
+def make_model(
+    module: nn.Module,
+    stage: int,
+    *,
+    precision: str = "fp32",
+    accumulation: int = 1,
+    mesh: Mesh | None = None,
+    groups: Sequence[Sequence[nn.Parameter]] | None = None,
+    settings: ShardingSettings | None = None,
+    plan: Mapping[str, str] = {},
+) -> ShardedModel:
+    """``module`` sharded as a ZeRO stage does it, without an engine."""
+    return ShardedModel(
+        module,
+        groups if groups is not None else [[p for p in module.parameters() if p.requires_grad]],
+        plan_for_stage(stage, **plan),
+        mesh if mesh is not None else mesh_for(stage),
+        dtype_policy(precision, accumulation_steps=accumulation),
+        settings if settings is not None else ShardingSettings(),
+    )
+
+
+def add_optimizer(
+    model: ShardedModel, base: type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any
+) -> ShardedOptimizer:
+    pieces = cut_pieces(model.landings, whole_tensors=False)
+    model.optimizer = ShardedOptimizer(base([piece.weight for piece in pieces], **kwargs), pieces, scale=lambda: 1.0)  # type: ignore[call-arg]
+    return model.optimizer
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lies in."""
+    return tensor.untyped_storage().data_ptr()

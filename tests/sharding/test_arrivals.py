@@ -1,0 +1,55 @@
+"""Tests for zero_trial/sharding/publish.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.sharding.publish import DeferredGathers
+
+
+class Parcel:
+    """A pending exchange that notes what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def arrive(self, **_: Any) -> None:
+        self.asked.append("arrive")
+
+    def settle(self) -> None:
+        self.asked.append("settle")
+
+    def turn(self, **_: Any) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.asked.append("wait")
+
+
+def test_what_is_under_way_arrives_once() -> None:
+    arrivals, parcel = DeferredGathers(nn.Linear(2, 2)), Parcel()
+    arrivals.under_way.append(parcel)  # type: ignore[arg-type]
+    assert arrivals.arrive() == [parcel]
+    assert arrivals.arrive() == []
+    assert parcel.asked == ["arrive"]
+
+
+def test_whoever_calls_a_part_of_the_module_waits_and_strangers_do_not() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    arrivals, parcel = DeferredGathers(module), Parcel()
+    arrivals.under_way.append(parcel)  # type: ignore[arg-type]
+    arrivals.wait_when_called()
+    arrivals.wait_when_called()
+    nn.Linear(2, 2)(torch.ones(1, 2))
+    assert parcel.asked == []
+    module[1](torch.ones(1, 2))
+    assert parcel.asked == ["arrive"]
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_nothing_under_way_needs_no_hook() -> None:
+    DeferredGathers(nn.Linear(2, 2)).wait_when_called()
+    assert not torch.nn.modules.module._global_forward_pre_hooks

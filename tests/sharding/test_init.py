@@ -1,0 +1,253 @@
+"""Tests for zero_trial/sharding/init.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from tests.sharding.parts import mesh_for
+from tests.support.models import TinyLM, make_engine, train_engine
+from tests.support.pool import Pools
+from zero_trial.errors import ConfigError
+from zero_trial.sharding.init import PreSharded, presharded
+from zero_trial.zero import GatheredParameters, Init
+
+
+class Built(nn.Module):
+    """Initialises its weights in all the ways that models do, after the modules that own them are in place."""
+
+    def __init__(self, width: int = 40, layers: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, width)
+        self.blocks = nn.ModuleList(self.layer(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 30, bias=False)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.head.weight = self.embed.weight
+        self.apply(self.fill)
+        nn.init.normal_(self.blocks[0][0].weight, std=0.3)
+        self.blocks[1][0].weight.data.normal_(0.0, 0.02)
+        self.blocks[2][0].weight.data = torch.full((4 * width, width), 0.25)
+        with torch.no_grad():
+            self.blocks[3][0].weight[0].fill_(2.0)
+            self.blocks[3][2].weight.mul_(0.5)
+            self.blocks[4][0].weight.copy_(self.blocks[5][0].weight)
+        for name, param in self.named_parameters():
+            if name.endswith("2.weight"):
+                torch.nn.init.trunc_normal_(param, std=0.01)
+
+    @staticmethod
+    def layer(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    @staticmethod
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+
+
+class Peak:
+    """The largest sum of bytes behind the parameters of all modules built meanwhile, seen around every lift and cut."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._made: list[weakref.ref[nn.Parameter]] = []
+
+    def note(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            self._made.append(weakref.ref(param))
+
+    def look(self) -> None:
+        live = [param for made in self._made if (param := made()) is not None]
+        storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in live}
+        self.bytes = max(self.bytes, sum(storages.values()))
+
+
+def build(how: Callable[[], Any]) -> nn.Module:
+    torch.manual_seed(11)
+    with how():
+        return Built()
+
+
+def same_bits() -> dict[str, Any]:
+    plain = build(nullcontext)
+    model = build(Init)
+    wrong = []
+    for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        (holder,) = presharded([param])
+        if not (
+            torch.equal(holder.gather(), expected) and tuple(param.shape) == tuple(expected.shape) and not holder.live
+        ):
+            wrong.append(name)
+    return {
+        "wrong": wrong,
+        "tied": model.head.weight is model.embed.weight,  # type: ignore[union-attr]
+        "random": torch.rand(1).item(),
+        "kept": sum(h._shard.numel() for h in presharded(model.parameters()))
+        / sum(p.numel() for p in plain.parameters()),
+    }
+
+
+def test_the_model_is_the_same_bit_for_bit(ranks: Pools) -> None:
+    first, second = ranks(2).run(same_bits)
+    torch.manual_seed(11)
+    Built()
+    after = torch.rand(1).item()
+    for found in (first, second):
+        assert found["wrong"] == []
+        assert found["tied"]
+        assert found["random"] == after, "as many random numbers as without Init"
+        assert found["kept"] < 0.52
+
+
+def largest_during_construction() -> tuple[int, int]:
+    peak = Peak()
+    handle = register_module_parameter_registration_hook(peak.note)
+    lift, cut = PreSharded.lift, PreSharded.cut
+
+    def watched_lift(self: PreSharded) -> None:
+        lift(self)
+        peak.look()
+
+    def watched_cut(self: PreSharded) -> None:
+        peak.look()
+        cut(self)
+
+    PreSharded.lift, PreSharded.cut = watched_lift, watched_cut  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(11)
+        with Init():
+            model = Built(layers=12)
+    finally:
+        handle.remove()
+        PreSharded.lift, PreSharded.cut = lift, cut  # type: ignore[method-assign]
+    return peak.bytes, 4 * sum(param.numel() for param in model.parameters())
+
+
+def test_no_rank_ever_holds_the_full_model(ranks: Pools) -> None:
+    """Whole at once: the block under construction, and at most four lifted parameters."""
+    for most, whole in ranks(2).run(largest_during_construction):
+        assert 0 < most < 0.5 * whole
+
+
+def trained(use_init: bool, stage: int) -> list[float]:
+    def model() -> nn.Module:
+        with Init(enabled=use_init):
+            return TinyLM()
+
+    zero = {"stage": stage, "param_persistence_threshold": 100}
+    return train_engine(make_engine(model, {"zero_optimization": zero}), range(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_training_goes_on_from_the_same_model_at_every_stage(ranks: Pools, stage: int) -> None:
+    assert ranks(2).run(trained, True, stage) == ranks(2).run(trained, False, stage)
+
+
+def edited_while_building() -> list[float]:
+    """GatheredParameters inside Init, on parameters that were lifted just before."""
+    out = []
+    with Init():
+        layer = nn.Sequential(nn.Linear(8, 8))
+        weight = layer[0].weight
+        weight.data.fill_(3.0)
+        with GatheredParameters(weight):
+            out.append(weight[0, 0].item())
+        with GatheredParameters(weight, modifier_rank=0):
+            weight.data.fill_(4.0)
+        out.append(weight[0, 0].item())
+        weight.data.mul_(2.0)
+        for other in [nn.Sequential(nn.Linear(8, 8)) for _ in range(6)]:
+            other[0].weight.data.zero_()
+    with GatheredParameters(weight):
+        out.append(weight[0, 0].item())
+        out.append(weight.std().item())
+    return out
+
+
+def test_edits_inside_init_are_kept(ranks: Pools) -> None:
+    assert ranks(2).run(edited_while_building) == [[3.0, 4.0, 8.0, 0.0]] * 2
+
+
+def already_built() -> list[bool]:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
+    before = [param.detach().clone() for param in module.parameters()]
+    Init(module=module)
+    holders = presharded(module.parameters())
+    return [torch.equal(holder.gather(), value) for holder, value in zip(holders, before, strict=True)]
+
+
+def test_an_already_built_module_is_cut_at_once(ranks: Pools) -> None:
+    assert ranks(2).run(already_built) == [[True] * 4] * 2
+
+
+def frozen_and_outside() -> list[bool]:
+    """At a stage that shards no parameters, a frozen one becomes an ordinary parameter again."""
+    torch.manual_seed(3)
+    with Init():
+        model = TinyLM(blocks=1)
+    for param in model.blocks.parameters():
+        param.requires_grad_(False)
+    torch.manual_seed(3)
+    plain = TinyLM(blocks=1)
+    engine = make_engine(lambda: model, {"zero_optimization": {"stage": 1}})
+    weight, expected = engine.module.blocks[0].up.weight, plain.blocks[0].up.weight
+    out = [torch.equal(weight, expected), not presharded(engine.module.parameters())]
+    with GatheredParameters(weight):
+        out.append(torch.equal(weight, expected))
+    return [*out, torch.equal(weight, expected)]
+
+
+def test_frozen_parameters_without_parameter_sharding(ranks: Pools) -> None:
+    assert ranks(2).run(frozen_and_outside) == [[True] * 4] * 2
+
+
+def casts() -> tuple[torch.dtype, bool]:
+    with Init(dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return model[0].weight.dtype, model[1].running_mean.dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_parameters_are_cast_as_they_are_cut(ranks: Pools) -> None:
+    assert ranks(2).run(casts) == [(torch.bfloat16, True)] * 2
+
+
+def after_a_failure() -> bool:
+    try:
+        with Init():
+            nn.Sequential(nn.Linear(4, 4))
+            raise KeyError("the user's own")
+    except KeyError:
+        pass
+    layer = nn.Sequential(nn.Linear(4, 4))
+    return not presharded(layer.parameters()) and not layer[0].weight.isnan().any()
+
+
+def test_after_an_exception_modules_are_built_as_ever(ranks: Pools) -> None:
+    assert ranks(2).run(after_a_failure) == [True, True]
+
+
+def test_on_one_rank_and_when_disabled_nothing_happens() -> None:
+    for init in (Init(mesh=mesh_for(0)), Init(enabled=False), Init(module=nn.Linear(2, 2), mesh=mesh_for(0))):
+        with init:
+            layer = nn.Sequential(nn.Linear(4, 4))
+        assert not presharded(layer.parameters())
+
+
+def test_parameter_offload_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"zero.Init\(remote_device\): shards are in memory until .*offload_param takes them to NVMe"
+    ):
+        Init(remote_device="nvme")

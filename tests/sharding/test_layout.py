@@ -1,0 +1,91 @@
+"""Tests for zero_trial/sharding/layout.py."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_trial.sharding.layout import ALIGN, Layout, lay_out, round_up
+
+
+def test_tensors_lie_end_to_end_and_are_cut_into_equal_shards() -> None:
+    layout = lay_out([("weight", (6, 10)), ("bias", (6,))], shards=2)
+    assert [(slot.name, slot.offset, slot.numel) for slot in layout.slots] == [("weight", 0, 60), ("bias", 64, 6)]
+    assert (layout.numel, layout.shard_numel, layout.payload) == (128, 64, 66)
+    assert layout.shard_range(1) == (64, 128)
+    assert [(p.slot.name, p.start, p.stop, p.offset) for p in layout.pieces(0)] == [("weight", 0, 60, 0)]
+    assert [(p.slot.name, p.start, p.stop, p.offset) for p in layout.pieces(1)] == [("bias", 0, 6, 0)]
+
+
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=8)
+
+
+def built(tensors: list[tuple[int, ...]], shards: int, replicas: int) -> Layout:
+    return lay_out([(f"t{index}", shape) for index, shape in enumerate(tensors)], shards, replicas)
+
+
+@given(shapes, st.integers(1, 9), st.integers(1, 4))
+def test_alignment_and_price(tensors: list[tuple[int, ...]], shards: int, replicas: int) -> None:
+    layout = built(tensors, shards, replicas)
+    end = 0
+    for slot in layout.slots:
+        assert slot.offset % ALIGN == 0
+        assert slot.offset >= end
+        end = slot.offset + slot.numel
+    assert end <= layout.numel
+    assert layout.shard_numel * shards == layout.numel
+    assert layout.shard_numel % (ALIGN * replicas) == 0
+    assert layout.shard_numel > 0
+    # the price that the module's docstring states
+    assert layout.numel - layout.payload <= (ALIGN - 1) * len(tensors) + ALIGN * shards * replicas
+
+
+@given(shapes, st.integers(1, 9))
+def test_pieces_cover_every_element_exactly_once(tensors: list[tuple[int, ...]], shards: int) -> None:
+    layout = built(tensors, shards, 1)
+    owners: dict[tuple[str, int], int] = {}
+    for index in range(shards):
+        reached = 0
+        for piece in layout.pieces(index):
+            assert piece.offset >= reached
+            reached = piece.offset + piece.numel
+            assert reached <= layout.shard_numel
+            for element in range(piece.start, piece.stop):
+                assert (piece.slot.name, element) not in owners
+                owners[piece.slot.name, element] = index
+                assert (
+                    layout.shard_range(index)[0] + piece.offset + element - piece.start == piece.slot.offset + element
+                )
+    assert len(owners) == sum(prod(shape) for shape in tensors)
+
+
+@given(shapes, st.integers(1, 3))
+def test_slot_at_is_the_way_back(tensors: list[tuple[int, ...]], shards: int) -> None:
+    layout = built(tensors, shards, 1)
+    for position in range(layout.numel):
+        inside = [slot for slot in layout.slots if slot.offset <= position < slot.offset + slot.numel]
+        assert layout.slot_at(position) == (inside[0] if inside else None)
+
+
+def test_scalars_and_empty_tensors() -> None:
+    layout = lay_out([("scalar", ()), ("empty", (0, 3)), ("after", (2,))], shards=1)
+    assert [slot.numel for slot in layout.slots] == [1, 0, 2]
+    assert [piece.slot.name for piece in layout.pieces(0)] == ["scalar", "after"]
+    at = layout.slot_at(layout.slots[2].offset)
+    assert at is not None
+    assert at.name == "after"
+
+
+def test_nothing_at_all_still_has_shards() -> None:
+    layout = lay_out([], shards=3)
+    assert (layout.numel, layout.payload, layout.pieces(2)) == (3 * ALIGN, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple", "expected"), [(0, 32, 0), (1, 32, 32), (32, 32, 32), (33, 32, 64), (7, 1, 7)]
+)
+def test_round_up(value: int, multiple: int, expected: int) -> None:
+    assert round_up(value, multiple) == expected

@@ -1,0 +1,257 @@
+"""Tests for zero_trial/sharding/grouping.py."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_trial.sharding.grouping import (
+    ROOT,
+    GroupingLimits,
+    LeafRules,
+    ModuleFacts,
+    ParamFacts,
+    block_of,
+    find_blocks,
+    into_blocks,
+    into_buckets,
+    merge_small,
+    persistent_members,
+    runs_of_groups,
+)
+
+MIB = 1 << 20
+
+
+def module(name: str, class_name: str, numel: int, *children: ModuleFacts, kind: str = "") -> ModuleFacts:
+    return ModuleFacts(name, class_name, numel, kind == "list", kind == "sequential", children)
+
+
+def stack(name: str, count: int, each: int, class_name: str = "Block", kind: str = "list") -> ModuleFacts:
+    members = [module(f"{name}.{index}", class_name, each) for index in range(count)]
+    return module(name, "Stack", count * each, *members, kind=kind)
+
+
+def test_a_transformers_blocks_are_the_members_of_its_list() -> None:
+    model = module("", "GPT", 700, module("wte", "Embedding", 100), stack("h", 6, 100), module("head", "Linear", 0))
+    assert find_blocks(model) == ["h.0", "h.1", "h.2", "h.3", "h.4", "h.5"]
+
+
+def test_alike_children_of_a_sequential_are_blocks_and_odd_ones_are_not() -> None:
+    net = module(
+        "",
+        "Net",
+        700,
+        module(
+            "body",
+            "Sequential",
+            700,
+            module("body.0", "Stem", 100),
+            module("body.1", "Linear", 300),
+            module("body.2", "ReLU", 0),
+            module("body.3", "Linear", 300),
+            kind="sequential",
+        ),
+    )
+    assert find_blocks(net) == ["body.1", "body.3"]
+
+
+def test_a_large_member_with_a_stack_of_its_own_is_looked_into() -> None:
+    """Two towers in a list are no blocks; their layers are."""
+    towers = module(
+        "towers",
+        "ModuleList",
+        800,
+        *(module(f"towers.{i}", "Tower", 400, stack(f"towers.{i}.layers", 4, 100)) for i in range(2)),
+        kind="list",
+    )
+    blocks = find_blocks(module("", "Both", 800, towers))
+    assert blocks == [f"towers.{i}.layers.{j}" for i in range(2) for j in range(4)]
+
+
+def test_a_small_member_with_a_list_inside_stays_one_block() -> None:
+    experts = [module(f"h.{i}", "Block", 100, stack(f"h.{i}.experts", 4, 20)) for i in range(8)]
+    blocks = find_blocks(module("", "MoE", 800, module("h", "ModuleList", 800, *experts, kind="list")))
+    assert blocks == [f"h.{i}" for i in range(8)]
+
+
+def test_lists_of_lists_and_modules_without_parameters() -> None:
+    inner = [stack(f"grid.{i}", 2, 50) for i in range(2)]
+    grid = module("grid", "ModuleList", 200, *inner, module("grid.2", "Dropout", 0), kind="list")
+    assert find_blocks(module("", "Net", 200, grid)) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1"]
+
+
+LEAVES = [
+    (LeafRules(classes=("Encoder",)), ["encoder"]),
+    (LeafRules(classes=("my.package.Encoder",)), ["encoder"]),
+    (LeafRules(names=("encoder",)), ["encoder"]),
+    (LeafRules(name_suffixes=("coder",)), ["encoder"]),
+    (LeafRules(name_suffixes=(".1",)), [f"encoder.layers.{i}" for i in range(3)]),
+    (LeafRules(classes=("Decoder",)), [f"encoder.layers.{i}" for i in range(3)]),
+]
+
+
+@pytest.mark.parametrize(("rules", "expected"), LEAVES)
+def test_leaf_modules_are_blocks_whatever_the_tree_looks_like(rules: LeafRules, expected: list[str]) -> None:
+    model = module("", "Model", 300, module("encoder", "Encoder", 300, stack("encoder.layers", 3, 100)))
+    assert find_blocks(model, rules) == expected
+
+
+OWNERS = [
+    (["h.1.weight"], "h.1"),
+    (["h.10.weight"], "h.10"),  # not h.1
+    (["wte.weight"], ROOT),
+    (["wte.weight", "head.weight"], ROOT),
+    (["h.1.a", "h.1.b"], "h.1"),  # tied within a block
+    (["h.1.a", "h.10.a"], ROOT),  # shared by two
+    (["h.1"], "h.1"),  # a block that is itself a parameter's name
+    (["h.1.inner.w"], "h.1.inner"),  # the innermost
+]
+
+
+@pytest.mark.parametrize(("names", "owner"), OWNERS)
+def test_owner_of(names: list[str], owner: str) -> None:
+    assert block_of(names, ["h.1", "h.10", "h.1.inner"]) == owner
+
+
+def members(*sizes: int, key: object = "fp32", block: str = ROOT, group: int = 0) -> list[ParamFacts]:
+    return [ParamFacts(f"p{index}", size, (key,), group, block) for index, size in enumerate(sizes)]
+
+
+def names(grouping: object) -> list[str]:
+    return [member.name for member in grouping.members]  # type: ignore[attr-defined]
+
+
+def test_buckets_are_filled_from_the_last_parameter_backwards() -> None:
+    made = into_buckets(members(4 * MIB, MIB, MIB, 2 * MIB), GroupingLimits(bucket=2 * MIB))
+    assert [names(bucket) for bucket in made] == [["p3"], ["p1", "p2"], ["p0"]]
+    assert [bucket.name for bucket in made] == ["bucket0", "bucket1", "bucket2"]
+    assert all(bucket.always for bucket in made)
+
+
+def test_a_bucket_is_a_quarter_of_the_model_but_not_below_a_mebi() -> None:
+    assert [names(b) for b in into_buckets(members(MIB, MIB, MIB, MIB), GroupingLimits())] == [
+        ["p3"],
+        ["p2"],
+        ["p1"],
+        ["p0"],
+    ]
+    assert [names(b) for b in into_buckets(members(*[1000] * 10), GroupingLimits())] == [[f"p{i}" for i in range(10)]]
+    assert len(into_buckets(members(*[1000] * 10), GroupingLimits(bucket=3000))) == 4
+
+
+sizes = st.lists(
+    st.tuples(
+        st.integers(0, 5000), st.sampled_from(["a", "b"]), st.integers(-1, 2), st.sampled_from(["", "h.0", "h.1"])
+    ),
+    max_size=25,
+)
+
+
+def mixed(rows: list[tuple[int, str, int, str]]) -> list[ParamFacts]:
+    return [
+        ParamFacts(f"p{i}", numel, (key, group >= 0), group, block) for i, (numel, key, group, block) in enumerate(rows)
+    ]
+
+
+@given(sizes, st.integers(1, 8000))
+def test_every_parameter_is_in_one_bucket_of_its_own_kind(rows: list[tuple[int, str, int, str]], limit: int) -> None:
+    given_members = mixed(rows)
+    made = into_buckets(given_members, GroupingLimits(bucket=limit))
+    assert sorted(name for bucket in made for name in names(bucket)) == sorted(member.name for member in given_members)
+    for bucket in made:
+        assert len({member.key for member in bucket.members}) == 1
+        groups = [member.group for member in bucket.members]
+        assert groups == sorted(groups), "each optimizer group is one run"
+        assert len(bucket.members) == 1 or sum(member.numel for member in bucket.members) <= limit
+    assert len({bucket.name for bucket in made}) == len(made)
+
+
+@given(sizes, st.integers(0, 5000), st.integers(0, 20000))
+def test_every_parameter_is_in_one_block_or_persists(
+    rows: list[tuple[int, str, int, str]], threshold: int, budget: int
+) -> None:
+    given_members = mixed(rows)
+    made = into_blocks(given_members, GroupingLimits(persistence=threshold, model_persistence=budget))
+    assert sorted(name for unit in made for name in names(unit)) == sorted(member.name for member in given_members)
+    assert sum(member.numel for unit in made if unit.always for member in unit.members) <= budget
+    for unit in made:
+        assert len({member.key for member in unit.members}) == 1
+        if unit.always:
+            assert all(member.numel < threshold for member in unit.members)
+        else:
+            assert {member.block for member in unit.members} == {unit.block}
+
+
+def test_blocks_come_as_backward_reaches_them_with_root_and_small_ones_last() -> None:
+    rows = [("wte", 900, ""), ("h.0.w", 900, "h.0"), ("h.0.b", 5, "h.0"), ("h.1.w", 900, "h.1"), ("head", 900, "")]
+    made = into_blocks(
+        [ParamFacts(name, numel, ("fp32",), 0, block) for name, numel, block in rows], GroupingLimits(persistence=100)
+    )
+    assert [(unit.name, names(unit), unit.always) for unit in made] == [
+        ("h.1", ["h.1.w"], False),
+        ("h.0", ["h.0.w"], False),
+        ("root", ["wte", "head"], False),
+        ("small.bucket0", ["h.0.b"], True),
+    ]
+
+
+BLOCKS = [f"h.{index}" for index in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "expected"),
+    [
+        (0, [["h.0"], ["h.1"], ["h.2"], ["h.3"], ["h.4"]]),
+        (100, [["h.0"], ["h.1"], ["h.2"], ["h.3"], ["h.4"]]),
+        (101, [["h.0", "h.1"], ["h.2", "h.3"], ["h.4"]]),
+        (250, [["h.0", "h.1", "h.2"], ["h.3", "h.4"]]),
+        (MIB, [BLOCKS]),
+    ],
+)
+def test_small_neighbours_are_put_together(smallest: int, expected: list[list[str]]) -> None:
+    given_members = [ParamFacts(f"{block}.w", 100, ("fp32",), 0, block) for block in BLOCKS]
+    merged = merge_small(BLOCKS, given_members, smallest)
+    assert [list(blocks) for blocks in merged.values()] == expected
+    assert all(
+        name == (blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]}") for name, blocks in merged.items()
+    )
+
+
+def test_blocks_of_different_stacks_and_empty_ones_are_not_put_together() -> None:
+    blocks = ["enc.0", "enc.1", "dec.0", "dec.1", "dec.2"]
+    given_members = [ParamFacts(f"{block}.w", 10, ("fp32",), 0, block) for block in blocks if block != "dec.1"]
+    assert list(merge_small(blocks, given_members, MIB).values()) == [("enc.0", "enc.1"), ("dec.0", "dec.2")]
+
+
+@given(sizes, st.integers(0, 5000), st.integers(0, 20000))
+def test_persistent_members_are_the_small_ones_within_the_budget(
+    rows: list[tuple[int, str, int, str]], threshold: int, budget: int
+) -> None:
+    given_members = mixed(rows)
+    small, rest = persistent_members(given_members, GroupingLimits(persistence=threshold, model_persistence=budget))
+    assert sorted(m.name for m in small + rest) == sorted(m.name for m in given_members)
+    spent = sum(m.numel for m in small)
+    assert spent <= budget
+    assert all(m.numel < threshold for m in small)
+    assert all(m.numel >= threshold or spent + m.numel > budget for m in rest)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10))
+def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None:
+    ordered = sorted((group for _, group in rows))
+    offsets, end = [], 0
+    for (blocks, _), group in zip(rows, ordered, strict=True):
+        offsets.append((end, group))
+        end += 32 * blocks
+    runs = runs_of_groups(offsets, end + 64)
+    assert set(runs) == set(ordered)
+    edges = sorted(runs.values())
+    assert edges[0][0] == 0
+    assert edges[-1][1] == end + 64
+    assert all(before[1] == after[0] for before, after in pairwise(edges))
+    for offset, group in offsets:
+        assert runs[group][0] <= offset < runs[group][1]

@@ -1,0 +1,108 @@
+"""Tests for zero_trial/sharding/publish.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.sharding.parts import add_optimizer, make_model
+from tests.sharding.two_groups import Small, build
+from tests.support.pool import Pools
+from zero_trial.ops.optimizers import FusedAdam, FusedLion
+from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.publish import ParamPublisher
+
+
+class NoFusion(FusedAdam):
+    """The same arithmetic in three passes: gradients are widened first, weights are rounded afterwards."""
+
+    fuses = False
+
+
+class LionNoFusion(FusedLion):
+    fuses = False
+
+
+def test_units_go_in_the_models_order_as_soon_as_they_are_done() -> None:
+    model = build(1)
+    optimizer = add_optimizer(model, FusedAdam, lr=0.1)
+    published: list[str] = []
+    for unit in model.units:
+        unit.publish = lambda rounded=False, lend=True, unit=unit: published.append(unit.name)  # type: ignore[method-assign]
+    publication = ParamPublisher(model.units, optimizer.pieces, [])
+    names = [unit.name for unit in model.units]
+    assert len(names) > 2
+    of_first = [piece for piece in optimizer.pieces if piece.unit is model.units[0]]
+    rest = [piece for piece in optimizer.pieces if piece.unit is not model.units[0]]
+    publication.updated(rest, True)
+    assert published == [], "the first unit is not done, so none may go: another rank's order is the same"
+    publication.updated(of_first[:1], True)
+    publication.updated(of_first[1:], True)
+    assert published == names
+    publication.finish()
+    assert published == names
+
+
+def test_a_unit_without_pieces_goes_in_its_turn() -> None:
+    model = build(1)
+    published: list[str] = []
+    for unit in model.units:
+        unit.publish = lambda rounded=False, lend=True, unit=unit: published.append(f"{unit.name} {rounded}")  # type: ignore[method-assign]
+    ParamPublisher(model.units, (), []).finish()
+    assert published == [f"{unit.name} False" for unit in model.units]
+
+
+def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch.Tensor]:
+    for step in range(steps):
+        x = torch.linspace(-1, 1, 33).view(3, 11).to(dtype) * (step + 1)
+        loss = model.module(x)
+        model.begin_backward(reduce=True, last=True)
+        loss.backward()
+        model.end_backward()
+        model.settle()
+        model.update(0.5 / model.mesh.data.size)
+        model.reducer.reset()
+        model.wait()
+    return [unit.master.clone() for unit in model.units] + [unit.shard.clone() for unit in model.units]
+
+
+def run_both(stage: int, precision: str, fused: type, plain: type) -> tuple[bool, int]:
+    """Whether the one-pass step and the three-pass step left the same bits, and how many different values there were to differ in."""
+    results = []
+    for base in (fused, plain):
+        torch.manual_seed(0)
+        module = Small()
+        model = make_model(
+            module,
+            stage,
+            precision=precision,
+            settings=ShardingSettings(limits=GroupingLimits(bucket=100, persistence=0)),
+        )
+        add_optimizer(model, base, lr=0.05, weight_decay=0.1)
+        results.append(train(model, model.policy.param))
+    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return same, torch.cat(results[0]).unique().numel()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_pass_has_the_bits_of_three(stage: int, precision: str) -> None:
+    same, values = run_both(stage, precision, FusedAdam, NoFusion)
+    assert same
+    assert values > 200
+
+
+def test_lion_too() -> None:
+    assert run_both(1, "bf16", FusedLion, LionNoFusion)[0]
+
+
+def _on_ranks(stage: int, precision: str) -> tuple[bool, int]:
+    return run_both(stage, precision, FusedAdam, NoFusion)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_two_ranks(ranks: Pools, stage: int) -> None:
+    for same, values in ranks(2).run(_on_ranks, stage, "bf16"):
+        assert same
+        assert values > 50

@@ -1,0 +1,447 @@
+"""Tests for zero_trial/sharding/reduce.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sharding.parts import mesh_for, parameters
+from tests.support.pool import Pools
+from zero_trial.comm import Mesh
+from zero_trial.sharding import reduce
+from zero_trial.sharding.grad_buffer import GradBuffer
+from zero_trial.sharding.layout import lay_out
+from zero_trial.sharding.norm import square_sum
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import plan_for_stage
+from zero_trial.sharding.reduce import GradReducer, first_nonfinite
+
+SHAPES = [[(6, 10), (6,)], [(200, 90)], [(3,), (40, 3)]]
+
+
+class Rig:
+    """Three units, their landings and a reducer, without a model around them."""
+
+    def __init__(
+        self,
+        stage: int,
+        *,
+        every: str = "auto",
+        shard: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        **kwargs: Any,
+    ) -> None:
+        self.mesh: Mesh = mesh_for(stage, shard)
+        plan = plan_for_stage(stage, reduce_every=every)
+        self.params = [parameters(shapes, dtype, seed=index) for index, shapes in enumerate(SHAPES)]
+        self.launched: list[str] = []
+        self.landings = []
+        for index, params in enumerate(self.params):
+            layout = lay_out(
+                [(f"u{index}.p{number}", tuple(p.shape)) for number, p in enumerate(params)],
+                self.mesh.shard.size,
+                self.mesh.replica.size,
+            )
+            unit = ParamGroup(
+                f"u{index}", layout, params, plan=plan.persistent(), dtype=dtype, device=torch.device("cpu"),
+                comm=self.mesh.shard, runs={0: (0, layout.numel)},
+            )  # fmt: skip
+            self.landings.append(GradBuffer(unit, dtype=dtype, shard_dtype=dtype, on_complete=self._complete))
+        self.reducer = GradReducer(self.landings, self.mesh.shard, self.mesh.replica, **kwargs)
+        launch = self.reducer._launch
+
+        def watched(landing: GradBuffer) -> None:
+            self.launched.append(landing.unit.name)
+            launch(landing)
+
+        self.reducer._launch = watched  # type: ignore[method-assign]
+
+    def _complete(self, landing: GradBuffer) -> None:
+        self.reducer.offer(landing)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    def backward(self, order: list[int], *, reduce: bool = True, factor: float = 1.0) -> None:
+        """A pass in which the units get gradients one after the other: (rank + 1) * (unit + 1) * factor everywhere."""
+        for landing in self.landings:
+            landing.begin_pass()
+        if reduce:
+            self.reducer.begin()
+        for index in order:
+            scale = (self.rank + 1) * (index + 1) * factor
+            torch.stack([(scale * p).sum() for p in self.params[index]]).sum().backward()
+        for landing in self.landings:
+            landing.end_pass()
+        self.reducer.finish()
+
+    def sums(self) -> list[float]:
+        """The value that fills each unit's reduced gradient; NaN if it is not one value with zeros in the padding."""
+        found = []
+        for landing in self.landings:
+            inside = torch.zeros(landing.shard.numel(), dtype=torch.bool)
+            for piece in landing.unit.layout.pieces(self.mesh.shard.index):
+                inside[piece.offset : piece.offset + piece.numel] = True
+            payload, padding = landing.shard[inside], landing.shard[~inside]
+            same = payload.numel() == 0 or bool(payload.eq(payload[0]).all())
+            clean = bool(padding.eq(0).all())
+            found.append(
+                payload[0].item() if same and clean and payload.numel() else float("nan") if payload.numel() else -1.0
+            )
+        return found
+
+
+def fits(found: list[float], expected: list[float]) -> bool:
+    """A rank whose shard is padding alone says -1."""
+    return all(value in (want, -1.0) for value, want in zip(found, expected, strict=True))
+
+
+# what 1 + 2 + ... ranks contribute
+TOTAL = {1: 1.0, 2: 3.0, 4: 10.0}
+
+
+def summed(stage: int, every: str, shard: int | None) -> list[float]:
+    rig = Rig(stage, every=every, shard=shard)
+    rig.backward([2, 1, 0])
+    rig.reducer.ensure_reduced()
+    return rig.sums()
+
+
+def test_every_shard_holds_the_sum_over_all_ranks(ranks: Pools) -> None:
+    for found in ranks(2).run(summed, 2, "auto", None):
+        assert fits(found, [3.0, 6.0, 9.0])
+
+
+@pytest.mark.parametrize(
+    ("stage", "every", "shard"),
+    [(0, "auto", None), (1, "auto", None), (1, "micro", None), (3, "auto", None), (2, "auto", 2)],
+)
+def test_at_every_stage_and_mesh(ranks: Pools, stage: int, every: str, shard: int | None) -> None:
+    for world in (2, 4):
+        for found in ranks(world).run(summed, stage, every, shard):
+            assert fits(found, [TOTAL[world] * (index + 1) for index in range(3)]), (world, found)
+
+
+def test_on_one_rank_nothing_is_added() -> None:
+    assert summed(2, "auto", None) == [1.0, 2.0, 3.0]
+
+
+def orders() -> dict[str, Any]:
+    """The second rank's units become complete in another order."""
+    rig = Rig(2)
+    own = [2, 1, 0] if rig.rank == 0 else [0, 2, 1]
+    out: dict[str, Any] = {"before": rig.reducer.order_by_name()}
+    rig.backward(own)
+    out["first"], rig.launched = rig.launched, []
+    out["order"] = rig.reducer.order_by_name()
+    rig.reducer.reset()
+    rig.backward(own)
+    out["second"] = rig.launched
+    out["sums"] = rig.sums()
+    return out
+
+
+def test_units_go_in_one_order_on_all_ranks_and_from_the_second_step_in_that_of_rank_0(ranks: Pools) -> None:
+    for found in ranks(2).run(orders):
+        assert found["before"] is None
+        assert found["first"] == ["u0", "u1", "u2"]
+        assert found["order"] == found["second"] == ["u2", "u1", "u0"]
+        assert fits(found["sums"], [3.0, 6.0, 9.0])
+
+
+def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_units() -> None:
+    rig = Rig(2)
+    rig.reducer.take_order(["u1", "u2", "u0"])
+    assert rig.reducer.order_by_name() == ["u1", "u2", "u0"]
+    for wrong in (None, [], ["u0"], ["u0", "u1", "u3"], ["u0", "u0", "u1", "u2"]):
+        rig.reducer.take_order(wrong)
+        assert rig.reducer.order_by_name() == ["u1", "u2", "u0"]
+
+
+def unused() -> list[list[float]]:
+    """Unit 1 gets nothing on any rank, unit 2 nothing on rank 0; nobody waits for ever."""
+    rig = Rig(2)
+    rig.backward([0, 2] if rig.rank == 1 else [0])
+    first = rig.sums()
+    rig.reducer.reset()
+    rig.backward([2, 1, 0])
+    return [first, rig.sums()]
+
+
+def test_what_is_not_used_is_reduced_with_zeros(ranks: Pools) -> None:
+    for first, second in ranks(2).run(unused):
+        assert fits(first, [3.0, 0.0, 6.0])
+        assert fits(second, [3.0, 6.0, 9.0])
+
+
+def accumulated(stage: int, every: str) -> tuple[list[float], int]:
+    """Three micro-batches; reduced at the last, or at each."""
+    rig = Rig(stage, every=every)
+    for turn in range(3):
+        rig.backward([2, 1, 0], reduce=every == "micro" or turn == 2, factor=10.0**turn)
+    return rig.sums(), len(rig.launched)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", ["boundary", "micro"])
+def test_accumulation(ranks: Pools, stage: int, every: str) -> None:
+    for found, launches in ranks(2).run(accumulated, stage, every):
+        assert fits(found, [333.0, 666.0, 999.0])
+        assert launches == (9 if every == "micro" else 3)
+
+
+def flying(in_flight: int, shard: int | None = None) -> int:
+    """How many full gradient buffers live at most while units complete one after the other."""
+    rig = Rig(2, in_flight=in_flight, shard=shard)
+    most = 0
+    offer = rig.reducer.offer
+
+    def watched(landing: GradBuffer) -> None:
+        nonlocal most
+        offer(landing)
+        most = max(most, sum(landing.live for landing in rig.landings))
+
+    rig.reducer.offer = watched  # type: ignore[method-assign]
+    rig.backward([0, 1, 2])
+    rig.reducer.reset()
+    return most
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_in_flight_bounds_the_full_buffers(ranks: Pools, in_flight: int) -> None:
+    assert ranks(2).run(flying, in_flight) == [in_flight] * 2
+
+
+def test_full_buffers_are_freed_in_the_backward_pass_also_where_there_are_replicas(ranks: Pools) -> None:
+    assert ranks(4).run(flying, 0, 2) == [0] * 4
+
+
+def passed_on() -> list[str]:
+    """The collectives over replica that start before backward ends."""
+    rig = Rig(0, in_flight=1)
+    started: list[str] = []
+    start = rig.mesh.replica._collectives.start
+
+    def watched(kind: str, *args: Any, **kwargs: Any) -> Any:
+        started.append(kind)
+        return start(kind, *args, **kwargs)
+
+    rig.mesh.replica._collectives.start = watched  # type: ignore[method-assign]
+    finish = rig.reducer.finish
+    seen: list[str] = []
+
+    def finished() -> None:
+        seen.extend(started)
+        finish()
+
+    rig.reducer.finish = finished  # type: ignore[method-assign]
+    rig.backward([0, 1, 2])
+    return seen
+
+
+def test_a_sum_goes_to_the_other_replicas_while_backward_still_runs(ranks: Pools) -> None:
+    for started in ranks(2).run(passed_on):
+        assert started == ["all_reduce", "all_reduce", "all_gather", "all_reduce", "all_gather"]
+
+
+def second_sums(stage: int, every: str) -> tuple[list[float], list[float]]:
+    """Gradients that come after the reduction, from somebody else's loss, are added on top."""
+    rig = Rig(stage, every=every)
+    rig.backward([2, 1, 0])
+    (10.0 * (rig.rank + 1) * rig.params[1][0]).sum().backward()
+    late = rig.sums()
+    rig.reducer.ensure_reduced()
+    return late, rig.sums()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", ["boundary", "micro"])
+def test_a_second_sum_goes_on_top_of_the_first(ranks: Pools, stage: int, every: str) -> None:
+    for late, final in ranks(2).run(second_sums, stage, every):
+        assert fits(late, [3.0, 6.0, 9.0]), "the reduced sum is left alone until then"
+        assert fits(final, [3.0, 36.0, 9.0])
+
+
+def one_sided(stage: int, every: str) -> tuple[list[float], int]:
+    """A gradient that only rank 1 has after the reduction."""
+    rig = Rig(stage, every=every)
+    rig.backward([2, 1, 0])
+    if rig.rank == 1:
+        (20.0 * rig.params[1][0]).sum().backward()
+    rig.reducer.ensure_reduced()
+    return rig.sums(), len(rig.reducer._completed)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", ["boundary", "micro"])
+def test_a_gradient_that_one_rank_alone_has_is_reduced_on_all(ranks: Pools, stage: int, every: str) -> None:
+    for final, _ in ranks(2).run(one_sided, stage, every):
+        assert fits(final, [3.0, 26.0, 9.0])
+
+
+def test_the_order_of_completion_is_recorded_only_until_it_is_known() -> None:
+    rig = Rig(2)
+    for _ in range(3):
+        rig.backward([2, 1, 0])
+        rig.reducer.reset()
+    assert rig.reducer.order_by_name() == ["u2", "u1", "u0"]
+    assert rig.reducer._completed == []
+
+
+def no_sync() -> tuple[list[float], int]:
+    """Backward passes that were never reduced are, before the step."""
+    rig = Rig(2)
+    rig.backward([2, 1, 0], reduce=False)
+    rig.backward([2, 1, 0], reduce=False)
+    before = len(rig.launched)
+    rig.reducer.ensure_reduced()
+    return rig.sums(), before
+
+
+def test_what_nobody_reduced_is_reduced_before_the_step(ranks: Pools) -> None:
+    for found, before in ranks(2).run(no_sync):
+        assert before == 0
+        assert fits(found, [6.0, 12.0, 18.0])
+
+
+def scaled(dtype: torch.dtype | None, scale: float) -> tuple[list[float], int]:
+    rig = Rig(2, wire_dtype=dtype, wire_scale=scale)
+    rig.mesh.counters.reset()
+    rig.backward([2, 1, 0])
+    return rig.sums(), rig.mesh.counters.get("reduce_scatter", "shard").bytes
+
+
+def test_dtype_and_scale_on_the_wire(ranks: Pools) -> None:
+    numel = sum(landing.unit.layout.numel for landing in Rig(2).landings)  # on one rank; two need no more padding
+    for found, moved in ranks(2).run(scaled, None, 0.5):
+        assert fits(found, [1.5, 3.0, 4.5])
+        assert moved == pytest.approx(numel * 4 / 2, abs=4 * 64 * 3)
+    for found, half in ranks(2).run(scaled, torch.bfloat16, 1.0):
+        assert fits(found, [3.0, 6.0, 9.0])
+        assert half == moved // 2
+
+
+def square_sums(stage: int, passes: int, replicated: bool) -> tuple[float, int, int]:
+    """The sum of squares of the reduced gradient, how many elements were read for it, and how many the gradient has."""
+    rig = Rig(stage, **({"shard": 2} if replicated else {}))
+    read: list[int] = []
+
+    def counting(values: torch.Tensor) -> torch.Tensor:
+        read.append(values.numel())
+        return square_sum(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "square_sum", counting)
+        for _ in range(passes):
+            rig.backward([2, 1, 0])
+    total = torch.stack(list(rig.reducer.square_sums.values())).sum().reshape(1)
+    for axis in (rig.mesh.shard, rig.mesh.replica):
+        axis.all_reduce_small(total, "norm")
+    return float(total), sum(read), sum(landing.unit.layout.numel for landing in rig.landings)
+
+
+SIZES = [66, 18000, 123]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_square_sums_are_those_of_the_whole_gradient(ranks: Pools, stage: int) -> None:
+    """Each rank reads its part once, whether that is a shard, or the slice of a replica that it summed up."""
+    expected = sum(n * (3.0 * (index + 1)) ** 2 for index, n in enumerate(SIZES))
+    for found, read, numel in ranks(2).run(square_sums, stage, 1, False):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert read == numel // 2
+
+
+def test_square_sums_over_both_axes(ranks: Pools) -> None:
+    expected = sum(n * (10.0 * (index + 1)) ** 2 for index, n in enumerate(SIZES))
+    for found, read, numel in ranks(4).run(square_sums, 2, 1, True):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert read == numel // 4 + numel // 2, "the slice for the norm, the shard in search of what is not finite"
+
+
+@pytest.mark.parametrize(("stage", "world", "replicated"), [(0, 2, False), (2, 4, True)])
+def test_square_sums_of_a_second_sum_on_top_are_those_of_both(
+    ranks: Pools, stage: int, world: int, replicated: bool
+) -> None:
+    ranks_sum = sum(range(1, world + 1))
+    expected = sum(n * (2.0 * ranks_sum * (index + 1)) ** 2 for index, n in enumerate(SIZES))
+    for found, _, _ in ranks(world).run(square_sums, stage, 2, replicated):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def culprits(stage: int, every: str, bad_rank: int, position: int, value: float) -> list[tuple[int | None, str]]:
+    """One element of one rank's gradient is ``value``."""
+    rig = Rig(stage, every=every)
+    for landing in rig.landings:
+        landing.begin_pass()
+    rig.reducer.begin()
+    weight = torch.ones(200 * 90)
+    if rig.rank == bad_rank:
+        weight[position] = value
+    torch.stack([p.sum() for p in rig.params[2]]).sum().backward()
+    (rig.params[1][0] * weight.view(200, 90)).sum().backward()
+    torch.stack([p.sum() for p in rig.params[0]]).sum().backward()
+    for landing in rig.landings:
+        landing.end_pass()
+    rig.reducer.finish()
+    return [(culprit.rank, culprit.parameter()) for culprit in rig.reducer.culprits]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("position", [3, 17_999])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_bad_gradient_names_its_rank_and_its_parameter(
+    ranks: Pools, stage: int, bad_rank: int, position: int, value: float
+) -> None:
+    found = [
+        culprit for answer in ranks(2).run(culprits, stage, "auto", bad_rank, position, value) for culprit in answer
+    ]
+    assert found == [(bad_rank, "u1.p0")]
+
+
+def test_finite_gradients_have_no_culprits(ranks: Pools) -> None:
+    assert ranks(2).run(culprits, 2, "auto", 0, 0, 5.0) == [[], []]
+
+
+def test_resetting_forgets_sums_and_culprits() -> None:
+    rig = Rig(2)
+    rig.backward([2, 1, 0], factor=float("inf"))
+    assert rig.reducer.culprits
+    rig.reducer.reset()
+    assert rig.reducer.culprits == []
+    assert rig.reducer.square_sums == {}
+    assert not any(landing.shard_filled or landing.touched for landing in rig.landings)
+    rig.backward([2, 1, 0])
+    assert rig.sums() == [1.0, 2.0, 3.0]
+
+
+def interrupted() -> list[float]:
+    """A backward pass that ended in an exception of the user's, on all ranks, while reductions were under way."""
+    rig = Rig(2)
+    for landing in rig.landings:
+        landing.begin_pass()
+    rig.reducer.begin()
+    for index in (0, 1):
+        torch.stack([p.sum() for p in rig.params[index]]).sum().backward()
+    rig.reducer.reset()
+    rig.backward([2, 1, 0])
+    return rig.sums()
+
+
+def test_resetting_in_the_middle_of_a_backward_pass(ranks: Pools) -> None:
+    for found in ranks(2).run(interrupted):
+        assert fits(found, [3.0, 6.0, 9.0])
+
+
+def test_first_bad() -> None:
+    values = torch.zeros(4, 5)
+    assert first_nonfinite(values) is None
+    values[2, 1] = float("inf")
+    values[3, 3] = float("nan")
+    assert first_nonfinite(values) == 11
+    assert isinstance(nn.Parameter(values), torch.Tensor)

@@ -1,0 +1,187 @@
+"""Tests for zero_trial/sharding/offload/swap_file.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile
+
+
+def numbers(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def placed(file: SwapFile, values: torch.Tensor, offset: int) -> torch.Tensor:
+    """The values in a buffer that starts in a page where the range starts in a block."""
+    area = file.buffer(values.numel() + BLOCK)[offset % BLOCK :][: values.numel()]
+    area.copy_(values)
+    return area
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("block_size", [1, 3 * BLOCK, 1 << 20])
+def test_what_is_written_is_read(tmp_path: Path, direct: bool, block_size: int) -> None:
+    file = SwapFile(tmp_path, 1 << 20, block_size=block_size, depth=3, direct=direct)
+    whole = numbers(1 << 20)
+    file.write(0, placed(file, whole, 0)).wait()
+    for low, high in ((0, BLOCK), (128, 5000), (BLOCK, 9 * BLOCK + 1), (3 * BLOCK - 64, 70 * BLOCK + 7), (77, 80)):
+        whole[low:high] = numbers(high - low, seed=low)
+        file.write(low, placed(file, whole[low:high], low)).wait()
+        found = placed(file, torch.zeros(high - low, dtype=torch.uint8), low)
+        file.read(low, found).wait()
+        assert torch.equal(found, whole[low:high]), (low, high)
+    back = file.buffer(1 << 20)
+    file.read(0, back).wait()
+    assert torch.equal(back, whole), "neighbours are as they were"
+    file.close()
+
+
+def test_memory_that_starts_anywhere_goes_through_the_page_cache(tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, 1 << 16)
+    values = numbers(3 * BLOCK + 1)
+    file.write(BLOCK, values[1:]).wait()
+    found = torch.zeros(3 * BLOCK + 1, dtype=torch.uint8)[1:]
+    file.read(BLOCK, found).wait()
+    assert torch.equal(found, values[1:])
+    assert (file.bytes_read, file.bytes_written) == (3 * BLOCK, 3 * BLOCK)
+
+
+def test_the_file_has_no_name_and_its_space_is_there(tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, 5 * BLOCK + 1)
+    assert list(tmp_path.iterdir()) == [], "also a killed process leaves nothing"
+    assert file.size == 6 * BLOCK
+    assert [file.reserve(nbytes) for nbytes in (1, BLOCK, BLOCK + 1, 10)] == [0, BLOCK, 2 * BLOCK, 4 * BLOCK]
+    assert file.size == 6 * BLOCK
+    assert file.reserve(2 * BLOCK) == 5 * BLOCK and file.size == 7 * BLOCK, "it grows where it must"
+    descriptor = file._cached
+    assert os.fstat(descriptor).st_blocks * 512 >= 7 * BLOCK
+    file.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_mapped_and_transferred_bytes_are_the_same(tmp_path: Path, direct: bool) -> None:
+    file = SwapFile(tmp_path, 8 * BLOCK, direct=direct)
+    values = numbers(8 * BLOCK)
+    file.write(0, placed(file, values, 0)).wait()
+    with file.mapped() as area:
+        assert torch.equal(area, values)
+        area[100:9000] = 7
+    values[100:9000] = 7
+    found = file.buffer(8 * BLOCK)
+    file.read(0, found).wait()
+    assert torch.equal(found, values)
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        SwapFile(tmp_path / "none")
+    assert str(error.value) == (
+        "zero_optimization.offload_optimizer.nvme_path: there is no such folder: "
+        f"got {tmp_path / 'none'}, expected a folder. Make it, or name another one."
+    )
+    with pytest.raises(ConfigError, match="nothing can be written to this folder"):
+        SwapFile(Path("/proc/self"))
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        SwapFile(tmp_path / ("x" * 300))  # where the system refuses to look
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    with largest_file(1 << 20), pytest.raises(DoesNotFit) as error:
+        SwapFile(tmp_path, 3 << 20)
+    text = str(error.value)
+    assert text.startswith(f"{tmp_path}: the disk has not enough room for offloaded state: got ")
+    assert "free (File too large), expected 3.0 MiB for this rank. Free some space" in text
+    assert error.value.exit_code == 3
+
+
+def test_a_fault_in_the_middle_is_raised_by_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SwapFile(tmp_path, 1 << 20, block_size=BLOCK, depth=2)
+    into, once = file.buffer(1 << 16), os.preadv
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 5 * BLOCK:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return once(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    ticket = file.read(0, into)
+    with pytest.raises(StorageError) as error:
+        ticket.wait()
+    assert str(error.value) == (
+        f"{tmp_path}: offloaded state could not be read or written: got [Errno 5] Input/output error. "
+        "Mend the disk or name another one in nvme_path, and go on from the last checkpoint."
+    )
+    monkeypatch.setattr(os, "preadv", once)
+    file.read(0, into).wait()
+
+
+def test_calls_that_do_a_part_are_repeated_and_the_end_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, once = SwapFile(tmp_path, 1 << 16, direct=False), os.pwritev
+    values = numbers(1 << 16)
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: once(fd, [buffers[0][:1000]], offset))
+    file.write(0, values).wait()
+    found = torch.zeros_like(values)
+    file.read(0, found).wait()
+    assert torch.equal(found, values)
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
+    with pytest.raises(StorageError, match="0 of 65536 bytes at offset 0"):
+        file.write(0, values).wait()
+
+
+def test_where_direct_transfers_fail_the_page_cache_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, buffers: list[memoryview], offset: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    once = os.pwritev
+    monkeypatch.setattr(os, "pwritev", refuse)
+    file = SwapFile(tmp_path, 1 << 16)
+    monkeypatch.setattr(os, "pwritev", once)
+    assert not file.direct
+    values = numbers(1 << 16)
+    file.write(0, values).wait()
+    found = file.buffer(1 << 16)
+    file.read(0, found).wait()
+    assert torch.equal(found, values)
+
+
+def test_a_closed_file_is_never_mistaken_for_another(tmp_path: Path) -> None:
+    """The system gives the numbers of closed descriptors to the next files."""
+    old = SwapFile(tmp_path, 1 << 16)
+    old.close()
+    new = SwapFile(tmp_path, 1 << 16)
+    new.write(0, numbers(1 << 16)).wait()
+    with pytest.raises(StorageError, match="offloaded state is gone: got an engine that was destroyed"), old.mapped():
+        pass
+    for act in (
+        lambda: old.read(0, old.buffer(BLOCK)),
+        lambda: old.write(0, old.buffer(BLOCK)),
+        lambda: old.reserve(1),
+    ):
+        with pytest.raises(StorageError, match="offloaded state is gone"):
+            act()
+    old.close()
+    with new.mapped() as area:
+        assert torch.equal(area[: 1 << 16], numbers(1 << 16))

@@ -1,0 +1,103 @@
+"""Tests for zero_trial/sharding/offload/host.py."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sharding.parts import make_landing, make_unit, parameters
+from tests.support.strict_mover import StrictMover
+from zero_trial.ops.optimizers import FusedAdam
+from zero_trial.sharding.offload.host import StagedPiece, StagedStore, StagingBuffers, master_to_host
+from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, SwappedStore, state_columns
+from zero_trial.sharding.offload.swap_file import CUT, SwapFile
+from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.pieces import cut_pieces
+from zero_trial.sharding.publish import ParamPublisher
+
+BUILDS: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW}
+
+
+class Training:
+    """Three steps on two units; ``buffers``: of a desk between the units and masters of their own; ``folder``: masters behind it in a file."""
+
+    def __init__(self, build: Any, dtype: torch.dtype, *, buffers: int = 0, folder: Path | None = None) -> None:
+        self.units = [
+            make_unit(parameters([(2 * CUT + 77,), (50,)], seed=seed), stage=2, dtype=dtype) for seed in (1, 2)
+        ]
+        landings = [make_landing(unit)[0] for unit in self.units]
+        self.mover = StrictMover()
+        desk = StagingBuffers(self.mover)
+        behind = None
+        if buffers:
+            for unit in self.units:
+                master_to_host(unit)
+        if folder is not None:
+            masters = MasterSwap(SwapFile(folder, 1 << 16))
+            for unit in self.units:
+                masters.take(unit)
+        make = functools.partial(StagedPiece, desk=desk) if buffers else None
+        given = {"most": CUT, "make": make} if make else {}
+        pieces = cut_pieces(landings, whole_tensors=False, **given)
+        base = build([piece.weight for piece in pieces], lr=0.01)
+        if folder is not None:
+            columns = {torch.float32: state_columns(base)}
+            behind = SwappedStore(masters, pieces, base.state, columns, slot_numel=CUT, slots=2)
+        store = StagedStore(pieces, desk, behind, buffers=buffers) if buffers else None  # type: ignore[arg-type]
+        self.store = store
+        self.optimizer = ShardedOptimizer(base, pieces, scale=lambda: 1.0, store=store)
+        for number in range(3):
+            for landing in landings:
+                landing.shard.copy_(torch.randn(landing.shard.shape, generator=torch.Generator().manual_seed(number)))
+            publication = ParamPublisher(self.units, pieces, [])
+            self.optimizer.step(0.5, publication.updated)
+            publication.finish()
+
+    def values(self) -> list[torch.Tensor]:
+        with self.optimizer.lent():
+            states = [self.optimizer.state_shard(unit, "exp_avg_sq") for unit in self.units]
+            masters = [unit.master.clone() for unit in self.units]
+        return [unit.shard for unit in self.units] + masters + [state for state in states if state is not None]
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["host", "file"])
+@pytest.mark.parametrize("buffers", [1, 2, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_same_bits_through_a_desk(tmp_path: Path, name: str, dtype: torch.dtype, buffers: int, away: bool) -> None:
+    here = Training(BUILDS[name], dtype)
+    there = Training(BUILDS[name], dtype, buffers=buffers, folder=tmp_path if away else None)
+    assert len(there.values()) == 6
+    assert all(torch.equal(a, b) for a, b in zip(here.values(), there.values(), strict=True))
+    pieces = len(there.optimizer.pieces)
+    assert pieces == 6 and (there.mover.begun, there.mover.downs, there.mover.ups) == (3, 3 * pieces, 3 * pieces)
+    store = there.store
+    assert store is not None and store.buffers == () and there.optimizer.persistent_bytes() == 0
+    desk = [buffer.numel() for buffer in store.host_buffers][: 2 * buffers]
+    assert desk == [CUT * dtype.itemsize] * (2 * buffers), "a gradient and a piece of new values each"
+
+
+def test_masters_leave_the_device_also_where_they_are_the_shard() -> None:
+    (unit,) = (make_unit(parameters([(64,)]), stage=2),)
+    assert unit.master is unit.shard
+    master_to_host(unit)
+    assert unit.master is not unit.shard and torch.equal(unit.master, unit.shard)
+    unit.master.add_(1)
+    unit.publish()
+    assert torch.equal(unit.master, unit.shard)
+
+
+def test_a_step_that_is_broken_off_leaves_the_desk_usable() -> None:
+    training = Training(BUILDS["fused"], torch.bfloat16, buffers=2)
+
+    def stop(pieces: Any, rounded: bool) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.optimizer.step(1.0, stop)
+    training.optimizer.step(1.0)
+    assert training.store is not None and len(training.store.host_buffers) == 4

@@ -1,0 +1,140 @@
+"""Communication volume per optimizer step, through the engine, against the formulas of Rajbhandari et al. 2020, section 7.
+
+Psi is the padded number of parameters, N the ranks, g the micro-batches per step; a step is one of the third, when orders are learned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.models import TinyLM, make_engine, train_engine
+from tests.support.pool import Pools
+from zero_trial.comm.collective import Traffic
+
+
+def volume(
+    zero: dict[str, Any], accumulation: int, extra: dict[str, Any]
+) -> tuple[int, dict[str, tuple[int, int, int]]]:
+    """(Psi, what one optimizer step moved: calls, elements and bytes by kind and axis)."""
+    config = {
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": 16,
+        "gradient_clipping": 1.0,
+    }
+    engine = make_engine(TinyLM, config | extra)
+    train_engine(engine, range(2), 16)
+    engine.mesh.counters.reset()
+    train_engine(engine, range(2, 3), 16)
+    table = engine.mesh.counters.table()
+    return sum(unit.layout.numel for unit in engine.sharded.units), {
+        name: (row["calls"], row["elements"], row["bytes"]) for name, row in table.items()
+    }
+
+
+def elements(table: dict[str, tuple[int, int, int]], *names: str) -> int:
+    return sum(table.get(name, (0, 0, 0))[1] for name in names)
+
+
+def check_scalars(table: dict[str, tuple[int, int, int]]) -> None:
+    """Two scalars go round per step: whether any rank has gradients left to reduce (int32), and the norm, which is also the overflow flag."""
+    assert table["all_reduce/shard"] == (2, 2, 12), table
+    assert set(table) <= {"all_reduce/shard", "reduce_scatter/shard", "all_gather/shard"}, table
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_stages_1_and_2_move_2_psi(ranks: Pools, world: int, stage: int, accumulation: int) -> None:
+    for psi, table in ranks(world).run(volume, {"stage": stage}, accumulation, {}):
+        once = psi * (world - 1) // world
+        assert elements(table, "reduce_scatter/shard") == once
+        assert elements(table, "all_gather/shard") == once
+        check_scalars(table)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_reducing_every_micro_batch_moves_g_plus_1_psi(ranks: Pools, world: int, stage: int, accumulation: int) -> None:
+    for psi, table in ranks(world).run(volume, {"stage": stage, "reduce_every": "micro"}, accumulation, {}):
+        once = psi * (world - 1) // world
+        assert elements(table, "reduce_scatter/shard") == accumulation * once
+        assert elements(table, "all_gather/shard") == once
+        check_scalars(table)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_0_moves_2_psi_and_two_scalars(ranks: Pools, world: int, accumulation: int) -> None:
+    """Every rank has the whole gradient, but reads only the slice that it summed up for the norm."""
+    for psi, table in ranks(world).run(volume, {"stage": 0}, accumulation, {}):
+        assert set(table) == {"all_reduce/replica"}
+        assert elements(table, "all_reduce/replica") == 2 * psi * (world - 1) // world + 2
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_3_moves_2_psi_when_parameters_stay_for_the_step(ranks: Pools, world: int) -> None:
+    """The default limits keep a small model live from forward to backward."""
+    for psi, table in ranks(world).run(volume, {"stage": 3, "param_persistence_threshold": 0}, 1, {}):
+        once = psi * (world - 1) // world
+        assert elements(table, "all_gather/shard") == once
+        assert elements(table, "reduce_scatter/shard") == once
+        check_scalars(table)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_3_with_persistent_parameters_moves_no_more(ranks: Pools, world: int) -> None:
+    for psi, table in ranks(world).run(volume, {"stage": 3, "param_persistence_threshold": 1000}, 1, {}):
+        assert elements(table, "all_gather/shard", "reduce_scatter/shard") == 2 * psi * (world - 1) // world
+        check_scalars(table)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_3_that_frees_after_forward_moves_at_most_3_psi(ranks: Pools, world: int) -> None:
+    zero = {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "forward", "module_granularity_threshold": 1}
+    for psi, table in ranks(world).run(volume, zero, 1, {}):
+        once = psi * (world - 1) // world
+        assert elements(table, "reduce_scatter/shard") == once
+        assert once < elements(table, "all_gather/shard") <= 2 * once
+        check_scalars(table)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_3_keeps_parameters_over_an_accumulation(ranks: Pools, world: int) -> None:
+    """One gather per step instead of one or two per micro-batch; and one reduction where the boundary is chosen."""
+    for every, reductions in (("micro", 4), ("boundary", 1)):
+        zero = {"stage": 3, "param_persistence_threshold": 0, "reshard_after": "step", "reduce_every": every}
+        for psi, table in ranks(world).run(volume, zero, 4, {}):
+            once = psi * (world - 1) // world
+            assert elements(table, "all_gather/shard") == once
+            assert elements(table, "reduce_scatter/shard") == reductions * once
+            check_scalars(table)
+
+
+def test_hybrid_sharding_splits_the_volume_over_two_axes(ranks: Pools) -> None:
+    """Within a shard group (1 + r) Psi (S-1)/S; between replicas an all-reduce of the shard: 2 Psi/S (R-1)/R."""
+    for psi, table in ranks(4).run(volume, {"stage": 2}, 1, {"mesh": {"shard": 2, "replica": 2}}):
+        assert elements(table, "reduce_scatter/shard") == elements(table, "all_gather/shard") == psi // 2
+        assert elements(table, "all_reduce/replica") == 2 * (psi // 2) // 2 + 2
+        assert table["all_reduce/shard"] == (2, 2, 12)
+
+
+def test_sixteen_bit_gradients_and_parameters_halve_the_bytes(ranks: Pools) -> None:
+    for psi, table in ranks(2).run(volume, {"stage": 2}, 1, {"bf16": {"enabled": True}}):
+        assert table["reduce_scatter/shard"][2] == table["all_gather/shard"][2] == 2 * psi // 2
+    for psi, table in ranks(2).run(volume, {"stage": 2}, 4, {"bf16": {"enabled": True}}):
+        assert table["reduce_scatter/shard"][2] == 4 * psi // 2, (
+            "accumulated in fp32, and sent so unless told otherwise"
+        )
+    told = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    for psi, table in ranks(2).run(volume, {"stage": 2}, 4, told):
+        assert table["reduce_scatter/shard"][2] == 2 * psi // 2
+
+
+def test_one_rank_moves_nothing(ranks: Pools) -> None:
+    for stage in (0, 1, 2, 3):
+        assert ranks(1).run(volume, {"stage": stage}, 1, {})[0][1] == {}
+    assert Traffic().elements == 0

@@ -1,0 +1,105 @@
+"""state_dict() and load_state_dict() of parts of a sharded module, in a world of one rank (whose parameters are freed all the same)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.zero import safe_get_full_fp32_param
+
+
+def engine(stage: int = 3) -> zero_trial.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 2))
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+    }
+    return zero_trial.initialize(model=model, config=config)[0]
+
+
+def live(found: zero_trial.Engine) -> list[bool]:
+    return [unit.live for unit in found.sharded.units]
+
+
+def test_a_part_hands_out_whole_tensors_of_its_own():
+    found = engine()
+    assert not any(live(found))
+    state = found.module[1].state_dict()
+    assert state["0.weight"].shape == (8, 8)
+    assert torch.isfinite(state["0.weight"]).all()
+    assert state["1.num_batches_tracked"].item() == 0
+    assert not any(live(found)), "what was opened for the state dict is closed again"
+    whole = found.module.state_dict()
+    torch.testing.assert_close(whole["1.0.weight"], state["0.weight"], rtol=0, atol=0)
+    assert not any(live(found))
+
+
+def test_what_was_open_stays_open():
+    found = engine()
+    found(torch.ones(2, 4))
+    before = live(found)
+    assert any(before)
+    found.module.state_dict()
+    assert live(found) == before
+
+
+def test_a_part_takes_whole_tensors_and_leaves_the_rest():
+    found = engine()
+    before = found.module.state_dict()
+    found.module[1][0].load_state_dict({"weight": torch.full((8, 8), 3.0), "bias": torch.zeros(8)})
+    after = found.module.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"1.0.weight", "1.0.bias"}
+    assert torch.equal(safe_get_full_fp32_param(found.module[1][0].weight), torch.full((8, 8), 3.0))
+
+
+def test_an_error_while_loading_leaves_a_module_that_works():
+    found = engine()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        found.module[1].load_state_dict({"0.weight": torch.ones(3)}, strict=False)
+    found.module[2].register_load_state_dict_pre_hook(_refuse)
+    with pytest.raises(KeyError):
+        found.module.load_state_dict(found.module.state_dict())
+    state = found.module.state_dict()
+    assert all(torch.isfinite(value).all() for value in state.values())
+    found.backward(found(torch.ones(2, 4)).sum())
+    found.step()
+    assert all(torch.isfinite(value).all() for value in found.module[1].state_dict().values())
+
+
+def _refuse(*_: object) -> None:
+    raise KeyError("not this one")
+
+
+def test_without_hooks_the_module_is_plain_again():
+    found = engine()
+    found.destroy()
+    module = found.module
+    assert not any(part._state_dict_pre_hooks or part._load_state_dict_pre_hooks for part in module.modules())
+    assert module.state_dict()["0.weight"].data_ptr() == module[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["state_dict", "load_state_dict"])
+def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch):
+    found = engine()
+    most = 0
+    finish = ParamGroup.finish_gather
+
+    def watched(unit: ParamGroup) -> None:
+        nonlocal most
+        finish(unit)
+        most = max(most, sum(live(found)))
+
+    state = found.module.state_dict()
+    monkeypatch.setattr(ParamGroup, "finish_gather", watched)
+    if how == "state_dict":
+        found.module.state_dict()
+    else:
+        found.module.load_state_dict(state)
+    assert len(found.sharded.units) > 1
+    assert most == 1

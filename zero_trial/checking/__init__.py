@@ -1,1 +1,0 @@
-"""Checking: an experiment looked at as a whole before anything is started, every fault with its place and its remedy."""

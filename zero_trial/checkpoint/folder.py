@@ -1,0 +1,348 @@
+"""Which checkpoints a folder holds, and which is the latest that is whole: no pointer file, so none that can be
+torn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest
+from zero_trial.checkpoint.reader import CheckpointReader, check_sizes, leads_outside, read_digest, read_manifest
+from zero_trial.checkpoint.writer import REPLACED, TEMPORARY, check_tag
+from zero_trial.errors import CheckpointError, ConfigError
+
+
+class FoundCheckpoint(NamedTuple):
+    """A readable manifest: its step, its tag, its folder."""
+
+    step: int
+    tag: str
+    folder: Path
+
+
+def list_checkpoints(directory: str | Path, told: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
+    """All whose manifest and file sizes are right, lowest step first; ``told`` gets a line for each that is not."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = []
+    for tag, folder in _candidates(directory):
+        try:
+            found.append(FoundCheckpoint(CheckpointReader(folder).manifest.step, tag, folder))
+        except CheckpointError as fault:
+            if told is not None:
+                told(str(fault))
+    return sorted(found)
+
+
+def latest_checkpoint(directory: str | Path, told: Callable[[str], None] | None = None) -> FoundCheckpoint | None:
+    """The one with the highest step whose every file has its SHA-256; None if there is none. ``told`` as above.
+
+    Reads all bytes of the newest (and of older ones only where newer ones are damaged): one rank does it, and tells.
+    """
+    for found in reversed(list_checkpoints(directory, told)):
+        try:
+            CheckpointReader(found.folder).verify()
+        except CheckpointError as fault:
+            if told is not None:
+                told(str(fault))
+            continue
+        return found
+    return None
+
+
+def checkpoint_folder(directory: str | Path, tag: str) -> Path:
+    """Where ``tag`` is: its folder, or the one that a replacement put aside and did not finish. Raises
+    CheckpointError."""
+    directory = Path(directory)
+    folder = directory / check_tag(tag)
+    if folder.is_dir():
+        return folder
+    known = dict(_candidates(directory)) if directory.is_dir() else {}
+    if tag in known:
+        return known[tag]
+    tags = ", ".join(sorted(known)) or "none"
+    raise CheckpointError("no such checkpoint", where=str(directory), got=repr(tag), expected=f"one of: {tags}")
+
+
+def _candidates(directory: Path) -> list[tuple[str, Path]]:
+    folders = [folder for folder in sorted(directory.iterdir()) if (folder / MANIFEST_NAME).is_file()]
+    named = {folder.name: folder for folder in folders if TEMPORARY not in folder.name and REPLACED not in folder.name}
+    for folder in folders:
+        if REPLACED in folder.name:
+            named.setdefault(folder.name.split(REPLACED)[0], folder)
+    return sorted(named.items())
+
+
+# The checkpoints that lie in a folder, as a person looks for them: whole, broken, or left over by a save that was killed.
+#
+# A folder may be a run's (``checkpoints/`` in it), a folder of a trial's or of an engine's checkpoints, or one checkpoint itself:
+#
+#     step-000200/                        of a trial: metadata.json, trial_state.json
+#         model0/manifest.json            its engines
+#     global_step40/manifest.json         of an engine alone
+
+
+METADATA = "metadata.json"
+
+
+TRIAL_STATE = "trial_state.json"
+
+
+@dataclass(frozen=True)
+class EngineCheckpoint:
+    """One engine's checkpoint; ``manifest`` is None where it cannot be read, and then ``fault`` says why."""
+
+    folder: Path
+    manifest: Manifest | None
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """One checkpoint. ``fault``: the first thing that is wrong with it, as far as manifests and sizes tell; no byte of a tensor is read.
+
+    ``leftover``: a save that did not finish, or what a newer one has replaced: no loader looks at it. ``saved``: seconds since the epoch.
+    ``trial``: whose it is ("" where it does not say); None for an engine's own.
+    """
+
+    folder: Path
+    step: int | None
+    engines: tuple[EngineCheckpoint, ...]
+    saved: float
+    bytes: int
+    files: int
+    fault: str | None = None
+    leftover: bool = False
+    trial: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.fault is None and not self.leftover
+
+    def facts(self, key: str) -> tuple[Any, ...]:
+        """What the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``, ``mesh``): each answer once, in the engines' order."""
+        said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
+        return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """All of a folder's, lowest step first. ``single``: the folder is a checkpoint itself."""
+
+    folder: Path
+    saved: tuple[SavedCheckpoint, ...]
+    single: bool = False
+
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """Whose checkpoints these are: a cluster's storage has those of many."""
+        return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
+
+    def latest(self, trial: str | None = None) -> SavedCheckpoint | None:
+        """The highest step that looks whole, of one trial or of all."""
+        return next((one for one in reversed(self.saved) if one.whole and trial in (None, one.trial)), None)
+
+    def is_latest(self, saved: SavedCheckpoint) -> bool:
+        """Of its own trial, where there are several."""
+        return saved is self.latest(saved.trial if len(self.trials) > 1 else None)
+
+
+def inspect_folder(folder: Path) -> CheckpointFolder:
+    """Raises ConfigError if there is nothing in ``folder`` that could be a checkpoint, CheckpointError if it cannot be read."""
+    try:
+        return _look_into(folder)
+    except OSError as fault:
+        raise CheckpointError("cannot be read", where=str(fault.filename or folder), got=fault.strerror) from fault
+
+
+def _look_into(folder: Path) -> CheckpointFolder:
+    if not folder.is_dir():
+        raise ConfigError(
+            "there is no such folder" if not folder.exists() else "this is a file",
+            where=str(folder),
+            expected="a run's folder, a folder of checkpoints, or a checkpoint",
+        )
+    if _is_engine(folder):
+        return CheckpointFolder(folder, (_of_engine(folder),), single=True)
+    if _is_trial(folder):
+        return CheckpointFolder(folder, (_of_trial(folder),), single=True)
+    inner = folder / "checkpoints"
+    place = inner if inner.is_dir() else folder
+    children = sorted(place.iterdir())
+    beside = {child.name for child in children}
+    saved = [_look_at(child, beside) for child in children]
+    found = [one for one in saved if one is not None]
+    if not found:
+        raise ConfigError(
+            "there are no checkpoints here",
+            where=str(place),
+            expected="a run's folder, a folder of checkpoints, or a checkpoint",
+            fix="A checkpoint is a folder with a manifest.json, or a trial's folder of these.",
+        )
+    return CheckpointFolder(
+        place, tuple(sorted(found, key=lambda one: (one.step is not None, one.step or 0, one.folder.name)))
+    )
+
+
+def _look_at(folder: Path, beside: Collection[str]) -> SavedCheckpoint | None:
+    if not folder.is_dir():
+        return None
+    if _is_engine(folder):
+        saved = _of_engine(folder)
+    elif _is_trial(folder) or _engines_in(folder):
+        saved = _of_trial(folder)
+    elif any(folder.glob("*.safetensors")) or TEMPORARY in folder.name:
+        saved = _saved(folder, (), None, "there is no manifest")
+    else:
+        return None
+    # a checkpoint that stepped aside counts for as long as the new one of its name is missing
+    leftover = TEMPORARY in folder.name or (REPLACED in folder.name and folder.name.split(REPLACED)[0] in beside)
+    return SavedCheckpoint(**{**vars(saved), "leftover": leftover})
+
+
+def _is_engine(folder: Path) -> bool:
+    return (folder / MANIFEST_NAME).is_file()
+
+
+def _is_trial(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or (folder / TRIAL_STATE).is_file()
+
+
+def _engines_in(folder: Path) -> list[Path]:
+    names = [path.parent for path in folder.glob(f"*/{MANIFEST_NAME}")]
+    return sorted(path for path in names if TEMPORARY not in path.name and REPLACED not in path.name)
+
+
+def _of_engine(folder: Path) -> SavedCheckpoint:
+    engine = _read_engine(folder)
+    step = engine.manifest.step if engine.manifest is not None else None
+    return _saved(folder, (engine,), step, engine.fault)
+
+
+def _of_trial(folder: Path) -> SavedCheckpoint:
+    engines = tuple(_read_engine(path) for path in _engines_in(folder))
+    faults = [engine.fault for engine in engines if engine.fault is not None]
+    lost = [path for path in sorted(folder.iterdir()) if any(path.glob("*.safetensors")) and not _is_engine(path)]
+    faults += [f"{path}: there is no manifest" for path in lost]
+    metadata: Mapping[str, Any] = {}
+    try:
+        _document(folder / TRIAL_STATE)
+        metadata = _document(folder / METADATA)
+    except CheckpointError as fault:
+        faults.append(str(fault))
+    step = metadata.get("steps_completed")
+    if not isinstance(step, int):
+        step = next((engine.manifest.step for engine in engines if engine.manifest is not None), None)
+    return _saved(folder, engines, step, faults[0] if faults else None, str(metadata.get("trial_id", "")))
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        word = "it is missing" if isinstance(fault, FileNotFoundError) else str(fault)
+        raise CheckpointError("a part of the checkpoint cannot be read", where=str(path), got=word) from fault
+    if not isinstance(found, dict):
+        raise CheckpointError("not what a trial writes", where=str(path), got=type(found).__name__)
+    return found
+
+
+def _read_engine(folder: Path) -> EngineCheckpoint:
+    manifest = None
+    try:
+        manifest = read_manifest(folder)
+        check_sizes(folder, manifest)
+    except CheckpointError as fault:
+        return EngineCheckpoint(folder, manifest, str(fault))
+    return EngineCheckpoint(folder, manifest)
+
+
+def _saved(
+    folder: Path, engines: tuple[EngineCheckpoint, ...], step: int | None, fault: str | None, trial: str | None = None
+) -> SavedCheckpoint:
+    sizes, newest = [], 0.0
+    for path in folder.rglob("*"):
+        try:
+            found = path.stat()
+        except OSError:  # a run that goes on replaces what it has
+            continue
+        if path.is_file():
+            sizes.append(found.st_size)
+            newest = max(newest, found.st_mtime)
+    return SavedCheckpoint(folder, step, engines, newest, sum(sizes), len(sizes), fault, trial=trial)
+
+
+# What is wrong with a checkpoint: every file that is not what was written, and the tensors that lie in it.
+
+
+Told = Callable[[int], object]
+
+
+"""Gets the number of bytes that were read since it was last called."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """``tensors``: those with elements in ``file``, with the range where a part of one lies there."""
+
+    file: Path
+    what: str
+    tensors: tuple[str, ...] = ()
+
+
+def bytes_to_read(saved: SavedCheckpoint) -> int:
+    """What ``find_damage`` reads of a checkpoint that is whole."""
+    manifests = [engine.manifest for engine in saved.engines if engine.manifest is not None]
+    return sum(record.bytes for manifest in manifests for record in manifest.files.values())
+
+
+def find_damage(saved: SavedCheckpoint, told: Told | None = None) -> list[Damage]:
+    """All that is wrong; nothing if every byte is as it was written. Reads each file of each engine once, in blocks of 4 MiB."""
+    found: list[Damage] = []
+    for engine in saved.engines:
+        if engine.manifest is None:
+            found.append(Damage(engine.folder / MANIFEST_NAME, engine.fault or "it cannot be read"))
+        else:
+            found += damaged_files(engine.folder, engine.manifest, told)
+    if saved.fault is not None and not found:  # in what a trial has written beside its engines
+        found.append(Damage(saved.folder, saved.fault))
+    return found
+
+
+def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
+    """``param/head.weight`` for a tensor that lies in ``file`` alone, ``param/wte.weight[0:4096]`` for a part of one."""
+    return tuple(
+        name if (piece.start, piece.stop) == (0, entry.numel) else f"{name}[{piece.start}:{piece.stop}]"
+        for name, entry in manifest.tensors.items()
+        for piece in entry.pieces
+        if piece.file == file
+    )
+
+
+def damaged_files(folder: Path, manifest: Manifest, told: Told | None = None) -> Iterator[Damage]:
+    """One engine's files that are not as they were written, found one after the other."""
+    for name, expected in sorted(manifest.files.items()):
+        what = _fault(folder / name, expected, told)
+        if what is not None:
+            yield Damage(folder / name, what, in_file(manifest, name))
+
+
+def _fault(path: Path, expected: FileRecord, told: Told | None) -> str | None:
+    if leads_outside(path):
+        return f"it is a symbolic link to another folder: {path.resolve()}"
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"{size} bytes, {expected.bytes} were written"
+        found = read_digest(path, told=told)
+    except FileNotFoundError:
+        return "it is missing"
+    except OSError as fault:
+        return f"it cannot be read: {fault.strerror or fault}"
+    if found != expected:
+        return f"its content has changed: SHA-256 {found.sha256[:16]}…, {expected.sha256[:16]}… was written"
+    return None

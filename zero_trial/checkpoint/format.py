@@ -1,0 +1,389 @@
+"""The dtypes that a checkpoint may hold, by torch's name and by safetensors' name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_trial.errors import CheckpointError
+
+_SAFETENSORS: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+
+
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``, ``bfloat16`` ...: what the manifest says."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint holds."""
+    found = _NAMES.get(name)
+    if found is None:
+        raise CheckpointError("unknown dtype", got=repr(name), expected=", ".join(sorted(_NAMES)))
+    return found
+
+
+def safetensors_name(dtype: torch.dtype) -> str:
+    """``F32``, ``BF16`` ...: what the header of a safetensors file says."""
+    found = _SAFETENSORS.get(dtype)
+    if found is None:
+        raise CheckpointError("this dtype cannot be stored", got=dtype_name(dtype), expected=", ".join(sorted(_NAMES)))
+    return found
+
+
+# What a stored tensor is, by its name: a parameter, optimizer state, a buffer, or something that belongs to the run.
+
+
+_PART = re.compile(r"part(\d+)of(\d+)/(.*)", re.DOTALL)
+
+
+class TensorKind(Enum):
+    """The four things that an engine's checkpoint holds."""
+
+    PARAM = "param"
+    STATE = "state"
+    BUFFER = "buffer"
+    RUN = "run"  # random generators, the client's tensors, buffers of single ranks
+
+
+class StoredName(NamedTuple):
+    """``name`` as the model has it; ``state`` such as ``exp_avg``; ``part`` of ``parts`` where the model is parallel itself."""
+
+    kind: TensorKind
+    name: str
+    state: str = ""
+    part: int = 0
+    parts: int = 1
+
+
+def parse_stored_name(stored: str) -> StoredName:
+    """``part0of2/state/exp_avg/head.weight`` as its parts. A name of no known form belongs to the run."""
+    part, parts, rest = 0, 1, stored
+    found = _PART.fullmatch(stored)
+    if found is not None:
+        part, parts, rest = int(found[1]), int(found[2]), found[3]
+    word, _, name = rest.partition("/")
+    if word in (TensorKind.PARAM.value, TensorKind.BUFFER.value) and name:
+        return StoredName(TensorKind(word), name, "", part, parts)
+    if word == TensorKind.STATE.value:
+        state, _, name = name.partition("/")
+        if state and name:
+            return StoredName(TensorKind.STATE, name, state, part, parts)
+    return StoredName(TensorKind.RUN, stored)
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """A key to sort names by, so that ``blocks.2`` comes before ``blocks.10``."""
+    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
+
+
+# A range of elements of a named logical tensor, and the memory on this rank that holds it or is to receive it.
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements [start, stop) of ``name``, flattened in row-major order; ``tensor`` holds exactly these, contiguously.
+
+    ``shape`` is the whole logical tensor's. Padding of a shard belongs to no slice. Of replicas, one rank gives the
+    slice.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        numel = prod(self.shape)
+        if not 0 <= self.start <= self.stop <= numel:
+            raise CheckpointError(
+                "a slice lies outside its tensor",
+                where=self.name,
+                got=f"elements {self.start} to {self.stop}",
+                expected=f"0 to {numel}, for shape {self.shape}",
+            )
+        if self.tensor.numel() != self.stop - self.start or not self.tensor.is_contiguous():
+            raise CheckpointError(
+                "a slice's memory does not fit its range",
+                where=self.name,
+                got=f"{self.tensor.numel()} elements{'' if self.tensor.is_contiguous() else ', not contiguous'}",
+                expected=f"{self.stop - self.start} contiguous elements",
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The memory as one dim, without a copy."""
+        return self.tensor.detach().view(-1)
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Slice:
+        """All of a tensor; a copy is made only if it is not contiguous (then it is for saving, not for loading)."""
+        detached = tensor.detach()
+        return cls(name, tuple(tensor.shape), 0, tensor.numel(), detached.contiguous())
+
+
+def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
+    """name -> its ranges, in order, without empty ones."""
+    out: dict[str, list[tuple[int, int]]] = {}
+    for part in slices:
+        if part.start < part.stop:
+            out.setdefault(part.name, []).append((part.start, part.stop))
+    return {name: sorted(found) for name, found in out.items()}
+
+
+# A checkpoint's table of contents: which file holds which elements of which logical tensor, and everything that is
+# JSON.
+#
+# It says nothing of the ranks that wrote it except as information: a tensor is its dtype, its shape and its pieces.
+
+
+FORMAT = 1
+
+
+MANIFEST_NAME = "manifest.json"
+
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class StoredPiece(NamedTuple):
+    """Elements [start, stop) of the flattened tensor are the 1-D safetensors entry ``key`` of ``file``."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A logical tensor: its dtype (torch's name), its whole shape, and the pieces that hold it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def shape_text(shape: Sequence[int], most: int = 16) -> str:
+    """``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions, for one line of text."""
+    if len(shape) > most:
+        return f"{'x'.join(map(str, shape[:most]))}x… ({len(shape)} dimensions)"
+    return "x".join(map(str, shape)) or "scalar"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A safetensors file of the checkpoint: its size in bytes and the SHA-256 of its content."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``state`` is the JSON that belongs to the run, ``rank_state[i]`` what rank i of the writers added; ``world``
+    informs."""
+
+    step: int
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, FileRecord]
+    state: Any = None
+    rank_state: tuple[Any, ...] = ()
+    world: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Every element of every tensor is in exactly one piece, of a listed file. Raises CheckpointError naming the
+        first tensor and range where not."""
+        for name, entry in self.tensors.items():
+            dtype_of(entry.dtype)
+            check_coverage(name, entry)
+            for piece in entry.pieces:
+                if piece.file not in self.files:
+                    raise CheckpointError("a piece is in a file that is not listed", where=name, got=piece.file)
+
+    def to_json(self) -> str:
+        """The text of manifest.json, sealed: equal manifests give equal text."""
+        document = {
+            "format": FORMAT,
+            "step": self.step,
+            "world": dict(self.world),
+            "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(self.files.items())},
+            "tensors": {
+                name: {"dtype": t.dtype, "shape": list(t.shape), "pieces": [list(piece) for piece in t.pieces]}
+                for name, t in sorted(self.tensors.items())
+            },
+            "state": self.state,
+            "rank_state": list(self.rank_state),
+        }
+        return seal(json.dumps(document, indent=1, allow_nan=False))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
+        """The manifest that ``text`` holds, checked. Raises CheckpointError for anything that is not exactly that."""
+        document = _parse(unseal(text, where), where)
+        found = document.get("format")
+        if found != FORMAT:
+            raise CheckpointError("this version does not read that format", where=where, got=found, expected=FORMAT)
+        try:
+            manifest = cls(
+                step=_integer(document["step"]),
+                tensors={str(name): _tensor(entry) for name, entry in document["tensors"].items()},
+                files={_file_name(name): _file(record) for name, record in document["files"].items()},
+                state=document["state"],
+                rank_state=tuple(document["rank_state"]),
+                world=dict(document["world"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as fault:
+            raise CheckpointError("not a manifest", where=where, got=f"{type(fault).__name__}: {fault}") from fault
+        manifest.check()
+        return manifest
+
+
+_SEAL = re.compile(r'\{"sha256": "([0-9a-f]{64})",\n')
+
+
+def seal(body: str) -> str:
+    """``body``, a JSON object, with the SHA-256 of its own text as first entry: a flipped bit anywhere is found."""
+    return f'{{"sha256": "{sha256(body.encode()).hexdigest()}",\n{body[1:]}\n'
+
+
+def unseal(text: str, where: str) -> str:
+    """The text that ``seal`` was given. Raises CheckpointError if it is another one now."""
+    found = _SEAL.match(text)
+    if found is None:
+        raise CheckpointError("not a manifest", where=where, expected="its SHA-256 on the first line")
+    body = "{" + text[found.end() :].removesuffix("\n")
+    if sha256(body.encode()).hexdigest() != found[1] or not text.endswith("\n"):
+        raise CheckpointError("the manifest is damaged", where=where, got="a text with another SHA-256 than its own")
+    return body
+
+
+def check_coverage(name: str, entry: TensorEntry) -> None:
+    """``entry``'s pieces cover [0, numel) exactly once. Raises CheckpointError with the first range that they do
+    not."""
+    end = 0
+    for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.stop)):
+        if piece.start >= piece.stop or piece.stop > entry.numel:
+            raise CheckpointError(
+                "a piece lies outside its tensor",
+                where=name,
+                got=f"elements {piece.start} to {piece.stop} in {piece.file}",
+                expected=f"a range within 0 to {entry.numel}, shape {shape_text(entry.shape)}",
+            )
+        if piece.start > end:
+            raise _hole(name, end, piece.start, entry)
+        if piece.start < end:
+            raise CheckpointError(
+                "elements are stored twice",
+                where=name,
+                got=f"elements {piece.start} to {min(end, piece.stop)} again in {piece.file}",
+                expected="each element once",
+            )
+        end = piece.stop
+    if end < entry.numel:
+        raise _hole(name, end, entry.numel, entry)
+
+
+def _hole(name: str, start: int, stop: int, entry: TensorEntry) -> CheckpointError:
+    return CheckpointError(
+        "elements are missing", where=name, got=f"no piece for {start} to {stop}", expected=f"all of 0 to {entry.numel}"
+    )
+
+
+def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
+    """One entry from the entries of several ranks. Raises CheckpointError if they differ in dtype or shape."""
+    listed = list(entries)
+    kinds = {(entry.dtype, entry.shape) for entry in listed}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            "ranks differ about a tensor",
+            where=name,
+            got=" and ".join(f"{dtype} {shape_text(shape)}" for dtype, shape in sorted(kinds)),
+        )
+    pieces = sorted((piece for entry in listed for piece in entry.pieces), key=lambda piece: piece.start)
+    return TensorEntry(listed[0].dtype, listed[0].shape, tuple(pieces))
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as fault:
+        raise CheckpointError("not a manifest", where=where, got=f"{type(fault).__name__}: {fault}") from fault
+    if not isinstance(document, dict):
+        raise CheckpointError("not a manifest", where=where, got=type(document).__name__, expected="a JSON object")
+    return document
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return out
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} where a count belongs")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} where a text belongs")
+    return value
+
+
+def _file_name(value: Any) -> str:
+    """A plain name of a safetensors file: never a path out of the folder, never a pickle."""
+    if not isinstance(value, str) or not _FILE_NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is not a plain name that ends in .safetensors")
+    return value
+
+
+def _tensor(entry: Any) -> TensorEntry:
+    pieces = tuple(StoredPiece(_file_name(f), _text(key), _integer(a), _integer(b)) for f, key, a, b in entry["pieces"])
+    return TensorEntry(_text(entry["dtype"]), tuple(_integer(size) for size in entry["shape"]), pieces)
+
+
+def _file(record: Any) -> FileRecord:
+    digest = _text(record["sha256"])
+    if not _SHA256.fullmatch(digest):
+        raise ValueError(f"{digest!r} is not a SHA-256")
+    return FileRecord(_integer(record["bytes"]), digest)

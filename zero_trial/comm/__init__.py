@@ -1,0 +1,42 @@
+"""The named axes that ranks live on, and the only door to torch.distributed."""
+
+from __future__ import annotations
+
+from zero_trial.comm.backends import Message, Sum, sum_in_order
+from zero_trial.comm.collective import AxisComm, CommCounters, Pending, wait_all
+from zero_trial.comm.env import RankEnv, read_rank_env
+from zero_trial.comm.mesh import AXES, Mesh, MeshShape, build_mesh, open_direction_groups, part_of_pipe
+from zero_trial.comm.rendezvous import (
+    agree_on,
+    destroy_distributed,
+    init_distributed,
+    is_distributed,
+    rank_and_size,
+    world_size,
+)
+from zero_trial.comm.shm.probe import use_ring_channels_if_possible
+
+__all__ = [
+    "AXES",
+    "AxisComm",
+    "CommCounters",
+    "Mesh",
+    "MeshShape",
+    "Message",
+    "Pending",
+    "RankEnv",
+    "Sum",
+    "agree_on",
+    "build_mesh",
+    "destroy_distributed",
+    "init_distributed",
+    "is_distributed",
+    "open_direction_groups",
+    "part_of_pipe",
+    "rank_and_size",
+    "read_rank_env",
+    "sum_in_order",
+    "use_ring_channels_if_possible",
+    "wait_all",
+    "world_size",
+]

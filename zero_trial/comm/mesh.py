@@ -1,0 +1,292 @@
+"""Mesh arithmetic: which rank has which coordinates on the axes, and which ranks form a group. Pure.
+
+The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks differ in the innermost axis, so that the axes with
+the most traffic per step stay on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zero_trial.comm.backends import Sum, sum_in_order
+from zero_trial.comm.collective import AxisComm, CommCounters
+from zero_trial.comm.health import Heartbeat
+from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
+from zero_trial.comm.shm.probe import share_memory_if_possible
+from zero_trial.errors import ConfigError, MeshError
+
+AXES = ("pipe", "replica", "shard", "model")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the four axes; their product is the number of ranks."""
+
+    pipe: int = 1
+    replica: int = 1
+    shard: int = 1
+    model: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (self.pipe, self.replica, self.shard, self.model)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different data: replica x shard."""
+        return self.replica * self.shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """``rank`` as one index per axis (mixed radix, ``model`` fastest)."""
+        out: dict[str, int] = {}
+        for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, out[name] = divmod(rank, size)
+        return {name: out[name] for name in AXES}
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The inverse of :meth:`coordinates`."""
+        rank = 0
+        for name, size in zip(AXES, self.sizes, strict=True):
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ only on ``axes``; every rank is in exactly one. Sorted, so that all ranks build them alike."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            found.setdefault(tuple(at[name] for name in AXES if name not in axes), []).append(rank)
+        return sorted(tuple(ranks) for ranks in found.values())
+
+
+def plan_shape(
+    world_size: int,
+    *,
+    shard_optimizer: bool,
+    shard: int | None = None,
+    replica: int | None = None,
+    pipe: int = 1,
+    model: int = 1,
+) -> MeshShape:
+    """The mesh for ``world_size`` ranks.
+
+    Without sharding (ZeRO stage 0) all data-parallel ranks are replicas; with it they all lie on ``shard`` unless ``shard`` or ``replica`` asks
+    for hybrid sharding (shard x replica). Raises ConfigError naming the key when the product is not the world size.
+    """
+    if pipe < 1 or model < 1 or world_size % (pipe * model):
+        raise ConfigError(
+            "the ranks cannot be divided into pipelines",
+            where="mesh",
+            got=f"pipe {pipe} x model {model} on {world_size} ranks",
+            expected="a product that divides the number of ranks",
+        )
+    data = world_size // (pipe * model)
+    if not shard_optimizer:
+        if shard not in (None, 1):
+            raise ConfigError(
+                "ZeRO stage 0 shards nothing",
+                where="mesh.shard",
+                got=shard,
+                expected=1,
+                fix="Set zero_optimization.stage to 1, 2 or 3.",
+            )
+        if replica not in (None, data):
+            raise ConfigError(
+                "at ZeRO stage 0 every data-parallel rank is a replica",
+                where="mesh.replica",
+                got=replica,
+                expected=data,
+            )
+        return MeshShape(pipe, data, 1, model)
+    if shard is None:
+        shard = data // replica if replica else data
+    replica = replica if replica is not None else (data // shard if shard else 0)
+    if shard < 1 or replica < 1 or shard * replica != data:
+        fits = ", ".join(f"{n} x {data // n}" for n in range(1, data + 1) if data % n == 0)
+        raise ConfigError(
+            "shard x replica is not the number of data-parallel ranks",
+            where="mesh.shard",
+            got=f"{shard} x {replica}",
+            expected=f"a product of {data}",
+            fix=f"Possible (shard x replica): {fits}.",
+        )
+    return MeshShape(pipe, replica, shard, model)
+
+
+# The named axes that a rank lives on, with its coordinate, size and communicator on each.
+
+
+# Process groups by (world group, ranks): torch keeps groups for the life of the world, so a second engine must not build them again.
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+
+
+# Extra communicators that span two axes: `data` for batches and losses, `world` for everything.
+_COMBINED = {"data": ("replica", "shard"), "world": AXES}
+
+
+class Mesh:
+    """This rank's place: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the combined ``mesh.data`` and ``mesh.world``."""
+
+    def __init__(
+        self,
+        shape: MeshShape,
+        rank: int,
+        axes: dict[str, AxisComm],
+        counters: CommCounters,
+        board: Heartbeat,
+        coordinates: dict[str, int] | None = None,
+        model_part: tuple[int, int] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.coordinates = coordinates if coordinates is not None else shape.coordinates(rank)
+        self.counters = counters
+        self.board = board
+        self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
+        self.data = axes["data"]
+        self.world = axes["world"]
+        # Which part of a model that is parallel itself this rank has, of how many: ranks with other parts have other tensors of the same names.
+        self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
+
+
+def build_mesh(
+    shape: MeshShape,
+    *,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    shared_memory: bool = True,
+    add: Sum = sum_in_order,
+) -> Mesh:
+    """The mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
+
+    ``shared_memory``: CPU ranks of one host exchange tensors through memory that they share, where they can. ``add`` makes their sums.
+
+    Raises MeshError when the shape does not have as many ranks as the world.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+    if shape.world_size != world:
+        raise MeshError(
+            "the mesh does not have as many ranks as the world", where="mesh", got=shape, expected=f"{world} ranks"
+        )
+    counters, board = CommCounters(), world_heartbeat()
+
+    def comm(name: str, axes: tuple[str, ...]) -> AxisComm:
+        mine, group = _own_group(shape, axes, rank)
+        return AxisComm(name, mine, mine.index(rank), group, counters, board, timeout, add)
+
+    axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
+    if shared_memory:
+        for axis in axes.values():
+            share_memory_if_possible(axis)
+    return Mesh(shape, rank, axes, counters, board)
+
+
+def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
+    """A communicator between the pipeline ranks ``stages`` of this rank's pipeline, for what only they share; None on other ranks.
+
+    All ranks of the world must call it alike: torch builds groups together.
+    """
+    own: AxisComm | None = None
+    for line in mesh.shape.groups("pipe"):
+        ranks = tuple(line[stage] for stage in stages)
+        group = _group(ranks) if len(ranks) > 1 else None
+        if mesh.rank in ranks:
+            place, pipe = ranks.index(mesh.rank), mesh.pipe
+            own = AxisComm(name, ranks, place, group, mesh.counters, mesh.board, pipe.timeout, pipe.add)
+    if own is not None:
+        share_memory_if_possible(own)
+    return own
+
+
+def mesh_around(
+    group: Any,
+    *,
+    model_size: int = 1,
+    model_group: Any = None,
+    timeout: float = DEFAULT_TIMEOUT_SECONDS,
+    add: Sum = sum_in_order,
+) -> Mesh:
+    """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
+
+    ``model_group`` (get_model_parallel_group) makes the model axis; without it that stays the client's business, and ``model_size`` only enters
+    the shape, so that batch arithmetic is right. Each data-parallel group of the client is taken for a part of the model of its own. Collective
+    over the world.
+    """
+    rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
+    counters, board = CommCounters(), world_heartbeat()
+
+    def comm(name: str, among: tuple[int, ...], own: Any) -> AxisComm:
+        return AxisComm(name, among, among.index(rank), own, counters, board, timeout, add)
+
+    axes = {name: comm(name, (rank,), None) for name in AXES}
+    axes |= {"shard": comm("shard", ranks, group), "data": comm("data", ranks, group)}
+    if model_group is not None:
+        axes["model"] = comm("model", tuple(dist.get_process_group_ranks(model_group)), model_group)
+    axes["world"] = comm("world", tuple(range(world)), dist.group.WORLD if world > 1 else None)
+    shape = MeshShape(shard=len(ranks), model=model_size)
+    coordinates = dict.fromkeys(AXES, 0) | {"shard": ranks.index(rank)}
+    groups = sorted(
+        {tuple(found) for found in axes["world"].gather_json(list(ranks), "data-parallel groups of the mpu")}
+    )
+    return Mesh(shape, rank, axes, counters, board, coordinates, (groups.index(ranks), len(groups)))
+
+
+def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:
+    """The ranks and the process group of this rank's line along ``axes``; all ranks build all groups, in the same order."""
+    mine: tuple[int, ...] = (rank,)
+    own: Any = None
+    for ranks in shape.groups(*axes):
+        group = _group(ranks) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine, own = ranks, group
+    return mine, own
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    world = dist.group.WORLD
+    if len(ranks) == dist.get_world_size():
+        return world
+    known = _GROUPS.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks))
+    return known[ranks]
+
+
+# Directions: a communicator for each way that messages go between two ranks, for backends that keep one order for everything on a communicator.
+#
+# NCCL runs what is enqueued on a communicator one after the other. Two ranks that each send before they receive would wait for each other for
+# ever on one that they share; with one for each direction there are only sends on one end and receives on the other, in the same order.
+
+
+# Groups by (world group, from rank, to rank): torch keeps groups for the life of the world.
+_GROUPS_DIRECTIONS: WeakKeyDictionary[Any, dict[tuple[int, int], Any]] = WeakKeyDictionary()
+
+
+def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(from rank, to rank) for each hop between two pipeline stages, in every pipeline of the mesh. Pure; the same on all ranks."""
+    return [(line[source], line[target]) for line in shape.groups("pipe") for source, target in hops]
+
+
+def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
+    """Lets messages along ``mesh.pipe`` for each of ``hops`` (from stage, to stage) have a communicator of their own.
+
+    Collective over the world: all ranks must name the same hops. A communicator that is not used costs nothing but its name.
+    """
+    world = dist.group.WORLD
+    known = _GROUPS_DIRECTIONS.setdefault(world, {})
+    stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}
+    for pair in directed_pairs(mesh.shape, hops):
+        if pair not in known:
+            known[pair] = dist.new_group(sorted(pair))
+        if all(rank in stage_of for rank in pair):
+            mesh.pipe.directions[stage_of[pair[0]], stage_of[pair[1]]] = known[pair]

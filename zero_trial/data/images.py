@@ -1,0 +1,303 @@
+"""Small grey images of letters, with labels, drawn from the fonts on this machine and split by font family.
+
+Two numbers over such images may be compared only when their fingerprints are equal: another version of a font, or of
+the library that draws it, gives other pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+import re
+import string
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from zero_trial.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
+
+CHARACTERS = string.ascii_letters + string.digits
+
+
+FONT_SUFFIXES = (".ttf", ".otf")
+
+
+HELD_OUT = 0.2  # of font families, at least one
+
+
+SYMBOL_FONTS = ("cmex10", "cmsy10")  # signs stand where other fonts have letters
+
+
+EM = 0.72  # of the image's side; so every letter fits, with its descender, at its true size beside the others
+
+
+BASELINE = 0.74
+
+
+OVERSAMPLING = 4
+
+
+MAX_TURN, MAX_SHIFT, MAX_SCALE = 8.0, 0.06, 0.12  # degrees, of the side, of the size: how far a variant may go
+
+
+Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class GlyphImages:
+    """``images`` [N, 1, S, S] uint8, 0 is paper and 255 is ink; ``labels`` [N] int64 index ``classes``.
+
+    ``sources`` names the fonts or says how many files there are; ``fingerprint`` is a sha256 over images and labels.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    classes: tuple[str, ...]
+    sources: tuple[str, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def describe(self) -> dict[str, object]:
+        """JSON-able facts for a summary; holds no path."""
+        return {
+            "images": len(self),
+            "size": self.images.shape[-1],
+            "classes": len(self.classes),
+            "sources": list(self.sources),
+            "sha256": self.fingerprint,
+        }
+
+
+@dataclass(frozen=True)
+class _Face:
+    path: Path
+    name: str
+    family: str
+
+
+def glyph_images(
+    size: int = 32,
+    characters: str = CHARACTERS,
+    split: Split = "train",
+    *,
+    variants: int = 1,
+    fonts: str | Path | None = None,
+) -> GlyphImages:
+    """Every character in every font of one side of the split; N = fonts x characters x variants.
+
+    Whole families are held out for ``"validation"`` (the fifth of them whose names hash lowest), so no validation
+    letter was seen in another weight or slant. The first variant is upright and centred; each further one is turned,
+    shifted and scaled a little, by amounts that follow from its name, so the same call gives the same images.
+    ``fonts``: a folder of .ttf and .otf files; by default those that come with matplotlib. Fonts without all of
+    ``characters`` are left out. Needs Pillow. Raises DataError when there is nothing to draw with.
+    """
+    check_request(size, characters, split, variants)
+    chosen = _of_split(_faces(fonts, characters), split)
+    if not chosen:
+        raise DataError(
+            "there are too few fonts to hold any out",
+            where=f"glyph_images(split={split!r})",
+            expected="fonts of at least two families that have every character",
+        )
+    drawn = [
+        (_draw(face, character, size, variant).tobytes(), label)
+        for face in chosen
+        for label, character in enumerate(characters)
+        for variant in range(variants)
+    ]
+    return collected(drawn, size, tuple(characters), tuple(face.name for face in chosen))
+
+
+def check_request(size: int, characters: str, split: str, variants: int) -> None:
+    """What a YAML file may hold in these places, and is no set of images."""
+    if not isinstance(size, int) or not 8 <= size <= 1024:
+        raise DataError("cannot draw this size", where="size", got=size, expected="a whole number from 8 to 1024")
+    if len(set(characters)) != len(characters) or len(characters) < 2:
+        raise DataError("no classes", where="characters", got=characters, expected="at least two, each once")
+    if split not in ("train", "validation"):
+        raise DataError("there is no such side", where="split", got=split, expected='"train" or "validation"')
+    if not isinstance(variants, int) or variants < 1:
+        raise DataError("no images", where="variants", got=variants, expected="a whole number of at least 1")
+
+
+def _faces(fonts: str | Path | None, characters: str) -> list[_Face]:
+    """Fonts that have every character, sorted by file name."""
+    folder = _matplotlib_fonts() if fonts is None else Path(fonts).expanduser()
+    found = []
+    for path in sorted(folder.rglob("*"), key=lambda path: path.name):
+        if path.suffix.lower() in FONT_SUFFIXES and path.stem not in SYMBOL_FONTS:
+            font = _font(path, 32)
+            if _covers(font, characters):
+                found.append(_Face(path, path.stem, _family(font)))
+    if not found:
+        raise DataError(
+            "no font has all characters", where=f"fonts in {folder}", expected=f".ttf or .otf with {characters}"
+        )
+    return found
+
+
+def _matplotlib_fonts() -> Path:
+    """Found without importing matplotlib, which takes a second."""
+    spec = importlib.util.find_spec("matplotlib")
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(
+            "there are no fonts to draw with",
+            where="glyph_images(fonts)",
+            fix="pip install zero_trial[images], or give fonts: a folder of .ttf files.",
+        )
+    return Path(spec.submodule_search_locations[0], "mpl-data", "fonts", "ttf")
+
+
+def _font(path: Path, pixels: int) -> FreeTypeFont:
+    try:
+        from PIL import ImageFont
+    except ImportError:
+        raise DataError("images need Pillow", where="zero_trial.data.images", fix="pip install pillow") from None
+    # The basic layout is in every build of Pillow; the other one may not be, and would shift letters.
+    return ImageFont.truetype(str(path), pixels, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _family(font: FreeTypeFont) -> str:
+    """The family's name. Computer Modern's members each name themselves."""
+    name = font.getname()[0] or ""
+    return "Computer Modern" if re.fullmatch(r"cm[a-z]+\d+", name) else name
+
+
+def _covers(font: FreeTypeFont, characters: str) -> bool:
+    """Whether each character has a shape of its own, other than the box that stands for a missing one."""
+    missing = bytes(font.getmask("\uffff"))
+    shapes = [bytes(font.getmask(character)) for character in characters]
+    # In a placeholder font all letters look alike; in a real one only a few may (such as I and l).
+    return missing not in shapes and all(map(any, shapes)) and len(set(shapes)) > 0.9 * len(shapes)
+
+
+def _of_split(faces: Sequence[_Face], split: str) -> list[_Face]:
+    families = sorted({face.family for face in faces}, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    count = 0 if len(families) < 2 else max(1, round(HELD_OUT * len(families)))
+    held_out = set(families[:count])
+    return [face for face in faces if (face.family in held_out) == (split == "validation")]
+
+
+def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
+    """One letter, drawn large and scaled down, so that a turn leaves smooth edges."""
+    from PIL import Image, ImageDraw
+
+    side = size * OVERSAMPLING
+    turn, scale, right, down = _jitter(f"{face.name} {character} {variant}") if variant else (0.0, 1.0, 0.0, 0.0)
+    image = Image.new("L", (side, side), 0)
+    at = (side * (0.5 + right), side * (BASELINE + down))
+    ImageDraw.Draw(image).text(
+        at, character, fill=255, font=_font(face.path, max(1, round(side * EM * scale))), anchor="ms"
+    )
+    if turn:
+        image = image.rotate(turn, Image.Resampling.BILINEAR)
+    return image.resize((size, size), Image.Resampling.BOX)
+
+
+def _jitter(name: str) -> tuple[float, float, float, float]:
+    """Degrees, factor of the size, and shifts as parts of the side, that follow from ``name``."""
+    amount = random.Random(hashlib.sha256(name.encode()).digest())
+    turn, scale = amount.uniform(-MAX_TURN, MAX_TURN), 1 + amount.uniform(-MAX_SCALE, MAX_SCALE)
+    return turn, scale, amount.uniform(-MAX_SHIFT, MAX_SHIFT), amount.uniform(-MAX_SHIFT, MAX_SHIFT)
+
+
+def collected(
+    drawn: Sequence[tuple[bytes, int]], size: int, classes: tuple[str, ...], sources: tuple[str, ...]
+) -> GlyphImages:
+    """Pixels and label of each image as one record."""
+    joined = bytearray().join(pixels for pixels, _ in drawn)
+    labels = torch.tensor([label for _, label in drawn])
+    digest = hashlib.sha256(joined)
+    digest.update(repr((size, classes, labels.tolist())).encode())
+    images = torch.frombuffer(joined, dtype=torch.uint8).view(len(drawn), 1, size, size)
+    return GlyphImages(images, labels, classes, sources, digest.hexdigest())
+
+
+# A folder of the user's own images, as small grey squares with labels, split into train and validation by file.
+
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+
+
+def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, val_share: float = 0.1) -> GlyphImages:
+    """The images below ``folder``, grey, cut to a centred square and scaled; bright is ink. A file's class is its subfolder's name.
+
+    A file is validation when its sha256 falls in the first ``val_share`` of all hashes, so the split does not move
+    when files are added. Raises DataError when a side is empty or a file is no image.
+    """
+    check_request(size, "ab", split, 1)
+    root = Path(folder).expanduser()
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    classes = tuple(sorted({_class_of(path, root) for path in paths}))
+    bound = int(val_share * 16**8)
+    read = []
+    for path in paths:
+        held_out = int(hashlib.sha256(path.read_bytes()).hexdigest()[:8], 16) < bound
+        if held_out == (split == "validation"):
+            read.append((_square(path, size).tobytes(), classes.index(_class_of(path, root))))
+    if not read:
+        kinds = ", ".join(IMAGE_SUFFIXES)
+        raise DataError(f"no {split} images", where=f"image folder {str(folder)!r}", expected=f"files of {kinds}")
+    return collected(read, size, classes, (f"{len(read)} files",))
+
+
+def _square(path: Path, size: int) -> Image:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError("images need Pillow", where="zero_trial.data.images", fix="pip install pillow") from None
+    try:
+        with Image.open(path) as image:
+            side = min(image.size)
+            left, top = ((length - side) // 2 for length in image.size)
+            square = image.convert("L").crop((left, top, left + side, top + side))
+            return square.resize((size, size), Image.Resampling.BICUBIC)
+    except (OSError, Image.DecompressionBombError) as error:
+        raise DataError("this is not an image that can be read", where=str(path)) from error
+
+
+def _class_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+# Grey images as something to look at: side by side on one sheet, and as a PNG file.
+
+
+def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
+    """Images [N, 1, S, S] uint8 side by side in rows: [1, rows * S, columns * S]; places that are left are 0."""
+    count, _, height, width = images.shape
+    rows = -(-count // columns)
+    sheet = images.new_zeros(rows * columns, height, width)
+    sheet[:count] = images[:, 0]
+    return sheet.view(rows, columns, height, width).permute(0, 2, 1, 3).reshape(1, rows * height, columns * width)
+
+
+def write_png(path: Path, image: torch.Tensor) -> None:
+    """A grey image [1, H, W] uint8 as a PNG file; the folder is made. Needs no Pillow."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(_png_chunks(image)))
+
+
+def _png_chunks(image: torch.Tensor) -> Iterator[bytes]:
+    """The parts of a PNG file (W3C Portable Network Graphics, 3rd edition, section 11): header, one block of pixels, end."""
+    _, height, width = image.shape
+    rows = torch.cat(
+        [image.new_zeros(height, 1), image[0]], 1
+    ).contiguous()  # each row's filter, 0 for none, stands before it
+    yield b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)  # 8 bits, grey
+    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(rows.cpu().numpy().tobytes(), 9)), (b"IEND", b"")):
+        yield struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

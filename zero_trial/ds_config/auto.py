@@ -1,0 +1,247 @@
+"""Where the value of a key comes from when it is left to zero_trial: names of hyperparameters, and formulas of the model's size.
+
+The names are those of Hugging Face's TrainingArguments and the short ones that trials use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.ds_config.key import Support
+from zero_trial.ds_config.table import TABLE
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import Document
+from zero_trial.schema.types import ValidationError
+
+AUTO = "auto"
+
+
+Hints = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AutoValue:
+    """A value for a key, and what it was made from."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class AutoRule:
+    """``names``: hyperparameters, the first that exists is taken. ``compute``: otherwise, from the hints and the document.
+
+    ``derived``: without a source the key is left out, because another part of the house derives it. ``fill``: the hyperparameter is also
+    taken where ds_config says nothing, and a different number in ds_config is a contradiction.
+    """
+
+    names: tuple[str, ...] = ()
+    compute: Callable[[Hints, Document], AutoValue | None] | None = None
+    derived: bool = False
+    fill: bool = False
+
+
+def _betas(hints: Hints, _: Document) -> AutoValue | None:
+    if "adam_beta1" in hints and "adam_beta2" in hints:
+        return AutoValue([hints["adam_beta1"], hints["adam_beta2"]], "hyperparameters adam_beta1, adam_beta2")
+    return None
+
+
+def _peak_lr(hints: Hints, document: Document) -> AutoValue | None:
+    found = named(hints, _LR)
+    lr = document.get(("optimizer", "params", "lr"))
+    return found or (None if lr in (None, AUTO) else AutoValue(lr, "optimizer.params.lr"))
+
+
+def _warmup_steps(hints: Hints, _: Document) -> AutoValue | None:
+    total = named(hints, _TOTAL)
+    if total is not None and "warmup_ratio" in hints:
+        steps = math.ceil(total.value * hints["warmup_ratio"])
+        return AutoValue(steps, f"hyperparameter warmup_ratio of {total.value} steps")
+    return None
+
+
+def _by_hidden(describe: str, formula: Callable[[int], int]) -> Callable[[Hints, Document], AutoValue | None]:
+    def compute(hints: Hints, _: Document) -> AutoValue | None:
+        hidden = named(hints, _HIDDEN)
+        if hidden is None:
+            return None
+        size = max(hidden.value) if isinstance(hidden.value, list | tuple) else hidden.value
+        return AutoValue(formula(int(size)), f"{describe}, hidden size {size}")
+
+    return compute
+
+
+_LR = ("lr", "learning_rate")
+
+
+_TOTAL = ("total_num_steps", "num_training_steps", "max_steps")
+
+
+_HIDDEN = ("hidden_size", "hidden_sizes", "d_model", "n_embd")
+
+
+_Z = "zero_optimization"
+
+
+RULES: Mapping[str, AutoRule] = {
+    "train_batch_size": AutoRule(("global_batch_size", "train_batch_size"), derived=True, fill=True),
+    "train_micro_batch_size_per_gpu": AutoRule(
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", "micro_batch_size"), derived=True, fill=True
+    ),
+    "gradient_accumulation_steps": AutoRule(("gradient_accumulation_steps",), derived=True, fill=True),
+    "gradient_clipping": AutoRule(("gradient_clipping", "max_grad_norm"), fill=True),
+    "optimizer.params.lr": AutoRule(_LR, fill=True),
+    "optimizer.params.weight_decay": AutoRule(("weight_decay",), fill=True),
+    "optimizer.params.betas": AutoRule(("betas",), _betas),
+    "optimizer.params.eps": AutoRule(("eps", "adam_epsilon")),
+    "optimizer.params.momentum": AutoRule(("momentum",)),
+    "scheduler.params.warmup_min_lr": AutoRule(("warmup_min_lr",), lambda hints, document: AutoValue(0.0, "always 0")),
+    "scheduler.params.warmup_max_lr": AutoRule(("warmup_max_lr",), _peak_lr),
+    "scheduler.params.warmup_num_steps": AutoRule(("warmup_num_steps", "warmup_steps"), _warmup_steps),
+    "scheduler.params.total_num_steps": AutoRule(_TOTAL),
+    "fp16.enabled": AutoRule(("fp16",), fill=True),
+    "bf16.enabled": AutoRule(("bf16",), fill=True),
+    f"{_Z}.stage": AutoRule(("zero_stage",), fill=True),
+    f"{_Z}.reduce_bucket_size": AutoRule((), _by_hidden("hidden²", lambda hidden: hidden * hidden)),
+    f"{_Z}.prefetch_bucket_size": AutoRule((), _by_hidden("0.9 × hidden²", lambda hidden: int(0.9 * hidden * hidden))),
+    f"{_Z}.param_persistence_threshold": AutoRule((), _by_hidden("10 × hidden", lambda hidden: 10 * hidden)),
+    f"{_Z}.gather_16bit_weights_on_model_save": AutoRule(("zero3_save_16bit_model",)),
+}
+
+
+def hint_names() -> tuple[str, ...]:
+    """Every name under which a value for "auto" is looked for."""
+    listed = [name for rule in RULES.values() for name in rule.names]
+    return tuple(dict.fromkeys([*listed, "adam_beta1", "adam_beta2", "warmup_ratio", *_HIDDEN]))
+
+
+def named(hints: Hints, names: tuple[str, ...]) -> AutoValue | None:
+    """The first of ``names`` that the hints hold with a value."""
+    for name in names:
+        if hints.get(name) is not None and hints[name] != AUTO:
+            return AutoValue(hints[name], f"hyperparameter {name}")
+    return None
+
+
+# "auto": where each key's value comes from when the user leaves it to the trial's hyperparameters, the model and the mesh.
+
+
+def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tuple[Document, list[ConfigError]]:
+    """``document`` (canonical keys) with every "auto" replaced or left out, and the faults for those that have no source.
+
+    ``hints`` are hyperparameters and facts of the model (``hidden_size``). With ``fill`` they also stand in for keys that are missing.
+    """
+    faults: list[ConfigError] = []
+    for parts in _autos(document.value):
+        path = ".".join(parts)
+        place = document.at(parts)
+        rule = RULES.get(path, AutoRule())
+        found = _search(rule, hints, document)
+        if found is not None:
+            document = document.with_value(parts, found.value, place.noted(f"auto: {found.source}"))
+        elif rule.derived or _may_default(path):
+            document = document.with_value(parts, None, place.noted("auto: left to zero_trial"))
+        else:
+            faults.append(_no_source(place.where(path), path, rule))
+    if fill:
+        document = _fill(document, hints)
+    return document, faults
+
+
+def contradictions(document: Document, hints: Hints) -> list[ConfigError]:
+    """A fault for every number in ds_config that a hyperparameter of the same meaning contradicts."""
+    faults: list[ConfigError] = []
+    for path, rule in RULES.items():
+        parts = tuple(path.split("."))
+        given, hint = document.get(parts), named(hints, rule.names)
+        if not rule.fill or hint is None or given in (None, AUTO) or _same(given, hint.value, path):
+            continue
+        faults.append(
+            ConfigError(
+                f"contradicts {hint.source}",
+                where=document.at(parts).where(path),
+                got=given,
+                expected=hint.value,
+                fix='Set one of them, or write "auto" in ds_config.',
+            )
+        )
+    return faults
+
+
+def _fill(document: Document, hints: Hints) -> Document:
+    for path, rule in RULES.items():
+        parts = tuple(path.split("."))
+        found = named(hints, rule.names)
+        belongs = parts[0] not in ("optimizer", "scheduler") or document.get(parts[:1]) is not None
+        if rule.fill and found is not None and belongs and document.get(parts) is None:
+            document = document.with_value(parts, found.value, document.place.noted(found.source, nowhere=True))
+    return document
+
+
+def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Paths of every "auto" that is not itself a value of its key; what stands in opaque sections is not looked at."""
+    found: list[tuple[str, ...]] = []
+    for key, value in section.items():
+        path = (*above, key)
+        row = TABLE.get(".".join(path))
+        if value == AUTO and isinstance(value, str) and (row is None or not _takes_auto(row.path)):
+            found.append(path)
+        elif isinstance(value, Mapping) and (row is None or row.is_section or row.path.endswith(".params")):
+            found += _autos(value, path)
+    return found
+
+
+def _takes_auto(path: str) -> bool:
+    row = TABLE[path]
+    if not row.aliases and row.kind.says == "any value":
+        return True
+    try:
+        row.kind.read(AUTO)
+    except ValidationError:
+        return False
+    return row.kind.says != "a string"
+
+
+def _may_default(path: str) -> bool:
+    """Without a source, sizes take their default (they are limits, not results), and so does what is decided here or has no effect."""
+    row = TABLE.get(path)
+    if row is None or row.required or path in ("fp16.enabled", "bf16.enabled", "zero_optimization.stage"):
+        return False
+    decided_here = row.default is None and not row.path.startswith("optimizer")
+    is_size = (
+        row.path.startswith("zero_optimization.") and isinstance(row.default, int) and not isinstance(row.default, bool)
+    )
+    return decided_here or is_size or row.answer in (Support.NO_EFFECT, Support.NOT_YET)
+
+
+def _search(rule: AutoRule, hints: Hints, document: Document) -> AutoValue | None:
+    found = named(hints, rule.names)
+    return found if found is not None or rule.compute is None else rule.compute(hints, document)
+
+
+def _same(given: Any, hint: Any, path: str) -> bool:
+    row = TABLE.get(path)
+    try:
+        if row is not None:
+            return bool(row.kind.read(given).value == row.kind.read(hint).value)
+        return float(given) == float(hint)
+    except (ValidationError, TypeError, ValueError):
+        return True  # a value that cannot be read is the reader's fault to name
+
+
+def _no_source(where: str, path: str, rule: AutoRule) -> ConfigError:
+    what = "a number"
+    row = TABLE.get(path)
+    if row is not None and row.kind.says == "true or false":
+        what = "true or false"
+    elif row is not None and row.kind.says.startswith(("one of", "a string", "a dtype")):
+        what = row.kind.says
+    elif path.endswith(".betas"):
+        what = "two numbers, such as [0.9, 0.999]"
+    name = rule.names[-1] if rule.names else ""
+    fix = f"Set {what}" + (f", or the hyperparameter {name} in the trial, or args.{name} in a script." if name else ".")
+    return ConfigError('"auto" has no source', where=where, fix=fix)

@@ -1,0 +1,152 @@
+"""Laying one configuration over another: nested or dotted, leaf by leaf, with the place of every changed leaf."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from zero_trial.ds_config.table import lookup
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import Document, Location, Path, shown
+from zero_trial.schema.source import Source, open_source
+
+# Where "type" may be written "type_", because a real master reads a nested key "type" as a hyperparameter's own.
+_TYPED = ("optimizer", "scheduler")
+
+
+def overwrite_ds_config(base: Source, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict: ``base`` (dict, path or base64) with ``overrides`` laid over it, nested or dotted ("optimizer.params.lr").
+
+    ``optimizer.type_`` stands for ``optimizer.type``. Lists are replaced, sections merged, None removes. Nothing is changed in place.
+    Raises ConfigError for a key that is given twice and for a section laid over a plain value or the other way round.
+    """
+    return overlay(open_source(base), Document.of(overrides)).value
+
+
+def overlay(base: Document, over: Document) -> Document:
+    """``base`` with every leaf of ``over`` in its place; another spelling of the same key in ``base`` gives way."""
+    faults: list[ConfigError] = []
+    changes, origins = _expand(over, faults)
+    value = copy.deepcopy(base.value)
+    places = dict(base.places)
+    for path, leaf in changes.items():
+        place = origins[path]
+        for end in range(1, len(path)):
+            if path[:end] in origins and Document(value).get(path[:end]) is None:
+                places[path[:end]] = origins[path[:end]]
+        section, fault = _reach(value, path, place)
+        if fault is not None:
+            faults.append(fault)
+            continue
+        _drop_other_spellings(section, path, places)
+        before = section.get(path[-1])
+        fault = _shape_fault(before, leaf, path, place)
+        if fault is not None:
+            faults.append(fault)
+        elif leaf == {} and isinstance(before, Mapping):
+            continue  # an empty section changes nothing
+        elif leaf is None:
+            section.pop(path[-1], None)
+        else:
+            section[path[-1]] = copy.deepcopy(leaf)
+            places[path] = place
+    if faults:
+        raise ConfigError.many(faults)
+    return Document(value, places, base.place, (*base.warnings, *over.warnings))
+
+
+def _expand(over: Document, faults: list[ConfigError]) -> tuple[dict[Path, Any], dict[Path, Location]]:
+    """Every leaf of ``over`` under its full path, dotted keys split and ``type_`` renamed, and where each stands."""
+    found: dict[Path, Any] = {}
+    places: dict[Path, Location] = {}
+
+    def walk(section: Mapping[str, Any], raw: Path, path: Path) -> None:
+        for key, value in section.items():
+            raw_path = (*raw, str(key))
+            parts = _renamed((*path, *str(key).split(".")))
+            if isinstance(value, Mapping) and value and not _opaque(parts):
+                places.setdefault(parts, over.at(raw_path))
+                walk(value, raw_path, parts)
+            elif parts in found:
+                where = over.at(raw_path).where(".".join(parts))
+                faults.append(ConfigError("given twice in the overrides", where=where, fix="Keep one of them."))
+            else:
+                found[parts], places[parts] = value, over.at(raw_path)
+
+    walk(over.value, (), ())
+    for path in found:
+        for end in range(1, len(path)):
+            if path[:end] in found:
+                where = places[path].where(".".join(path))
+                faults.append(
+                    ConfigError(
+                        f"also inside {'.'.join(path[:end])}, which is given as a value",
+                        where=where,
+                        fix="Keep one of them.",
+                    )
+                )
+    return found, places
+
+
+def _renamed(path: Path) -> Path:
+    if len(path) == 2 and path[0] in _TYPED and path[1] == "type_":
+        return (path[0], "type")
+    return path
+
+
+def _opaque(path: Path) -> bool:
+    row = lookup(".".join(path[:-1]), path[-1])
+    return row is not None and not row.is_section and not row.path.endswith(".params")
+
+
+def _reach(value: dict[str, Any], path: Path, place: Location) -> tuple[dict[str, Any], ConfigError | None]:
+    """The section in which the leaf of ``path`` stands, made on the way; a fault where a plain value stands instead."""
+    section = value
+    for depth, part in enumerate(path[:-1]):
+        parent = ".".join(path[:depth])
+        row = lookup(parent, part)
+        spelled = next((key for key in section if row is not None and lookup(parent, key) is row), part)
+        inner = section.setdefault(spelled, {})
+        if not isinstance(inner, dict):
+            fault = ConfigError(
+                f"{'.'.join(path[: depth + 1])} is not a section in the base",
+                where=place.where(".".join(path)),
+                got=shown(inner),
+                expected="an object to lay this key into",
+                fix=f"Remove {'.'.join(path[: depth + 1])} from the base, or write it as a section there.",
+            )
+            return section, fault
+        section = inner
+    return section, None
+
+
+def _drop_other_spellings(section: dict[str, Any], path: Path, places: dict[Path, Location]) -> None:
+    """Remove aliases of the same key from the base, so that the override does not meet its own older self."""
+    parent, name = ".".join(path[:-1]), path[-1]
+    row = lookup(parent, name)
+    others = [key for key in section if row is not None and key != name and lookup(parent, key) is row]
+    for key in others:
+        del section[key]
+        places.pop((*path[:-1], key), None)
+
+
+def _shape_fault(before: Any, leaf: Any, path: Path, place: Location) -> ConfigError | None:
+    """A plain value over a section loses everything in it, and a section over a plain value is a slip; both are refused."""
+    where = place.where(".".join(path))
+    if isinstance(before, Mapping) and before and leaf is not None and not isinstance(leaf, Mapping) and leaf != "auto":
+        return ConfigError(
+            "a value over a section of the base",
+            where=where,
+            got=shown(leaf),
+            expected=f"an object with some of {', '.join(map(str, before))}",
+            fix="Write the keys that change, or null to remove the section.",
+        )
+    if isinstance(leaf, Mapping) and leaf and before is not None and not isinstance(before, Mapping):
+        return ConfigError(
+            "a section over a plain value of the base",
+            where=where,
+            got=shown(leaf),
+            expected=f"a value like {shown(before)}",
+        )
+    return None

@@ -1,0 +1,319 @@
+"""Reading ``optimizer.params`` and ``scheduler.params``: strict where the name is known here, as given where torch will check."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_trial.ds_config.auto import contradictions, resolve_auto
+from zero_trial.ds_config.canonical import canonical
+from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.params import (
+    ANY_CASE,
+    ONE_BIT,
+    OPTIMIZERS,
+    REFUSED_OPTIMIZERS,
+    SCHEDULERS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+    KnownParams,
+)
+from zero_trial.ds_config.rules import cross_faults
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import REPORT_FIELDS, TABLE, section_class
+from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.schema.document import Document, shown
+from zero_trial.schema.source import Source, open_source
+from zero_trial.schema.types import Float, Section, ValidationError, as_number
+
+_NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(low=0)}
+
+
+@dataclass
+class Params:
+    """The canonical name, the arguments in their inside form, and what was wrong or worth saying."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    faults: list[ConfigError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_params(section: str, name: str, given: Mapping[str, Any], document: Document, skip: set[str | None]) -> Params:
+    """The arguments of the optimizer or scheduler ``name``; ``skip`` holds places that already have a fault."""
+    table = OPTIMIZERS if section == "optimizer" else SCHEDULERS
+    named = table.get(name.lower()) if section == "optimizer" or name.lower() in table else None
+    found = Params(named.name if named else name)
+    if named is None:
+        _check_name(section, name, document, found)
+    elif named.name in ONE_BIT:
+        where = document.at((section, "type")).where(f"{section}.type")
+        found.warnings.append(f"{where}: gradients are not compressed; trained as {ONE_BIT[named.name]}.")
+    for key, value in given.items():
+        path = f"{section}.params.{key}"
+        where = document.at((section, "params", str(key))).where(path)
+        if where in skip or value is None:
+            continue
+        if key == "max_grad_norm":
+            fix = f'Remove it and set "gradient_clipping": {shown(value)} at the top level.'
+            found.faults.append(
+                ConfigError(
+                    "gradient clipping is not a parameter of the optimizer", where=where, got=shown(value), fix=fix
+                )
+            )
+        elif named is None:
+            _as_given(str(key), value, where, found)
+        elif key in named.params:
+            _checked(str(key), value, where, named, found)
+        else:
+            found.faults.append(_unknown(str(key), where, named))
+    for key in named.params if named else ():
+        if named is not None and named.params[key].required and given.get(key) is None:
+            where = document.at((section,)).where(f"{section}.params.{key}")
+            found.faults.append(
+                ConfigError(f"{named.name} needs it", where=where, expected=named.params[key].kind.says, fix="Add it.")
+            )
+    return found
+
+
+def _checked(key: str, value: Any, where: str, named: KnownParams, found: Params) -> None:
+    try:
+        reading = named.params[key].kind.read(value)
+    except ValidationError as problem:
+        found.faults.append(
+            ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
+        )
+        return
+    param = named.params[key]
+    if param.only and reading.value != param.default:
+        found.faults.append(
+            ConfigError(param.only, where=where, got=shown(value), expected=shown(param.default), fix="Leave it out.")
+        )
+        return
+    found.values[key] = reading.value
+    found.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
+
+
+def _as_given(key: str, value: Any, where: str, found: Params) -> None:
+    """An argument of one of torch's classes: only its numbers are looked at."""
+    if key in _NUMBERS:
+        try:
+            reading = _NUMBERS[key].read(value)
+        except ValidationError as problem:
+            found.faults.append(
+                ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
+            )
+            return
+        found.values[key] = reading.value
+        found.warnings += [f"{where}: {reading.warning}"] if reading.warning else []
+        return
+    try:
+        number, warning = as_number(value, "a number") if isinstance(value, str) else (value, None)
+    except ValidationError:
+        number, warning = value, None
+    found.values[key] = tuple(number) if isinstance(number, list) else number
+    found.warnings += [f"{where}: {warning}"] if warning else []
+
+
+def _unknown(key: str, where: str, named: KnownParams) -> ConfigError:
+    near = difflib.get_close_matches(key, sorted(named.params), 1)
+    fix = f'Did you mean "{near[0]}"?' if near else f"It takes {', '.join(sorted(named.params))}."
+    return ConfigError(f"{named.name} has no such parameter", where=where, fix=fix)
+
+
+def _check_name(section: str, name: str, document: Document, found: Params) -> None:
+    """A name that is not in the tables: fine if torch has it, a fault if it is close to a known one, else torch's to say."""
+    where = document.at((section, "type")).where(f"{section}.type")
+    refused = {known.lower(): why for known, why in REFUSED_OPTIMIZERS.items()} if section == "optimizer" else {}
+    if name.lower() in refused:
+        found.faults.append(ConfigError(f"it cannot be used: {refused[name.lower()]}", where=where, got=shown(name)))
+        return
+    if section == "optimizer":
+        exact = {*TORCH_OPTIMIZERS, *(named.name for named in OPTIMIZERS.values()), *ANY_CASE}
+        any_case = {known.lower() for known in ANY_CASE}
+    else:
+        exact, any_case = {*TORCH_SCHEDULERS, *(named.name for named in SCHEDULERS.values())}, set()
+    if name in exact or name.lower() in any_case:
+        return
+    by_lower = {known.lower(): known for known in sorted(exact)}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    if near:
+        found.faults.append(
+            ConfigError(f"no such {section}", where=where, got=shown(name), fix=f'Did you mean "{by_lower[near[0]]}"?')
+        )
+    else:
+        found.warnings.append(
+            f'{where}: "{name}" is not known here; it is looked up in torch when the engine is built.'
+        )
+
+
+# From any form of ds_config to DsConfig: every key known, every value of its kind, all faults of a source reported together.
+
+
+_PARAMS = ("optimizer", "scheduler")
+
+
+def read_ds_config(
+    source: Source,
+    *,
+    hints: Mapping[str, Any] | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
+    search: bool = False,
+    name: str | None = None,
+) -> DsConfig:
+    """A checked DsConfig from a dict, a path, base64 of JSON, or a Document.
+
+    ``hints`` fill "auto" (``hidden_size`` of the model, ``total_num_steps`` ...). ``hyperparameters`` do that too, stand in for keys that
+    are missing, and must not contradict those that are there; in a ``search`` such a contradiction is InvalidHP. ``name`` stands in messages
+    instead of the file's name. Raises ConfigError with all faults of the source together.
+    """
+    document = open_source(source, name)
+    spelled = canonical(document)
+    ready = spelled.document(document.place)
+    known = {**(hints or {}), **(hyperparameters or {})}
+    faults = list(spelled.faults)
+    clashes = contradictions(ready, hyperparameters or {})
+    ready, unresolved = resolve_auto(ready, known, fill=hyperparameters is not None)
+    values, more, warnings = _read_values(ready, {fault.where for fault in unresolved})
+    faults += [*unresolved, *more]
+    clashes += [] if faults else cross_faults(values, ready)
+    if faults:
+        raise ConfigError.many([*faults, *clashes])
+    if clashes:
+        raise (InvalidHP if search else ConfigError).many(as_invalid_hp(clashes) if search else clashes)
+    config: DsConfig = _build(DsConfig, "", values)
+    return dataclasses.replace(
+        config,
+        sources=_sources(ready),
+        warnings=(*document.warnings, *spelled.notes, *warnings),
+        raw=_plain(ready.value),
+    )
+
+
+def as_invalid_hp(faults: list[ConfigError]) -> list[ConfigError]:
+    """The same faults as invalid combinations of hyperparameters, for a search that goes on without them."""
+    return [InvalidHP(f.what, where=f.where, got=f.got, expected=f.expected, fix=f.fix) for f in faults]
+
+
+def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, Any], list[ConfigError], list[str]]:
+    """Dotted path -> inside value for everything given, with the faults and the warnings."""
+    values: dict[str, Any] = {}
+    faults: list[ConfigError] = []
+    warnings: list[str] = []
+    for parts, value in _leaves(document.value, ()):
+        path = ".".join(parts)
+        row = TABLE[path]
+        where = document.at(parts).where(path)
+        if value is None or where in skip or row.is_harmless(value):
+            continue
+        if row.is_section:
+            values[path] = {}
+            continue
+        try:
+            reading = row.kind.read(value)
+        except ValidationError as problem:
+            faults.append(
+                ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
+            )
+            continue
+        if row.answer is Support.REFUSED and row.asks(reading.value):
+            faults.append(ConfigError(row.says, where=where, got=shown(value), fix=row.instead))
+            continue
+        warnings += [f"{where}: {reading.warning}"] if reading.warning else []
+        values[path] = reading.value
+    for section in _PARAMS:
+        if section in document.value:
+            _require_type(section, values, document, faults)
+            _params_of(section, values, document, skip, faults, warnings)
+    return values, faults, warnings
+
+
+def _require_type(section: str, values: dict[str, Any], document: Document, faults: list[ConfigError]) -> None:
+    if f"{section}.type" not in values and document.get((section, "type")) is None:
+        where = document.at((section,)).where(section)
+        fix = 'Add "type": "AdamW".' if section == "optimizer" else 'Add "type": "WarmupLR".'
+        faults.append(ConfigError("it has no type", where=where, expected=f"{section}.type", fix=fix))
+
+
+def _params_of(
+    section: str,
+    values: dict[str, Any],
+    document: Document,
+    skip: set[str | None],
+    faults: list[ConfigError],
+    warnings: list[str],
+) -> None:
+    kind, given = values.get(f"{section}.type"), document.get((section, "params"), {})
+    if given is None or kind is None:
+        return
+    if not isinstance(given, Mapping):
+        where = document.at((section, "params")).where(f"{section}.params")
+        faults.append(ConfigError("not a section", where=where, got=shown(given), expected="an object"))
+        return
+    found = read_params(section, kind, given, document, skip)
+    faults += found.faults
+    warnings += found.warnings
+    values[f"{section}.type"] = found.name
+    values[f"{section}.params"] = found.values
+
+
+def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    """Every key below ``section`` in order, sections before what stands in them."""
+    found: list[tuple[tuple[str, ...], Any]] = []
+    for key, value in section.items():
+        path = (*above, key)
+        found.append((path, value))
+        row: Key = TABLE[".".join(path)]
+        if isinstance(row.kind, Section) and isinstance(value, Mapping):
+            found += _leaves(value, path)
+    return found
+
+
+def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    """The frozen dataclass of a section; what is not in ``values`` takes its default."""
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        path = f"{prefix}{item.name}"
+        inner = section_class(hints[item.name])
+        if cls is DsConfig and item.name in REPORT_FIELDS:
+            continue
+        if inner is None:
+            if path in values:
+                found[item.name] = values[path]
+        elif path in values or any(key.startswith(f"{path}.") for key in values):
+            found[item.name] = _build(inner, f"{path}.", values)
+    return cls(**found)
+
+
+def _sources(document: Document) -> dict[str, str]:
+    """Every known leaf to where its value came from; a null in the source is a default, and says so."""
+    given = dict(_leaves(document.value, ()))
+    found: dict[str, str] = {}
+    for path, row in TABLE.items():
+        parts = tuple(path.split("."))
+        if row.is_section or (row.answer is Support.MAPPED and parts not in given):
+            continue
+        place = document.at(parts)
+        if parts not in given:
+            found[path] = "default"
+        elif given[parts] is None and not place.note:
+            found[path] = f"default (null in {place.source()})"
+        else:
+            found[path] = place.source()
+        if path in ("optimizer.params", "scheduler.params") and isinstance(given.get(parts), Mapping):
+            found.update({f"{path}.{key}": document.at((*parts, key)).source() for key in given[parts]})
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A deep copy without nulls: what was given, in canonical spelling."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

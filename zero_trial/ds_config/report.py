@@ -1,0 +1,191 @@
+"""Rows of name, value and source, and how they are printed as a table."""
+
+from __future__ import annotations
+
+import copy
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zero_trial.ds_config.key import Key, Support
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import FIELDS, TABLE
+from zero_trial.schema.document import shown
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value: its name, what it is, where it came from, and a remark if there is something to say."""
+
+    name: str
+    value: Any
+    source: str
+    remark: str = ""
+
+
+def render_rows(rows: Iterable[Row]) -> str:
+    """The rows in aligned columns, one line each."""
+    cells = [(row.name, shown(row.value), row.source, row.remark) for row in rows]
+    widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
+    lines = []
+    for name, value, source, remark in cells:
+        line = f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source:<{widths[2]}}  {remark}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+# The resolved configuration: every value with its source and what it does, as a table, as JSON, and as a ds_config that can be read again.
+
+
+REPORT = "resolved_config.json"
+
+
+"""The report's name in a run's folder."""
+
+
+@dataclass(frozen=True)
+class ReportEntry:
+    """One key of the report."""
+
+    key: str
+    value: Any
+    source: str
+    answer: str
+    remark: str
+
+
+def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
+    """Every value of ``config``, the ones that the user did not write included, and every given key that has no field of its own."""
+    found: list[ReportEntry] = []
+    for path, row in TABLE.items():
+        source = config.sources.get(path, "default")
+        given = not source.startswith("default")
+        if row.is_section or row.answer is Support.MAPPED or (path not in FIELDS and not given):
+            continue
+        exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
+        if not exists:
+            continue
+        found.append(ReportEntry(path, value, source, row.answer.value, _remark(row, value, given)))
+    return tuple(found)
+
+
+def render_report(config: DsConfig, *, everything: bool = False) -> str:
+    """The report as text: what was given and what needs a remark; with ``everything`` the defaults as well. Warnings stand at the end."""
+    entries = config_report(config)
+    rows = [
+        Row(entry.key, entry.value, entry.source, entry.remark)
+        for entry in entries
+        if everything or not entry.source.startswith("default") or "before" in entry.remark
+    ]
+    notes = "".join(f"\nwarning: {warning}" for warning in config.warnings)
+    return render_rows(rows) + notes
+
+
+def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
+    """What the user did not write and yet counts, and what was written and has no effect: a paragraph each, or nothing.
+
+    Keys of a section that is switched off, and defaults that ask for nothing, are left out.
+    """
+    listed = list(entries)
+    off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
+    own = [entry for entry in listed if not _is_file(entry.source) and entry.answer == Support.HONOURED.value]
+    counts = [e for e in own if e.value not in (None, False, (), []) and e.key.rpartition(".")[0] not in off]
+    defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.startswith("default")]
+    filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if not e.source.startswith("default")]
+    idle = [f"{e.key} ({e.source}; {e.remark})" for e in listed if e.remark.startswith("no effect")]
+    parts = {"defaults": defaults, "filled in": filled, "without effect": idle}
+    lines = [
+        textwrap.fill(", ".join(words), width, initial_indent=f"ds_config, {title}: ", subsequent_indent="    ")
+        for title, words in parts.items()
+        if words
+    ]
+    return "\n".join(lines)
+
+
+def filled_line(config: DsConfig) -> str:
+    """What every "auto" became, and from what; "" where nothing was left open."""
+    filled = []
+    for path, source in config.sources.items():
+        if source.startswith("auto: ") and not source.startswith("auto: left"):
+            value: Any = config
+            for part in path.split("."):
+                value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+            filled.append(f"{path} {shown(value)} ({source.removeprefix('auto: ').partition(' (')[0]})")
+    return f"ds_config, filled in: {', '.join(filled)}" if filled else ""
+
+
+def report_body(config: DsConfig, batch: Iterable[Row] = ()) -> dict[str, Any]:
+    """The report for machines: ``values`` (one object per key), ``batch`` (rows of a Reconciliation), ``warnings``, and ``ds_config``,
+    from which the run can be repeated.
+    """
+    return {
+        "values": [asdict(entry) for entry in config_report(config)],
+        "batch": [asdict(row) for row in batch],
+        "warnings": list(config.warnings),
+        "ds_config": resolved_ds_config(config),
+    }
+
+
+def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
+    """``report_body`` as text."""
+    return json.dumps(report_body(config, batch), indent=2, ensure_ascii=False)
+
+
+def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
+    """The entries of a report that was written as JSON."""
+    return tuple(ReportEntry(**value) for value in body["values"])
+
+
+def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
+    """A plain ds_config with every value written out, defaults included: reading it gives the same configuration, on any release."""
+    found = copy.deepcopy(dict(config.raw))
+    for path in sorted(FIELDS):
+        row = TABLE[path]
+        exists, value = _value(config, path)
+        if row.is_section or not exists or value is None:
+            continue
+        section = found
+        for part in path.split(".")[:-1]:
+            section = section.setdefault(part, {})
+        section[row.name] = _as_json(value)
+    return {key: value for key, value in found.items() if value != {}}  # a section that held only nulls says nothing
+
+
+def _is_file(source: str) -> bool:
+    """Whether the value stands in a file or was given as it is, rather than having been found for the user."""
+    return not source.startswith(("default", "auto", "hyperparameter", "derived", "written as"))
+
+
+def _remark(row: Key, value: Any, given: bool) -> str:
+    if row.was is not None and not given:
+        return f"{row.was} before DeepSpeed 0.19.8"
+    if given and row.asks(value) and row.answer in (Support.NO_EFFECT, Support.NOT_YET):
+        return f"{row.answer.value}: {row.says}"
+    return ""
+
+
+def _value(config: DsConfig, path: str) -> tuple[bool, Any]:
+    """Whether the section of ``path`` is there, and the value."""
+    value: Any = config
+    for part in path.split("."):
+        if value is None:
+            return False, None
+        value = getattr(value, part)
+    return True, value
+
+
+def _raw(raw: Mapping[str, Any], path: str) -> Any:
+    value: Any = raw
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(inner) for inner in value]
+    return value

@@ -1,0 +1,193 @@
+"""What must hold between keys: pairs that exclude each other and keys that need another one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS, SCHEDULE_CHUNKS
+from zero_trial.ds_config.table import TABLE
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import Document, shown
+
+Values = Mapping[str, Any]
+Where = Callable[[str], str]
+
+
+def cross_faults(values: Values, document: Document) -> list[ConfigError]:
+    """All faults between keys; ``values`` maps dotted paths to what was given, the rest are defaults."""
+
+    def where(path: str) -> str:
+        return document.at(tuple(path.split("."))).where(path)
+
+    found = (rule(values, where) for rule in _RULES)
+    return [fault for fault in found if fault is not None]
+
+
+def _get(values: Values, path: str) -> Any:
+    return values.get(path, TABLE[path].default)
+
+
+def _one_precision(values: Values, where: Where) -> ConfigError | None:
+    if not (_get(values, "fp16.enabled") and _get(values, "bf16.enabled")):
+        return None
+    return ConfigError(
+        "fp16 and bf16 are both enabled", where=where("fp16.enabled"), fix="Keep bf16: set fp16.enabled to false."
+    )
+
+
+def _autocast_alone(values: Values, where: Where) -> ConfigError | None:
+    half = [name for name in ("fp16", "bf16") if _get(values, f"{name}.enabled")]
+    if not half or not _get(values, "torch_autocast.enabled"):
+        return None
+    return ConfigError(
+        f"torch_autocast and {half[0]} are both enabled",
+        where=where("torch_autocast.enabled"),
+        fix=f"Keep one: autocast over fp32 parameters, or {half[0]} parameters.",
+    )
+
+
+def _param_dtype_is_the_mode(values: Values, where: Where) -> ConfigError | None:
+    asked = values.get("data_types.param_dtype")
+    mode = next((name for name in ("fp16", "bf16") if _get(values, f"{name}.enabled")), "fp32")
+    if asked is None or asked == mode:
+        return None
+    fix = "Remove it." if asked == "fp32" else f"Remove it, or set {asked}.enabled to true."
+    return ConfigError(
+        "not the dtype of the precision mode",
+        where=where("data_types.param_dtype"),
+        got=f'"{asked}"',
+        expected=f'"{mode}"',
+        fix=fix,
+    )
+
+
+def _mics_is_the_shard_axis(values: Values, where: Where) -> ConfigError | None:
+    mics, shard = values.get("zero_optimization.mics_shard_size"), values.get("mesh.shard")
+    path = "zero_optimization.mics_shard_size"
+    if mics == 0:
+        return ConfigError("not a size", where=where(path), got=0, expected="a positive integer, or -1 for no limit")
+    if mics is None or shard is None or mics == shard:
+        return None
+    return ConfigError("differs from mesh.shard", where=where(path), got=mics, expected=shard, fix="Keep mesh.shard.")
+
+
+def _contiguous_needs_number(values: Values, where: Where) -> ConfigError | None:
+    section = "activation_checkpointing"
+    if not _get(values, f"{section}.contiguous_memory_optimization") or values.get(f"{section}.number_checkpoints"):
+        return None
+    return ConfigError(
+        "contiguous memory needs the number of checkpoints",
+        where=where(f"{section}.contiguous_memory_optimization"),
+        fix=f"Set {section}.number_checkpoints.",
+    )
+
+
+def _states_need_masters(values: Values, where: Where) -> ConfigError | None:
+    if not _get(values, "bf16.bf16_optimizer_states") or _get(values, "bf16.bf16_master_weights_and_grads"):
+        return None
+    return ConfigError(
+        "it needs bf16 master weights",
+        where=where("bf16.bf16_optimizer_states"),
+        fix="Set bf16.bf16_master_weights_and_grads to true, or this to false.",
+    )
+
+
+def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
+    for name in ("offload_optimizer", "offload_param"):
+        path = f"zero_optimization.{name}"
+        if values.get(f"{path}.device") == "nvme" and not values.get(f"{path}.nvme_path"):
+            return ConfigError("nvme needs a folder", where=where(f"{path}.device"), fix=f"Set {path}.nvme_path.")
+    return None
+
+
+def _params_stay_off_nvme(values: Values, where: Where) -> ConfigError | None:
+    path = "zero_optimization.offload_param.device"
+    stage = _get(values, "zero_optimization.stage")
+    if values.get(path) != "nvme" or stage == 3:
+        return None
+    return ConfigError(
+        f"full parameters always live at ZeRO stage {stage}: they cannot be on NVMe",
+        where=where(path),
+        got='"nvme"',
+        fix="Set zero_optimization.stage to 3, or remove it; offload_optimizer frees 12 of 16 bytes per parameter at every stage.",
+    )
+
+
+def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
+    path = "zero_optimization.reshard_after"
+    stage = _get(values, "zero_optimization.stage")
+    if _get(values, path) == "auto" or stage == 3:
+        return None
+    return ConfigError(
+        f"parameters are never freed at ZeRO stage {stage}",
+        where=where(path),
+        got=f'"{values[path]}"',
+        fix="Remove it, or set zero_optimization.stage to 3.",
+    )
+
+
+def _chunks_fit_the_schedule(values: Values, where: Where) -> ConfigError | None:
+    path, schedule = "pipeline.chunks_per_rank", _get(values, "pipeline.schedule")
+    asked, fixed = _get(values, path), SCHEDULE_CHUNKS[schedule]
+    if asked == "auto" or fixed is None or asked == fixed:
+        return None
+    several = " or ".join(name for name, chunks in SCHEDULE_CHUNKS.items() if chunks is None)
+    return ConfigError(
+        f"the schedule {schedule} has a fixed number of chunks per rank",
+        where=where(path),
+        got=asked,
+        expected=fixed,
+        fix=f"Remove it, or set pipeline.schedule to {several}.",
+    )
+
+
+def _policy_is_for_the_stage(values: Values, where: Where) -> ConfigError | None:
+    path, stage = "pipeline.zero_policy", _get(values, "zero_optimization.stage")
+    policy = _get(values, path)
+    if policy in ("chunk", "free") and stage != 3:
+        what, fix = (
+            f"parameters are never freed at ZeRO stage {stage}",
+            "Remove it, or set zero_optimization.stage to 3.",
+        )
+    elif policy == "micro" and stage < 2:
+        what = f"full gradients live at ZeRO stage {stage}, so reducing them more often saves nothing"
+        fix = "Remove it, or set zero_optimization.stage to 2 or 3."
+    else:
+        return None
+    return ConfigError(what, where=where(path), got=f'"{policy}"', fix=fix)
+
+
+def _policies_agree(values: Values, where: Where) -> ConfigError | None:
+    """The older keys say the same of one pipeline stage as of a whole model."""
+    path = "pipeline.zero_policy"
+    policy = _get(values, path)
+    reduce_every = _get(values, "zero_optimization.reduce_every")
+    reshard = RESHARDS.get(_get(values, "zero_optimization.reshard_after"))
+    for other, value, words in (("reduce_every", reduce_every, REDUCTIONS), ("reshard_after", reshard, LIFETIMES)):
+        if policy in words and value in words and policy != value:
+            full = f"zero_optimization.{other}"
+            return ConfigError(
+                f"contradicts {full}",
+                where=where(path),
+                got=f'"{policy}"',
+                expected=f'"{value}"',
+                fix=f"Keep one of them: {full} is {shown(_get(values, full))}.",
+            )
+    return None
+
+
+_RULES: tuple[Callable[[Values, Where], ConfigError | None], ...] = (
+    _one_precision,
+    _autocast_alone,
+    _param_dtype_is_the_mode,
+    _mics_is_the_shard_axis,
+    _contiguous_needs_number,
+    _states_need_masters,
+    _nvme_needs_a_path,
+    _params_stay_off_nvme,
+    _reshard_is_for_stage_3,
+    _chunks_fit_the_schedule,
+    _policy_is_for_the_stage,
+    _policies_agree,
+)

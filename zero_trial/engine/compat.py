@@ -1,0 +1,197 @@
+"""The questions that Megatron-style code and the trial ask of an engine's mesh, under DeepSpeed's names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from zero_trial.comm import Mesh
+from zero_trial.ds_config.auto import hint_names
+from zero_trial.errors import ConfigError, DataError
+from zero_trial.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
+
+
+class EngineMpu:
+    """DeepSpeed's ``grid``/``mpu`` calls, answered from the mesh's coordinates."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_data_parallel_rank(self) -> int:
+        return self._mesh.data.index
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.data.size
+
+    def get_data_parallel_group(self) -> Any:
+        return self._mesh.data.group
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self._mesh.coordinates["pipe"]
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self._mesh.shape.pipe
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.coordinates["model"]
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.shape.model
+
+    # DeepSpeed calls the model axis "slice" where a pipeline is about.
+    get_slice_parallel_rank = get_model_parallel_rank
+    get_slice_parallel_world_size = get_model_parallel_world_size
+
+    def get_global_rank(self) -> int:
+        return self._mesh.rank
+
+
+# The grid of a pipeline: which rank is at which stage, replica and slice, under DeepSpeed's names.
+
+
+class PipelineParallelGrid(EngineMpu):
+    """DeepSpeed's ``PipelineParallelGrid``, answered from the mesh. ``data`` counts replica and shard together."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        shape = mesh.shape
+        self.pipe_parallel_size = shape.pipe
+        self.data_parallel_size = shape.data_parallel_size
+        self.model_parallel_size = self.slice_parallel_size = shape.model
+        self.global_rank = mesh.rank
+        self.world_size = shape.world_size
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_rank()
+        self._topology = PipeModelDataParallelTopology(shape.pipe, shape.model, shape.data_parallel_size)
+
+    def get_stage_id(self) -> int:
+        """This rank's pipeline stage."""
+        return self.get_pipe_parallel_rank()
+
+    def get_data_parallel_id(self) -> int:
+        return self.get_data_parallel_rank()
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self._mesh.pipe.group
+
+    def get_model_parallel_group(self) -> Any:
+        return self._mesh.model.group
+
+    get_slice_parallel_group = get_model_parallel_group
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank at stage ``stage_id`` of this rank's pipeline; ``data`` or ``model`` name another pipeline."""
+        here = self._topology.get_coord(self.global_rank)
+        at = {"pipe": stage_id, "data": here.data, "model": here.model} | kwargs
+        return self._topology.get_rank(**at)
+
+    def topology(self) -> ProcessTopology:
+        """The same as a topology with the axes pipe, data and model."""
+        return self._topology
+
+    def is_first_stage(self) -> bool:
+        return self.get_stage_id() == 0
+
+    def is_last_stage(self) -> bool:
+        return self.get_stage_id() == self.pipe_parallel_size - 1
+
+
+# The arguments that scripts for DeepSpeed hand over: which ds_config to use, and what its "auto" values stand for.
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` (a flag that is accepted and changes nothing) and ``--deepspeed_config FILE`` with its name of ours,
+    ``--zero_trial_config``. Returns the parser, as DeepSpeed does. ``config_of(args)`` reads the result."""
+    group = parser.add_argument_group("zero_trial", "configuration of zero_trial.initialize")
+    group.add_argument(
+        "--deepspeed", "--zero_trial", default=False, action="store_true", help="accepted; initialize() alone decides"
+    )
+    group.add_argument(
+        "--deepspeed_config", "--zero_trial_config", metavar="FILE", type=Path, default=None, help="ds_config in JSON"
+    )
+    return parser
+
+
+def config_of(args: Any) -> Path | None:
+    """The ds_config that parsed arguments (any object with attributes, or None) name, or None. Raises ConfigError when there is no such file."""
+    value = getattr(args, "deepspeed_config", None)
+    if value is None:
+        return None
+    path = Path(value)
+    if not path.is_file():
+        raise ConfigError(
+            "there is no such file", where="--deepspeed_config", got=str(path), expected="a ds_config in JSON"
+        )
+    return path
+
+
+def hints_of(args: Any) -> dict[str, Any]:
+    """Values for "auto", by the names that Hugging Face's TrainingArguments and plain scripts use; of an object with attributes, or None.
+
+    What says nothing is left out: None, ``max_steps=-1``, and ``warmup_steps=0`` beside a ``warmup_ratio``. TrainingArguments'
+    ``train_batch_size`` is that of one device, under another name here.
+    """
+    found = {name: value for name in hint_names() if (value := getattr(args, name, None)) is not None}
+    if "per_device_train_batch_size" in found:
+        found.pop("train_batch_size", None)
+    for name in ("max_steps", "num_training_steps", "total_num_steps"):
+        if isinstance(found.get(name), int) and found[name] < 1:
+            found.pop(name)
+    if not found.get("warmup_steps") and found.get("warmup_ratio"):
+        found.pop("warmup_steps", None)
+    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str, list, tuple))}
+
+
+# The loader that ``initialize(training_data=...)`` and ``engine.deepspeed_io`` give: this rank's part of a data set.
+
+
+class ShardedLoader(DataLoader[Any]):
+    """A DataLoader over one rank's part that is shuffled anew, alike on all ranks, at every pass."""
+
+    def __init__(self, dataset: Any, sampler: DistributedSampler[Any], **options: Any) -> None:
+        self._passes = 0
+        self._own_sampler = sampler
+        super().__init__(dataset, sampler=sampler, **options)
+
+    def __iter__(self) -> Any:
+        self._own_sampler.set_epoch(self._passes)
+        self._passes += 1
+        return super().__iter__()
+
+
+class RepeatingLoader:
+    """``loader`` without an end: starts it again whenever it is exhausted. Raises DataError if it yields nothing at all."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            for batch in self._batches:
+                return batch
+            self._batches = iter(self.loader)
+        raise DataError(
+            "the loader yields nothing",
+            where=f"RepeatingLoader({type(self.loader).__name__})",
+            expected="at least one batch",
+        )
+
+
+def sharded_loader(
+    dataset: Any, batch_size: int, rank: int, ranks: int, *, drop_last: bool = False, **kwargs: Any
+) -> DataLoader[Any]:
+    """Batches of ``batch_size`` samples; shuffled alike on all ranks and split between them. Iterable data sets shard themselves."""
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **kwargs)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=ranks, rank=rank, shuffle=True, drop_last=drop_last
+    )
+    return ShardedLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **kwargs)

@@ -1,0 +1,274 @@
+"""Where ds_config wants optimizer state and parameters to live, and the store for it: where the rank computes, in host memory, or in files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from zero_trial.comm import Mesh
+from zero_trial.comm.failures import fail_together
+from zero_trial.ds_config.sections import AioSection, DsConfig, OffloadOptimizerSection, OffloadParamSection
+from zero_trial.errors import ConfigError, StorageError
+from zero_trial.sharding.dtypes import has_own_master, living_dtype
+from zero_trial.sharding.layout import ALIGN, round_up
+from zero_trial.sharding.offload.host import (
+    HostCopier,
+    StagedPiece,
+    StagedStore,
+    StagingBuffers,
+    copier_for,
+    master_to_host,
+)
+from zero_trial.sharding.offload.nvme_optimizer import (
+    MasterSwap,
+    RoundedBuffers,
+    SwappedPiece,
+    SwappedStore,
+    state_columns,
+)
+from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
+from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, slot_elements
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import ShardPiece, StateStore
+from zero_trial.sharding.plan import plan_for_stage
+
+if TYPE_CHECKING:
+    from zero_trial.engine.engine import Engine
+
+_Z = "zero_optimization"
+
+
+T = TypeVar("T")
+
+
+def open_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> SwapSpace:
+    """A file of this rank's own. ``where``: the key that names the folder. Raises ConfigError, DoesNotFit."""
+    return SwapFile(folder, nbytes, block_size=aio.block_size, depth=aio.queue_depth, where=where)
+
+
+@dataclass(frozen=True)
+class OffloadBackends:
+    """``shelf`` makes the place for that many bytes of state below a folder; ``mover`` the way between a device and the host."""
+
+    shelf: Callable[[Path, int, AioSection, str], SwapSpace]
+    mover: Callable[[torch.device, bool], HostCopier]
+
+
+REAL_BACKENDS = OffloadBackends(open_swap_file, copier_for)
+
+
+class OffloadPlan:
+    """What construction asks: who takes masters away, how long pieces may be, and which store they get. As it is, all stays where it is."""
+
+    most: int | None = None  # elements of a piece
+    piece: Callable[..., ShardPiece] = ShardPiece
+
+    def house(self, unit: ParamGroup) -> None:
+        """Hears of every unit as soon as it is built."""
+
+    def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
+        """The store for ``base`` over ``pieces``; None for the usual one. Collective over the world."""
+        return None
+
+
+class OffloadedState(OffloadPlan):
+    """Masters and moments live on a ``shelf``, or without one in the host's memory; parameters on ``shards``, if there are any; a ``mover`` where
+    parameters are on another device. ``budget``: elements whose state goes to the shelf, None for all of it."""
+
+    def __init__(
+        self,
+        section: OffloadOptimizerSection | OffloadParamSection,
+        mesh: Mesh,
+        slot_numel: int,
+        shelf: SwapSpace | None,
+        mover: HostCopier | None,
+        shards: ParamSwapper | None = None,
+        budget: int | None = None,
+    ) -> None:
+        self.most: int = slot_numel
+        self._section = section
+        self._mesh = mesh
+        self._shards = shards
+        self._outbox = RoundedBuffers()
+        self._masters = MasterSwap(shelf, budget) if shelf is not None else None
+        self._desk = StagingBuffers(mover) if mover is not None else None
+        if self._desk is not None:
+            self.piece = functools.partial(StagedPiece, desk=self._desk)
+        elif shards is not None:
+            self.piece = functools.partial(SwappedPiece, outbox=self._outbox)
+
+    def house(self, unit: ParamGroup) -> None:
+        if self._desk is not None and unit.trainable:
+            master_to_host(unit)
+        if self._masters is not None:
+            self._masters.take(unit)
+        if self._shards is not None:
+            self._shards.take(unit)
+
+    def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
+        if not elementwise:
+            name = "offload_optimizer" if isinstance(self._section, OffloadOptimizerSection) else "offload_param"
+            raise ConfigError(
+                "this optimizer needs whole tensors or their norms, and offloaded state comes in pieces",
+                where=f"{_Z}.{name}.device",
+                got=f'"{self._section.device}" with {type(base).__name__}',
+                fix=f"Use an elementwise optimizer (Adam, AdamW, SGD, Lion, Adagrad ...), or remove {name}.",
+            )
+        store: StateStore | None = None
+        if self._masters is not None or self._shards is not None:
+            store = _all_or_none(self._mesh, lambda: self._spilled(base, pieces), "room for optimizer state")
+        if self._desk is not None:
+            staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
+            store = StagedStore(staged, self._desk, store, buffers=self._section.buffer_count)
+        return store
+
+    def _spilled(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> SwappedStore:
+        dtypes = {piece.weight.dtype for piece in pieces} if self._masters is not None else ()
+        return SwappedStore(
+            self._masters,
+            pieces,
+            base.state,
+            {dtype: state_columns(base, dtype) for dtype in dtypes},
+            slot_numel=self.most,
+            slots=self._section.buffer_count,
+            shards=self._shards,
+            outbox=self._outbox,
+        )
+
+
+def offloads(config: DsConfig) -> bool:
+    """Whether optimizer state is to be updated on the CPU."""
+    section = config.zero_optimization.offload_optimizer
+    return section is not None and section.device != "none"
+
+
+def plan_offload(
+    config: DsConfig,
+    mesh: Mesh,
+    device: torch.device,
+    params: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    places: OffloadBackends = REAL_BACKENDS,
+    everything: Sequence[torch.Tensor] = (),
+) -> OffloadPlan:
+    """What ``config`` wants for the training of ``params`` on ``device``, with ``dtype`` asked for, in a model of the parameters ``everything``.
+    Makes this rank's files where there are to be some.
+
+    Collective over the world. Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be used.
+    """
+    zero = config.zero_optimization
+    section = zero.offload_optimizer
+    _require_parameters_at_home(zero.offload_param, device)
+    shards = _plan_shards(config, mesh, [*everything] or [*params], dtype, places)
+    away = section is not None and section.device != "none" and section.device != device.type and bool(params)
+    if section is None or not away:
+        if shards is None or zero.offload_param is None:
+            return OffloadPlan()
+        slot = slot_elements(_elements(params, mesh), zero.sub_group_size, zero.offload_param.buffer_count)
+        return OffloadedState(zero.offload_param, mesh, slot, None, None, shards)
+    mover = places.mover(device, section.pin_memory) if device.type != "cpu" else None
+    elements = _elements(params, mesh)
+    shelf: SwapSpace | None = None
+    if section.device == "nvme":
+        lacking = [param for param in params if mover or not has_own_master(living_dtype(param.dtype, dtype))]
+        wanted = 4 * _elements(lacking, mesh) + (1 << 16)
+        folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
+        where = f"{_Z}.offload_optimizer.nvme_path"
+        shelf = _all_or_none(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for optimizer state")
+    slot_numel = slot_elements(elements, zero.sub_group_size, section.buffer_count)
+    budget = int(section.ratio * elements) if shelf is not None and mover is None and section.ratio < 1 else None
+    return OffloadedState(section, mesh, slot_numel, shelf, mover, shards, budget)
+
+
+def _require_parameters_at_home(section: OffloadParamSection | None, device: torch.device) -> None:
+    if section is not None and section.device != "none" and device.type != "cpu":
+        raise ConfigError(
+            f"parameters stay on {device.type} here; optimizer state can leave it",
+            where=f"{_Z}.offload_param.device",
+            got=f'"{section.device}"',
+            fix="Remove it; offload_optimizer frees 12 of 16 bytes per parameter, and ZeRO stage 3 shards the rest.",
+        )
+
+
+def _plan_shards(
+    config: DsConfig, mesh: Mesh, params: Sequence[torch.Tensor], dtype: torch.dtype, places: OffloadBackends
+) -> ParamSwapper | None:
+    """The place of parameters on NVMe; None where they are not wanted there, always live, or all fit into ``max_in_cpu``."""
+    zero = config.zero_optimization
+    section = zero.offload_param
+    if section is None or section.device != "nvme" or not plan_for_stage(zero.stage).frees_parameters:
+        return None
+    large = [param for param in params if param.numel() >= zero.param_persistence_threshold]
+    if _elements(large, mesh) <= section.max_in_cpu:
+        return None
+    widths = [(param, living_dtype(param.dtype, dtype).itemsize) for param in large]
+    wanted = sum(round_up(_elements([param], mesh) * width, BLOCK) for param, width in widths) + (1 << 16)
+    folder = Path(section.nvme_path or "").absolute()
+    where = f"{_Z}.offload_param.nvme_path"
+    shelf = _all_or_none(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for parameters")
+    return ParamSwapper(shelf, most=section.buffer_size, count=section.buffer_count, keep=section.max_in_cpu)
+
+
+def _elements(params: Sequence[torch.Tensor], mesh: Mesh) -> int:
+    """What the shards of ``params`` have together at most, padding included."""
+    return sum(round_up(param.numel(), ALIGN) for param in params) // mesh.shard.size
+
+
+def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
+    """What ``act`` returns; where it fails on one rank, the others raise StorageError."""
+    sentence = "another rank has no place for its state"
+    return fail_together(mesh.world, act, label, lambda fault: StorageError(sentence, where=label, got=fault))
+
+
+# What came of the wish to offload, as a line for the log.
+
+
+def offload_line(engine: Engine) -> str | None:
+    """For rank 0; None where there was no such wish."""
+    zero, store = engine.config.zero_optimization, engine.optimizer.store if engine.optimizer is not None else None
+    lines = []
+    if engine.device.type == "cpu":
+        wishes = {"optimizer state": zero.offload_optimizer, "parameters": zero.offload_param}
+        stays = [what for what, section in wishes.items() if section is not None and section.device == "cpu"]
+        if stays:
+            which = " and ".join(stays)
+            lines.append(f"offload: {which} live in host memory already, because this rank computes there")
+    staged = isinstance(store, StagedStore)
+    if isinstance(store, StagedStore):
+        size = sum(buffer.numel() for buffer in store.host_buffers) / 2**20
+        lines.append(f"offload: updates run on the CPU; {size:.1f} MiB of buffers between it and {engine.device}")
+        store = store.behind
+    if isinstance(store, SwappedStore) and (place := _place_of(store.shelf, "masters and optimizer state")):
+        lines.append(f"{place}; {len(store.buffers)} buffers of {store.buffers[0].numel() / 2**20:.1f} MiB")
+        if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1 and not staged:
+            lines[-1] += (
+                f"; state of {store.staying:,} elements stays in memory (ratio {zero.offload_optimizer.ratio:g})"
+            )
+    if engine.device.type == "cpu" and zero.offload_param is not None and zero.offload_param.device == "nvme":
+        lines.append(_of_parameters(engine))
+    ratio = zero.offload_optimizer.ratio if zero.offload_optimizer is not None else 1.0
+    if lines and ratio < 1 and staged:
+        lines.append(f"offload: ratio {ratio:g} has no effect here: all of the state leaves {engine.device}")
+    return "\n".join(lines) or None
+
+
+def _of_parameters(engine: Engine) -> str:
+    units = engine.sharded.units
+    here = sum(unit.layout.shard_numel for unit in units if unit.away is None)
+    away = [unit.away for unit in units if isinstance(unit.away, SwappedShard)]
+    stay = f"{here:,} elements of this rank's shards stay in memory"
+    if not away:
+        return f"offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; {stay}"
+    return f"{_place_of(away[0].shelf.shelf, 'parameters')}; {stay}"
+
+
+def _place_of(file: SwapSpace | None, what: str) -> str | None:
+    if not isinstance(file, SwapFile):
+        return None
+    how = "past the page cache" if file.direct else "through the page cache: the file system has no O_DIRECT"
+    return f"offload: {file.size / 2**20:.1f} MiB of {what} per rank in {file.folder} ({how})"

@@ -1,0 +1,412 @@
+"""Optimizer groups: what a client gave, over the model's parameters and then over pieces of their masters."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.errors import ConfigError
+from zero_trial.ops import native_on
+from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion
+from zero_trial.sharding.pieces import ShardPiece
+
+Groups = list[dict[str, Any]]
+
+
+def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Groups:
+    """Optimizer groups over the model's trainable parameters, each parameter once."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups: Groups = [dict(group) for group in optimizer.param_groups]
+    else:
+        given = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        groups = [dict(group) for group in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
+    known = {id(param) for param in model.parameters()}
+    strangers = 0
+    for group in groups:
+        params = group["params"]
+        listed = (
+            [params]
+            if isinstance(params, torch.Tensor)
+            else [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        )
+        trained = {id(param): param for param in listed if param.requires_grad}
+        strangers += len(trained.keys() - known)
+        group["params"] = list(trained.values())
+    doubles = len(list(itertools.chain(*(g["params"] for g in groups)))) - len(
+        {id(p) for g in groups for p in g["params"]}
+    )
+    if doubles:
+        raise ConfigError(
+            "a parameter is in two optimizer groups",
+            where="model_parameters",
+            got=f"{doubles} doubles",
+            expected="none",
+        )
+    if strangers:
+        where = "optimizer" if isinstance(optimizer, torch.optim.Optimizer) else "model_parameters"
+        raise ConfigError(
+            "these are not all parameters of the model",
+            where=where,
+            got=f"{strangers} trainable ones that it does not have",
+            fix="Make their module a part of the model that is given to initialize(); it then trains with the model.",
+        )
+    return groups
+
+
+def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
+    """The same groups with the same settings, over pieces of masters instead of parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [p.weight for p in pieces if p.group == index]}
+        for index, group in enumerate(groups)
+    ]
+
+
+# From ds_config's optimizer name and params to something that builds that optimizer on given parameter groups.
+#
+# DeepSpeed's names are read in any case and with DeepSpeed 0.19.8's defaults (weight decay 0, also for AdamW); every
+# other name is a class of torch.optim in exact case, with torch's defaults.
+
+
+WHERE = "optimizer.params"
+
+
+# What needs whole tensors (matrices, norms, factors), so that its result on flat pieces would be another optimizer.
+WHOLE_TENSOR_NAMES = frozenset({"Adafactor", "Muon", "LBFGS", "Lamb", "LAMB", "FusedLamb", "LARS", "Shampoo", "SOAP"})
+
+
+# Where torch's fused kernel exists in every torch >= 2.6: one pass over the state instead of about five.
+FUSED_ON: dict[type[torch.optim.Optimizer], frozenset[str]] = {
+    torch.optim.Adam: frozenset({"cpu", "cuda"}),
+    torch.optim.AdamW: frozenset({"cpu", "cuda"}),
+    torch.optim.SGD: frozenset({"cpu", "cuda"}),
+    torch.optim.Adagrad: frozenset({"cpu"}),
+}
+
+
+# Our own single pass, where the kernels can be had: the same update and state, nearer to float64 and without a cast of the gradient.
+NATIVE: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
+    torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
+    torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
+    torch.optim.SGD: (FusedSGD, {}),
+    torch.optim.Adagrad: (FusedAdagrad, {}),
+    Lion: (FusedLion, {}),
+}
+
+
+# Settings that choose an implementation or a variant: given any of them, the class that was named is built.
+_VARIANTS = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+
+
+ParamGroups = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """``optimizer_class`` with cleaned constructor arguments; ``note`` is a line for the report of what was mapped.
+
+    ``torch_only``: torch's own implementation was asked for.
+    """
+
+    name: str
+    optimizer_class: type[torch.optim.Optimizer]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    note: str | None = None
+    torch_only: bool = False
+
+    @property
+    def elementwise(self) -> bool:
+        return is_elementwise(self.optimizer_class)
+
+    @property
+    def binds_tensors(self) -> bool:
+        """True if ``bind`` tells it which elements of a piece belong to which tensor, so that pieces may be cut
+        anywhere."""
+        return hasattr(self.optimizer_class, "bind")
+
+    def build(self, param_groups: ParamGroups) -> torch.optim.Optimizer:
+        """The optimizer over ``param_groups`` (tensors, or dicts with ``params`` and own settings): in our native kernels
+        where the device has them (``ZERO_TRIAL_OPS=reference`` turns them off), else fused where torch can.
+
+        Raises ConfigError where it refuses a value.
+        """
+        groups: list[Any] = list(param_groups)
+        factory: Callable[..., torch.optim.Optimizer] = self.optimizer_class
+        if self._native(groups):
+            factory, own = NATIVE[self.optimizer_class]
+            shared = inspect.signature(factory).parameters.keys() - {"params", *own}
+            given = {key: value for key, value in self.params.items() if key in shared}
+            arguments = {**_defaults(self.optimizer_class, shared), **given, **own}
+        else:
+            arguments = dict(self.params) | self._fused(groups)
+        try:
+            return factory(groups, **arguments)
+        except (ValueError, TypeError, RuntimeError) as refusal:
+            raise ConfigError(f"{self.name} refuses its parameters", where=WHERE, got=str(refusal)) from refusal
+
+    def _native(self, groups: list[Any]) -> bool:
+        """Whether our kernels do all that is asked for, on every one of these tensors."""
+        if (
+            self.torch_only
+            or self.optimizer_class not in NATIVE
+            or any(key in self.params for key in ("foreach", "fused"))
+        ):
+            return False
+        settings = [self.params, *(group for group in groups if isinstance(group, Mapping))]
+        if any(each.get(key) for each in settings for key in _VARIANTS):
+            return False
+        if self.optimizer_class is torch.optim.SGD:
+            momentum = self.params.get("momentum", 0.0)
+            if not all(each.get("momentum", momentum) for each in settings):
+                return False  # no state, nothing to fuse: torch's own pass
+        tensors = [tensor for group in groups for tensor in _tensors(group)]
+        simple = all(tensor.dtype == torch.float32 for tensor in tensors)
+        return bool(tensors) and simple and all(native_on(device) for device in {tensor.device for tensor in tensors})
+
+    def _fused(self, groups: list[Any]) -> dict[str, Any]:
+        if any(key in self.params for key in ("fused", "foreach", "differentiable")):
+            return {}
+        devices = {tensor.device.type for group in groups for tensor in _tensors(group)}
+        return {"fused": True} if devices and devices <= FUSED_ON.get(self.optimizer_class, frozenset()) else {}
+
+
+def _defaults(optimizer_class: type[torch.optim.Optimizer], names: Collection[str]) -> dict[str, Any]:
+    """The class's own defaults of these arguments: torch's AdamW decays by 0.01 where ours does not."""
+    parameters = inspect.signature(optimizer_class).parameters
+    return {name: parameters[name].default for name in names if name in parameters}
+
+
+def is_elementwise(optimizer_class: type) -> bool:
+    """May this class work on flat pieces of tensors? Its own ``elementwise`` attribute, else yes unless it is known not
+    to."""
+    declared = getattr(optimizer_class, "elementwise", None)
+    if isinstance(declared, bool):
+        return declared
+    return not any(base.__name__ in WHOLE_TENSOR_NAMES for base in optimizer_class.__mro__)
+
+
+def check_shapes(name: str, tensors: Mapping[str, torch.Tensor], shard: int) -> None:
+    """Raises ConfigError where ds_config's optimizer ``name`` cannot train ``tensors`` (by name) cut over ``shard`` ranks.
+
+    Pure and the same on every rank, so that it can be asked before the first collective. Muon orthogonalizes whole matrices.
+    """
+    if name.lower() != "muon":
+        return
+    other = next((each for each, tensor in tensors.items() if tensor.dim() != 2), None)
+    if other is not None:
+        raise ConfigError(
+            "Muon trains matrices only",
+            where="optimizer.type",
+            got=f"{other} of shape {tuple(tensors[other].shape)}",
+            expected="parameters of two dimensions",
+            fix="Use AdamW, or pass the matrices alone: initialize(model_parameters=...), with requires_grad_(False) for the rest.",
+        )
+    if shard > 1:
+        raise ConfigError(
+            f"Muon needs whole matrices, and {shard} ranks share each of them",
+            where="optimizer.type",
+            fix="Use zero_optimization.stage 0 or mesh.shard 1, or an elementwise optimizer such as AdamW.",
+        )
+
+
+def resolve_optimizer(name: str, params: Mapping[str, Any] | None = None) -> OptimizerSpec:
+    """The optimizer that ``{"type": name, "params": params}`` means. Raises ConfigError for what nobody could
+    honour."""
+    given = dict(params or {})
+    if "max_grad_norm" in given:
+        raise ConfigError(
+            "gradient clipping is not a parameter of the optimizer",
+            where=f"{WHERE}.max_grad_norm",
+            got=given["max_grad_norm"],
+            fix=f'Remove it and set "gradient_clipping": {given["max_grad_norm"]} at the top level of ds_config.',
+        )
+    rule = _DEEPSPEED.get(name.lower())
+    return rule(name, given) if rule is not None else _torch_by_name(name, given)
+
+
+def _adam(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    torch_adam = bool(given.pop("torch_adam", False))
+    decoupled = bool(given.pop("adam_w_mode", True)) or name.lower() == "adamw"
+    corrected = given.pop("bias_correction", True) is not False
+    if torch_adam and not corrected:
+        _answer(
+            {"bias_correction": False}, "bias_correction", True, "torch's Adam always corrects the bias of its moments"
+        )
+    given.pop("set_grad_none", None)  # gradients live in buffers that are zeroed, whatever this says
+    given.pop("fp32_optimizer_states", None)  # the moments have the masters' dtype
+    if not torch_adam:
+        given.setdefault("weight_decay", 0.0)  # DeepSpeed's own Adam; torch_adam keeps torch's default (AdamW: 0.01)
+    note = "Adam means AdamW (decoupled weight decay) unless adam_w_mode is false" if name.lower() == "adam" else None
+    if not corrected:  # as DeepSpeed's recipes for BERT have it; torch has no such form, our own pass has
+        own = {"adam_w_mode": decoupled, "bias_correction": False}
+        return _spec(name, FusedAdam, {**given, **own}, note if decoupled else None)
+    chosen = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return replace(_spec(name, chosen, given, note if decoupled else None), torch_only=torch_adam)
+
+
+def _adagrad(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    return _spec(name, torch.optim.Adagrad, given)
+
+
+def _lion(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    given.pop("set_grad_none", None)
+    return _spec(name, Lion, given)
+
+
+def _lamb(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    _answer(given, "eps_inside_sqrt", False, "eps is added outside the square root")
+    _answer(given, "amsgrad", False, "LAMB has no amsgrad form")
+    return _spec(name, FusedLamb, given, _LAMB_NOTE)
+
+
+def _muon(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            "this torch has no Muon", where="optimizer.type", got=f"torch {torch.__version__}", expected="torch >= 2.9"
+        )
+    return _torch_by_name("Muon", given)
+
+
+_LAMB_NOTE = (
+    "LAMB corrects the bias of its moments, as in the paper; DeepSpeed 0.19.8 scales the whole step by "
+    "sqrt(1 - beta2^t) / (1 - beta1^t) instead, so early steps are shorter there"
+)
+
+
+_ONE_BIT_PARAMS = (
+    *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+    *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper", "pipeline_enable"),
+)
+
+
+def _one_bit(base: str, rule: Callable[[str, dict[str, Any]], OptimizerSpec]) -> Callable[[str, dict[str, Any]], Any]:
+    """1-bit compression changes what is sent, not the optimizer: the base optimizer, with uncompressed gradients."""
+
+    def resolve(name: str, given: dict[str, Any]) -> OptimizerSpec:
+        dropped = [key for key in _ONE_BIT_PARAMS if given.pop(key, None) is not None]
+        spec = rule(base, given)
+        note = f"{name}: gradients are not compressed; trained as {base}"
+        note += f" without {', '.join(dropped)}" if dropped else ""
+        return replace(spec, name=name, note=note)
+
+    return resolve
+
+
+def _mup(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    raise ConfigError(
+        "the optimizers of the mup package need its shapes of the model",
+        where="optimizer.type",
+        got=name,
+        fix="Build it with mup and pass it to initialize(optimizer=...).",
+    )
+
+
+_DEEPSPEED: dict[str, Callable[[str, dict[str, Any]], OptimizerSpec]] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "adagrad": _adagrad,
+    "lion": _lion,
+    "lamb": _lamb,
+    "muon": _muon,
+    "muadam": _mup,
+    "muadamw": _mup,
+    "musgd": _mup,
+    "onebitadam": _one_bit("AdamW", _adam),
+    "zerooneadam": _one_bit("AdamW", _adam),
+    "onebitlamb": _one_bit("Lamb", _lamb),
+}
+
+
+_REFUSED_TORCH = {
+    "LBFGS": "it calls the model several times per step, which a step after backward cannot do",
+    "SparseAdam": "it works on sparse gradients, and gradients here are dense",
+    "Optimizer": "it is the base class",
+}
+
+
+def torch_optimizer_names() -> list[str]:
+    """Every class of torch.optim that a ds_config can name."""
+    found = [name for name, value in vars(torch.optim).items() if _is_optimizer(value)]
+    return sorted(name for name in found if name not in _REFUSED_TORCH)
+
+
+def _torch_by_name(name: str, given: dict[str, Any]) -> OptimizerSpec:
+    if name in _REFUSED_TORCH:
+        raise ConfigError(f"torch's {name} cannot be used: {_REFUSED_TORCH[name]}", where="optimizer.type", got=name)
+    found = getattr(torch.optim, name, None)
+    if not _is_optimizer(found):
+        known = [*torch_optimizer_names(), "Lion", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"]
+        raise ConfigError(
+            "no such optimizer",
+            where="optimizer.type",
+            got=repr(name),
+            expected="one of " + ", ".join(sorted(known)),
+            fix=_did_you_mean(name, known),
+        )
+    return _spec(name, found, given)  # type: ignore[arg-type]
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _spec(
+    name: str, optimizer_class: type[torch.optim.Optimizer], given: dict[str, Any], note: str | None = None
+) -> OptimizerSpec:
+    known = [key for key in inspect.signature(optimizer_class.__init__).parameters if key not in ("self", "params")]
+    faults = [
+        ConfigError(
+            f"{name} has no parameter {key!r}",
+            where=f"{WHERE}.{key}",
+            expected=", ".join(known),
+            fix=_did_you_mean(key, known),
+        )
+        for key in given
+        if key not in known
+    ]
+    faults += [
+        _not_a_number(key, given[key])
+        for key in ("lr", "eps", "weight_decay", "momentum")
+        if key in given and not _is_number(given[key])
+    ]
+    if faults:
+        raise ConfigError.many(faults)
+    clean = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return OptimizerSpec(name, optimizer_class, clean, note)
+
+
+def _answer(given: dict[str, Any], key: str, only: bool, reason: str) -> None:
+    """Take a DeepSpeed parameter whose one possible value is ``only``; another value would train a different model."""
+    value = given.pop(key, only)
+    if value is not only:
+        raise ConfigError(reason, where=f"{WHERE}.{key}", got=value, expected=only, fix="Leave it out.")
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, (list, tuple)):  # Adafactor's eps is a pair
+        return all(item is None or _is_number(item) for item in value)
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+
+
+def _not_a_number(key: str, value: object) -> ConfigError:
+    return ConfigError("not a number", where=f"{WHERE}.{key}", got=repr(value), expected="a number, without quotes")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"Did you mean {by_lower[close[0]]}?" if close else None
+
+
+def _tensors(group: Any) -> list[torch.Tensor]:
+    if isinstance(group, torch.Tensor):
+        return [group]
+    params = group["params"]
+    return [params] if isinstance(params, torch.Tensor) else list(params)

@@ -1,0 +1,122 @@
+"""From ds_config's sections to the values that the parts take: plan, mesh shape, dtypes, sizes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from zero_trial.comm import MeshShape
+from zero_trial.comm.mesh import plan_shape
+from zero_trial.ds_config.batch import BatchTriple, solve_batch
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.errors import ConfigError
+from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
+from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits
+from zero_trial.sharding.plan import ZeroPlan, plan_for_stage
+
+# Elements. Below this a unit's messages cost more than the memory that freeing it saves (half a megabyte in fp32).
+SMALLEST_UNIT = 1 << 17
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Everything that construction needs to know, decided before anything is built."""
+
+    plan: ZeroPlan
+    policy: DtypePolicy
+    batch: BatchTriple
+    sharding: ShardingSettings
+    clip: float
+    skip_nonfinite: bool
+    defer_publish: bool  # wait for updated parameters in the next forward instead of at the end of the step
+    divisor: int  # what the sum of gradients over ranks is divided by: 1 keeps the sum
+    autocast: torch.dtype | None  # the forward runs under torch.autocast to it
+
+
+def mesh_shape(config: DsConfig, world_size: int) -> MeshShape:
+    """The mesh that ``mesh``, ``mics_shard_size`` and the ZeRO stage ask for."""
+    zero, mesh = config.zero_optimization, config.mesh
+    shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
+    sharded = plan_for_stage(zero.stage).shard_optimizer
+    return plan_shape(
+        world_size, shard_optimizer=sharded, shard=shard, replica=mesh.replica, pipe=mesh.pipe, model=mesh.model
+    )
+
+
+def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
+    """All decisions for one engine on ``data_parallel_size`` ranks with different data."""
+    zero = config.zero_optimization
+    batch = solve_batch(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        data_parallel_size,
+        given_by=config.sources,
+    )
+    plan = plan_for_stage(zero.stage, reduce_every=zero.reduce_every, reshard_after=zero.reshard_after)
+    return ResolvedConfig(
+        plan=plan,
+        policy=_policy(config, batch.accumulation),
+        batch=batch,
+        sharding=ShardingSettings(
+            limits=GroupingLimits(
+                bucket=zero.reduce_bucket_size,
+                persistence=zero.param_persistence_threshold,
+                model_persistence=zero.model_persistence_threshold,
+                smallest_unit=zero.module_granularity_threshold or SMALLEST_UNIT,
+            ),
+            live=UnshardLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
+            leaf=LeafRules(
+                tuple(zero.leaf_module.classes), tuple(zero.leaf_module.names), tuple(zero.leaf_module.name_suffixes)
+            ),
+            wire_scale=_wire_scale(config, data_parallel_size),
+            overlap=zero.overlap_comm is not False,
+        ),
+        clip=config.gradient_clipping,
+        skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        defer_publish=zero.overlap_comm is True,
+        divisor=1 if config.gradient_allreduce_op == "sum" else data_parallel_size,
+        autocast=autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype),
+    )
+
+
+def _policy(config: DsConfig, accumulation: int) -> DtypePolicy:
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled and bf16.enabled:
+        raise ConfigError(
+            "fp16 and bf16 are both enabled", where="bf16.enabled", fix="Keep one; bf16 needs no loss scale."
+        )
+    scale = (
+        fp16_loss_scale(
+            fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+        if fp16.enabled or autocast_dtype(config.torch_autocast.enabled, config.torch_autocast.dtype) == torch.float16
+        else None
+    )
+    policy = dtype_policy(
+        "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32",
+        grad_accum_dtype=config.data_types.grad_accum_dtype,
+        communication_data_type=config.communication_data_type,
+        accumulation_steps=accumulation,
+        loss_scale=scale if fp16.enabled else None,
+    )
+    buffer = config.data_types.buffer_dtype
+    if buffer is not None:
+        policy = replace(policy, buffer=dtype_from_name(buffer, "data_types.buffer_dtype"))
+    elif policy.param != torch.float32:  # else every tensor keeps its own
+        policy = replace(policy, buffer=policy.param)
+    # Under autocast to fp16 the parameters are fp32, but their gradients pass through fp16 and can underflow.
+    return replace(policy, loss_scale=scale) if scale is not None else policy
+
+
+def _wire_scale(config: DsConfig, ranks: int) -> float:
+    """What gradients are multiplied by before they are summed; the step divides the rest, so the mean is the same."""
+    if config.prescale_gradients:
+        return 1.0 / ranks
+    return 1.0 / config.gradient_predivide_factor

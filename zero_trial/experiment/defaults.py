@@ -1,0 +1,213 @@
+"""What a cluster adds to an experiment that says nothing itself, as a configuration that lies under the user's."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_trial.experiment.sections import HARDWARE, SEARCHER_COMMON
+from zero_trial.experiment.sections import STORAGE_KEPT as STORAGE_COMMON
+
+_ENVIRONMENT = ("image", "environment_variables", "force_pull_image", "registry_auth", "add_capabilities")
+
+
+@dataclass(frozen=True)
+class ClusterDefaults:
+    """``checkpoint_storage`` and ``task_container_defaults`` of the master's own configuration; and, because both are random on a real master,
+    the ``name`` and the ``experiment_seed`` of an experiment without one.
+    """
+
+    checkpoint_storage: Mapping[str, Any] | None = None
+    task_container_defaults: Mapping[str, Any] = field(default_factory=dict)
+    name: str = "Experiment"
+    experiment_seed: int = 0
+
+    def as_config(self) -> dict[str, Any]:
+        """The same as an experiment configuration."""
+        tasks = self.task_container_defaults
+        return {
+            "name": self.name,
+            "reproducibility": {"experiment_seed": self.experiment_seed},
+            "checkpoint_storage": self.checkpoint_storage and dict(self.checkpoint_storage),
+            "environment": {key: tasks.get(key) for key in (*_ENVIRONMENT, "drop_capabilities")},
+            "resources": {"devices": tasks.get("devices"), "shm_size": tasks.get("shm_size_bytes")},
+            **{key: tasks.get(key) for key in ("bind_mounts", "slurm", "pbs", "log_policies", "preemption_timeout")},
+        }
+
+
+# Laying one experiment configuration over another: maps are united, lists replaced, and null counts as not written.
+#
+# The exceptions: lists of mounts, devices, variables, ports, labels and policies add up; a hyperparameter with a type, and a storage or a searcher
+# of another kind, are never mixed.
+
+
+Json = Any
+
+
+_UNIONS: Mapping[tuple[str, ...], tuple[str, tuple[str, ...]]] = {
+    ("checkpoint_storage",): ("type", STORAGE_COMMON),
+    ("searcher",): ("name", tuple(SEARCHER_COMMON)),
+    ("data_layer",): ("type", ()),
+}
+
+
+# Lists whose items are told apart by a key: an item above hides its twin below.
+_KEYED = {("bind_mounts",): "container_path", ("resources", "devices"): "container_path", ("log_policies",): "name"}
+
+
+_APPENDED = (
+    *(("environment", "environment_variables", kind) for kind in ("cpu", "cuda", "rocm")),
+    ("slurm", "sbatch_args"),
+    ("pbs", "pbsbatch_args"),
+)
+
+
+_ATOMIC = (("data",), ("environment", "pod_spec"))
+
+
+def merge(above: Mapping[str, Json], below: Mapping[str, Json]) -> dict[str, Json]:
+    """``above`` where it says something, else ``below``. Neither is changed."""
+    merged: dict[str, Json] = _merge(above, below, ())
+    return merged
+
+
+def _merge(above: Json, below: Json, path: tuple[str, ...]) -> Json:
+    if above is None or below is None:
+        return copy.deepcopy(below if above is None else above)
+    if isinstance(above, Mapping) and isinstance(below, Mapping):
+        return _merge_maps(above, below, path)
+    if isinstance(above, list) and isinstance(below, list):
+        return _merge_lists(above, below, path)
+    return copy.deepcopy(above)
+
+
+def _merge_maps(above: Mapping[str, Json], below: Mapping[str, Json], path: tuple[str, ...]) -> Json:
+    if path[:1] == ("hyperparameters",):
+        return _merge_hyperparameters(above, below, top=len(path) == 1)
+    if path in _UNIONS:
+        key, common = _UNIONS[path]
+        if None not in (above.get(key), below.get(key)) and above[key] != below[key]:
+            below = {name: value for name, value in below.items() if name in common}
+    if len(path) > 1 and path[:-1] in _ATOMIC:
+        return copy.deepcopy(dict(above))
+    names = [*above, *(name for name in below if name not in above)]
+    return {name: _merge(above.get(name), below.get(name), (*path, name)) for name in names}
+
+
+def _merge_hyperparameters(above: Mapping[str, Json], below: Mapping[str, Json], *, top: bool) -> Json:
+    """Namespaces are united; a value or a range is one thing. A null is a value here."""
+    if not top and ("type" in above or "type" in below):
+        return copy.deepcopy(dict(above))
+    merged = copy.deepcopy(dict(above))
+    for name, value in below.items():
+        if name not in merged:
+            merged[name] = copy.deepcopy(value)
+        elif isinstance(merged[name], Mapping) and isinstance(value, Mapping):
+            merged[name] = _merge_hyperparameters(merged[name], value, top=False)
+    return merged
+
+
+def _merge_lists(above: list[Json], below: list[Json], path: tuple[str, ...]) -> Json:
+    above, below = copy.deepcopy(above), copy.deepcopy(below)
+    if path in _KEYED:
+        taken = [item.get(_KEYED[path]) for item in above if isinstance(item, Mapping)]
+        return above + [
+            item
+            for item in below
+            if not isinstance(item, Mapping) or item.get(_KEYED[path]) is None or item.get(_KEYED[path]) not in taken
+        ]
+    if path in _APPENDED:
+        return below + above  # the last one of two variables of the same name is the one that counts
+    if path == ("labels",):
+        return above + [label for label in below if label not in above]
+    if path == ("environment", "proxy_ports"):
+        return above + below
+    return above
+
+
+# Older ways of writing an experiment, rewritten as they are written today. What is not understood is left to the rules to refuse.
+
+
+_SIZE = re.compile(r"\A((?:[0-9]*[.])?[0-9]+) ?(?:([kmgtp])(?:i?b)?|b)?\Z", re.IGNORECASE)
+
+
+_POWERS = {None: 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+def modern(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``config`` in today's form, nulls left out, and one line for each old form that was rewritten or is ignored."""
+    whole = {key: copy.deepcopy(value) for key, value in config.items() if value is not None}
+    warnings: list[str] = []
+    if isinstance(whole.get("environment"), dict):
+        whole["environment"] = _environment(whole["environment"], warnings)
+    if isinstance(whole.get("resources"), dict):
+        whole["resources"] = _resources(whole["resources"], warnings)
+    if isinstance(whole.get("log_policies"), list):
+        whole["log_policies"] = [_log_policy(policy, warnings) for policy in whole["log_policies"]]
+    for key in ("security", "records_per_epoch"):
+        if whole.get(key):
+            warnings.append(f"{key} is read by no trial of today, and has no effect")
+    searcher = whole.get("searcher")
+    if isinstance(searcher, dict) and searcher.get("name") == "adaptive_asha" and searcher.get("max_length"):
+        warnings.append("searcher.max_length is the older form of max_time and time_metric")
+        if isinstance(searcher["max_length"], dict) and "records" in searcher["max_length"]:
+            warnings.append("searcher.max_length in records needs a validation metric named records; use batches")
+    return whole, warnings
+
+
+def _environment(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+    new = dict(section)
+    image, variables = new.get("image"), new.get("environment_variables")
+    if isinstance(image, str):
+        new["image"] = dict.fromkeys(HARDWARE, image)
+    elif isinstance(image, dict):
+        new["image"] = _cuda(image, "environment.image", warnings)
+    if isinstance(variables, list):
+        new["environment_variables"] = {kind: list(variables) for kind in HARDWARE}
+    elif isinstance(variables, dict):
+        new["environment_variables"] = _cuda(variables, "environment.environment_variables", warnings)
+    return new
+
+
+def _cuda(section: dict[str, Any], where: str, warnings: list[str]) -> dict[str, Any]:
+    if "gpu" not in section:
+        return section
+    warnings.append(f"{where}.gpu is the older name of {where}.cuda")
+    rest = {key: value for key, value in section.items() if key != "gpu"}
+    return {"cuda": section["gpu"], **rest} if rest.get("cuda") is None else rest
+
+
+def _resources(section: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+    new = dict(section)
+    size = new.get("shm_size")
+    match = _SIZE.match(size) if isinstance(size, str) else None
+    if match:
+        power = match[2].lower() if match[2] else None
+        new["shm_size"] = int(float(match[1]) * 1024 ** _POWERS[power])
+    if isinstance(new.get("devices"), list):
+        new["devices"] = [_device(item) for item in new["devices"]]
+    warnings += [
+        f"resources.{key} has been removed from Determined, and has no effect"
+        for key in ("agent_label", "slots")
+        if new.get(key) is not None
+    ]
+    return new
+
+
+def _device(item: Any) -> Any:
+    """``/dev/a:/dev/b:mrw`` as a map."""
+    parts = item.split(":") if isinstance(item, str) else []
+    names = ("host_path", "container_path", "mode")
+    return dict(zip(names, parts, strict=False)) if len(parts) in (2, 3) else item
+
+
+def _log_policy(policy: Any, warnings: list[str]) -> Any:
+    """``action: {type: cancel_retries}`` as ``action: cancel_retries``."""
+    action = policy.get("action") if isinstance(policy, dict) else None
+    if not isinstance(action, dict) or set(action) != {"type"}:
+        return policy
+    warnings.append("log_policies: action is written as a word today, such as action: cancel_retries")
+    return {**policy, "action": action["type"]}

@@ -1,0 +1,432 @@
+"""The experiment's YAML: what is run, on how many slots, how long, how often it is measured and saved, and with which values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.table import TABLE
+from zero_trial.errors import ConfigError
+from zero_trial.experiment.hyperparameters import ranges, read_hyperparameters
+from zero_trial.experiment.sections import NEVER, Period, read_period
+from zero_trial.schema.document import Document, Location, shown
+from zero_trial.schema.source import open_source, read_file
+from zero_trial.schema.types import Bool, Int, Opaque, Section, Text, Type, ValidationError
+from zero_trial.schema.yaml_source import read_yaml
+
+
+@dataclass(frozen=True)
+class SearcherConfig:
+    """``searcher``: how trials are chosen, by which validation metric. ``rest`` holds what only other searchers than single read."""
+
+    name: str = "single"
+    metric: str = "validation_loss"
+    smaller_is_better: bool = True
+    max_length: Period | None = None
+    rest: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def searches(self) -> bool:
+        """Whether more than one set of hyperparameters is tried."""
+        return self.name != "single"
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """A checked experiment. Hyperparameters that are const are plain values; ranges stay as they are written (``search_space`` names them).
+
+    ``raw`` is the YAML as it was read; ``document`` knows its lines.
+    """
+
+    name: str
+    entrypoint: str
+    searcher: SearcherConfig
+    hyperparameters: Mapping[str, Any]
+    slots_per_trial: int = 1
+    data: Mapping[str, Any] = field(default_factory=dict)
+    min_validation_period: Period = NEVER
+    min_checkpoint_period: Period = NEVER
+    scheduling_unit: int = 100
+    max_restarts: int = 5
+    experiment_seed: int | None = None
+    checkpoint_policy: str = "best"
+    records_per_epoch: int = 0
+    perform_initial_validation: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    document: Document = field(default_factory=lambda: Document({}), repr=False, compare=False)
+    folder: Path | None = None
+
+    @property
+    def search_space(self) -> tuple[str, ...]:
+        """Dotted names of the hyperparameters that are still ranges."""
+        return tuple(ranges(self.hyperparameters))
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """What the experiment knows that fills "auto": the run's length in steps, where it is counted in them."""
+        length = self.searcher.max_length
+        return {"total_num_steps": length.count} if length is not None and length.unit == "batches" else {}
+
+    def plain(self) -> dict[str, Any]:
+        """The experiment as plain data; a ds_config file that lies beside the YAML is named by its full path."""
+        raw = dict(self.raw)
+        named = self.data.get("ds_config")
+        if isinstance(named, str) and self.folder is not None and (self.folder / named).is_file():
+            raw["data"] = {**self.data, "ds_config": str((self.folder / named).resolve())}
+        return raw
+
+    def names_ds_config(self) -> bool:
+        """Whether a ds_config is named here; if not, the trial itself gives one."""
+        own = self.hyperparameters
+        return any(
+            value is not None
+            for value in (self.data.get("ds_config"), own.get("ds_config"), own.get("deepspeed_config"))
+        )
+
+    def ds_config(self, model_dir: str | Path, hyperparameters: Mapping[str, Any] | None = None) -> Document:
+        """The source of this trial's ds_config, for ``read_ds_config``: ``data.ds_config``, under it ``hyperparameters.ds_config``.
+
+        A file is looked for beside the YAML and then in ``model_dir``. ``hyperparameters`` are the sampled ones of a search. Every leaf
+        keeps its file and line. Raises ConfigError where there is no ds_config, or two that cannot be laid over each other.
+        """
+        chosen = self.hyperparameters if hyperparameters is None else hyperparameters
+        base = self._base(Path(model_dir), chosen)
+        over = chosen.get("ds_config")
+        if not isinstance(over, Mapping):
+            return base
+        places = self._hyperparameter_places().below(("ds_config",), "hyperparameters.ds_config")
+        return overlay(base, Document(copy.deepcopy(dict(over)), places.places, places.place))
+
+    def _base(self, model_dir: Path, chosen: Mapping[str, Any]) -> Document:
+        over = chosen.get("ds_config")
+        candidates = (
+            (("data", "ds_config"), self.data.get("ds_config")),
+            (("hyperparameters", "deepspeed_config"), chosen.get("deepspeed_config")),
+            (("hyperparameters", "ds_config"), over if isinstance(over, str) else None),
+        )
+        for path, value in candidates:
+            if isinstance(value, Mapping):
+                return (
+                    self.document.below(path)
+                    if path[0] == "data"
+                    else Document.of(value, Location(prefix=".".join(path)))
+                )
+            if isinstance(value, str):
+                return self._open(value, model_dir, self.document.at(path).where(".".join(path)))
+            if value is not None:
+                raise ConfigError(
+                    "not a ds_config",
+                    where=self.document.at(path).where(".".join(path)),
+                    got=shown(value),
+                    expected="a file or an object",
+                )
+        if isinstance(over, Mapping):
+            return Document({})
+        raise ConfigError(
+            "there is no ds_config",
+            where=self.document.place.where("data.ds_config"),
+            fix="Write data: {ds_config: ds_config.json}.",
+        )
+
+    def _open(self, name: str, model_dir: Path, where: str) -> Document:
+        folders = [folder for folder in (self.folder, model_dir) if folder is not None]
+        for folder in folders:
+            if (folder / name).is_file():
+                return read_file(folder / name, name)
+        if not name.endswith((".json", ".yaml", ".yml", ".hjson")):
+            return open_source(name)
+        there = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.json")})
+        near = difflib.get_close_matches(name, there, 1)
+        places = " nor in ".join(dict.fromkeys(str(folder.resolve().name or folder) + "/" for folder in folders))
+        fix = (
+            f'Did you mean "{near[0]}"?'
+            if near
+            else "Write the file beside the experiment, or its keys here instead of its name."
+        )
+        raise ConfigError(f"{name} is not in {places}", where=where, fix=fix)
+
+    def _hyperparameter_places(self) -> Document:
+        return read_hyperparameters(self.document.below(("hyperparameters",)), [])
+
+
+# Every key of an experiment's YAML (Determined 0.38.1), with the kind of those that are read here.
+
+
+_ANY = Opaque()
+
+
+TOP: Mapping[str, Type] = MappingProxyType(
+    {
+        "name": Text(),
+        "data": Section(),
+        "scheduling_unit": Int(1, unit="batches"),
+        "max_restarts": Int(0),
+        "checkpoint_policy": Text(("best", "all", "none")),
+        "records_per_epoch": Int(0),
+        "perform_initial_validation": Bool(),
+        "debug": Bool(),
+        "description": _ANY,
+        "entrypoint": _ANY,
+        "hyperparameters": _ANY,
+        "min_checkpoint_period": _ANY,
+        "min_validation_period": _ANY,
+    }
+)
+
+
+# Sections whose keys are checked by name.
+SECTIONS: Mapping[str, Mapping[str, Type]] = MappingProxyType(
+    {
+        "resources": {
+            "slots_per_trial": Int(0),
+            **dict.fromkeys(
+                (
+                    *(
+                        "agent_label",
+                        "devices",
+                        "is_single_node",
+                        "manifests",
+                        "max_slots",
+                        "native_parallel",
+                        "priority",
+                    ),
+                    *("resource_manager", "resource_pool", "shm_size", "slots", "weight"),
+                ),
+                _ANY,
+            ),
+        },
+        "reproducibility": {"experiment_seed": Int(0, 2**31 - 1)},
+        "searcher": {
+            "name": Text(
+                (
+                    *("single", "random", "grid", "adaptive_asha", "adaptive", "adaptive_simple", "async_halving"),
+                    *("sync_halving", "custom"),
+                )
+            ),
+            "metric": Text(),
+            "smaller_is_better": Bool(),
+            **dict.fromkeys(
+                (
+                    *(
+                        "bracket_rungs",
+                        "budget",
+                        "divisor",
+                        "max_concurrent_trials",
+                        "max_length",
+                        "max_rungs",
+                        "max_time",
+                    ),
+                    *("max_trials", "mode", "num_rungs", "source_checkpoint_uuid", "source_trial_id", "stop_once"),
+                    *("time_metric", "train_stragglers", "unit"),
+                ),
+                _ANY,
+            ),
+        },
+    }
+)
+
+
+# Sections that a cluster reads and zero_trial does not look into.
+OPEN = frozenset(
+    (
+        *("bind_mounts", "checkpoint_storage", "data_layer", "environment", "integrations", "internal", "labels"),
+        *("log_policies", "log_pattern_policies", "optimizations", "pbs", "preemption_timeout", "profiling", "project"),
+        *("retention_policy", "security", "slurm", "tensorboard_storage", "workspace"),
+    )
+)
+
+
+# Reading an experiment's YAML into an ExperimentConfig: every key known, all faults reported together with file and line.
+
+
+def read_experiment(source: str | Path | Mapping[str, Any], name: str | None = None) -> ExperimentConfig:
+    """A checked experiment from a YAML file, a dict, or YAML text with a line break in it.
+
+    Raises ConfigError with all faults, each with file and line.
+    """
+    config, faults = examine_experiment(source, name)
+    if faults:
+        raise ConfigError.many(faults)
+    return config
+
+
+def examine_experiment(
+    source: str | Path | Mapping[str, Any], name: str | None = None
+) -> tuple[ExperimentConfig, list[ConfigError]]:
+    """The experiment as far as it can be understood, and all its faults: a faulty value stands at its default.
+
+    Raises ConfigError only for what is no readable YAML at all.
+    """
+    document, folder = _open_experiment(source, name)
+    if looks_like_ds_config(document.value):
+        raise _not_an_experiment(document)
+    faults: list[ConfigError] = []
+    _unknown_keys(document, faults)
+    values = _Values(document, faults)
+    hyperparameters = read_hyperparameters(document.below(("hyperparameters",)), faults)
+    searcher = _searcher(values)
+    stem = Path(document.place.file).stem if document.place.file else "experiment"
+    config = ExperimentConfig(
+        name=values.get("name", stem),
+        entrypoint=_entrypoint(values),
+        searcher=searcher,
+        hyperparameters=hyperparameters.value,
+        slots_per_trial=values.get("resources.slots_per_trial", 1),
+        data=values.get("data", {}),
+        min_validation_period=values.period("min_validation_period", 0) or NEVER,
+        min_checkpoint_period=values.period("min_checkpoint_period", 0) or NEVER,
+        scheduling_unit=values.get("scheduling_unit", 100),
+        max_restarts=values.get("max_restarts", 5),
+        experiment_seed=values.get("reproducibility.experiment_seed", None),
+        checkpoint_policy=values.get("checkpoint_policy", "best"),
+        records_per_epoch=values.get("records_per_epoch", 0),
+        perform_initial_validation=values.get("perform_initial_validation", False),
+        raw=document.value,
+        warnings=document.warnings,
+        document=document,
+        folder=folder,
+    )
+    return config, faults
+
+
+def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
+    """Whether this is a ds_config given in the place of an experiment: it has keys of one, and none of the other."""
+    return (
+        bool(value) and not any(key in TOP or key in SECTIONS for key in value) and any(key in TABLE for key in value)
+    )
+
+
+def _not_an_experiment(document: Document) -> ConfigError:
+    file = document.place.file or "ds_config.json"
+    keys = [key for key in document.value if key in TABLE]
+    return ConfigError(
+        "this is a ds_config, not an experiment",
+        where=document.place.file or None,
+        got=", ".join(keys[:3]) + (" ..." if len(keys) > 3 else ""),
+        expected="entrypoint, searcher, hyperparameters ...",
+        fix=f"An experiment names it: data: {{ds_config: {file}}}; zero-trial init makes one to begin with. "
+        f"zero-trial config {file} says what is done with each of its keys.",
+    )
+
+
+def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -> tuple[Document, Path | None]:
+    if isinstance(source, Mapping):
+        return Document.of(source), None
+    if isinstance(source, str) and "\n" in source:
+        return read_yaml(source, name or "experiment"), None
+    path = Path(source)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as problem:
+        there = sorted(each.name for each in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, 1)
+        fix = f"Did you mean {path.with_name(near[0])}?" if near else None
+        raise ConfigError(
+            f"cannot be read: {getattr(problem, 'strerror', None) or problem}", where=str(path), fix=fix
+        ) from None
+    return read_yaml(text, name or path.name), path.parent
+
+
+class _Values:
+    """Reads single values of the document by dotted path and collects their faults."""
+
+    def __init__(self, document: Document, faults: list[ConfigError]) -> None:
+        self.document = document
+        self.faults = faults
+
+    def get(self, dotted: str, default: Any) -> Any:
+        path = tuple(dotted.split("."))
+        value = self.document.get(path)
+        kind: Type | None = TOP.get(dotted) or SECTIONS.get(path[0], {}).get(path[-1])
+        if value is None or kind is None:
+            return default
+        try:
+            return kind.read(value).value
+        except ValidationError as problem:
+            self.fault(dotted, value, problem)
+            return default
+
+    def period(self, dotted: str, low: int) -> Period | None:
+        value = self.document.get(tuple(dotted.split(".")))
+        if value is None:
+            return None
+        try:
+            return read_period(value, low)
+        except ValidationError as problem:
+            self.fault(dotted, value, problem)
+            return None
+
+    def fault(self, dotted: str, value: Any, problem: ValidationError) -> None:
+        where = self.document.at(tuple(dotted.split("."))).where(dotted)
+        self.faults.append(
+            ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
+        )
+
+
+def _entrypoint(values: _Values) -> str:
+    """One command line; a list of words is joined. Required."""
+    value = values.document.get(("entrypoint",))
+    if isinstance(value, list) and all(isinstance(word, str) for word in value):
+        return " ".join(value)
+    if isinstance(value, str) and value.strip():
+        return value
+    where = values.document.at(("entrypoint",)).where("entrypoint")
+    values.faults.append(
+        ConfigError(
+            "there is no entrypoint", where=where, expected="module:Class", fix="Write entrypoint: model_def:MyTrial."
+        )
+    )
+    return ""
+
+
+def _searcher(values: _Values) -> SearcherConfig:
+    document = values.document
+    section = document.get(("searcher",))
+    if not isinstance(section, Mapping):
+        where = document.at(("searcher",)).where("searcher")
+        fix = "Write searcher: {name: single, metric: validation_loss, smaller_is_better: true}."
+        values.faults.append(ConfigError("there is no searcher", where=where, fix=fix))
+        return SearcherConfig()
+    if section.get("metric") is None:
+        where = document.at(("searcher",)).where("searcher.metric")
+        fix = "Name a metric that evaluation returns, for example validation_loss."
+        values.faults.append(ConfigError("there is no metric", where=where, fix=fix))
+    own = {item.name for item in dataclasses.fields(SearcherConfig)}
+    return SearcherConfig(
+        name=values.get("searcher.name", "single"),
+        metric=values.get("searcher.metric", "validation_loss"),
+        smaller_is_better=values.get("searcher.smaller_is_better", True),
+        max_length=values.period("searcher.max_length", 1),
+        rest={key: value for key, value in section.items() if key not in own},
+    )
+
+
+def _unknown_keys(document: Document, faults: list[ConfigError]) -> None:
+    known = {*TOP, *SECTIONS, *OPEN}
+    for key, value in document.value.items():
+        if key not in known:
+            faults.append(_unknown(document, (key,), known))
+        elif key in SECTIONS and isinstance(value, Mapping):
+            faults += [_unknown(document, (key, inner), SECTIONS[key]) for inner in value if inner not in SECTIONS[key]]
+        elif key in SECTIONS and value is not None:
+            where = document.at((key,)).where(key)
+            faults.append(ConfigError("not a section", where=where, got=shown(value), expected="keys with values"))
+        elif key == "hyperparameters" and value is not None and not isinstance(value, Mapping):
+            where = document.at((key,)).where(key)
+            faults.append(ConfigError("not a section", where=where, got=shown(value), expected="names with values"))
+
+
+def _unknown(document: Document, path: tuple[str, ...], known: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(path[-1], sorted(known), 1)
+    hint = f'Did you mean "{near[0]}"?' if near else None
+    if hint is None and len(path) == 1:
+        hint = "Settings of your own belong under data: or hyperparameters:."
+    return ConfigError("unknown key", where=document.at(path).where(".".join(path)), fix=hint)

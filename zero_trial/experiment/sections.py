@@ -1,0 +1,505 @@
+"""How often or how long, in the words of an experiment's YAML: so many batches, epochs or records."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.schema.document import shown
+from zero_trial.schema.rules import (
+    Field,
+    Fields,
+    Flag,
+    Forbidden,
+    ListOf,
+    MapOf,
+    Number,
+    OneOf,
+    Plain,
+    Tagged,
+    TextRule,
+    Whole,
+    spelled,
+)
+from zero_trial.schema.types import Int, ValidationError
+
+UNITS = ("batches", "epochs", "records")
+
+
+@dataclass(frozen=True)
+class Period:
+    """``count`` of ``unit``; batches are optimizer steps. A count of 0 means never."""
+
+    unit: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.unit}"
+
+    def batches(self, *, epoch_batches: int | None = None, global_batch_size: int | None = None) -> int | None:
+        """The period in batches, or None where what it would take is not known. Records are rounded up to whole batches."""
+        if self.unit == "batches":
+            return self.count
+        if self.unit == "epochs":
+            return None if epoch_batches is None else self.count * epoch_batches
+        return None if global_batch_size is None else -(-self.count // global_batch_size)
+
+
+NEVER = Period("batches", 0)
+
+
+def read_period(value: Any, low: int = 0) -> Period:
+    """A Period from ``{batches: 100}`` or a bare number of batches; raises Mismatch."""
+    expected = "{batches: n}, {epochs: n}, {records: n} or a number of batches"
+    if isinstance(value, Mapping):
+        if len(value) != 1 or next(iter(value)) not in UNITS:
+            raise ValidationError(expected)
+        unit, count = next(iter(value.items()))
+    else:
+        unit, count = "batches", value
+    try:
+        return Period(unit, Int(low).read(count).value)
+    except ValidationError:
+        what = "a positive" if low else "a non-negative"
+        raise ValidationError(expected, f"{shown(count)} is not {what} integer.") from None
+
+
+# How long or how often: {batches: n}, {records: n} or {epochs: n}; for a search also a bare number.
+
+
+_WORDS = 'a length object must have one attribute named "batches", "records", or "epochs"'
+
+
+def _length(low: int) -> tuple[Fields, ...]:
+    return tuple(Fields({unit: Field(Whole(low), required=True)}) for unit in ("batches", "records", "epochs"))
+
+
+PERIOD = OneOf(_length(0), _WORDS)
+
+
+SEARCHER_LENGTH = OneOf((*_length(1), Whole(1)), f"{_WORDS}, with a positive integer")
+
+
+TIMED_LENGTH = OneOf(_length(1), f"{_WORDS}, with a positive integer")
+
+
+# ``searcher``: the four searches that a new experiment may ask for, and what to write instead of those that are gone.
+
+
+def _one_source(section: Mapping[str, Any]) -> str | None:
+    both = section.get("source_trial_id") is not None and section.get("source_checkpoint_uuid") is not None
+    return "at most one of source_trial_id or source_checkpoint_uuid may be set" if both else None
+
+
+def _has_length(section: Mapping[str, Any]) -> str | None:
+    time, metric, length = (section.get(key) for key in ("max_time", "time_metric", "max_length"))
+    if length is not None:
+        if time is None and metric is None:
+            return None
+        return "max_length is the older form of max_time and time_metric: write one of the two forms"
+    if time is not None and metric is not None:
+        return None
+    return "max_time and time_metric are required, such as max_time: 1000 with time_metric: batches"
+
+
+SEARCHER_COMMON = {
+    "metric": Field(TextRule(), required=True),
+    "smaller_is_better": Field(Flag(), True),
+    "source_trial_id": Field(Whole()),
+    "source_checkpoint_uuid": Field(TextRule()),
+}
+
+
+def _kind(name: str, *checks: Any, **keys: Field) -> Fields:
+    named = {"name": Field(TextRule((name,)), required=True), **SEARCHER_COMMON, **keys}
+    return Fields(named, (_one_source, *checks))
+
+
+_CONCURRENT = Field(Whole(0), 16)
+
+
+_TRIALS = Field(Whole(1), required=True)
+
+
+SEARCHER = Tagged(
+    "name",
+    {
+        "single": _kind("single", max_length=Field(SEARCHER_LENGTH)),
+        "random": _kind(
+            "random", max_length=Field(SEARCHER_LENGTH), max_trials=_TRIALS, max_concurrent_trials=_CONCURRENT
+        ),
+        "grid": _kind("grid", max_length=Field(SEARCHER_LENGTH), max_concurrent_trials=_CONCURRENT),
+        "adaptive_asha": _kind(
+            "adaptive_asha",
+            _has_length,
+            max_trials=_TRIALS,
+            max_time=Field(Whole(1)),
+            time_metric=Field(TextRule()),
+            max_length=Field(TIMED_LENGTH),
+            max_concurrent_trials=_CONCURRENT,
+            mode=Field(TextRule(("aggressive", "standard", "conservative")), "standard"),
+            divisor=Field(Number(above=1), 4),
+            max_rungs=Field(Whole(1), 5),
+            bracket_rungs=Field(ListOf(Whole(1)), []),
+            stop_once=Field(Forbidden("adaptive_asha always stops trials for good. Remove stop_once.")),
+        ),
+    },
+    'is not an object where object["name"] is one of single, random, grid or adaptive_asha',
+    {
+        "adaptive": "adaptive exists no more. Use adaptive_asha with max_trials instead of budget.",
+        "adaptive_simple": "adaptive_simple exists no more. Use adaptive_asha with the same max_trials.",
+        "sync_halving": "sync_halving exists no more. Use adaptive_asha with bracket_rungs: [num_rungs].",
+        "async_halving": "async_halving exists no more. Use adaptive_asha with bracket_rungs: [num_rungs].",
+        "pbt": "pbt exists no more. Use adaptive_asha, or random.",
+        "custom": "custom searchers exist no more. Use single, random, grid or adaptive_asha.",
+    },
+)
+
+
+# ``checkpoint_storage``: where checkpoints go, and how many of them are kept.
+
+
+_KEPT = {
+    "save_experiment_best": Field(Whole(0), 0),
+    "save_trial_best": Field(Whole(0), 1),
+    "save_trial_latest": Field(Whole(0), 1),
+}
+
+
+STORAGE_KEPT = tuple(_KEPT)
+
+
+def _kind_storage(name: str, **keys: Field) -> Fields:
+    checks = {"shared_fs": (_inside_host_path,), "azure": (_one_credential,), "s3": (_prefix,), "gcs": (_prefix,)}
+    return Fields({"type": Field(TextRule((name,)), required=True), **keys, **_KEPT}, checks.get(name, ()))
+
+
+def _inside_host_path(section: Mapping[str, Any]) -> str | None:
+    inner, host = section.get("storage_path"), posixpath.normpath(section["host_path"])
+    if inner is None:
+        return None
+    path = posixpath.normpath(inner)
+    inside = (
+        path == host or path.startswith(host.rstrip("/") + "/") if path.startswith("/") else path.split("/")[0] != ".."
+    )
+    return None if inside else "storage_path must either be a relative directory or a subdirectory of host_path"
+
+
+def _one_credential(section: Mapping[str, Any]) -> str | None:
+    given = [name for name in ("connection_string", "account_url") if section.get(name) is not None]
+    return None if len(given) == 1 else "Exactly one of connection_string or account_url must be set"
+
+
+def _prefix(section: Mapping[str, Any]) -> str | None:
+    inside = (section.get("prefix") or "").split("/")
+    return "prefix must not contain .." if ".." in inside else None
+
+
+STORAGE = Tagged(
+    "type",
+    {
+        "shared_fs": _kind_storage(
+            "shared_fs",
+            host_path=Field(TextRule(), required=True),
+            storage_path=Field(TextRule()),
+            propagation=Field(TextRule(), "rprivate"),
+            container_path=Field(TextRule()),
+            checkpoint_path=Field(TextRule()),
+            tensorboard_path=Field(TextRule()),
+        ),
+        "directory": _kind_storage("directory", container_path=Field(TextRule(), required=True)),
+        "s3": _kind_storage(
+            "s3",
+            bucket=Field(TextRule(), required=True),
+            access_key=Field(TextRule()),
+            secret_key=Field(TextRule()),
+            endpoint_url=Field(TextRule()),
+            prefix=Field(TextRule()),
+        ),
+        "gcs": _kind_storage("gcs", bucket=Field(TextRule(), required=True), prefix=Field(TextRule())),
+        "azure": _kind_storage(
+            "azure",
+            container=Field(TextRule(), required=True),
+            connection_string=Field(TextRule()),
+            account_url=Field(TextRule()),
+            credential=Field(TextRule()),
+        ),
+    },
+    'is not an object where object["type"] is one of shared_fs, directory, s3, gcs or azure',
+    {"hdfs": "hdfs is supported no more. Use shared_fs, directory, s3, gcs or azure."},
+)
+
+
+# ``environment``, ``resources``, ``bind_mounts``: the container that a cluster runs a trial in. Here they are checked, and mostly not needed.
+
+
+HARDWARE = ("cpu", "cuda", "rocm")
+
+
+"""Images and environment variables differ by what a task runs on."""
+
+
+_FIXED_IN_A_CONTAINER = (
+    *("image", "command", "args", "working_dir", "ports", "env_from", "env", "liveness_probe", "readiness_probe"),
+    *("startup_probe", "lifecycle", "termination_message_path", "termination_message_policy", "image_pull_policy"),
+    "security_context",
+)
+
+
+class PodSpec(Plain):
+    """A Kubernetes pod, as far as a master looks at it: what Determined itself decides may not be set."""
+
+    def check(self, value: Any, path: str) -> list[str]:
+        if not isinstance(value, Mapping):
+            return [f"{path}: {spelled(value)} is not a map"]
+        faults = [f"{path}.{key}: is not a configurable option" for key in ("name", "name_space") if key in value]
+        spec = value.get("spec") or {}
+        containers = spec.get("containers") or [] if isinstance(spec, Mapping) else None
+        if not isinstance(containers, list) or not all(isinstance(item, Mapping) for item in containers):
+            return [*faults, f"{path}.spec: is not a pod's"]
+        return faults + [
+            f"{path}.spec.containers[{index}].{key}: is not configurable"
+            for index, item in enumerate(containers)
+            for key in _FIXED_IN_A_CONTAINER
+            if key in item
+        ]
+
+
+_TEXTS = ListOf(TextRule())
+
+
+_ABSOLUTE = r"\A/"
+
+
+BIND_MOUNTS = ListOf(
+    Fields(
+        {
+            "host_path": Field(
+                TextRule(pattern=_ABSOLUTE, otherwise="host_path must be an absolute path"), required=True
+            ),
+            "container_path": Field(
+                TextRule(pattern=r"\A(?!\.\Z)", otherwise='container_path must not be "."'), required=True
+            ),
+            "read_only": Field(Flag(), False),
+            "propagation": Field(TextRule(), "rprivate"),
+        }
+    )
+)
+
+
+_DEVICES = ListOf(
+    Fields(
+        {
+            "host_path": Field(TextRule(), required=True),
+            "container_path": Field(TextRule(), required=True),
+            "mode": Field(TextRule(), "mrw"),
+        }
+    )
+)
+
+
+_PROXY_PORTS = ListOf(
+    Fields(
+        {
+            "proxy_port": Field(Whole(1, 65535), required=True),
+            "proxy_tcp": Field(Flag(), False),
+            "unauthenticated": Field(Flag(), False),
+        }
+    )
+)
+
+
+_REGISTRY_AUTH = Fields(
+    {
+        name: Field(TextRule())
+        for name in ("username", "password", "auth", "email", "serveraddress", "identitytoken", "registrytoken")
+    }
+)
+
+
+ENVIRONMENT = Fields(
+    {
+        "image": Field(Fields({name: Field(TextRule()) for name in HARDWARE}), {}),
+        "environment_variables": Field(Fields({name: Field(_TEXTS, []) for name in HARDWARE}), {}),
+        "ports": Field(MapOf(Whole()), {}),
+        "proxy_ports": Field(_PROXY_PORTS, []),
+        "force_pull_image": Field(Flag(), False),
+        "registry_auth": Field(_REGISTRY_AUTH),
+        "pod_spec": Field(PodSpec()),
+        "add_capabilities": Field(_TEXTS, []),
+        "drop_capabilities": Field(_TEXTS, []),
+    }
+)
+
+
+def _fits_max_slots(section: Mapping[str, Any]) -> str | None:
+    each, most = section.get("slots_per_trial"), section.get("max_slots")
+    return None if most is None or (1 if each is None else each) <= most else "slots_per_trial must be <= max_slots"
+
+
+RESOURCES = Fields(
+    {
+        "slots_per_trial": Field(Whole(0), 1),
+        "max_slots": Field(Whole(0)),
+        "weight": Field(Number(low=0), 1),
+        "priority": Field(Whole(1, 99)),
+        "resource_pool": Field(TextRule(), ""),
+        "is_single_node": Field(Flag()),
+        "native_parallel": Field(Flag(), False),
+        "shm_size": Field(Whole(0)),
+        "devices": Field(_DEVICES, []),
+        "slots": Field(Whole()),
+        "agent_label": Field(TextRule()),
+    },
+    (_fits_max_slots,),
+)
+
+
+# The smaller sections of an experiment: what is logged, profiled, kept, and run on other schedulers.
+
+
+def _names_or_matches(section: Mapping[str, Any]) -> str | None:
+    if section.get("name") is None and section.get("pattern") is None:
+        return "a log policy needs a name or a pattern"
+    try:
+        re.compile(section.get("pattern") or "")
+    except re.error as problem:
+        return f"pattern is not a regular expression: {problem}"
+    return None
+
+
+LOG_POLICIES = ListOf(
+    Fields(
+        {
+            "name": Field(TextRule()),
+            "pattern": Field(TextRule()),
+            "action": Field(TextRule(("cancel_retries", "exclude_node"))),
+        },
+        (_names_or_matches,),
+    )
+)
+
+
+def _begins_before_end(section: Mapping[str, Any]) -> str | None:
+    begin, end = section.get("begin_on_batch"), section.get("end_after_batch")
+    return "begin_on_batch must be <= end_after_batch" if None not in (begin, end) and begin > end else None  # type: ignore[operator]
+
+
+PROFILING = Fields(
+    {
+        "enabled": Field(Flag(), False),
+        "begin_on_batch": Field(Whole(0), 0),
+        "end_after_batch": Field(Whole(0)),
+        "sync_timings": Field(Flag(), True),
+    },
+    (_begins_before_end,),
+)
+
+
+OPTIMIZATIONS = Fields(
+    {
+        "aggregation_frequency": Field(Whole(1), 1),
+        "auto_tune_tensor_fusion": Field(Flag(), False),
+        "average_aggregated_gradients": Field(Flag(), True),
+        "average_training_metrics": Field(Flag(), True),
+        "gradient_compression": Field(Flag(), False),
+        "grad_updates_size_file": Field(TextRule()),
+        "mixed_precision": Field(TextRule(("O0", "O1", "O2", "O3")), "O0"),
+        "tensor_fusion_cycle_time": Field(Whole(0), 5),
+        "tensor_fusion_threshold": Field(Whole(0), 64),
+    }
+)
+
+
+REPRODUCIBILITY = Fields({"experiment_seed": Field(Whole(0, 2**31 - 1))})
+
+
+RETENTION = Fields({"log_retention_days": Field(Whole(-1, 32767))})
+
+
+SECURITY = Fields({"kerberos": Field(Fields({"config_file": Field(TextRule(), required=True)}))})
+
+
+_ABSOLUTE_OTHER_SECTIONS = r"\A/"
+
+
+def _absolute(name: str) -> Field:
+    return Field(TextRule(pattern=_ABSOLUTE_OTHER_SECTIONS, otherwise=f"{name} must be an absolute path"))
+
+
+def _cached_bucket(name: str, **more: Field) -> Fields:
+    return Fields(
+        {
+            "type": Field(TextRule((name,)), required=True),
+            "bucket": Field(TextRule(), required=True),
+            "bucket_directory_path": Field(TextRule(), required=True),
+            "local_cache_host_path": _absolute("local_cache_host_path"),
+            "local_cache_container_path": _absolute("local_cache_container_path"),
+            **more,
+        },
+        (_whole_cache,),
+    )
+
+
+def _whole_cache(section: Mapping[str, Any]) -> str | None:
+    given = [section.get(f"local_cache_{where}_path") is not None for where in ("host", "container")]
+    if given[0] != given[1]:
+        return "local_cache_host_path and local_cache_container_path must be set together"
+    return None
+
+
+DATA_LAYER = Tagged(
+    "type",
+    {
+        "shared_fs": Fields(
+            {
+                "type": Field(TextRule(("shared_fs",)), required=True),
+                "host_storage_path": _absolute("host_storage_path"),
+                "container_storage_path": _absolute("container_storage_path"),
+            }
+        ),
+        "s3": _cached_bucket(
+            "s3", access_key=Field(TextRule()), secret_key=Field(TextRule()), endpoint_url=Field(TextRule())
+        ),
+        "gcs": _cached_bucket("gcs"),
+    },
+    'is not an object where object["type"] is one of shared_fs, s3 or gcs',
+)
+
+
+def _batch_system(arguments: str) -> Fields:
+    return Fields(
+        {"slots_per_node": Field(Whole(1)), "gpu_type": Field(TextRule()), arguments: Field(ListOf(TextRule()), [])}
+    )
+
+
+SLURM = _batch_system("sbatch_args")
+
+
+PBS = _batch_system("pbsbatch_args")
+
+
+_PACHYDERM = Fields(
+    {
+        "pachd": Field(Fields({"host": Field(TextRule()), "port": Field(Number())})),
+        "proxy": Field(Fields({"scheme": Field(TextRule()), "host": Field(TextRule()), "port": Field(Number())})),
+        "dataset": Field(
+            Fields({name: Field(TextRule()) for name in ("project", "repo", "commit", "branch", "token")})
+        ),
+    }
+)
+
+
+_WEBHOOKS = Fields(
+    {
+        "webhook_id": Field(ListOf(Whole())),
+        "webhook_name": Field(ListOf(TextRule())),
+        "exclude": Field(Flag(), False),
+    }
+)
+
+
+INTEGRATIONS = Fields({"pachyderm": Field(_PACHYDERM), "webhooks": Field(_WEBHOOKS)})

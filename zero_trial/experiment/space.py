@@ -1,0 +1,146 @@
+"""One set of values from a space of hyperparameters: ranges are drawn, maps are walked, everything else stands for itself."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.errors import ConfigError
+from zero_trial.experiment.hyperparameters import is_range, ranges
+
+
+def sample(space: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """``space`` with every range replaced by a value. Names are visited in alphabetical order, whatever their order in the YAML.
+
+    The top level is a map of names even if one of them is ``type``, as in Determined.
+    """
+    drawn = {name: _value(space[name], rng) for name in sorted(space)}
+    return {name: drawn[name] for name in space}
+
+
+def has_ranges(space: Mapping[str, Any]) -> bool:
+    """Whether two samples can differ."""
+    return bool(ranges(space))
+
+
+def _value(spec: Any, rng: random.Random) -> Any:
+    if not isinstance(spec, Mapping):
+        return copy.deepcopy(spec)
+    if is_const(spec):
+        return copy.deepcopy(spec.get("val"))
+    if is_range(spec):
+        return _draw(spec, rng)
+    return sample(spec, rng)
+
+
+def is_const(spec: Any) -> bool:
+    """Whether ``spec`` is written ``{type: const, val: ...}``."""
+    return isinstance(spec, Mapping) and spec.get("type") == "const"
+
+
+def _draw(spec: Mapping[str, Any], rng: random.Random) -> Any:
+    match spec["type"]:
+        case "categorical":
+            return copy.deepcopy(rng.choice(spec["vals"]))
+        case "int":
+            return rng.randint(spec["minval"], spec["maxval"])  # both ends included
+        case "double":
+            return rng.uniform(spec["minval"], spec["maxval"])
+        case "log":
+            return float(spec["base"]) ** rng.uniform(spec["minval"], spec["maxval"])
+        case other:
+            raise ConfigError("no kind of hyperparameter", got=other, expected="int, double, log, categorical or const")
+
+
+# The points of a grid, by number: the cartesian product of the axes, which is never made as a whole.
+
+
+Path = tuple[str, ...]
+
+
+MOST_POINTS = 1_000_000
+
+
+"""A grid that is larger than this is a slip: it would not end, and its axes would fill the memory."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Axes in alphabetical order of their paths; the last axis runs fastest."""
+
+    space: Mapping[str, Any]
+    axes: tuple[tuple[Path, tuple[Any, ...]], ...]
+
+    @classmethod
+    def of(cls, space: Mapping[str, Any]) -> Grid:
+        """Raises ConfigError for a range without a count, and for a grid of more than ``MOST_POINTS``."""
+        found: list[tuple[Path, tuple[Any, ...]]] = []
+        _collect(space, (), found)
+        grid = cls(space, tuple(found))
+        if grid.size > MOST_POINTS:
+            raise ConfigError("the grid has too many points", got=grid.size, expected=f"at most {MOST_POINTS}")
+        return grid
+
+    @property
+    def size(self) -> int:
+        """How many points there are."""
+        return math.prod(len(values) for _, values in self.axes)
+
+    def point(self, number: int) -> dict[str, Any]:
+        """The hyperparameters of point ``number``, 0 to size - 1."""
+        chosen: dict[Path, Any] = {}
+        for path, values in reversed(self.axes):
+            number, index = divmod(number, len(values))
+            chosen[path] = values[index]
+        return _with(self.space, (), chosen)
+
+
+def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
+    """``count`` values from minval to maxval, both included, evenly spaced (for log: in the exponent); a count of 1 is the middle.
+
+    An int axis is rounded, halves away from zero, and has at most maxval - minval + 1 values.
+    """
+    if spec["type"] == "categorical":
+        return tuple(spec["vals"])
+    if not isinstance(spec.get("count"), int):
+        raise ConfigError("grid search is in use but count was not provided", got=dict(spec), fix="Add count: 5.")
+    low, high, count = spec["minval"], spec["maxval"], spec["count"]
+    if spec["type"] == "int":
+        count = min(count, high - low + 1)
+    if count > MOST_POINTS:
+        raise ConfigError("the grid has too many points", got=count, expected=f"at most {MOST_POINTS}")
+    steps = max(count - 1, 1)
+    even = [(low + high) / 2] if count == 1 else [low + (high - low) * number / steps for number in range(count)]
+    return tuple(_written(spec, value) for value in even)
+
+
+def _written(spec: Mapping[str, Any], value: float) -> Any:
+    if spec["type"] == "log":
+        return float(spec["base"]) ** value
+    return int(math.copysign(math.floor(abs(value) + 0.5), value)) if spec["type"] == "int" else float(value)
+
+
+def _collect(section: Mapping[str, Any], above: Path, found: list[tuple[Path, tuple[Any, ...]]]) -> None:
+    for name in sorted(section):
+        spec = section[name]
+        if is_range(spec):
+            found.append(((*above, name), axis_values(spec)))
+        elif isinstance(spec, Mapping) and not is_const(spec):
+            _collect(spec, (*above, name), found)
+
+
+def _with(section: Mapping[str, Any], above: Path, chosen: Mapping[Path, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {}
+    for name, spec in section.items():
+        path = (*above, name)
+        if path in chosen:
+            whole[name] = copy.deepcopy(chosen[path])
+        elif is_const(spec):
+            whole[name] = copy.deepcopy(spec.get("val"))
+        else:
+            whole[name] = _with(spec, path, chosen) if isinstance(spec, Mapping) else copy.deepcopy(spec)
+    return whole

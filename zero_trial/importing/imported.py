@@ -1,0 +1,117 @@
+"""What a reader of a foreign format has found: slices of tensors by file, the state beside them, and what was left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from zero_trial.checkpoint.format import MANIFEST_NAME, Slice
+from zero_trial.checkpoint.state_tree import encode_state
+from zero_trial.checkpoint.writer import (
+    DurableFiles,
+    begin,
+    check_tag,
+    merge,
+    publish,
+    require_files,
+    write_manifest,
+    write_rank,
+)
+from zero_trial.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What the person asked for. ``names``: the parameters of each optimizer group; ``buffers``: patterns of names that are buffers."""
+
+    with_optimizer: bool = True
+    strip: str = ""
+    names: Sequence[Sequence[str]] | None = None
+    buffers: tuple[str, ...] = ()
+
+    def own(self, name: str) -> str:
+        """A name of the source as the model has it."""
+        return name.removeprefix(self.strip) if self.strip else name
+
+
+@dataclass(frozen=True)
+class ImportedState:
+    """``shards``: one row of slices per file to write; ``state``: an engine's, with tensors; ``left_out``: a line for each thing that is lost."""
+
+    kind: str
+    tag: str
+    shards: Sequence[Sequence[Slice]]
+    state: Mapping[str, Any]
+    left_out: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    world: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return int(self.state["counters"]["global_steps"])
+
+    def names(self, wanted: Callable[[str], bool]) -> list[str]:
+        """The logical tensors whose names are wanted, each once."""
+        return sorted({part.name for shard in self.shards for part in shard if wanted(part.name)})
+
+
+def folder_name(folder: Path) -> str:
+    """A folder's own name, also of one that is given as ``.`` or ``..``."""
+    return Path(os.path.abspath(folder)).name
+
+
+def fresh_state() -> dict[str, Any]:
+    """An engine's state before its first step: what weights alone come with."""
+    return {
+        "counters": {"global_steps": 0, "global_samples": 0, "micro_steps": 0, "skipped_steps": 0},
+        "loss_scaler": {"kind": "static", "scale": 1.0},
+        "scheduler": None,
+        "optimizer": None,
+        "groups": [],
+        "scalars": {},
+        "kinds": [],
+        "reduction_order": None,
+        "aliases": {},
+        "ds_config": {},
+        "client": {},
+    }
+
+
+# Writes what a reader found as a checkpoint of ours.
+
+
+def write_imported(
+    findings: ImportedState, directory: Path, tag: str | None = None, disk: DurableFiles | None = None
+) -> Path:
+    """``<directory>/<tag>``: one file per shard, each tensor read from the source's memory map as it is written.
+
+    There is no state of single ranks in it: their random generators are another program's. Raises CheckpointError, and leaves nothing behind;
+    also where a checkpoint has that name: a run may have gone on from an earlier import of it.
+    """
+    disk = disk or DurableFiles()
+    final = directory / check_tag(tag or findings.tag)
+    if (final / MANIFEST_NAME).exists():
+        raise CheckpointError(
+            "there is a checkpoint of that name already",
+            where=str(final),
+            fix="Give the new one another with --as TAG, or move that one away: it is not overwritten.",
+        )
+    state, tensors = encode_state(dict(findings.state), "engine")
+    folder = begin(final, disk)
+    try:
+        reports = []
+        for index, shard in enumerate(findings.shards):
+            extra = [Slice.whole(name, tensor) for name, tensor in tensors.items()] if index == 0 else []
+            reports.append(write_rank(folder, index, [*shard, *extra], None, disk))
+        world = {"model_parts": 1, **findings.world}
+        manifest = replace(merge(reports, findings.step, state, world), rank_state=())
+        require_files(folder, manifest)
+        write_manifest(folder, manifest, disk)
+        publish(folder, final, disk)
+    except BaseException:
+        disk.remove_folder(folder)
+        raise
+    return final

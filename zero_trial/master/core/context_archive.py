@@ -1,0 +1,147 @@
+"""A submitted model definition as a clean .tar.gz: plain files and directories inside one directory, and nothing else.
+
+What arrives is a list of files (``modelDefinition``) whose paths, types and sizes somebody else chose. Nothing is unpacked here: a fresh archive is
+written in memory from the parts that are allowed, so whoever unpacks it later meets no link, no device, no owner and no path that leads outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import io
+import posixpath
+import stat
+import tarfile
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_trial.master.errors import Invalid
+
+MAX_BYTES = (
+    128 * 1024 * 1024 // 8 * 6 - 1024 * 1024
+)  # of all contents: what Determined's own client sends at most (95 MiB)
+MAX_FILES = 20_000
+MAX_PATH = 1024  # bytes of a path
+MAX_PART = 255  # bytes of one name in it, what file systems take
+
+
+@dataclass(frozen=True)
+class ArchiveEntry:
+    """One file or directory of a model definition; ``content`` None is a directory."""
+
+    path: str
+    content: bytes | None
+    mode: int = 0o644
+    mtime: int = 0
+
+
+def from_model_definition(files: Sequence[Mapping[str, Any]]) -> bytes:
+    """The .tar.gz of ``[{path, type, content, mtime, mode, ...}]`` as clients send it. Invalid, naming the path, for whatever is not allowed."""
+    if len(files) > MAX_FILES:
+        raise Invalid(
+            f"the model definition has {len(files)} files, at most {MAX_FILES} are taken",
+            fix="Name what is not needed in .detignore.",
+        )
+    return write(_entry(file) for file in files)
+
+
+def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
+    if not isinstance(file, Mapping) or not isinstance(file.get("path"), str):
+        raise Invalid("a file of the model definition has no path")
+    path = clean_path(file["path"])
+    kind = chr(_integer(file.get("type"), ord("0")) & 0x7F).encode()
+    mode, mtime = _integer(file.get("mode"), 0o644), _integer(file.get("mtime"), 0)
+    if kind == tarfile.DIRTYPE:
+        return ArchiveEntry(path, None, mode, mtime)
+    if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE) or (stat.S_IFMT(mode) not in (0, stat.S_IFREG)):
+        raise Invalid(
+            f"{path!r} is neither a file nor a directory",
+            fix="Links and devices are not taken; put the file itself in its place.",
+        )
+    content = file.get("content") or ""
+    try:
+        return ArchiveEntry(path, base64.b64decode(content, validate=True), mode, mtime)
+    except (binascii.Error, ValueError, TypeError):
+        raise Invalid(f"the content of {path!r} is not base64") from None
+
+
+def clean_path(path: str) -> str:
+    """A path in its shortest form, if it is relative and stays inside. Invalid otherwise."""
+    shown = path if len(path) <= 80 else path[:77] + "..."
+    if not path or path.startswith("/") or "\\" in path or "\0" in path:
+        raise Invalid(
+            f"the path {shown!r} is not a relative path", fix="Paths are relative, with / between their parts."
+        )
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in path):
+        raise Invalid(f"the path {shown!r} holds characters that no file name should")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise Invalid(f"the path {shown!r} leads out of the directory", fix="Leave out the part with '..'.")
+    short = posixpath.join(*parts) if parts else "."
+    if len(short.encode()) > MAX_PATH or any(len(part.encode()) > MAX_PART for part in parts):
+        raise Invalid(f"the path {shown!r} is too long")
+    return short
+
+
+def write(entries: Iterable[ArchiveEntry]) -> bytes:
+    """A .tar.gz of the entries: owner root, no special bits, parents before children. Invalid for doubles and for more than MAX_BYTES."""
+    kept = _checked(entries)
+    raw = io.BytesIO()
+    # mtime 0: the same files give the same bytes.
+    with (
+        gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=1, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for path in sorted(kept):
+            entry = kept[path]
+            archive.addfile(_header(entry), io.BytesIO(entry.content) if entry.content is not None else None)
+    return raw.getvalue()
+
+
+def _checked(entries: Iterable[ArchiveEntry]) -> dict[str, ArchiveEntry]:
+    kept: dict[str, ArchiveEntry] = {}
+    total = 0
+    for entry in entries:
+        if entry.path == ".":
+            if entry.content is not None:
+                raise Invalid("a file of the model definition has no name")
+            continue
+        if entry.path in kept:
+            raise Invalid(f"the path {entry.path!r} is there twice")
+        total += len(entry.content or b"")
+        if total > MAX_BYTES:
+            raise Invalid(
+                f"the model definition is larger than {MAX_BYTES} bytes", fix="Name what is not needed in .detignore."
+            )
+        kept[entry.path] = entry
+    for path in kept:
+        parent = posixpath.dirname(path)
+        while parent:
+            if parent in kept and kept[parent].content is not None:
+                raise Invalid(f"{parent!r} is a file and cannot hold {path!r}")
+            parent = posixpath.dirname(parent)
+    return kept
+
+
+def _header(entry: ArchiveEntry) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(entry.path)
+    info.mtime = min(max(entry.mtime, 0), 2**33 - 1)
+    if entry.content is None:
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+    else:
+        info.size = len(entry.content)
+        info.mode = 0o755 if entry.mode & 0o100 else 0o644
+    return info
+
+
+def _integer(value: Any, default: int) -> int:
+    """A whole number that may have been sent as text (protobuf sends 64-bit numbers so)."""
+    if value is None or value == "":
+        return default
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise Invalid(f"{str(value)[:40]!r} is not a whole number") from None

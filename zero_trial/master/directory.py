@@ -1,0 +1,114 @@
+"""The master's folder: where everything lies, who may read it (its owner), and that one master at most works in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ConfigError
+
+
+class MasterDirectory:
+    """Paths below one root, mode 0700."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self._lock: int | None = None
+
+    def prepare(self) -> None:
+        """Make the folders."""
+        for folder in (self.root, self.allocations, self.logs):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)
+
+    @property
+    def database(self) -> Path:
+        return self.root / "master.db"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "master.log"
+
+    @property
+    def account(self) -> Path:
+        """Name, password and token of the local user, mode 0600."""
+        return self.root / "user.json"
+
+    @property
+    def storage(self) -> Path:
+        """Where checkpoints go if the experiment does not say."""
+        return self.root / "storage"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def allocations(self) -> Path:
+        return self.root / "allocations"
+
+    def allocation(self, allocation_id: str) -> Path:
+        """The folder of one run: who runs it, how it ended, its working directory."""
+        return self.allocations / allocation_id
+
+    def trial_logs(self, trial_id: int) -> Path:
+        """The folder of a trial's output."""
+        return self.logs / f"trial-{trial_id}"
+
+    def lock(self, seconds: float = 0.0) -> bool:
+        """Become the one master of this root until this process ends; False if there is one.
+
+        Waits up to ``seconds``: whoever asks whether there is one holds the lock for a moment.
+        """
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    os.close(handle)
+                    return False
+                time.sleep(0.02)
+            else:
+                self._lock = handle
+                return True
+
+    def locked(self) -> bool:
+        """Whether a master works here now."""
+        if not self.root.is_dir():
+            return False
+        if self.lock():
+            self.unlock()
+            return False
+        return True
+
+    def unlock(self) -> None:
+        """Let others in."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Say how the master is reached: pid, start, port, url, ready."""
+        path = self.root / "master.json"
+        draft = path.with_suffix(".new")
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(state, file)
+        os.replace(draft, path)
+
+    def state(self) -> dict[str, Any]:
+        """What the newest master said; empty if there never was one."""
+        path = self.root / "master.json"
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise ConfigError("this file cannot be read", where=str(path), got=str(error), fix="Remove it.") from error

@@ -1,0 +1,10 @@
+"""The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by the verbs of a ``Cluster``.
+
+``with Server(cluster, port=0) as server`` listens on loopback at ``server.url`` until the block ends.
+"""
+
+from __future__ import annotations
+
+from zero_trial.master.http.app import Server
+
+__all__ = ["Server"]

@@ -1,0 +1,191 @@
+"""Routes of logs: lines of trials, tasks and the master itself, as streams that can be followed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import re2
+
+from zero_trial.master.errors import Invalid
+from zero_trial.master.http import render
+from zero_trial.master.http.request import Request, whole
+from zero_trial.master.http.response import Response, StreamingResponse, failure, lines
+from zero_trial.master.http.router import AuthLevel, Route
+from zero_trial.master.records import LogLine, LogQuery
+
+Dict = dict[str, Any]
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) ([A-Z]+) (.*)")
+_TAIL = 1024 * 1024  # bytes of the master's log that are read at most
+_LARGEST_PROGRAM = 1000  # instructions of a compiled searchText; the time for a line grows with them
+
+
+def query(call: Request) -> LogQuery:
+    """Which lines a request asks for. Invalid for what cannot be understood."""
+    limit = call.query_number("limit", 0)
+    return LogQuery(
+        follow=call.query_flag("follow"),
+        limit=limit if limit > 0 else None,
+        newest_first=call.request.first("orderBy") == "ORDER_BY_DESC",
+        since=call.query_time("timestampAfter"),
+        until=call.query_time("timestampBefore"),
+        levels=tuple(level.removeprefix("LOG_LEVEL_") for level in call.query_all("levels")),
+        rank_ids=tuple(whole(text, "rankIds") for text in call.query_all("rankIds")),
+        search="" if call.query_flag("enableRegex") else call.request.first("searchText"),
+        allocation_ids=tuple(call.query_all("allocationIds")),
+    )
+
+
+def keeps(call: Request) -> Callable[[LogLine], bool] | None:
+    """The filters that a cluster does not know, or None if none is asked for: agents, containers, sources, streams, regular expressions."""
+    sources, streams = set(call.query_all("sources")), set(call.query_all("stdtypes"))
+    agents, containers = set(call.query_all("agentIds")), set(call.query_all("containerIds"))
+    text = call.request.first("searchText") if call.query_flag("enableRegex") else ""
+    if not (sources or streams or agents or containers or text):
+        return None
+    pattern = _pattern(text)
+    here = {agent.id for agent in call.cluster.machine.agents()}
+    known: dict[str, str] = {}
+
+    def container(line: LogLine) -> str:
+        if line.allocation_id not in known:
+            known[line.allocation_id] = call.cluster.tasks.allocation(line.allocation_id).container_id
+        return known[line.allocation_id]
+
+    def keep(line: LogLine) -> bool:
+        return (
+            (not sources or line.source in sources)
+            and (not streams or line.stdtype in streams)
+            and (not agents or bool(agents & here))
+            and (not containers or container(line) in containers)
+            and (not text or pattern.search(line.message) is not None)
+        )
+
+    return keep
+
+
+def _pattern(text: str) -> Any:
+    """Compile a client's regular expression. Raises Invalid for one that is wrong or too large.
+
+    RE2 matches in a time that is linear in the line and holds no lock of the interpreter meanwhile; with ``re``, ``(a+)+$`` on one line
+    would stop every thread of the master for good.
+    """
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        pattern = re2.compile(text, options)
+    except re2.error as error:
+        why = error.args[0] if error.args else ""
+        why = why.decode("utf-8", "replace") if isinstance(why, bytes) else str(why)
+        raise Invalid(f"searchText is not a regular expression (RE2 syntax): {why}") from None
+    if pattern.programsize > _LARGEST_PROGRAM:
+        raise Invalid("searchText is too large a regular expression", fix="Use fewer and smaller repetitions.")
+    return pattern
+
+
+def _filtered(found: Iterable[LogLine | None], keep: Callable[[LogLine], bool]) -> Iterator[LogLine | None]:
+    return (line for line in found if line is None or keep(line))
+
+
+def _stream(
+    call: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
+) -> Response | StreamingResponse:
+    asked, keep = query(call), keeps(call)
+    if keep is None:
+        found = read(asked)
+    else:
+        # The limit counts lines that pass every filter.
+        everything = _filtered(read(LogQuery(**{**asked.__dict__, "limit": None})), keep)
+        found = islice(everything, asked.limit) if asked.limit is not None else everything
+    if not asked.follow:
+        return lines((shape(line) for line in found if line is not None), follow=False)
+    place = ExitStack()
+    if not place.enter_context(call.waits.one()):
+        return failure(503, "too many logs are being followed already, try again")
+    return lines((None if line is None else shape(line) for line in found), follow=True, done=place.close)
+
+
+def _shared(line: LogLine) -> Dict:
+    """What the lines of trials and of tasks have in common. ``message`` is printed as it is, ``log`` is the bare text."""
+    rank = "" if line.rank is None or line.message.startswith("[rank=") else f"[rank={line.rank}] "
+    return {
+        "id": line.id,
+        "timestamp": render.when(line.time),
+        "message": f"[{render.when(line.time)}] {rank}{line.message}\n",
+        "log": line.message,
+        "level": f"LOG_LEVEL_{line.level if line.level in _LEVELS else 'INFO'}",
+        "rankId": line.rank,
+        "source": line.source,
+        "stdtype": line.stdtype,
+    }
+
+
+def trial_logs(call: Request) -> Response | StreamingResponse:
+    """GET /trials/{trialId}/logs."""
+    number = call.number("trialId")
+    call.cluster.trials.get(number)
+    return _stream(
+        call,
+        lambda asked: call.cluster.trials.logs(number, asked),
+        lambda line: {**_shared(line), "trialId": line.trial_id},
+    )
+
+
+def task_logs(call: Request) -> Response | StreamingResponse:
+    """GET /tasks/{taskId}/logs."""
+    name = call.text("taskId")
+    call.cluster.tasks.task(name)
+    return _stream(
+        call,
+        lambda asked: call.cluster.tasks.logs(name, asked),
+        lambda line: {**_shared(line), "taskId": line.task_id, "allocationId": line.allocation_id},
+    )
+
+
+def master_logs(call: Request) -> Response | StreamingResponse:
+    """GET /master/logs; a negative offset counts from the end. Following is left to ``zero-trial master logs``."""
+    if call.query_flag("follow"):
+        return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
+    entries = list(_entries(call.cluster.machine.log_file()))
+    offset, limit = call.query_number("offset", 0), call.query_number("limit", 0)
+    kept = entries[offset:] if offset < 0 else entries[min(offset, len(entries)) :]
+    return lines(({"logEntry": entry} for entry in (kept[:limit] if limit > 0 else kept)), follow=False)
+
+
+def _entries(file: Path) -> Iterator[Dict]:
+    """The entries of the last part of the master's log; a line that is no entry goes on with the one before."""
+    try:
+        with file.open("rb") as stream:
+            start = max(0, stream.seek(0, 2) - _TAIL)
+            stream.seek(start)
+            text = stream.read(_TAIL).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return
+    entry: Dict | None = None
+    number = 0
+    for line in text.splitlines():
+        matched = _ENTRY.match(line)
+        if matched is None:
+            if entry is not None:
+                entry["message"] += "\n" + line
+            continue
+        if entry is not None:
+            yield entry
+        level = matched[2] if matched[2] in _LEVELS else "INFO"
+        entry = {"id": number, "timestamp": matched[1], "level": f"LOG_LEVEL_{level}", "message": matched[3]}
+        number += 1
+    if entry is not None:
+        yield entry
+
+
+ROUTES = (
+    Route("GET", "/api/v1/trials/{trialId:int}/logs", trial_logs, AuthLevel.BOTH),
+    Route("GET", "/api/v1/tasks/{taskId}/logs", task_logs, AuthLevel.BOTH),
+    Route("GET", "/api/v1/master/logs", master_logs),
+)

@@ -1,0 +1,317 @@
+"""One client's connection: request after request until somebody hangs up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from zero_trial.errors import ZeroTrialError
+from zero_trial.master.http.request import BadRequest, Gone, Reader, RequestHead
+from zero_trial.master.http.response import REASONS, Response, StreamingResponse, failure
+
+log = logging.getLogger(__name__)
+
+
+ReadBody = Callable[[int], "bytes | bytearray"]
+
+
+Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
+
+
+PIECE = 256 * 1024  # bytes handed to the socket at once
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long a connection waits for its other side, in seconds."""
+
+    idle: float = 120.0  # for the next request of a connection that is kept
+    first: float = 10.0  # for the first byte of the first request
+    head: float = 10.0  # for the rest of a request's headers
+    send: float = 300.0  # for the other side to take a piece of an answer: somebody may read followed logs in a pager
+    linger: float = 2.0  # for the rest of a body that was refused
+
+
+class Connection:
+    """Serves one socket with ``handler`` until it is closed. ``busy`` is read by the server when it looks for connections to end."""
+
+    def __init__(self, sock: socket.socket, handler: Handler, patience: Timeouts) -> None:
+        self._sock = sock
+        self._handler = handler
+        self._patience = patience
+        self._reader = Reader(sock)
+        self.busy = False  # a request has come whole and is being answered
+
+    def serve(self) -> None:
+        """Answer requests until the connection ends; never raises."""
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            idle = self._patience.first
+            while self._one(idle):
+                idle = self._patience.idle
+        except (Gone, OSError):
+            pass
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Close the socket; whoever reads or writes it is woken. Any thread."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def _one(self, idle: float) -> bool:
+        """One request; True if another may follow."""
+        try:
+            head = self._reader.head(idle=idle, seconds=self._patience.head)
+        except BadRequest as error:
+            self._send(failure(error.status, str(error), close=True))
+            self._linger()
+            return False
+        self.busy = True
+        body = _Body(self._reader, self._sock, head)
+        try:
+            answer = self._handler(head, body.read)
+        except BadRequest as error:
+            answer = failure(error.status, str(error), close=True)
+        keep = head.keep_alive and body.taken and not (isinstance(answer, Response) and answer.close)
+        log.debug("%s %s -> %d", head.method, head.path, answer.status)
+        if isinstance(answer, StreamingResponse):
+            with contextlib.closing(answer):
+                keep = self._stream(answer) and keep
+        else:
+            self._send(answer, keep=keep)
+        self.busy = False
+        if not body.taken:
+            self._linger()
+        return keep
+
+    def _send(self, answer: Response, *, keep: bool = False) -> None:
+        end = "\r\n" if keep else "Connection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {answer.status} {REASONS.get(answer.status, 'Status')}\r\nContent-Type: {answer.content_type}\r\n"
+            f"Content-Length: {len(answer.body)}\r\nX-Content-Type-Options: nosniff\r\n{end}"
+        ).encode()
+        if len(answer.body) <= PIECE:
+            self._write(head + answer.body)
+            return
+        self._write(head)
+        view = memoryview(answer.body)
+        for start in range(0, len(view), PIECE):
+            self._write(view[start : start + PIECE])
+
+    def _stream(self, answer: StreamingResponse) -> bool:
+        """Send pieces as they come, in HTTP/1.1 chunks; False if the stream broke off (the missing last chunk tells the client)."""
+        self._write(
+            f"HTTP/1.1 200 OK\r\nContent-Type: {answer.content_type}\r\nTransfer-Encoding: chunked\r\n"
+            "X-Content-Type-Options: nosniff\r\n\r\n".encode()
+        )
+        try:
+            for piece in answer.pieces:
+                if piece:
+                    self._write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                elif self._hung_up():
+                    return False
+        except Gone:
+            raise
+        except Exception:
+            log.exception("a stream broke off")
+            return False
+        self._write(b"0\r\n\r\n")
+        return True
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._sock.settimeout(self._patience.send)
+        try:
+            self._sock.sendall(data)
+        except OSError as error:
+            raise Gone(str(error)) from None
+
+    def _hung_up(self) -> bool:
+        self._sock.settimeout(0)
+        try:
+            return self._sock.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _linger(self) -> None:
+        """Take what the client still sends, for a moment, so that the answer is not lost to a connection reset."""
+        deadline = time.monotonic() + self._patience.linger
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0:
+                self._sock.settimeout(left)
+                if not self._sock.recv(PIECE):
+                    return
+
+
+class _Body:
+    """Reads a request's body when the handler asks for it, and remembers whether all of it was taken."""
+
+    def __init__(self, reader: Reader, sock: socket.socket, head: RequestHead) -> None:
+        self._reader = reader
+        self._sock = sock
+        self._head = head
+        self.taken = head.length == 0
+
+    def read(self, limit: int) -> bytes | bytearray:
+        if self.taken:
+            return b""
+        if self._head.headers.get("expect", "").lower() == "100-continue" and (self._head.length or 0) <= limit:
+            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = self._reader.body(self._head, limit)
+        self.taken = True
+        return body
+
+
+# The listening socket: loopback only, a bounded number of connections, one thread each.
+#
+# A connection that waits (a long poll, followed logs, an idle keep-alive) costs a thread that sleeps. When all
+# ``limit`` connections are taken, the one
+# that has waited longest for a request makes room, so a client that opens connections and says nothing, or says it
+# slowly, locks nobody out. Only when
+# every connection is being answered is a new one told 503, which Determined's clients try again.
+
+
+LOOPBACK = "127.0.0.1"
+
+
+MAX_CONNECTIONS = 512
+
+
+_FULL_BODY = b'{"message":"too many connections"}'
+
+
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
+
+
+class HttpServer:
+    """Listens from the moment that it is made; answers once ``start`` was called; ``with`` does both and closes at the end.
+
+    ``port`` 0 takes a free one. Raises ZeroTrialError if the port is taken.
+    """
+
+    def __init__(self, *, port: int = 0, limit: int = MAX_CONNECTIONS, patience: Timeouts | None = None) -> None:
+        self._limit = limit
+        self._patience = patience or Timeouts()
+        self._handler: Handler | None = None
+        self._lock = threading.Lock()
+        self._open: dict[Connection, None] = {}  # oldest first
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._socket = _listen(port)
+        self.port: int = self._socket.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def start(self, handler: Handler) -> None:
+        """Answer with ``handler`` in threads of their own; returns at once."""
+        self._handler = handler
+        self._thread = threading.Thread(target=self._accept, name="http-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            connections = list(self._open)
+        for connection in connections:
+            connection.end()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                if self._closing.is_set():
+                    return
+                log.exception("a connection could not be accepted")
+                self._closing.wait(0.05)  # out of descriptors, most likely: others will close
+                continue
+            try:
+                self._admit(sock)
+            except Exception:  # no thread could be started, most likely: this one is lost, the next may not be
+                log.exception("a connection could not be served")
+                sock.close()
+
+    def _admit(self, sock: socket.socket) -> None:
+        connection = Connection(sock, self._require_handler(), self._patience)
+        with self._lock:
+            full = len(self._open) >= self._limit
+            victim = next((other for other in self._open if not other.busy), None) if full else None
+            if victim is not None:
+                del self._open[victim]
+            if not full or victim is not None:
+                self._open[connection] = None
+        if victim is not None:
+            victim.end()
+        elif full:
+            log.warning("%d connections are all busy: a new one was refused", self._limit)
+            with contextlib.suppress(OSError):
+                sock.settimeout(1)
+                sock.sendall(_FULL)
+            sock.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="http", daemon=True).start()
+        except BaseException:
+            with self._lock:
+                self._open.pop(connection, None)
+            raise
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            connection.serve()
+        except Exception:
+            log.exception("a connection ended in a fault")
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+
+    def _require_handler(self) -> Handler:
+        if self._handler is None:
+            raise ZeroTrialError("the server was not started")
+        return self._handler
+
+
+def _listen(port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((LOOPBACK, port))
+        sock.listen(256)
+    except OSError as error:
+        sock.close()
+        raise ZeroTrialError(
+            f"cannot listen: {error.strerror}",
+            where=f"{LOOPBACK}:{port}",
+            fix="Choose another port, or 0 for any that is free.",
+        ) from None
+    return sock

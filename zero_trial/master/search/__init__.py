@@ -1,0 +1,16 @@
+"""How an experiment's hyperparameters are searched: single, random, grid and adaptive_asha as pure state machines."""
+
+from zero_trial.master.search.build import build, restore
+from zero_trial.master.search.searcher import Action, Create, ExitReason, MetricMissing, Searcher, Shutdown, Stop
+
+__all__ = [
+    "Action",
+    "Create",
+    "ExitReason",
+    "MetricMissing",
+    "Searcher",
+    "Shutdown",
+    "Stop",
+    "build",
+    "restore",
+]

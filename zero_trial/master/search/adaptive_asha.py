@@ -1,0 +1,273 @@
+"""How adaptive_asha cuts its trials into brackets: how many rungs, how many trials and how many at a time each gets."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_trial.errors import ConfigError
+from zero_trial.master.search.searcher import Action, Draws, ExitReason, MetricMissing, Searcher
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The numbers of ``searcher`` that the brackets follow from; ``max_time`` in units of the time metric."""
+
+    max_trials: int
+    max_time: int
+    mode: str = "standard"
+    divisor: float = 4.0
+    max_rungs: int = 5
+    max_concurrent_trials: int = 16
+    bracket_rungs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class BracketShare:
+    """One bracket's part."""
+
+    rungs: int
+    max_trials: int
+    max_concurrent: int
+
+
+def divide(budget: Budget) -> tuple[BracketShare, ...]:
+    """The brackets, those with most rungs, that is with most early stopping, first. Pure."""
+    rungs = sorted(budget.bracket_rungs or rungs_by_mode(budget.mode, _most_rungs(budget)), reverse=True)
+    trials = _trials(budget.max_trials, budget.divisor, rungs)
+    concurrent = _concurrent(budget.max_concurrent_trials, budget.divisor, trials)
+    return tuple(BracketShare(*part) for part in zip(rungs, trials, concurrent, strict=True))
+
+
+def rungs_by_mode(mode: str, most: int) -> list[int]:
+    """Aggressive: one bracket with all rungs. Conservative: one of each height. Standard: the upper half of those."""
+    lowest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}.get(mode)
+    if lowest is None:
+        raise ConfigError(
+            "no such mode", where="searcher.mode", got=mode, expected="aggressive, standard, conservative"
+        )
+    return list(range(lowest, most + 1))
+
+
+def _most_rungs(budget: Budget) -> int:
+    """No more rungs than max_time can be divided into, and than max_trials can be thinned by."""
+    by_time, by_trials = (
+        int(math.log(number) / math.log(budget.divisor)) + 1 for number in (budget.max_time, budget.max_trials)
+    )
+    return min(budget.max_rungs, by_time, by_trials)
+
+
+def _trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
+    """A bracket of r rungs spends about r / divisor^(r-1) of a whole training per trial; all brackets are to spend about as much."""
+    weights = [divisor ** (number - 1) / number for number in rungs]
+    total = sum(weights)
+    shares = [max(int(weight / total * max_trials), 1) for weight in weights]
+    shares[0] += max(max_trials - sum(shares), 0)
+    return shares
+
+
+def _concurrent(max_concurrent: int, divisor: float, trials: Sequence[int]) -> list[int]:
+    number = len(trials)
+    if max_concurrent == 0:
+        return [max(trials[-1], int(divisor))] * number
+    each, left = divmod(max(max_concurrent, number), number)
+    return [each + (1 if index < left else 0) for index in range(number)]
+
+
+# One bracket of adaptive_asha: a ladder of rungs, at each of which only the best 1/divisor of the trials seen so far may go on.
+
+
+WORST = sys.float_info.max
+
+
+"""The metric of a trial that ended early: behind every trial that reported one."""
+
+
+@dataclass
+class Rung:
+    """``units``: how much training a trial needs to be measured here. ``entries``: (metric, request id), smallest metric first."""
+
+    units: int
+    entries: list[tuple[float, str]] = field(default_factory=list)
+
+    def insert(self, metric: float, request_id: str) -> int:
+        """Put a metric in its place, before equal ones, and return its rank from 0."""
+        rank = bisect.bisect_left([entry[0] for entry in self.entries], metric)
+        self.entries.insert(rank, (metric, request_id))
+        return rank
+
+    def remove(self, request_id: str) -> None:
+        self.entries = [entry for entry in self.entries if entry[1] != request_id]
+
+
+@dataclass
+class Bracket:
+    """A ladder whose top rung is the whole training; ``position`` is the rung each of its trials has to pass next."""
+
+    rungs: list[Rung]
+    divisor: float
+    max_trials: int
+    max_concurrent: int
+    position: dict[str, int] = field(default_factory=dict)
+    invalid: int = 0
+    ended: int = 0
+
+    @classmethod
+    def ladder(cls, rungs: int, divisor: float, max_time: int, max_trials: int, max_concurrent: int) -> Bracket:
+        """Rung k below the top asks for max_time / divisor^k units, at least 1 (Li et al. 2020, "A System for Massively Parallel
+        Hyperparameter Tuning", Alg. 2, with the reduction factor called divisor).
+        """
+        units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
+        return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
+
+    @property
+    def valid(self) -> int:
+        """Trials that count against ``max_trials``."""
+        return len(self.position) - self.invalid
+
+    def first_trials(self) -> int:
+        return min(self.max_concurrent, self.max_trials)
+
+    def climb(self, request_id: str, time: int, metric: float) -> bool:
+        """A validation after ``time`` units; whether the trial must stop. One validation may pass several rungs."""
+        for number in range(self.position[request_id], len(self.rungs)):
+            rung = self.rungs[number]
+            self.position[request_id] = number
+            if time < rung.units:
+                return False
+            rank = rung.insert(metric, request_id)
+            top = number == len(self.rungs) - 1
+            if top or rank >= max(int(len(rung.entries) / self.divisor), 1):
+                return True
+        return False
+
+    def drop_invalid(self, request_id: str) -> None:
+        """Forget what a trial with invalid hyperparameters has reported."""
+        self.invalid += 1
+        for rung in self.rungs:
+            rung.remove(request_id)
+
+    def drop_early(self, request_id: str) -> None:
+        """A trial that ended by itself is last in its rung for ever."""
+        self.rungs[self.position[request_id]].insert(WORST, request_id)
+
+    def progress(self) -> float:
+        """Measured trials over 1.2 max_trials, since even the last ones need time; at the end, trials over max_trials."""
+        measured = len(self.rungs[0].entries)
+        done = measured / (1.2 * self.max_trials)
+        return max((self.ended - self.invalid) / self.max_trials, done) if measured == self.max_trials else done
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rungs": [[list(entry) for entry in rung.entries] for rung in self.rungs],
+            "position": dict(self.position),
+            "invalid": self.invalid,
+            "ended": self.ended,
+        }
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        for rung, entries in zip(self.rungs, state["rungs"], strict=True):
+            rung.entries = [(float(metric), request_id) for metric, request_id in entries]
+        self.position = dict(state["position"])
+        self.invalid, self.ended = state["invalid"], state["ended"]
+
+
+# adaptive_asha: brackets side by side, each a stopping-based asynchronous successive halving, as in Determined 0.38.
+
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # how JSON clients write what JSON cannot
+
+
+class AdaptiveAsha(Searcher):
+    """A trial runs until its validation says that it is not among the best 1/divisor of its rung, or has reached the top.
+
+    A trial belongs to the bracket that created it. ``metric`` and ``time_metric`` are both looked up in the validation metrics. Not a number
+    counts as the worst value there is.
+    """
+
+    kind = "adaptive_asha"
+
+    def __init__(
+        self,
+        space: Mapping[str, Any],
+        draws: Draws,
+        budget: Budget,
+        *,
+        metric: str,
+        time_metric: str,
+        smaller_is_better: bool,
+    ) -> None:
+        super().__init__(space, draws)
+        self.metric = metric
+        self.time_metric = time_metric
+        self.sign = 1.0 if smaller_is_better else -1.0
+        self.brackets = [
+            Bracket.ladder(share.rungs, budget.divisor, budget.max_time, share.max_trials, share.max_concurrent)
+            for share in divide(budget)
+        ]
+
+    def bracket_of(self, request_id: str) -> Bracket:
+        """The bracket that created a trial."""
+        return next(bracket for bracket in self.brackets if request_id in bracket.position)
+
+    def _first(self) -> list[Action]:
+        return [self._enter(bracket) for bracket in self.brackets for _ in range(bracket.first_trials())]
+
+    def _enter(self, bracket: Bracket) -> Action:
+        created = self._create()
+        bracket.position[created.request_id] = 0
+        return created
+
+    def _enter_if_below(self, bracket: Bracket) -> list[Action]:
+        return [self._enter(bracket)] if bracket.valid < bracket.max_trials else []
+
+    def _validated(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
+        time = _number(metrics, self.time_metric, "searcher.time_metric")
+        value = _number(metrics, self.metric, "searcher.metric")
+        if not math.isfinite(time):
+            raise _missing(self.time_metric, "searcher.time_metric", time)
+        bracket = self.bracket_of(request_id)
+        metric = WORST if math.isnan(value) else min(max(self.sign * value, -WORST), WORST)
+        if not bracket.climb(request_id, int(time), metric):
+            return []
+        return [self._stop(request_id), *self._enter_if_below(bracket)]
+
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
+        bracket = self.bracket_of(request_id)
+        bracket.ended += 1
+        if reason is ExitReason.INVALID_HP:
+            bracket.drop_invalid(request_id)
+            return [self._enter(bracket)] if self._may_replace_invalid() else []
+        if reason is ExitReason.COMPLETED or was_stopping:
+            return []
+        bracket.drop_early(request_id)
+        return self._enter_if_below(bracket)
+
+    def _progress(self, fractions: Mapping[str, float]) -> float:
+        return sum(bracket.progress() for bracket in self.brackets) / len(self.brackets)
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"brackets": [bracket.as_json() for bracket in self.brackets]}
+
+    def _take_own(self, snapshot: Mapping[str, Any]) -> None:
+        for bracket, state in zip(self.brackets, snapshot["brackets"], strict=True):
+            bracket.take(state)
+
+
+def _number(metrics: Mapping[str, Any], name: str, where: str) -> float:
+    value = metrics.get(name)
+    if isinstance(value, str) and value in _SPELLED:
+        return _SPELLED[value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _missing(name, where, value, metrics)
+    return float(value)
+
+
+def _missing(name: str, where: str, value: Any, metrics: Mapping[str, Any] | None = None) -> MetricMissing:
+    there = ", ".join(sorted(metrics)) if metrics else "no metrics"
+    got = f"{there} in the validation metrics" if value is None else repr(value)
+    return MetricMissing(f'the validation has no number "{name}"', where=where, got=got)

@@ -1,0 +1,89 @@
+"""Whether a trial's ds_config can be reconciled at all, told before the trial is launched."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+from zero_trial.ds_config.overlay import overlay
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.reconcile import reconcile
+from zero_trial.errors import ConfigError
+from zero_trial.schema.document import Document, Location
+from zero_trial.schema.json_source import read_json
+from zero_trial.schema.yaml_source import read_yaml
+
+_FOREIGN = "determined.launch.deepspeed"
+
+
+def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> str | None:
+    """One line that says why ``hparams`` cannot be trained, or None. ``config`` is a completed experiment config; ``files`` is the context
+    directory (path -> content), in which ``data.ds_config`` may name a file. Pure.
+
+    None also where it cannot be known: no ds_config is named, its file is not in the context directory, or DeepSpeed itself is to read it.
+    """
+    if _FOREIGN in str(config.get("entrypoint")):
+        return None
+    try:
+        source = _source(config, hparams, files)
+        if source is None:
+            return None
+        settings = read_ds_config(source, hints=_hints(config), hyperparameters=hparams, search=True)
+        slots = (config.get("resources") or {}).get("slots_per_trial")
+        reconcile(settings, slots or 1, hparams, search=True)  # no slots: one process on the CPU
+    except ConfigError as error:
+        return "; ".join(" ".join(fault.describe().split()) for fault in error.faults or (error,))
+    return None
+
+
+def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
+    """The file that holds the base ds_config, as the experiment names it; None if it is written out, or there is none."""
+    named = _base(config, hparams)[1]
+    return named if isinstance(named, str) else None
+
+
+def _base(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> tuple[str, Any]:
+    """The base ds_config, where it stands, in the order in which the trial looks for it."""
+    over = hparams.get("ds_config")
+    candidates = (
+        ("data.ds_config", (config.get("data") or {}).get("ds_config")),
+        ("hyperparameters.deepspeed_config", hparams.get("deepspeed_config")),
+        ("hyperparameters.ds_config", over if isinstance(over, str) else None),
+    )
+    return next(((where, value) for where, value in candidates if value is not None), ("", None))
+
+
+def _source(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> Document | None:
+    where, named = _base(config, hparams)
+    over = hparams.get("ds_config")
+    leaves = Document.of(over, Location(prefix="hyperparameters.ds_config")) if isinstance(over, Mapping) else None
+    if named is None:
+        return None if leaves is None else overlay(Document({}), leaves)
+    if isinstance(named, Mapping):
+        base = Document.of(named, Location(prefix=where))
+    else:
+        content = files.get(posixpath.normpath(str(named)))
+        if content is None:
+            return None
+        base = _read(str(named), content)
+    return base if leaves is None else overlay(base, leaves)
+
+
+def _read(name: str, content: bytes) -> Document:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"cannot be read: {problem.reason}", where=name) from None
+    return read_yaml(text, name) if name.endswith((".yaml", ".yml")) else read_json(text, name)
+
+
+def _hints(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's length in optimizer steps, which fills "auto", where the search says it."""
+    searcher = config.get("searcher") or {}
+    length = searcher.get("max_length")
+    if isinstance(length, Mapping) and length.get("batches"):
+        return {"total_num_steps": length["batches"]}
+    if searcher.get("time_metric") == "batches" and searcher.get("max_time"):
+        return {"total_num_steps": searcher["max_time"]}
+    return {}

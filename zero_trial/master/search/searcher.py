@@ -1,0 +1,257 @@
+"""What a searcher wants done: a trial created or stopped, or the search ended."""
+
+from __future__ import annotations
+
+import abc
+import random
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, TypeAlias
+
+from zero_trial.errors import ZeroTrialError
+from zero_trial.experiment.space import has_ranges, sample
+
+
+class ExitReason(str, Enum):
+    """Why a trial is over for its searcher."""
+
+    COMPLETED = "completed"  # it came to its end, or was stopped by the searcher
+    INVALID_HP = "invalid_hp"  # these hyperparameters cannot be trained
+    ERRORED = "errored"  # it failed and has no restarts left
+    CANCELED = "canceled"  # its user ended it
+
+
+@dataclass(frozen=True)
+class Create:
+    """Start a trial with ``hparams`` and this seed. ``request_id`` is the searcher's name for the trial from now on."""
+
+    request_id: str
+    hparams: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End a trial as by a preemption, with a checkpoint, and do not start it again; its exit is reported as COMPLETED."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """The search is over: no trial is left and none will be created. ``failed``: no trial came to anything."""
+
+    failed: bool
+
+
+Action: TypeAlias = Create | Stop | Shutdown
+
+
+# The random stream of a search: the n-th trial has a stream of its own, so that the whole state is a seed and a count.
+
+
+@dataclass
+class Draws:
+    """``drawn`` streams have been taken of the search that was seeded with ``seed``."""
+
+    seed: int
+    drawn: int = 0
+
+    def next(self) -> random.Random:
+        """The stream of the next trial. What a trial gets depends on its number only, never on the order of events before it."""
+        self.drawn += 1
+        return random.Random(f"{self.seed}/{self.drawn}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"seed": self.seed, "drawn": self.drawn}
+
+
+# The trials that a search has asked for: which still run, which it has told to stop, and how the others ended.
+
+
+RUNNING = "running"
+
+
+STOPPING = "stopping"
+
+
+_OPEN = (RUNNING, STOPPING)
+
+
+@dataclass
+class SearchTrials:
+    """``states``: by request id, in the order of creation, ``running``, ``stopping`` or the value of an ExitReason."""
+
+    states: dict[str, str] = field(default_factory=dict)
+
+    def is_running(self, request_id: str) -> bool:
+        """Neither over nor told to stop."""
+        return self._state(request_id) == RUNNING
+
+    def is_open(self, request_id: str) -> bool:
+        return self._state(request_id) in _OPEN
+
+    def any_open(self) -> bool:
+        return any(state in _OPEN for state in self.states.values())
+
+    def create(self, request_id: str) -> None:
+        self.states[request_id] = RUNNING
+
+    def stop(self, request_id: str) -> None:
+        self.states[request_id] = STOPPING
+
+    def close(self, request_id: str, reason: ExitReason) -> None:
+        self.states[request_id] = reason.value
+
+    def count(self, *reasons: ExitReason) -> int:
+        values = {reason.value for reason in reasons}
+        return sum(state in values for state in self.states.values())
+
+    @property
+    def created(self) -> int:
+        return len(self.states)
+
+    def invalid_in_a_row(self) -> int:
+        """How many of the trials that are over, counted from the youngest, had invalid hyperparameters and nothing else."""
+        number = 0
+        for state in reversed(self.states.values()):
+            if state in _OPEN:
+                continue
+            if state != ExitReason.INVALID_HP.value:
+                break
+            number += 1
+        return number
+
+    def units_done(self, fractions: Mapping[str, float], *, without_invalid: bool) -> float:
+        """Trials' worth of work done: 1 for each that is over, its own fraction for each that runs."""
+        done = 0.0
+        for request_id, state in self.states.items():
+            if state in _OPEN:
+                done += min(max(fractions.get(request_id, 0.0), 0.0), 1.0)
+            elif not (without_invalid and state == ExitReason.INVALID_HP.value):
+                done += 1.0
+        return done
+
+    def _state(self, request_id: str) -> str:
+        try:
+            return self.states[request_id]
+        except KeyError:
+            raise ZeroTrialError("not a trial of this search", where=f"request id {request_id}") from None
+
+
+# A search as a state machine: events about trials in, actions out, its whole state a JSON value between events.
+
+
+MOST_INVALID_IN_A_ROW = 100
+
+
+"""After so many samples without one that can be trained, no more are tried: a space with nothing valid in it would be searched for ever."""
+
+
+class MetricMissing(ZeroTrialError):
+    """A validation without the number that the search goes by; the searcher's state is as before."""
+
+
+class Searcher(abc.ABC):
+    """One experiment's search. Pure: no clock, no files; the same events give the same actions. Not thread-safe.
+
+    Events about a trial that is over, and any event after Shutdown, change nothing. An unknown request id is a ZeroTrialError.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, space: Mapping[str, Any], draws: Draws) -> None:
+        self.space = space
+        self.draws = draws
+        self.trials = SearchTrials()
+        self.over = False
+
+    def start(self) -> list[Action]:
+        """The first actions. Called once, before any event."""
+        return self._ended_if_empty(self._first())
+
+    def on_validation(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
+        """A trial has reported validation ``metrics``. Raises MetricMissing where the search cannot go on with this trial: the caller ends
+        the trial as failed, and says ``on_exited(request_id, ExitReason.ERRORED)`` when it is gone.
+        """
+        if self.over or not self.trials.is_running(request_id):
+            return []
+        return self._validated(request_id, metrics)
+
+    def on_exited(self, request_id: str, reason: ExitReason) -> list[Action]:
+        """A trial is over. Said once per trial, also after a Stop (COMPLETED)."""
+        if self.over or not self.trials.is_open(request_id):
+            return []
+        was_stopping = not self.trials.is_running(request_id)
+        self.trials.close(request_id, reason)
+        return self._ended_if_empty(self._exited(request_id, reason, was_stopping))
+
+    def progress(self, fractions: Mapping[str, float]) -> float:
+        """How far the whole search is, 0 to 1; ``fractions`` is how far each running trial says it is, by request id."""
+        return 1.0 if self.over else min(max(self._progress(fractions), 0.0), 1.0)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as a JSON value, random stream included, for ``restore``."""
+        return {
+            "kind": self.kind,
+            "draws": self.draws.as_json(),
+            "trials": dict(self.trials.states),
+            "over": self.over,
+            **self._own_state(),
+        }
+
+    def take(self, snapshot: Mapping[str, Any]) -> None:
+        """Become what ``snapshot`` says. Raises ZeroTrialError for that of another kind of search."""
+        if snapshot.get("kind") != self.kind:
+            raise ZeroTrialError("the snapshot of another searcher", got=snapshot.get("kind"), expected=self.kind)
+        self.draws = Draws(**snapshot["draws"])
+        self.trials = SearchTrials(dict(snapshot["trials"]))
+        self.over = snapshot["over"]
+        self._take_own(snapshot)
+
+    @abc.abstractmethod
+    def _first(self) -> list[Action]: ...
+
+    @abc.abstractmethod
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]: ...
+
+    @abc.abstractmethod
+    def _progress(self, fractions: Mapping[str, float]) -> float: ...
+
+    def _validated(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
+        return []
+
+    def _own_state(self) -> dict[str, Any]:
+        return {}
+
+    def _take_own(self, snapshot: Mapping[str, Any]) -> None:
+        return None
+
+    def _create(self, hparams: Mapping[str, Any] | None = None) -> Create:
+        """A new trial, of a sample unless ``hparams`` are given."""
+        stream = self.draws.next()
+        request_id = str(uuid.UUID(int=stream.getrandbits(128), version=4))
+        seed = stream.randrange(2**31)
+        self.trials.create(request_id)
+        return Create(request_id, self._sample(stream) if hparams is None else hparams, seed)
+
+    def _sample(self, stream: random.Random) -> dict[str, Any]:
+        return sample(self.space, stream)
+
+    def _may_replace_invalid(self) -> bool:
+        """Whether another sample can be any better than the invalid ones before it."""
+        return has_ranges(self.space) and self.trials.invalid_in_a_row() < MOST_INVALID_IN_A_ROW
+
+    def _stop(self, request_id: str) -> Stop:
+        self.trials.stop(request_id)
+        return Stop(request_id)
+
+    def _ended_if_empty(self, actions: list[Action]) -> list[Action]:
+        """``actions``, and a Shutdown behind them once no trial is left. A search in which no trial came to anything has failed."""
+        if self.trials.any_open():
+            return actions
+        self.over = True
+        failed = self.trials.count(ExitReason.COMPLETED, ExitReason.CANCELED) == 0
+        return [*actions, Shutdown(failed)]

@@ -1,0 +1,286 @@
+"""Device memory of a launch: tables of the flat tensors that it works on, as the bytes that kernels read, and room for its sums.
+
+ZtPiece, 64 bytes    p, g, a, b, out (pointers), n, number of its first tile, number of its group
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_trial.errors import ConfigError
+from zero_trial.ops import plain
+from zero_trial.ops.cuda_runtime import BF16, FP16, FP32, NONE
+
+TILE = 2048  # elements; kTile of zt_tile.h
+
+
+PIECE = struct.Struct("5P3q")
+
+
+@dataclass(frozen=True)
+class LaunchItem:
+    """One flat tensor of a launch; ``scalars`` is the struct of its optimizer step, empty where a kernel has none."""
+
+    p: Tensor
+    g: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    out: Tensor | None = None
+    scalars: bytes = b""
+
+    def pack(self, tile: int, group: int) -> bytes:
+        pointers = (0 if x is None else x.data_ptr() for x in (self.p, self.g, self.a, self.b, self.out))
+        return PIECE.pack(*pointers, self.p.numel(), tile, group)
+
+
+@dataclass(frozen=True)
+class LaunchTable:
+    """``content``: the pieces, then each different struct of scalars once. ``groups``: where those begin, in bytes."""
+
+    content: bytes
+    groups: int
+    count: int
+    tiles: int
+
+
+def tiles_of(n: int) -> int:
+    """Tiles that n elements take."""
+    return -(-n // TILE)
+
+
+def table_of(pieces: Sequence[LaunchItem]) -> LaunchTable:
+    """Pieces in the given order; none may be empty."""
+    groups: dict[bytes, int] = {}
+    rows, tile = [], 0
+    for piece in pieces:
+        rows.append(piece.pack(tile, groups.setdefault(piece.scalars, len(groups))))
+        tile += tiles_of(piece.p.numel())
+    return LaunchTable(b"".join([*rows, *groups]), PIECE.size * len(rows), len(rows), tile)
+
+
+def upload(content: bytes, device: torch.device) -> Tensor:
+    """The bytes in device memory, in the order of the current stream; the host does not wait."""
+    host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def doubles(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
+    """Room for sums, of the current stream; ``zero`` where nobody writes all of it."""
+    return (torch.zeros if zero else torch.empty)(*shape, dtype=torch.float64, device=where)
+
+
+# Whether tensors of one call share memory that it writes, by address and length; the error says which two.
+#
+# Kernels read and write each element once and in no order, so what they leave where tensors overlap would be chance. Verdicts are kept:
+# a step is mostly called with the tensors of the step before.
+
+
+BYTES = {-1: 0, 0: 4, 1: 2, 2: 2}  # per element, by how a float is stored
+
+
+_STEP = ("parameter", "gradient", "state", "second state", "rounded copy")
+
+
+_COPY = ("target", "source", "", "", "")
+
+
+Interval = tuple[int, int, bool, str]  # first byte, end, whether it is written, what it is
+
+
+@lru_cache(maxsize=4096)
+def check_step(starts: tuple[int, int, int, int, int], n: int, gradient: int, copy: int, uses: str = "wrwww") -> None:
+    """Raises ConfigError where tensors of one optimizer step overlap.
+
+    ``starts``: addresses of parameter, gradient, states and rounded copy, 0 for none, of ``n`` elements each; ``gradient`` and ``copy``
+    say how these two are stored; ``uses``: ``w`` or ``r``, written or read, for each.
+    """
+    check(_intervals(starts, n, (0, gradient, 0, 0, copy), uses, _STEP, ""))
+
+
+@lru_cache(maxsize=256)
+def check_pieces(table: bytes, stored: tuple[int, int, int, int, int], uses: str) -> None:
+    """The same over all tensors of a launch; ``table`` holds its pieces; ``stored`` and ``uses`` are of each of a piece's five."""
+    found: list[Interval] = []
+    for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
+        found += _intervals(starts, n, stored, uses, _STEP, f" number {number}")
+    check(found)
+
+
+@lru_cache(maxsize=256)
+def check_copies(table: bytes, into: int, source: int) -> None:
+    """The same for buffers that others are copied or added into; a buffer may be its own source."""
+    found: list[Interval] = []
+    for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
+        itself = starts[0] == starts[1] and into == source
+        one = (starts[0], 0, 0, 0, 0) if itself else starts
+        found += _intervals(one, n, (into, source, 0, 0, 0), "wrrrr", _COPY, f" number {number}")
+    check(found)
+
+
+def _intervals(
+    starts: Sequence[int], n: int, stored: Sequence[int], uses: str, names: Sequence[str], of: str
+) -> list[Interval]:
+    rows = zip(starts, stored, uses, names, strict=True)
+    return [(start, start + n * BYTES[code], use == "w", name + of) for start, code, use, name in rows if start and n]
+
+
+def check(intervals: Sequence[Interval]) -> None:
+    """Raises ConfigError where one that is written shares a byte with another."""
+    none: Interval = (0, 0, False, "")
+    furthest = written = none  # of those that begin before: which ends last, and which of the written ones
+    for one in sorted(intervals):
+        before = furthest if one[2] else written
+        if one[0] < before[1]:
+            raise ConfigError(
+                f"the {before[3]} and the {one[3]} overlap",
+                got=f"bytes {before[0]:#x} to {before[1]:#x} and {one[0]:#x} to {one[1]:#x}",
+                expected="no memory in common, for one of them is written",
+                fix="Give each its own memory, with .clone() for example.",
+            )
+        furthest = max(furthest, one, key=lambda each: each[1])
+        written = max(written, one, key=lambda each: each[1]) if one[2] else written
+
+
+# What one optimizer step does to each element, as the struct of csrc/include that its kernel reads: computed in double, rounded once.
+#
+# The same numbers as csrc/cpu/dispatch.cpp makes, so that CPU and CUDA differ in no bit.
+
+
+def adam(
+    lr: float, beta1: float, beta2: float, eps: float, decay: float, step: float, multiplier: float, decoupled: bool
+) -> bytes:
+    """ZtAdam."""
+    return struct.pack(
+        "8f",
+        *(multiplier, 1 - beta1, 1 - beta2, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), eps),
+        *((0.0, lr * decay) if decoupled else (decay, 0.0)),
+    )
+
+
+def lion(lr: float, beta1: float, beta2: float, decay: float, multiplier: float) -> bytes:
+    """ZtLion."""
+    return struct.pack("5f", multiplier, 1 - beta1, 1 - beta2, lr, lr * decay)
+
+
+def adagrad(lr: float, eps: float, decay: float, multiplier: float) -> bytes:
+    """ZtAdagrad; ``lr`` with its decay already in it."""
+    return struct.pack("4f", multiplier, lr, eps, decay)
+
+
+def sgd(
+    lr: float, momentum: float, dampening: float, decay: float, first: bool, nesterov: bool, multiplier: float
+) -> bytes:
+    """ZtSgd."""
+    old, share = (0.0, 1.0) if first else (momentum, 1 - dampening)
+    return struct.pack("7f", multiplier, lr, decay, old, share, momentum, 0.0 if nesterov else 1.0)
+
+
+def lamb(
+    lr: float, beta1: float, beta2: float, eps: float, decay: float, step: float, multiplier: float, corrected: bool
+) -> bytes:
+    """ZtLamb; ``corrected``: the moments' bias is."""
+    inverses = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if corrected else (1.0, 1.0)
+    return struct.pack("8f", multiplier, 1 - beta1, 1 - beta2, *inverses, eps, decay, lr)
+
+
+def control(unscale: float, clip: float) -> bytes:
+    """ZtControl."""
+    return struct.pack("2d", unscale, clip)
+
+
+# What CUDA kernels take: which tensors, and in which words of a launch's arguments.
+
+
+CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+
+
+_T = TypeVar("_T")
+
+
+def one_float(x: Tensor | None, where: torch.device) -> bool:
+    """Whether it is one fp32 number on that device, or not given."""
+    return x is None or (x.dtype == torch.float32 and x.numel() == 1 and x.device == where)
+
+
+def flat(x: Tensor, where: torch.device) -> bool:
+    """Whether a kernel there can walk over it."""
+    return x.is_contiguous() and x.device == where and x.dtype in CODES
+
+
+def takes(piece: LaunchItem) -> bool:
+    """Parameter and states in fp32, gradient and copy in any of the three."""
+    where = piece.p.device
+    wide = [x for x in (piece.p, piece.a, piece.b) if x is not None]
+    return all(flat(x, where) and x.dtype == torch.float32 for x in wide) and all(
+        flat(x, where) for x in (piece.g, piece.out) if x is not None
+    )
+
+
+def code(x: Tensor | None) -> int:
+    """How it is stored, as the kernels' macros say it."""
+    return NONE if x is None else CODES[x.dtype]
+
+
+def pointer(x: Tensor | None) -> int:
+    """Its address, or null."""
+    return 0 if x is None else x.data_ptr()
+
+
+def by_kind(pieces: Sequence[LaunchItem], kind: Callable[[LaunchItem], _T]) -> dict[_T, list[int]]:
+    """Numbers of the pieces that kernels can take and that have elements, by ``kind``."""
+    found: dict[_T, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        if takes(piece) and piece.p.numel():
+            found.setdefault(kind(piece), []).append(index)
+    return found
+
+
+def pieces_of(
+    tensors: Sequence[Sequence[Tensor]],
+    out: Sequence[Tensor],
+    scalars: Callable[..., bytes],
+    numbers: Sequence[Sequence[Any]],
+) -> list[LaunchItem]:
+    """p, g, one or two states, the copies, and each tensor's struct of scalars. Raises ConfigError where lists do not fit."""
+    plain.same_sizes(*tensors, *([out] if out else []))
+    plain.same_lengths(tensors[0], *numbers)
+    p, g, a, *second = tensors
+    b: Sequence[Tensor | None] = second[0] if second else [None] * len(p)
+    low: Sequence[Tensor | None] = out or [None] * len(p)
+    rows: Any = zip(p, g, a, b, low, zip(*numbers, strict=True), strict=True)
+    return [LaunchItem(x, h, y, z, o, scalars(*own)) for x, h, y, z, o, own in rows]
+
+
+def no_graph(p: Tensor) -> None:
+    """Raises ConfigError where autograd would have to know of the step."""
+    if p.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "an optimizer step has no derivative, and the parameter requires one",
+            fix="Call it under torch.no_grad().",
+        )
+
+
+def numbered(step: float) -> None:
+    """Raises ConfigError for a step before the first."""
+    if not step >= 1:
+        raise ConfigError("steps of Adam are numbered from 1", where="adam_", got=step)
+
+
+def padded(arguments: bytes) -> bytes:
+    """To the alignment of the struct, that of its pointers."""
+    return arguments + bytes(-len(arguments) % 8) if len(arguments) % 8 else arguments
+
+
+def pick(indices: Sequence[int], *lists: Sequence[Any]) -> Any:
+    """Those numbers of each list; an empty list stays empty."""
+    return [[each[index] for index in indices] if each else [] for each in lists]

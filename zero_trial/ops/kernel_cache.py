@@ -1,0 +1,189 @@
+"""The folder that keeps the built library between processes: whether what lies there may be loaded, and whose turn it is to build.
+
+A library is code that runs with all of its user's rights, so it is loaded only from where nobody else could have put it; and mapping half
+a file can kill the process instead of failing, so each file ends in a checksum of what stands before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import pwd
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+DEAD_AFTER = 1800.0  # seconds: no build lasts as long, whoever made the folder was killed
+
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+class BuildLockTimeout(OSError):
+    """Another process has been building for so long that it is not going to end."""
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """``$XDG_CACHE_HOME/zero_trial``, or ``~/.cache/zero_trial``. Raises RuntimeError for a user without a home."""
+    for base, below in ((environ.get("XDG_CACHE_HOME"), ""), (environ.get("HOME"), ".cache")):
+        if base and os.path.isabs(base):  # a relative one would depend on where a process was started
+            return Path(base, below, "zero_trial")
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir, ".cache", "zero_trial")
+    except KeyError:
+        raise RuntimeError(f"user {os.getuid()} has no home folder, and $XDG_CACHE_HOME is not set") from None
+
+
+def open_to_others(folder: Path) -> str:
+    """Who else could have put something into an existing folder; empty if nobody."""
+    fault = _open_to_others(os.stat(folder))
+    return f"{folder} {fault}" if fault else ""
+
+
+def why_not(folder: Path) -> str:
+    """Why libraries are not to be kept in an existing folder; empty if they may."""
+    if fault := open_to_others(folder):
+        return fault
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return f"{folder} lies on a file system that runs no programs (noexec)"
+    return ""
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the file is there, whole, and written by nobody but this user or root."""
+    try:
+        with open(path, "rb") as file:
+            ours, content = not _open_to_others(os.fstat(file.fileno())), file.read()
+    except OSError:
+        return False
+    return ours and len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+
+
+def seal(path: Path) -> None:
+    """Ends the file in its checksum, which a loader does not look at, and takes the right to write it from others."""
+    with open(path, "r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+    path.chmod(0o755)
+
+
+@contextmanager
+def turn(path: Path, seconds: float) -> Iterator[None]:
+    """Holds the lock beside ``path``, which ends with the process that holds it; :class:`Busy` after ``seconds``, for a process that was stopped."""
+    with open(path.with_suffix(".lock"), "w") as lock:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise BuildLockTimeout(f"another process has held {lock.name} for {seconds:g} s") from None
+                time.sleep(0.02)
+        yield
+
+
+def scratch_prefix(path: Path) -> str:
+    """How the names of folders begin in which this library is being built."""
+    return f"build-{path.stem}-"
+
+
+def sweep(path: Path) -> None:
+    """Removes what killed builders left; only for who has the :func:`turn`. Other versions may be building: their young folders stay."""
+    for left in path.parent.glob("build-*"):
+        try:
+            own = left.name.startswith(scratch_prefix(path))
+            if own or time.time() - left.stat().st_mtime > DEAD_AFTER:
+                shutil.rmtree(left, ignore_errors=True)
+        except OSError:  # another process was faster
+            pass
+
+
+def is_full(complaint: str) -> bool:
+    """Whether a compiler says that there was no room."""
+    return any(os.strerror(number) in complaint for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _open_to_others(found: os.stat_result) -> str:
+    """Who else could have written this, in words."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({found.st_uid})"
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})" if writers else ""
+
+
+# Compiled kernels kept between processes: one file each, checked when it is read, replaced in one step when it is written.
+
+
+_MARK = b"zero_trial kernel 1\n"
+
+
+_DIGEST_NVRTC_CACHE = hashlib.sha256().digest_size
+
+
+def sealed(image: bytes) -> bytes:
+    """What a file holds: a mark, a checksum and the image."""
+    return _MARK + hashlib.sha256(image).digest() + image
+
+
+def unsealed(content: bytes) -> bytes | None:
+    """The image of a file's content, or None where it is not whole."""
+    digest, image = content[len(_MARK) : len(_MARK) + _DIGEST_NVRTC_CACHE], content[len(_MARK) + _DIGEST_NVRTC_CACHE :]
+    whole = content.startswith(_MARK) and hashlib.sha256(image).digest() == digest
+    return image if whole else None
+
+
+class KernelCache:
+    """``folder`` may be unwritable, writable by other users, or None: then images live as long as the process."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.trouble = ""  # why nothing is written, for the report
+        self._kept: dict[str, bytes] = {}
+
+    def get(self, key: str, make: Callable[[], bytes]) -> bytes:
+        """The image of that key: from memory, from the folder, or made. A broken file counts as missing and is replaced."""
+        if key not in self._kept:
+            found = self._read(key)
+            if found is None:
+                found = make()
+                self._write(key, found)
+            self._kept[key] = found
+        return self._kept[key]
+
+    def _path(self, key: str) -> Path | None:
+        return None if self.folder is None else self.folder / f"cuda-{key}.bin"
+
+    def _read(self, key: str) -> bytes | None:
+        path = self._path(key)
+        try:
+            if path is None or open_to_others(path.parent):  # the checksum is not a signature
+                return None
+            return unsealed(path.read_bytes())
+        except OSError:
+            return None
+
+    def _write(self, key: str, image: bytes) -> None:
+        path = self._path(key)
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if fault := open_to_others(path.parent):
+                raise OSError(fault)
+            handle, scratch = tempfile.mkstemp(dir=path.parent, prefix="cuda-", suffix=".part")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(sealed(image))
+                os.replace(scratch, path)
+            except OSError:
+                os.unlink(scratch)
+                raise
+        except OSError as trouble:
+            self.trouble = str(trouble)

@@ -1,0 +1,290 @@
+"""Layer specs: layers that are described now and built later, only where they are needed. DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from zero_trial.comm import agree_on
+from zero_trial.errors import ConfigError
+from zero_trial.pipeline.partition import LayerFacts
+
+_logger = logging.getLogger("zero_trial")
+
+
+Layer = Any
+
+
+"""A LayerSpec, a module, or a function of one argument."""
+
+
+class LayerSpec:
+    """A module's class and the arguments to build it with: ``LayerSpec(nn.Linear, 8, 4, bias=False)``."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ConfigError(
+                "a layer spec is for a class of modules",
+                where="LayerSpec",
+                got=repr(typename),
+                expected="a subclass of torch.nn.Module",
+                fix="A function goes into the list of layers as it is.",
+            )
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def __repr__(self) -> str:
+        words = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(words)})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """The module, made anew by each call, on torch's default device."""
+        if log:
+            _logger.info("building %r", self)
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares weights with the others of its ``key``, which may be on other pipeline stages.
+
+    The first one builds the module; each calls ``forward_fn(module, input)``, or the module where that is None. ``tied_weight_attr`` names the
+    shared weights, dotted from the module.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+def layer_facts(layer: Layer) -> LayerFacts:
+    """What partitioning needs of a layer. A spec is built on the meta device: without memory, and without drawing random numbers."""
+    if isinstance(layer, LayerSpec):
+        return LayerFacts(layer.typename.__name__, _trainable(_build_on_meta(layer)))
+    if isinstance(layer, nn.Module):
+        return LayerFacts(type(layer).__name__, _trainable(layer))
+    if not callable(layer):
+        raise ConfigError(
+            "this is no layer", where="layers", got=repr(layer), expected="a LayerSpec, a module or a function"
+        )
+    return LayerFacts(getattr(layer, "__name__", type(layer).__name__), 0)
+
+
+def tied_chunks(layers: Sequence[Layer], bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """For each key of tied layers the chunks that hold it, in the order of the keys' first layers; ``bounds`` as ``partition`` gives them."""
+    found: dict[str, set[int]] = {}
+    for chunk, (first, after) in enumerate(pairwise(bounds)):
+        for layer in layers[first:after]:
+            if isinstance(layer, TiedLayerSpec):
+                found.setdefault(layer.key, set()).add(chunk)
+    return {key: tuple(sorted(chunks)) for key, chunks in found.items()}
+
+
+def _build_on_meta(spec: LayerSpec) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return spec.build()
+    except Exception as error:  # whatever the layer's constructor raises
+        raise ConfigError(
+            "the layer cannot be built on the meta device, where layers are counted",
+            where=repr(spec),
+            got=f"{type(error).__name__}: {error}",
+            fix="Make its constructor work without values, or put a built module into the list of layers.",
+        ) from error
+
+
+def _trainable(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+# A chunk: the built layers of one contiguous part of a pipeline, as a module.
+
+
+Call = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class LayerSeeds:
+    """Layer i of the model is built after ``function(base + i)``, so that its first weights are the same however the model is cut.
+
+    It sets the random state of the whole process, as DeepSpeed's ``seed_layers`` does; and, as there, again before each layer's forward:
+    micro-batch n (1, 2, ... through all steps) of layer i runs after ``function(n * base + i)``, so dropout is the same however the model is cut.
+    """
+
+    base: int = 1234
+    function: Callable[[int], Any] = torch.manual_seed
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """``interval`` layers at a time keep their input only and run again in backward: ``function(run, input)``.
+
+    Layers without parameters to train are not worth it; ``classes`` names those that are, if it is given.
+    """
+
+    interval: int
+    function: Callable[..., Any]
+    classes: tuple[str, ...] | None = None
+
+    def fits(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether a run of layers is to be recomputed: DeepSpeed's rule."""
+        if self.classes is not None:
+            return bool(modules) and all(type(module).__name__ in self.classes for module in modules)
+        return any(param.requires_grad for module in modules for param in module.parameters())
+
+
+class Chunk(nn.Module):
+    """Layers ``first`` to ``after - 1`` of ``layers``, one after the other; the others are not built.
+
+    Parameters have DeepSpeed's names: ``3.weight`` for layer 3 of the whole model, ``tied_modules.KEY.weight`` for tied ones. ``tied`` is
+    shared by the chunks of one rank, so that a weight is there once. Tied modules of other ranks start apart: whoever trains a pipeline
+    makes them alike first.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        first: int,
+        after: int,
+        *,
+        tied: nn.ModuleDict | None = None,
+        seeds: LayerSeeds | None = None,
+        recompute: Recompute | None = None,
+    ) -> None:
+        super().__init__()
+        self.first = first
+        self.tied_modules = nn.ModuleDict() if tied is None else tied
+        self.recompute = recompute
+        self.micro_batch = 0  # forwards so far, for the seeds; who runs several chunks says it before each
+        self.forward_seeds: LayerSeeds | None = None
+        self._modules_of: list[nn.Module | None] = []
+        self._calls = [self._add(layers[index], index, seeds) for index in range(first, after)]
+
+    def forward(self, value: Any) -> Any:
+        """The layers' composition; what goes between them is theirs to say."""
+        recompute, count = self.recompute, len(self._calls)
+        step = recompute.interval if recompute is not None and recompute.interval > 0 else count
+        for start in range(0, count, max(step, 1)):
+            stop = min(start + step, count)
+            run = partial(self._run, start, stop, self.micro_batch)
+            if (
+                recompute is not None
+                and step
+                and torch.is_grad_enabled()
+                and recompute.fits(self._between(start, stop))
+            ):
+                value = recompute.function(run, value)
+            else:
+                value = run(value)
+        return value
+
+    @property
+    def recomputes(self) -> bool:
+        """Some of its activations are made again in backward."""
+        return self.recompute is not None and self.recompute.interval > 0
+
+    def _run(self, start: int, stop: int, micro_batch: int, value: Any) -> Any:
+        seeds = self.forward_seeds
+        for index in range(start, stop):
+            if seeds is not None and torch.is_grad_enabled():
+                seeds.function(seeds.base * micro_batch + self.first + index)
+            value = self._calls[index](value)
+        return value
+
+    def _between(self, start: int, stop: int) -> list[nn.Module]:
+        return [module for module in self._modules_of[start:stop] if module is not None]
+
+    def _add(self, layer: Layer, index: int, seeds: LayerSeeds | None) -> Call:
+        """Build and register a layer: what is called for it."""
+        if seeds is not None:
+            seeds.function(seeds.base + index)
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            self._modules_of.append(module)
+            return module if layer.forward_fn is None else partial(layer.forward_fn, module)
+        if isinstance(layer, LayerSpec):
+            layer = layer.build()
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+        self._modules_of.append(layer if isinstance(layer, nn.Module) else None)
+        call: Call = layer
+        return call
+
+
+# A profile: how long each layer takes, forward and backward, measured once with an example input.
+
+
+ROUNDS = 3
+
+
+def layer_times(
+    layers: Sequence[Layer], example: Any, seeds: LayerSeeds | None, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Seconds of each layer's forward and backward, the same list on every rank: rank 0's, the best of three rounds. Collective over the world.
+
+    Builds one layer after the other and keeps none; the random state afterwards is that before. ``example``: what the first layer gets, or a
+    function without arguments that makes it.
+    """
+    if example is None:
+        raise ConfigError(
+            "a partition by profile needs an example of what the first layer gets",
+            where="PipelineModule(profile_input)",
+            fix="Pass one micro-batch's input, or a function that makes it.",
+        )
+    state = torch.get_rng_state()
+    value = example() if callable(example) else example
+    times = []
+    for index in range(len(layers)):
+        chunk = Chunk(layers, index, index + 1, seeds=seeds)
+        value, seconds = _measure(chunk, value, clock)
+        times.append(seconds)
+    torch.set_rng_state(state)
+    return agree_on(times)
+
+
+def _measure(chunk: Chunk, value: Any, clock: Callable[[], float]) -> tuple[Any, float]:
+    best = float("inf")
+    for _ in range(ROUNDS):
+        leaf = tree_map(_as_leaf, value)
+        begin = clock()
+        output = chunk(leaf)
+        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if tensors:
+            torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+        best = min(best, clock() - begin)
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output), best
+
+
+def _as_leaf(leaf: Any) -> Any:
+    """A copy, so that a layer may work in place."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    return (copy.requires_grad_() * 1) if copy.is_floating_point() else copy
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
+    return found

@@ -1,0 +1,354 @@
+"""Passes: from a schedule of computations to one with messages, sharding, reductions and the optimizer's step. Pure.
+
+Each takes a schedule and returns one with more actions in its rows; none moves a computation.
+
+    build("1f1b", 2, 2), rank 1              1F0 1B0                     1F1 1B1
+    add_reduce, boundary                                                     1B1                   1REDUCE
+    add_unshard_reshard, hold       1UNSHARD 1F0                             1B1          1RESHARD 1REDUCE
+    add_send_recv          1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1   1B1 1SEND_B1 1RESHARD 1REDUCE
+    add_step                                                                                              STEP
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from zero_trial.errors import ConfigError
+from zero_trial.pipeline.schedule import (
+    COMPUTE,
+    Action,
+    ActionKind,
+    ChunkPlacement,
+    ParameterLifetime,
+    ReductionTiming,
+    Row,
+    Schedule,
+    ScheduleError,
+    tie_holders,
+)
+from zero_trial.pipeline.simulate import RankReport
+
+Channels = dict[tuple[int, int], deque[Action]]
+
+
+"""(from rank, to rank) -> the receives of what is sent, in the order of sending."""
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    parameters: ParameterLifetime | None = None,
+    reduction: ReductionTiming = ReductionTiming.BOUNDARY,
+    ties: Sequence[Sequence[int]] = (),
+) -> Schedule:
+    """All passes in their order; a schedule without backwards gets neither reductions nor a step.
+
+    Messages come after sharding: so a gather is under way while its rank waits for a message, and a result is sent before its rank turns to
+    freeing and reducing.
+    """
+    if schedule.training:
+        schedule = add_reduce(schedule, reduction)
+    if parameters is not None:
+        schedule = add_unshard_reshard(schedule, parameters)
+    schedule = add_send_recv(schedule)
+    return add_step(add_tied_reduce(schedule, ties)) if schedule.training else schedule
+
+
+def add_send_recv(schedule: Schedule) -> Schedule:
+    """Each output and input gradient that another rank needs is sent right after it is computed, and received before it is needed.
+
+    Receives between two ranks come in the order of the sends: a message that was sent before the one that is needed is received before it,
+    and kept. So a channel needs no tags, and a receive never waits for more than the computation after it does.
+    Price: one message per micro-batch for each border between chunks on different ranks, and as many back for training.
+    """
+    place = schedule.placement
+    channels: Channels = {}
+    sending: list[Row] = []
+    for rank, row in enumerate(schedule.rows):
+        out: list[Action] = []
+        for action in row:
+            out.append(action)
+            message = _message(action, place)
+            if message is not None:
+                send, receive = message
+                out.append(send)
+                channels.setdefault((rank, place.ranks[receive.chunk]), deque()).append(receive)
+        sending.append(tuple(out))
+    rows = tuple(tuple(_with_receives(row, rank, place, channels)) for rank, row in enumerate(sending))
+    return replace(schedule, rows=rows)
+
+
+def _message(action: Action, place: ChunkPlacement) -> tuple[Action, Action] | None:
+    """The send and the receive that follow a computation, if another rank waits for its result."""
+    kind, chunk, micro_batch, _ = action
+    if kind is ActionKind.F and place.sends_forward(chunk):
+        return Action(ActionKind.SEND_F, chunk, micro_batch), Action(ActionKind.RECV_F, chunk + 1, micro_batch)
+    if (kind is ActionKind.B or kind is ActionKind.I) and place.sends_backward(chunk):
+        return Action(ActionKind.SEND_B, chunk, micro_batch), Action(ActionKind.RECV_B, chunk - 1, micro_batch)
+    return None
+
+
+def _with_receives(row: Row, rank: int, place: ChunkPlacement, channels: Channels) -> Iterator[Action]:
+    received: set[Action] = set()
+    for action in row:
+        kind, chunk, micro_batch, _ = action
+        source: int | None = None
+        if kind is ActionKind.F and chunk > 0:
+            source, wanted = place.ranks[chunk - 1], Action(ActionKind.RECV_F, chunk, micro_batch)
+        elif (kind is ActionKind.B or kind is ActionKind.I) and chunk < place.last:
+            source, wanted = place.ranks[chunk + 1], Action(ActionKind.RECV_B, chunk, micro_batch)
+        if source is not None and source != rank:
+            channel = channels.get((source, rank), deque())
+            while wanted not in received:
+                if not channel:
+                    raise ScheduleError(
+                        "nobody computes what this needs", where=f"rank {rank}, {action}", got=f"no send for {wanted}"
+                    )
+                message = channel.popleft()
+                received.add(message)
+                yield message
+        yield action
+
+
+def add_unshard_reshard(schedule: Schedule, parameters: ParameterLifetime) -> Schedule:
+    """A chunk's parameters are gathered before it computes and freed after: for all of the step, for a run, or for one computation.
+
+    A weight gradient counts as a computation that reads parameters, which holds for every way of cutting a backward in two.
+    Price in gathers per chunk and step: HOLD 1; CHUNK its runs u (2 and, for the last chunk, 1 in looped breadth-first); FREE 2M, or 3M where
+    input and weight gradients are apart. Each gather moves the chunk's parameters x (D-1)/D elements per rank.
+    """
+    rows = tuple(tuple(_sharded(row, parameters)) for row in schedule.rows)
+    return replace(schedule, rows=rows, parameters=parameters)
+
+
+def _sharded(row: Row, parameters: ParameterLifetime) -> Iterator[Action]:
+    computes = [index for index, action in enumerate(row) if action.kind in COMPUTE]
+    opens, closes = _lives(row, computes, parameters)
+    for index, action in enumerate(row):
+        if index in opens:
+            yield Action(ActionKind.UNSHARD, action.chunk)
+        yield action
+        if index in closes:
+            yield Action(ActionKind.RESHARD, action.chunk)
+
+
+def _lives(row: Row, computes: Sequence[int], parameters: ParameterLifetime) -> tuple[set[int], set[int]]:
+    """The computations of a row before which parameters are gathered, and those after which they are freed."""
+    if parameters is ParameterLifetime.FREE:
+        return set(computes), set(computes)
+    if parameters is ParameterLifetime.HOLD:
+        first = {row[index].chunk: index for index in reversed(computes)}
+        last = {row[index].chunk: index for index in computes}
+        return set(first.values()), set(last.values())
+    turns = [(here, there) for here, there in pairwise(computes) if row[here].chunk != row[there].chunk]
+    return {*computes[:1], *(there for _, there in turns)}, {*(here for here, _ in turns), *computes[-1:]}
+
+
+def add_reduce(schedule: Schedule, reduction: ReductionTiming) -> Schedule:
+    """A chunk's gradients are reduced over the data-parallel ranks once they are complete: for the step, or for a micro-batch.
+
+    Price in reductions per chunk and step: BOUNDARY 1, with its full gradients alive from its first backward to its last; MICRO M.
+    """
+    rows = tuple(tuple(_reduced(row, reduction)) for row in schedule.rows)
+    return replace(schedule, rows=rows, reduction=reduction)
+
+
+def _reduced(row: Row, reduction: ReductionTiming) -> Iterator[Action]:
+    completes = [
+        index for index, action in enumerate(row) if action.kind is ActionKind.B or action.kind is ActionKind.W
+    ]
+    last = set({row[index].chunk: index for index in completes}.values())
+    for index, action in enumerate(row):
+        yield action
+        if action.kind is not ActionKind.B and action.kind is not ActionKind.W:
+            continue
+        if reduction is ReductionTiming.MICRO:
+            yield Action(ActionKind.REDUCE, action.chunk, action.micro_batch)
+        elif index in last:
+            yield Action(ActionKind.REDUCE, action.chunk)
+
+
+def add_tied_reduce(schedule: Schedule, ties: Sequence[Sequence[int]]) -> Schedule:
+    """Each weight that chunks on several ranks share gets the sum of its gradients there, after each rank has reduced its own.
+
+    Only the shard that a rank owns is summed, so it moves 1/D of the weight. Ties come last in every row and in the same order, so that no
+    two ranks wait for each other. Chunks of one rank share one parameter and need nothing.
+    """
+    groups = tuple(tuple(sorted(set(tie))) for tie in ties)
+    for tie in groups:
+        if not tie or tie[0] < 0 or tie[-1] > schedule.placement.last:
+            raise ScheduleError(
+                "a tie names a chunk that is not there",
+                where="ties",
+                got=tie,
+                expected=f"chunks 0 to {schedule.placement.last}",
+            )
+    rows = [list(row) for row in schedule.rows]
+    for number, tie in enumerate(groups):
+        holders = tie_holders(tie, schedule.placement)
+        if len(holders) > 1:
+            for rank, chunk in holders.items():
+                rows[rank].append(Action(ActionKind.TIED_REDUCE, chunk, tie=number))
+    return replace(schedule, rows=tuple(map(tuple, rows)), ties=groups)
+
+
+def add_step(schedule: Schedule) -> Schedule:
+    """Every rank ends with the optimizer's step."""
+    return replace(schedule, rows=tuple((*row, Action(ActionKind.STEP)) for row in schedule.rows), steps=True)
+
+
+# A policy: which sharding actions a ZeRO plan puts into a schedule, what they move, and what they need. Pure.
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it.
+
+    ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are reduced. ``parameters``: full ones are freed
+    between uses.
+    """
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Sharding:
+        """By the ZeRO stage's number, where there is no plan: each stage cuts one thing more."""
+        if stage not in (0, 1, 2, 3):
+            raise ConfigError("no such ZeRO stage", where="zero_optimization.stage", got=stage, expected="0, 1, 2 or 3")
+        return cls(stage > 0, stage > 1, stage > 2)
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """``parameters`` is None where parameters are never freed.
+
+    | sharded | parameters | reduction | volume per step and rank, in the rank's parameters x (D-1)/D |
+    |---|---|---|---|
+    | nothing | stay | boundary | 2, an all-reduce |
+    | optimizer (and gradients) | stay | boundary | 2, a reduce-scatter and an all-gather of what was updated |
+    | optimizer and gradients | stay | micro | M + 1 |
+    | all | hold | boundary | 2, a gather and a reduce-scatter |
+    | all | hold | micro | M + 1 |
+    | all | chunk | boundary | u + 1, with u runs of a chunk |
+    | all | free | micro | 3M; 4M where input and weight gradients are apart |
+    """
+
+    sharding: Sharding
+    parameters: ParameterLifetime | None
+    reduction: ReductionTiming
+
+    @property
+    def zero_stage(self) -> int:
+        """As people call it."""
+        return sum((self.sharding.optimizer, self.sharding.gradients, self.sharding.parameters))
+
+    def volume(self, rank: RankReport, chunks: int) -> float:
+        """Elements that a rank with ``chunks`` alike chunks moves per step among its D data-parallel ranks, as in the table."""
+        if not self.sharding.optimizer:
+            return 2 * rank.reductions / chunks
+        gathers = chunks if self.parameters is None and rank.reductions else rank.gathers
+        return (gathers + rank.reductions) / chunks
+
+    def describe(self) -> str:
+        """``parameters hold, gradients reduced at the boundary``"""
+        held = "parameters stay" if self.parameters is None else f"parameters {self.parameters.value}"
+        when = "at the boundary" if self.reduction is ReductionTiming.BOUNDARY else "per micro-batch"
+        return f"{held}, gradients reduced {when}"
+
+
+def choose(
+    sharding: Sharding, parameters: ParameterLifetime | None = None, reduction: ReductionTiming | None = None
+) -> ZeroPolicy:
+    """The policy that is asked for, where nothing is asked the one that moves least. Raises ConfigError for what the plan cannot do."""
+    if not sharding.parameters and parameters is not None:
+        raise ConfigError(
+            "parameters are freed at ZeRO stage 3 only",
+            where="pipeline.zero_policy",
+            got=parameters.value,
+            fix="Leave the policy out, or use ZeRO stage 3.",
+        )
+    if not sharding.gradients and reduction is ReductionTiming.MICRO:
+        raise ConfigError(
+            "full gradients live at ZeRO stages 0 and 1, so reducing them per micro-batch saves nothing",
+            where="pipeline.zero_policy",
+            got=reduction.value,
+            expected="boundary",
+        )
+    if sharding.parameters and parameters is None:
+        parameters = ParameterLifetime.HOLD
+    if reduction is None:
+        reduction = ReductionTiming.MICRO if parameters is ParameterLifetime.FREE else ReductionTiming.BOUNDARY
+    return ZeroPolicy(sharding, parameters, reduction)
+
+
+def candidates(
+    sharding: Sharding,
+    parameters: ParameterLifetime | None = None,
+    reduction: ReductionTiming | None = None,
+    *,
+    chunks: int = 1,
+) -> list[ZeroPolicy]:
+    """All policies that agree with what is asked, those that move less before those that need less. ``chunks`` are per rank."""
+    first = choose(sharding, parameters, reduction)
+    pairs: list[tuple[ParameterLifetime | None, ReductionTiming]] = [(first.parameters, first.reduction)]
+    if sharding.parameters:
+        several = [(ParameterLifetime.CHUNK, ReductionTiming.BOUNDARY)] if chunks > 1 else []
+        pairs += [
+            *several,
+            (ParameterLifetime.HOLD, ReductionTiming.MICRO),
+            (ParameterLifetime.FREE, ReductionTiming.MICRO),
+        ]
+    elif sharding.gradients:
+        pairs += [(None, ReductionTiming.MICRO)]
+    fitting = [(held, when) for held, when in pairs if parameters in (None, held) and reduction in (None, when)]
+    return [choose(sharding, held, when) for held, when in dict.fromkeys(fitting)]
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of one rank's part of the model: whole parameters, whole gradients, whole optimizer state, over ``ranks`` that share them."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    ranks: int
+
+
+def needed(policy: ZeroPolicy, weights: ModelBytes, rank: RankReport, chunks: int) -> int:
+    """Bytes that a rank holds at most in a step, activations and buffers of messages aside: shards, and what its schedule has whole at once."""
+    sharding, ranks = policy.sharding, weights.ranks
+    optimizer = weights.optimizer // ranks if sharding.optimizer else weights.optimizer
+    parameters = weights.parameters
+    if sharding.parameters:
+        parameters = parameters // ranks + parameters * rank.peak_parameters // chunks
+    gradients = weights.gradients
+    if sharding.gradients:
+        gradients = gradients // ranks + gradients * rank.peak_gradients // chunks
+    return optimizer + parameters + gradients
+
+
+@dataclass(frozen=True)
+class PricedPolicy:
+    """A policy with its price on the rank that needs most: bytes without activations, and elements moved as ``Policy.volume`` has them."""
+
+    policy: ZeroPolicy
+    bytes: int
+    volume: float
+    fits: bool = True
+
+
+def choose_fitting(
+    policies: Sequence[ZeroPolicy], price: Callable[[ZeroPolicy], tuple[int, float]], limit: int | None
+) -> PricedPolicy:
+    """The first policy that needs at most ``limit`` bytes; where none does, the one that needs least. ``price`` gives bytes and volume."""
+    choices = [PricedPolicy(policy, *price(policy)) for policy in policies]
+    fitting = next((choice for choice in choices if limit is None or choice.bytes <= limit), None)
+    if fitting is not None:
+        return fitting
+    least = min(choices, key=lambda choice: choice.bytes)
+    return PricedPolicy(least.policy, least.bytes, least.volume, fits=False)

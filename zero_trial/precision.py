@@ -1,0 +1,310 @@
+"""Dtypes of training and loss scaling: plain frozen values, no collectives, no state outside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from zero_trial.errors import ConfigError, Diverged
+
+SCALE_FACTOR = 2.0
+
+
+LARGEST_SCALE = 2.0**127  # twice this is inf in fp32, and the scaled loss is fp32
+
+
+class ScaleEvent(Enum):
+    """What one update did to the scale."""
+
+    KEPT = "kept"
+    GROWN = "grown"
+    HYSTERESIS = "hysteresis"
+    REDUCED = "reduced"
+    AT_MINIMUM = "at minimum"
+
+
+class AtMinimum(Enum):
+    """What an overflow at the smallest scale means: the end of the run (DeepSpeed's way), or one more skipped step."""
+
+    RAISE = "raise"
+    GO_ON = "go on"
+
+
+class ScaleUpdate(NamedTuple):
+    """The next state, what happened, and the error that the engine raises on all ranks (None: go on)."""
+
+    state: LossScale
+    event: ScaleEvent
+    error: Diverged | None = None
+
+
+@dataclass(frozen=True)
+class StaticScale:
+    """A scale that never changes; 1.0 is no scaling. A step with an overflow is skipped and the scale stays."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self.scale, "fp16.loss_scale", "a finite number above 0 (0 itself asks for dynamic scaling)")
+
+    def update(self, overflow: bool) -> ScaleUpdate:
+        return ScaleUpdate(self, ScaleEvent.KEPT)
+
+    def to_json(self) -> dict[str, object]:
+        return {"kind": "static", "scale": self.scale}
+
+    def restored(self, state: Mapping[str, object]) -> StaticScale:
+        """The configured scale: a static scale has no history, so what ds_config says now wins over the checkpoint."""
+        return self
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """The scale of the next step and the counters that move it; ``update`` once per optimizer step, skipped ones
+    too."""
+
+    scale: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    at_minimum: AtMinimum = AtMinimum.RAISE
+    hysteresis_left: int = -1  # -1: full, that is ``hysteresis``
+    iteration: int = 0
+    last_overflow: int = -1
+
+    def __post_init__(self) -> None:
+        _require_positive(self.scale, "fp16.initial_scale_power", "a power that gives a finite scale above 0")
+        _require_positive(self.min_scale, "fp16.min_loss_scale", "a finite number above 0")
+        _require_count(self.window, "fp16.loss_scale_window")
+        _require_count(self.hysteresis, "fp16.hysteresis")
+        if self.hysteresis_left == -1:
+            object.__setattr__(self, "hysteresis_left", self.hysteresis)
+
+    def update(self, overflow: bool) -> ScaleUpdate:
+        """``overflow``: some gradient of the step was not finite, on any rank. Pure; every rank computes the same."""
+        return self._after_overflow() if overflow else self._after_clean_step()
+
+    def _after_overflow(self) -> ScaleUpdate:
+        seen = replace(self, iteration=self.iteration + 1, last_overflow=self.iteration)
+        if self.hysteresis != 1 and self.hysteresis_left != 1:
+            return ScaleUpdate(replace(seen, hysteresis_left=self.hysteresis_left - 1), ScaleEvent.HYSTERESIS)
+        if self.scale <= self.min_scale:
+            error = self._minimum_error() if self.at_minimum is AtMinimum.RAISE else None
+            return ScaleUpdate(seen, ScaleEvent.AT_MINIMUM, error)
+        # the hysteresis is not refilled here: until a clean window, every further overflow halves the scale
+        return ScaleUpdate(replace(seen, scale=max(self.scale / SCALE_FACTOR, self.min_scale)), ScaleEvent.REDUCED)
+
+    def _after_clean_step(self) -> ScaleUpdate:
+        clean_steps = self.iteration - self.last_overflow - 1  # before this one
+        grows = clean_steps > 0 and clean_steps % self.window == 0
+        refill = self.consecutive_hysteresis or grows
+        after = replace(
+            self,
+            iteration=self.iteration + 1,
+            scale=min(self.scale * SCALE_FACTOR, LARGEST_SCALE) if grows else self.scale,
+            hysteresis_left=self.hysteresis if refill else self.hysteresis_left,
+        )
+        return ScaleUpdate(after, ScaleEvent.GROWN if grows else ScaleEvent.KEPT)
+
+    def _minimum_error(self) -> Diverged:
+        return Diverged(
+            "gradients are not finite although the fp16 loss scale is already at its minimum",
+            where=f"loss scale, optimizer step attempt {self.iteration}",
+            got=f"scale {self.scale:g}",
+            expected=f"a scale above fp16.min_loss_scale = {self.min_scale:g} to halve",
+            fix="Look for inf or NaN in the loss itself, lower the learning rate, or use bf16.",
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """What changes during a run; the settings come from ds_config when it is loaded."""
+        return {
+            "kind": "dynamic",
+            "scale": self.scale,
+            "hysteresis_left": self.hysteresis_left,
+            "iteration": self.iteration,
+            "last_overflow": self.last_overflow,
+        }
+
+    def restored(self, state: Mapping[str, object]) -> DynamicScale:
+        """This machine's settings with a checkpoint's counters; a checkpoint of a static scale has none, and changes
+        nothing."""
+        if state.get("kind") != "dynamic":
+            return self
+        return replace(
+            self,
+            scale=float(str(state["scale"])),
+            hysteresis_left=min(int(str(state["hysteresis_left"])), self.hysteresis),
+            iteration=int(str(state["iteration"])),
+            last_overflow=int(str(state["last_overflow"])),
+        )
+
+
+LossScale = StaticScale | DynamicScale
+
+
+def fp16_loss_scale(
+    loss_scale: float = 0.0,
+    *,
+    initial_scale_power: int = 16,
+    loss_scale_window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    min_loss_scale: float = 1.0,
+    at_minimum: AtMinimum = AtMinimum.RAISE,
+) -> LossScale:
+    """The machine that ds_config's ``fp16`` section asks for: ``loss_scale`` 0 is dynamic, any other value static."""
+    if isinstance(loss_scale, bool) or not math.isfinite(loss_scale) or loss_scale < 0:
+        raise ConfigError(
+            "not a loss scale",
+            where="fp16.loss_scale",
+            got=loss_scale,
+            expected="0 (dynamic) or a finite number above 0",
+        )
+    if loss_scale != 0:
+        return StaticScale(float(loss_scale))
+    if not -126 <= initial_scale_power <= 127:
+        raise ConfigError(
+            "not an exponent of an fp32 scale",
+            where="fp16.initial_scale_power",
+            got=initial_scale_power,
+            expected="-126 to 127",
+        )
+    return DynamicScale(
+        scale=2.0**initial_scale_power,
+        window=loss_scale_window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive_hysteresis,
+        min_scale=float(min_loss_scale),
+        at_minimum=at_minimum,
+    )
+
+
+def _require_positive(value: float, where: str, expected: str) -> None:
+    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ConfigError("not a loss scale", where=where, got=value, expected=expected)
+
+
+def _require_count(value: int, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("not a number of steps", where=where, got=value, expected="a positive integer")
+
+
+# Which dtype each thing of training has: parameters, gradient buffer, communication, fp32 masters; and the loss scale
+# to start with.
+#
+# The four dtypes are independent of each other and of the ZeRO stage: there is one numerics path, not an optimizer class
+# per combination.
+
+
+_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class DtypePolicy:
+    """``param``: what forward and backward compute with; ``grad``: the buffer in which micro-batches add up; ``comm``:
+    what a reduce-scatter carries; ``master``: the weights and moments that the optimizer updates."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    comm: torch.dtype
+    master: torch.dtype = torch.float32
+    loss_scale: LossScale = field(default_factory=StaticScale)
+    buffer: torch.dtype | None = None  # floating buffers; None: as the parameters
+
+    @property
+    def has_separate_master(self) -> bool:
+        """False when the parameters themselves are what the optimizer updates (no second copy is needed)."""
+        return self.master != self.param
+
+
+def dtype_from_name(name: str, where: str) -> torch.dtype:
+    """``fp32``, ``fp16`` or ``bf16``, in any case, or torch's long name; ``where`` is the dotted key for the error."""
+    dtype = _DTYPES.get(name.lower())
+    if dtype is None:
+        raise ConfigError("not a dtype of training", where=where, got=repr(name), expected="fp32, fp16 or bf16")
+    return dtype
+
+
+def dtype_policy(
+    precision: str = "fp32",
+    *,
+    grad_accum_dtype: str | None = None,
+    communication_data_type: str | None = None,
+    accumulation_steps: int = 1,
+    master_dtype: str = "fp32",
+    loss_scale: LossScale | None = None,
+) -> DtypePolicy:
+    """The policy for ds_config's values.
+
+    Gradient buffer: ``grad_accum_dtype`` if given; else the parameters' dtype when one micro-batch makes a step; else
+    fp32, because a sum of several 16-bit gradients in 16 bits loses what is below 2**-8 (bf16) or 2**-11 (fp16) of the
+    sum at each addition. Communication: ``communication_data_type`` if given; else the gradient buffer's dtype, which
+    needs no cast. ``loss_scale`` belongs to fp16 only and is an error elsewhere; fp16 without one starts unscaled.
+    """
+    param = dtype_from_name(precision, "precision")
+    if grad_accum_dtype is not None:
+        grad = dtype_from_name(grad_accum_dtype, "data_types.grad_accum_dtype")
+    else:
+        grad = param if accumulation_steps == 1 else torch.float32
+    comm = (
+        grad if communication_data_type is None else dtype_from_name(communication_data_type, "communication_data_type")
+    )
+    if loss_scale is not None and param != torch.float16:
+        raise ConfigError(
+            "loss scaling is for fp16 gradients",
+            where="fp16.loss_scale",
+            got=f"precision {precision}",
+            expected="fp16",
+            fix="Leave it out.",
+        )
+    master = dtype_from_name(master_dtype, "master dtype")
+    return DtypePolicy(param, grad, comm, master, loss_scale if loss_scale is not None else StaticScale())
+
+
+# Casting the floating tensors of nested inputs.
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every fp32, fp16 and bf16 tensor in tuples, lists and dicts cast to ``dtype``; everything else unchanged."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            return leaf.to(dtype)
+        return leaf
+
+    return tree_map(cast, value)
+
+
+# ``torch_autocast``: the module's forward under torch.autocast. Parameters, gradients and what crosses the wire keep their dtype.
+
+
+def autocast_dtype(enabled: bool, dtype: str | None) -> torch.dtype | None:
+    """The dtype of ``torch_autocast``: None when it is off, bf16 when nothing is said, as in DeepSpeed."""
+    return dtype_from_name(dtype or "bf16", "torch_autocast.dtype") if enabled else None
+
+
+def forward_of(module: nn.Module, dtype: torch.dtype | None, device_type: str) -> Callable[..., Any]:
+    """How to call ``module``: as it is (None), or under autocast to ``dtype``. An autocast around the call gives way to this one."""
+    if dtype is None:
+        return module.__call__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            return module(*args, **kwargs)
+
+    return call

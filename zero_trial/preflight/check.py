@@ -1,0 +1,231 @@
+"""The check of an experiment: everything that can be known before a rank is started, all faults together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ConfigError
+from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
+from zero_trial.launch.environment import count_devices
+from zero_trial.preflight.context_folder import check_context, measure, shown_size
+from zero_trial.preflight.ds_configs import ConfigChecks, Point, Resolved, Space, check_ds_configs, explore
+from zero_trial.preflight.experiment_rules import check_cluster_rules, check_searcher
+from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+from zero_trial.preflight.machine import check_machine, check_nvme
+from zero_trial.runs.provenance import locked_model_dir
+
+MOST_POINTS = 128
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """``points``: how many points of a search are looked at, at most. ``build``: whether the model definition is imported and built."""
+
+    experiment: Path
+    model_dir: Path | None = None
+    slots: int | None = None
+    points: int = MOST_POINTS
+    build: bool = True
+    dry_run: bool = False
+
+
+@dataclass
+class CheckReport:
+    """``looked``: what each area came to, in a few words, in the order in which it was looked at."""
+
+    findings: list[Issue] = field(default_factory=list)
+    looked: dict[Area, str] = field(default_factory=dict)
+    experiment: ExperimentConfig | None = None
+    space: Space | None = None
+    configs: ConfigChecks | None = None
+    seconds: float = 0.0
+
+    @property
+    def faults(self) -> list[Issue]:
+        return [finding for finding in self.findings if finding.severity is Severity.FAULT]
+
+    @property
+    def exit_code(self) -> int:
+        """That of the worst fault: 2 where the user's configuration is wrong, 1 where only the trial's code is, 0 without faults."""
+        return max((finding.error.exit_code for finding in self.faults), default=0)
+
+
+def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
+    """Read, resolve and rehearse. Raises nothing for a faulty experiment: the report holds all findings. Starts no ranks, writes nothing."""
+    started = time.perf_counter()
+    report = CheckReport()
+    _check(request, env, report)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -> None:
+    try:
+        experiment, faults = examine_experiment(request.experiment)
+    except ConfigError as error:
+        report.findings += issues_of(Area.EXPERIMENT, error)
+        return
+    report.experiment = experiment
+    report.looked[Area.EXPERIMENT] = request.experiment.name
+    report.findings += [finding for fault in faults for finding in issues_of(Area.EXPERIMENT, fault)]
+    report.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
+    report.findings += check_searcher(experiment)
+    report.findings += check_cluster_rules(experiment, request.experiment.read_text("utf-8"), report.faults)
+    model_dir = _model_dir(request, experiment, report)
+    entrypoint = _entrypoint(experiment, model_dir, report) if model_dir is not None else None
+    slots = request.slots if request.slots is not None else experiment.slots_per_trial
+    first = _configs(request, experiment, model_dir or Path(), slots, report)
+    document = experiment.document
+    where = (
+        "--slots" if request.slots else document.at(("resources", "slots_per_trial")).where("resources.slots_per_trial")
+    )
+    devices = count_devices(env)
+    report.looked[Area.SLOTS] = (
+        f"{slots} slots on {devices.gpus or devices.cores} {'GPUs' if devices.gpus else 'cores'}"
+    )
+    report.findings += check_machine(slots, where, devices, first.config if first is not None else None)
+    if model_dir is None:
+        return
+    context = measure(model_dir)
+    report.looked[Area.CONTEXT] = f"folder {shown_size(context.size)}"
+    report.findings += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
+    parameters: int | None = None
+    if request.build and entrypoint is not None and slots > 0:
+        point = first.point if first is not None else _only_point(experiment, report)
+        if point is not None:
+            parameters = _rehearse(request, experiment, entrypoint, point, model_dir, slots, report)
+    if first is not None:
+        report.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+
+
+def _model_dir(request: CheckRequest, experiment: ExperimentConfig, report: CheckReport) -> Path | None:
+    model_dir = request.model_dir or locked_model_dir(experiment) or Path()
+    if model_dir.is_dir():
+        return model_dir
+    what, expected = "there is no such folder", "a folder with the trial's module"
+    fault = note(Area.ENTRYPOINT, Severity.FAULT, what, where="MODEL_DIR", got=str(model_dir), expected=expected)
+    report.findings.append(fault)
+    return None
+
+
+def _entrypoint(experiment: ExperimentConfig, model_dir: Path, report: CheckReport) -> Entrypoint | None:
+    """By the source; None where there is no such class."""
+    where = experiment.document.at(("entrypoint",)).where("entrypoint")
+    if not experiment.entrypoint:
+        return None  # said already
+    try:
+        entrypoint = parse_entrypoint(experiment.entrypoint, where)
+        check_entrypoint(entrypoint, model_dir, where)
+    except ConfigError as error:
+        report.findings += issues_of(Area.ENTRYPOINT, error)
+        return None
+    report.looked[Area.ENTRYPOINT] = str(entrypoint)
+    return entrypoint
+
+
+def _configs(
+    request: CheckRequest, experiment: ExperimentConfig, model_dir: Path, slots: int, report: CheckReport
+) -> Resolved | None:
+    """Every point's ds_config; the first that can be trained."""
+    if any(finding.area is Area.EXPERIMENT and _breaks_space(finding) for finding in report.faults):
+        return None
+    searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
+    space = report.space = explore(experiment.hyperparameters, searcher, max(request.points, 1), seed)
+    if not experiment.names_ds_config():
+        report.looked[Area.DS_CONFIG] = "ds_config is the trial's own"
+        return None
+    checks = report.configs = check_ds_configs(experiment, model_dir, max(slots, 1), space)
+    report.findings += checks.findings
+    if len(space.points) > 1:
+        total = space.total if space.total is not None else "a space without end"
+        some = "" if space.complete else f" of {total}"
+        report.looked[Area.SPACE] = (
+            f"{len(space.points)} points{some}: {len(checks.legal)} legal, {len(checks.pruned)} would be pruned"
+        )
+    report.looked[Area.DS_CONFIG] = _filled(checks)
+    return checks.legal[0] if checks.legal else None
+
+
+def _breaks_space(finding: Issue) -> bool:
+    """A range that lacks its ends cannot be sampled."""
+    return "hyperparameters" in (finding.error.where or "") and 'nested key "type"' not in finding.error.what
+
+
+def _filled(checks: ConfigChecks) -> str:
+    autos = sum(source.startswith("auto") for source in checks.legal[0].config.sources.values()) if checks.legal else 0
+    return f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
+
+
+def _only_point(experiment: ExperimentConfig, report: CheckReport) -> Point | None:
+    """Where the trial brings its own ds_config, any point will do."""
+    return report.space.points[0] if report.space is not None and not experiment.names_ds_config() else None
+
+
+def _rehearse(
+    request: CheckRequest,
+    experiment: ExperimentConfig,
+    entrypoint: Entrypoint,
+    point: Point,
+    model_dir: Path,
+    slots: int,
+    report: CheckReport,
+) -> int | None:
+    """How many parameters the trial's engines have, where it got so far."""
+    from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial  # torch, and the user's code
+
+    seed = experiment.experiment_seed or 0
+    scene = DryRunRequest(experiment, entrypoint, point.hyperparameters, model_dir, slots, seed, request.dry_run)
+    found = dry_run_trial(scene)
+    report.findings += found.findings
+    if found.parameters:
+        report.looked[Area.TRIAL] = f"{found.parameters:,} parameters".replace(",", " ")
+    if found.epoch_steps is not None:
+        more = f", {found.validation_batches} validation batches" if found.validation_batches else ""
+        report.looked[Area.LOADERS] = f"{found.epoch_steps} steps per epoch{more}"
+    if found.metrics is not None:
+        report.looked[Area.METRIC] = f"reports {', '.join(found.metrics)}"
+    return found.parameters
+
+
+# A check's report as lines for people and as one object for programs.
+
+
+def render_check(report: CheckReport) -> list[str]:
+    """A line with what was looked at, then one block per finding, faults first; each begins with the word for its severity."""
+    bad = {finding.area for finding in report.faults}
+    answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
+    done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
+    lines = [f"check   {' · '.join(done) or 'nothing could be read'}  {report.seconds:.1f} s"]
+    if Area.SPACE in report.looked:
+        lines.append(f"search  {report.looked[Area.SPACE]}")
+    for severity in Severity:
+        for finding in report.findings:
+            if finding.severity is severity:
+                first, *rest = finding.text.splitlines()
+                lines += [f"{severity.value:<8}{first}", *(f"        {line}" for line in rest)]
+    return lines
+
+
+def check_as_json(report: CheckReport) -> dict[str, Any]:
+    """``findings`` with every part by itself, ``looked`` by area, and the points of a search that were looked at."""
+    found: dict[str, Any] = {
+        "ok": not report.faults,
+        "exit_code": report.exit_code,
+        "seconds": round(report.seconds, 3),
+        "looked": {area.value: says for area, says in report.looked.items()},
+        "findings": [finding.as_json() for finding in report.findings],
+    }
+    if report.space is not None:
+        checks = report.configs
+        found["points"] = {
+            "total": report.space.total,
+            "looked_at": [{"number": point.number, "values": dict(point.values)} for point in report.space.points],
+            "legal": [resolved.point.number for resolved in checks.legal] if checks is not None else None,
+            "pruned": list(checks.pruned) if checks is not None else None,
+        }
+    return found

@@ -1,0 +1,213 @@
+"""Plans for one subject at every stage and micro-batch that is asked for, each rehearsed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.sections import DsConfig, OffloadOptimizerSection
+from zero_trial.engine.resolved_config import mesh_shape, resolve_config
+from zero_trial.errors import ConfigError, DoesNotFit, TrialError
+from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at
+from zero_trial.preflight.plan import MemoryPlan, size_text
+
+STAGES = (0, 1, 2, 3)
+
+
+_NVME = OffloadOptimizerSection(device="nvme", nvme_path=".")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of a comparison: a plan, or why there is none."""
+
+    name: str
+    plan: MemoryPlan | None
+    refusal: str = ""
+
+
+class Planner:
+    """``settings`` as the run has them, on ``ranks`` ranks, all on one host or not. Plans are made when asked for, and kept."""
+
+    def __init__(self, subject: Subject, settings: DsConfig, ranks: int, *, one_host: bool = True) -> None:
+        self._subject = subject
+        self._settings = settings
+        self._one_host = one_host
+        self.ranks = ranks
+        batch = resolve_config(settings, mesh_shape(settings, ranks).data_parallel_size).batch
+        self.stage = settings.zero_optimization.stage
+        self.micro_batch = batch.micro_batch_size
+        self.accumulation = batch.accumulation
+        offload = settings.zero_optimization.offload_optimizer
+        self.on_nvme = offload is not None and offload.device == "nvme"
+        self._known: dict[tuple[int, int, bool], MemoryPlan] = {}
+
+    def plan(self, stage: int | None = None, micro_batch: int | None = None, on_nvme: bool | None = None) -> MemoryPlan:
+        """The plan at another stage or micro-batch; the global batch stays, so half the micro-batch is twice the accumulation.
+
+        ``on_nvme``: with masters and optimizer state on a disk, or in memory.
+        """
+        key = (
+            self.stage if stage is None else stage,
+            self.micro_batch if micro_batch is None else micro_batch,
+            self.on_nvme if on_nvme is None else on_nvme,
+        )
+        if key not in self._known:
+            self._known[key] = self._make(*key)
+        return self._known[key]
+
+    def halvings(self) -> list[int]:
+        """Smaller micro-batches with the same global batch: n/2, n/4, ... as long as they divide."""
+        found, size = [], self.micro_batch
+        while size % 2 == 0:
+            size //= 2
+            found.append(size)
+        return found
+
+    def compare(self) -> list[Candidate]:
+        """Every stage at the run's micro-batch, every halving at the run's stage, and the run with optimizer state elsewhere: on NVMe, or not."""
+        rows = [self._choice(stage, self.micro_batch) for stage in STAGES]
+        rows += [self._choice(self.stage, size) for size in self.halvings()]
+        return [*rows, self._choice(self.stage, self.micro_batch, not self.on_nvme)]
+
+    def _choice(self, stage: int, micro_batch: int, on_nvme: bool | None = None) -> Candidate:
+        on_nvme = self.on_nvme if on_nvme is None else on_nvme
+        here = (stage, micro_batch, on_nvme) == (self.stage, self.micro_batch, self.on_nvme)
+        name = f"ZeRO-{stage}, micro batch {micro_batch} x accumulation {self._accumulation(micro_batch)}"
+        name += (", state on NVMe" if on_nvme else "") + (" (as configured)" if here else "")
+        try:
+            return Candidate(name, self.plan(stage, micro_batch, on_nvme))
+        except (ConfigError, TrialError) as error:
+            if here:
+                raise
+            return Candidate(name, None, str(error))
+
+    def _accumulation(self, micro_batch: int) -> int:
+        return self.micro_batch * self.accumulation // micro_batch
+
+    def _make(self, stage: int, micro_batch: int, on_nvme: bool) -> MemoryPlan:
+        accumulation = self._accumulation(micro_batch)
+        rehearsed = min(accumulation, MOST_ACCUMULATION)
+        settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=rehearsed)
+        if on_nvme != self.on_nvme:
+            settings = with_state_at(settings, _NVME if on_nvme else None)
+        figures, how = self._subject.rehearse(settings, self.ranks, micro_batch, self._one_host)
+        precision = "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32"
+        return MemoryPlan(
+            figures, stage, precision, self.ranks, micro_batch, accumulation, self._subject.parameters, how
+        )
+
+
+def memory_plan(
+    model: nn.Module, config: DsConfig | Mapping[str, Any] | str | Path, ranks: int, batch: Any = None, **subject: Any
+) -> MemoryPlan:
+    """What rank 0 of ``ranks`` needs to train ``model`` with ``config`` on micro-batches like ``batch``. No rank is started.
+
+    ``subject``: further arguments of :class:`ModelSubject` (``loss``, ``options``, ``device``). The model is copied without its values and
+    stays as it is. A PipelineModule is planned by :class:`zero_trial.preflight.PipelinePlanner`.
+    """
+    settings = config if isinstance(config, DsConfig) else read_ds_config(config)
+    return Planner(ModelSubject(model, batch, **subject), settings, ranks).plan()
+
+
+# What to change when a plan does not fit: the smallest change that does, and the error that names it.
+
+
+def smallest_change(planner: Planner, limit: int) -> MemoryPlan | None:
+    """The plan nearest to the run's own that needs at most ``limit`` bytes; the run's own if it fits; None if none does.
+
+    Near means few changes: a halving of the micro-batch and a stage up count one each, and of equals the one with fewer stages up is nearer,
+    because a halved micro-batch with doubled accumulation trains exactly the same.
+    """
+    micro_batches = [planner.micro_batch, *planner.halvings()]
+    candidates = [
+        (halvings + stage - planner.stage, stage - planner.stage, stage, size)
+        for halvings, size in enumerate(micro_batches)
+        for stage in range(planner.stage, 4)
+    ]
+    for _, _, stage, size in sorted(candidates):
+        plan = _plan_or_none(planner, stage, size)
+        if plan is not None and plan.fits(limit):
+            return plan
+    return None
+
+
+def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
+    """The error for a run whose plan needs more than ``limit``: how much, the smallest change that fits, and what a stage up would save."""
+    own = planner.plan()
+    figures = own.figures
+    detail = f" (activations {size_text(figures.activations)})" if figures.activations is not None else ""
+    found = smallest_change(planner, limit)
+    fix = (
+        f"Smallest change that fits: {describe_change(own, found)}."
+        if found is not None
+        else nothing_fits(planner, limit)
+    )
+    more = _stage_up(planner) if found is not None and found.stage == own.stage else ""
+    return DoesNotFit(f"rank 0 needs {size_text(figures.total)}, has {size_text(limit)}{detail}", fix=fix + more)
+
+
+def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
+    """``micro batch 4→2 with accumulation 1→2 (same global batch)``, ``stage 2→3``, or both."""
+    parts = []
+    if other.micro_batch != own.micro_batch:
+        parts.append(
+            f"micro batch {own.micro_batch}→{other.micro_batch} with accumulation {own.accumulation}→{other.accumulation} (same global batch)"
+        )
+    if other.stage != own.stage:
+        parts.append(f"stage {own.stage}→{other.stage}")
+    return " and ".join(parts) or "none"
+
+
+def nothing_fits(planner: Planner, limit: int) -> str:
+    """What is said when no stage and no micro-batch fits."""
+    rows = [choice.plan for choice in planner.compare() if choice.plan is not None]
+    least = min(rows, key=lambda plan: plan.figures.total)
+    return (
+        f"No stage and no micro-batch fits; the least of those compared is {size_text(least.figures.total)} at ZeRO-{least.stage} with micro batch "
+        f"{least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
+    )
+
+
+def comparison_table(rows: Sequence[Candidate], limit: int | None = None) -> str:
+    """The rows side by side: states, activations, temporary, peak, and whether it fits."""
+    width = max(len(row.name) for row in rows)
+    lines = [f"{'':<{width}}  {'states':>10}{'activations':>13}{'temporary':>12}{'peak':>12}{'exchange':>12}"]
+    for row in rows:
+        if row.plan is None:
+            lines.append(f"{row.name:<{width}}  {row.refusal}")
+            continue
+        figures = row.plan.figures
+        sizes = (figures.states, figures.activations, figures.temporary, figures.peak, figures.exchange)
+        cells = "".join(
+            f"{size_text(value):>{column}}" for value, column in zip(sizes, (10, 13, 12, 12, 12), strict=True)
+        )
+        verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
+        lines.append(f"{row.name:<{width}}  {cells}{verdict}")
+    return "\n".join(lines)
+
+
+def _stage_up(planner: Planner) -> str:
+    own = planner.plan()
+    higher = [
+        plan
+        for stage in range(own.stage + 1, 4)
+        if (plan := _plan_or_none(planner, stage, own.micro_batch)) is not None
+    ]
+    best = min(higher, key=lambda plan: plan.figures.total, default=None)
+    saved = own.figures.total - best.figures.total if best is not None else 0
+    return f" Also: stage {own.stage}→{best.stage} saves {size_text(saved)}." if best is not None and saved > 0 else ""
+
+
+def _plan_or_none(planner: Planner, stage: int, micro_batch: int) -> MemoryPlan | None:
+    try:
+        return planner.plan(stage, micro_batch)
+    except (ConfigError, TrialError):
+        if (stage, micro_batch) == (planner.stage, planner.micro_batch):
+            raise
+        return None

@@ -1,0 +1,438 @@
+"""A model, with what else was given to ``initialize``, from which engines for rehearsals are built, as often as needed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from zero_trial.ds_config.sections import (
+    CometSection,
+    CommsLoggerSection,
+    CsvMonitorSection,
+    DsConfig,
+    FlopsProfilerSection,
+    OffloadOptimizerSection,
+    TensorBoardSection,
+    WandbSection,
+)
+from zero_trial.engine import Engine
+from zero_trial.engine.build import build_engine
+from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.errors import TrialError, ZeroTrialError
+from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, Segments, fake_mesh
+from zero_trial.preflight.live_bytes import LiveBytes
+from zero_trial.preflight.plan import Figures
+
+
+class NotCopyable(ZeroTrialError):
+    """The model cannot be copied, so nothing can be rehearsed with it."""
+
+
+class Blueprint:
+    """A copy of ``model`` and of ``options`` (optimizer, model_parameters, lr_scheduler) without values: it costs no memory.
+
+    The copy is made at once: what happens to the model later (an engine that shards it) does not matter. ``device`` is where the training will
+    be. Tensors that are neither parameters nor buffers are copied as they are. Raises NoTwin.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        place = torch.device(device)
+        # With its number, as tensors say it of themselves.
+        self.device = torch.device(f"{place.type}:0") if place.type != "cpu" and str(place) == place.type else place
+        given = {"model": model, **(options or {})}
+        parameters = given.get("model_parameters")
+        if isinstance(parameters, Iterator):
+            raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
+        self.parameters = sum(param.numel() for param in model.parameters())
+        self._given = _twin(given, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        """Made when first needed: torch loads some 800 modules for it, which takes a second."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def options(self, *, imagined: bool) -> dict[str, Any]:
+        """A new copy. ``imagined``: without values, to be used inside :meth:`without_values`; else real tensors, on the CPU, of zeros and ones."""
+        if imagined:
+            with self.mode:
+                return _twin(
+                    self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                )
+        return _twin(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
+
+    @contextmanager
+    def without_values(self, *, imagined: bool) -> Iterator[None]:
+        """Inside, operations compute shapes, dtypes and lifetimes of tensors, and no values."""
+        if not imagined:
+            yield
+            return
+        with self.mode:
+            yield
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Inside, copies and batches are on another device than that of the training."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def batch(self, value: Any, *, imagined: bool) -> Any:
+        """A batch for a rehearsal: the same nested form; its tensors without values where ``imagined``."""
+        if not imagined:
+            return value
+        memo: dict[int, Any] = {}
+        return torch.utils._pytree.tree_map(
+            lambda leaf: self._fake(leaf, memo) if isinstance(leaf, torch.Tensor) else leaf, value
+        )
+
+    def _fake(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            with self.mode:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+def _twin(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
+    """A deep copy in which ``like(tensor)`` stands for every parameter and buffer; what was shared stays shared."""
+    model: nn.Module = given["model"]
+    memo: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if id(tensor) in memo:
+            continue
+        made = like(tensor.detach())
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    try:
+        return dict(copy.deepcopy(dict(given), memo))
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise NotCopyable(f"the model cannot be copied: {error}", where=type(model).__name__) from error
+
+
+def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Small numbers that no layer turns into nan."""
+    return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+
+
+# Training steps of one rank, played through with the engine's own code on an imagined mesh, and what they held in memory.
+#
+# The second step counts: from then on the optimizer has its state and the order of reductions is known. Nothing is computed twice here: layouts,
+# buckets, landings and flights are those of the engine, because it is the engine that runs.
+
+
+STEPS = 2
+
+
+MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
+
+
+SMALL_WORK = 1_000_000_000  # parameters times elements of the batch: below, real numbers are faster than imagined ones
+
+
+@dataclass(frozen=True)
+class Role:
+    """One engine to be: what it is built from, and its ds_config with all batch sizes solved."""
+
+    blueprint: Blueprint
+    settings: DsConfig
+
+
+@dataclass(frozen=True)
+class FakeWorld:
+    """The imagined ranks: how many, how they exchange, and what that costs in shared segments."""
+
+    ranks: int
+    exchange: Exchange
+    segments: Segments
+
+
+# Runs one micro-batch out of the given ones: forward, backward and step of every engine.
+Micro = Callable[[Sequence[Engine], Sequence[Any]], None]
+
+
+def dry_run(
+    roles: Sequence[Role],
+    ranks: int,
+    micro: Micro | None,
+    batches: Sequence[Any] = (),
+    *,
+    calls: int = 1,
+    imagined: bool = True,
+    exchange: Exchange = Exchange.SHARED,
+) -> Figures:
+    """Bytes on rank 0 of ``ranks``. ``micro(engines, batches)`` is called ``calls`` times per step; without it the states alone are measured.
+
+    ``imagined``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
+    memory as the rank itself would need. torch's random state is left as it was.
+    """
+    first = roles[0].blueprint
+    live, segments = LiveBytes(first.device.type), Segments()
+    given = [first.batch(batch, imagined=imagined) for batch in batches]
+    live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
+    cast = [role.blueprint.options(imagined=imagined) for role in roles]
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(imagined=imagined), live:
+        warnings.simplefilter("ignore")  # imagined tensors have no addresses, and torch warns who asks for one
+        engines = [
+            _engine(role, options, FakeWorld(ranks, exchange, segments), live)
+            for role, options in zip(roles, cast, strict=True)
+        ]
+        cast.clear()
+        live.follow(lambda: [buffer for engine in engines for buffer in engine.sharded.buffers()])
+        if micro is None:
+            for engine in engines:
+                _empty_step(engine)
+        for _ in range(STEPS if micro is not None else 0):
+            live.restart()
+            for _ in range(calls):
+                with live.saving():
+                    _call(micro, engines, given)
+    if any(engine.skipped_steps for engine in engines):
+        raise TrialError(
+            "the gradients of the rehearsed step are not finite, so the optimizer made no state", where="plan"
+        )
+    states = [engine.persistent_bytes() for engine in engines]
+    parameters, gradients, optimizer = (
+        sum(state[kind] for state in states) for kind in ("parameters", "gradients", "optimizer")
+    )
+    known = Figures(parameters, gradients, optimizer, exchange=segments.total)
+    return known if micro is None else replace(known, activations=live.saved_peak, peak=live.peak)
+
+
+class Way(Enum):
+    """How a micro-batch is rehearsed, as a plan says it."""
+
+    IMAGINED = "imagined"  # tensors without values, on the device of the training
+    IMAGINED_ON_CPU = "imagined on the CPU"  # the same, where this torch cannot imagine that device: kernels may save other things there
+    TRACED = "traced"  # real numbers on the CPU
+
+
+def ways(device: torch.device, *, work: int, scaled: bool) -> list[Way]:
+    """The ways to try, best first. Half precision with a loss scale (``scaled``) may overflow on the numbers of a rehearsal."""
+    if device.type != "cpu":
+        return [Way.IMAGINED, Way.IMAGINED_ON_CPU, Way.TRACED]
+    return [Way.TRACED, Way.IMAGINED] if work <= SMALL_WORK and not scaled else [Way.IMAGINED, Way.TRACED]
+
+
+def dry_run_any(
+    roles: Sequence[Role],
+    ranks: int,
+    micro: Micro | None,
+    batches: Sequence[Any] = (),
+    *,
+    calls: int = 1,
+    one_host: bool = True,
+) -> tuple[Figures, str]:
+    """As :func:`rehearse`, in the way that suits, or in the next one if that fails; and which it was.
+
+    Little work (parameters times batch elements) is traced first, because that is faster. A model that reads values out of its tensors can only
+    be traced.
+    """
+    device = roles[0].blueprint.device
+    exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
+    if micro is None:
+        return dry_run(roles, ranks, None, exchange=exchange), "none"
+    work = sum(role.blueprint.parameters for role in roles) * largest(batches)
+    scaled = any(role.settings.fp16.enabled for role in roles)
+    faults: list[Exception] = []
+    for way in ways(device, work=work, scaled=scaled):
+        place = device if way is Way.IMAGINED else torch.device("cpu")
+        try:
+            with ExitStack() as stack:
+                for role in roles:
+                    stack.enter_context(role.blueprint.on(place))
+                imagined = way is not Way.TRACED
+                return dry_run(
+                    roles, ranks, micro, batches, calls=calls, imagined=imagined, exchange=exchange
+                ), way.value
+        except TrialError as error:
+            faults.append(error)
+        except ZeroTrialError:
+            raise  # a config that cannot be used, in any way
+        except Exception as error:
+            faults.append(error)
+    last = faults[-1]  # of the traced one, or the only one: the user's own fault looks the same in all
+    raise TrialError(f"a micro-batch cannot be rehearsed: {last}", where="plan", got=type(last).__name__) from last
+
+
+def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
+    """``settings`` at another ZeRO stage and batch, without monitors and profilers."""
+    return replace(
+        settings,
+        train_batch_size=None,
+        train_micro_batch_size_per_gpu=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        zero_optimization=replace(settings.zero_optimization, stage=stage),
+        **_SILENT,
+    )
+
+
+def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> DsConfig:
+    """``settings`` with optimizer state somewhere else."""
+    return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
+
+
+_SILENT: dict[str, Any] = {
+    "tensorboard": TensorBoardSection(),
+    "csv_monitor": CsvMonitorSection(),
+    "wandb": WandbSection(),
+    "comet": CometSection(),
+    "flops_profiler": FlopsProfilerSection(),
+    "comms_logger": CommsLoggerSection(),
+    "steps_per_print": None,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "dump_state": False,
+    "disable_python_gc": False,
+}
+
+
+def _engine(role: Role, options: dict[str, Any], world: FakeWorld, live: LiveBytes) -> Engine:
+    model = options.pop("model")
+    live.hold([*model.parameters(), *model.buffers()])
+    mesh = fake_mesh(mesh_shape(role.settings, world.ranks), world.exchange, world.segments)
+    return build_engine(model, role.settings, mesh, role.blueprint.device, places=FAKE_SWAP, **options)
+
+
+def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]) -> None:
+    if micro is not None:
+        micro(engines, batches)
+
+
+def _empty_step(engine: Engine) -> None:
+    """A step on gradients of zero: all that it leaves is the optimizer's state."""
+    if engine.optimizer is not None:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.sharded.reducer.ensure_reduced()  # what has not come counts as zeros
+        engine.step()
+
+
+def largest(batch: Any) -> int:
+    """Elements of the batch's largest tensor."""
+    return max((leaf.numel() for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)), default=0)
+
+
+# What is planned for: a model with a batch and a loss, or whatever else can be rehearsed at another stage and micro-batch.
+
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Subject(Protocol):
+    """Can be rehearsed."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters, each once."""
+
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+        """The figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on one host or not, and how they were had."""
+
+
+class ModelSubject:
+    """A model alone. ``batch``: what its forward takes (a tuple of arguments, a dict of keyword arguments, or one tensor); None: states only.
+
+    ``loss(engine, batch)`` gives the scalar to differentiate; without it the model is called, and its own loss taken, or one made of its outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        loss: Loss | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._set(Blueprint(model, options, device), batch, loss)
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, batch: Any, loss: Loss) -> ModelSubject:
+        """The same from a blueprint that there is already."""
+        made = cls.__new__(cls)
+        made._set(blueprint, batch, loss)
+        return made
+
+    def _set(self, blueprint: Blueprint, batch: Any, loss: Loss | None) -> None:
+        self._blueprint = blueprint
+        self._batch = batch
+        self._loss = loss if loss is not None else call_and_reduce
+        self._rows = rows_of(batch)
+
+    @property
+    def parameters(self) -> int:
+        return self._blueprint.parameters
+
+    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+        batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
+
+        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
+            engines[0].backward(self._loss(engines[0], batches[0]))
+            engines[0].step()
+
+        calls = settings.gradient_accumulation_steps or 1
+        known = micro if self._batch is not None else None
+        return dry_run_any([Role(self._blueprint, settings)], ranks, known, [batch], calls=calls, one_host=one_host)
+
+
+def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
+    """The model called on ``batch``, and the loss that it returns or that stands for it."""
+    if isinstance(batch, Mapping):
+        return loss_in(engine(**batch))
+    return loss_in(engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch))
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The first single number with a history in a model's output: its loss, as in the outputs of Hugging Face's models.
+
+    Where there is none, the loss is made outside of the model and not known here: a log-softmax over the last dimension of each floating
+    output stands for it, which holds as much as a cross entropy does.
+    """
+    floats = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    single = next((leaf for leaf in floats if leaf.numel() == 1), None)
+    if single is not None:
+        return single.reshape(())
+    return torch.stack([torch.log_softmax(leaf.float(), -1).mean() for leaf in floats]).sum()
+
+
+def _leaves(output: Any) -> list[Any]:
+    """Leaves of nested outputs; objects with attributes (dataclasses, say) count as dicts."""
+    found: list[Any] = []
+    for leaf in tree_flatten(output)[0]:
+        opens = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
+        found += tree_flatten(dict(vars(leaf)))[0] if opens else [leaf]
+    return found
+
+
+def rows_of(batch: Any) -> int | None:
+    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
+    return next(
+        (leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), None
+    )
+
+
+def first_rows(batch: Any, rows: int, wanted: int) -> Any:
+    """The batch cut, or repeated, to ``wanted`` samples: every tensor whose first dimension is ``rows``; the rest stays as it is."""
+
+    def fit(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:
+            return leaf
+        if wanted < rows:
+            return leaf[:wanted].clone()
+        return leaf[torch.arange(wanted) % rows]
+
+    return tree_map(fit, batch)

@@ -1,0 +1,230 @@
+"""A mesh of ranks that are not there: collectives that hold the memory of real ones, and move nothing.
+
+What a collective of n elements on N ranks holds until its result is there, by how the ranks exchange:
+
+    SHARED    ranks of one host      nothing where the source is a buffer that peers read in place; else n (N-1)/N (reduce-scatter) or n/N
+                                     (all-gather) in segments that peers read; segments stay for the next payload
+    DIRECT    CPU ranks over gloo    n (N-1)/N received contributions (reduce-scatter); small payloads go this way on one host too
+    NATIVE    NCCL                   nothing that is a tensor
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, Pending
+from zero_trial.comm.backends import Received
+from zero_trial.comm.collective import Look
+from zero_trial.comm.health import Heartbeat
+from zero_trial.comm.mesh import AXES
+from zero_trial.comm.shm.lending import WORTH_BYTES
+from zero_trial.comm.shm.segments import HEADER, SMALLEST, capacity_for
+from zero_trial.ds_config.sections import AioSection
+from zero_trial.engine.offload_config import OffloadBackends
+from zero_trial.sharding.layout import round_up
+from zero_trial.sharding.offload.host import BlockingCopier
+from zero_trial.sharding.offload.swap_file import BLOCK, DiskTransfer
+
+
+class Exchange(Enum):
+    """How the ranks of an axis exchange tensors."""
+
+    SHARED = "shared memory"
+    DIRECT = "gloo"
+    NATIVE = "nccl"
+
+
+@dataclass
+class _Segment:
+    capacity: int
+    used: bool = False
+
+
+@dataclass
+class Segments:
+    """The shared segments that this rank would own, by the rule of :class:`zero_trial.comm.shm.segments.SharedMemory`.
+
+    Peers are taken to read as fast as this rank does; a slower one may cost another segment.
+    """
+
+    made: list[_Segment] = field(default_factory=list)
+    _homes: WeakSet[Any] = field(default_factory=WeakSet)  # storages that peers read in place
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(HEADER + segment.capacity for segment in self.made)
+
+    def settle_down(self, tensor: torch.Tensor) -> None:
+        """``tensor`` lives where peers read it in place."""
+        self._homes.add(tensor.untyped_storage())
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is part of one that lives so."""
+        return tensor.untyped_storage() in self._homes
+
+    def acquire(self, nbytes: int) -> _Segment:
+        found = next((s for s in self.made if not s.used and nbytes <= s.capacity <= max(4 * nbytes, SMALLEST)), None)
+        if found is None:
+            found = _Segment(capacity_for(nbytes))
+            self.made.append(found)
+        found.used = True
+        return found
+
+
+class FakeComm(AxisComm):
+    """One axis as its first rank sees it. Nothing is sent; what would arrive from the others is zeros."""
+
+    def __init__(
+        self, name: str, size: int, counters: CommCounters, board: Heartbeat, exchange: Exchange, segments: Segments
+    ) -> None:
+        super().__init__(name, tuple(range(size)), 0, None, counters, board, 0.0)
+        self._exchange = exchange
+        self._segments = segments
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
+        if self.size == 1:
+            return _copied(full, out)
+        own = full.view(self.size, -1)[0]
+        parts: dict[int, torch.Tensor] = {}
+        segment = None
+        if self._shares(full):
+            if not self._segments.has(full):
+                segment = self._segments.acquire(own.numel() * own.element_size() * (self.size - 1))
+        elif self._exchange is not Exchange.NATIVE:
+            parts = {peer: torch.zeros_like(own) for peer in range(1, self.size)}
+
+        def add() -> Received:
+            out.copy_(own)
+            return Received(parts, lambda: _free(segment))
+
+        return Pending(None, label, [], add)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
+        if self.size == 1:
+            return _copied(shard, full)
+        parts = full.view(self.size, -1)
+        parts[0].copy_(shard)
+        parts[1:].zero_()
+        copied_out = self._shares(full) and not self._segments.has(shard)
+        segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
+        return Pending(None, label, [], lambda: _free(segment))
+
+    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.zeros(numel, dtype=dtype, device=device)
+        if self.reads_in_place(device):
+            self._segments.settle_down(made)
+        return made
+
+    def reads_in_place(self, device: torch.device) -> bool:
+        return self.size > 1 and device.type == "cpu" and self._exchange is Exchange.SHARED
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Nobody reads."""
+
+    def settled(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
+        if self.size == 1:
+            return _copied(full, full)
+        own = full.view(self.size, -1)[0]
+        scatter = self.reduce_scatter(full, own, label)
+
+        def gather() -> Pending:
+            scatter.wait()
+            return self.all_gather(full, own, label)
+
+        return Pending(None, label, [], gather)
+
+    def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
+        """The other ranks' numbers are this one's: nothing to do."""
+
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """This rank's values are everyone's."""
+
+    def gather_json(self, value: Any, label: str) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self, label: str) -> None:
+        """Nobody to wait for."""
+
+    def _shares(self, full: torch.Tensor) -> bool:
+        return self._exchange is Exchange.SHARED and full.numel() * full.element_size() >= WORTH_BYTES
+
+
+def fake_mesh(shape: MeshShape, exchange: Exchange = Exchange.SHARED, segments: Segments | None = None) -> Mesh:
+    """Rank 0's place in ``shape``; no process group is needed, and none is used. ``segments`` notes what sharing would cost."""
+    counters, board = CommCounters(), Heartbeat(None, 0, 1)
+    pool = segments if segments is not None else Segments()
+    sizes = dict(zip(AXES, shape.sizes, strict=True))
+    sizes |= {"data": shape.data_parallel_size, "world": math.prod(shape.sizes)}
+    axes: dict[str, AxisComm] = {
+        name: FakeComm(name, size, counters, board, exchange, pool) for name, size in sizes.items()
+    }
+    return Mesh(shape, 0, axes, counters, board)
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
+    """An axis of one rank: the result is the input. Compared by storage, because imagined tensors have no addresses."""
+    if source.untyped_storage()._cdata != target.untyped_storage()._cdata:
+        target.copy_(source)
+    return Pending(None, "", [], None)
+
+
+def _free(segment: _Segment | None) -> None:
+    if segment is not None:
+        segment.used = False
+
+
+# The place of offloaded state in a rehearsal: buffers in memory, as the run will have them, and no disk behind them.
+
+
+class FakeSwapFile:
+    """Transfers move nothing and are over at once: what is read is what the buffer held."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._end = 0
+
+    def reserve(self, nbytes: int) -> int:
+        offset, self._end = self._end, self._end + round_up(nbytes, BLOCK)
+        return offset
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+        self.bytes_read += into.numel() * into.element_size()
+        return DiskTransfer("", [])
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+        self.bytes_written += source.numel() * source.element_size()
+        return DiskTransfer("", [])
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        """A tensor of the file's size with whatever the memory held: pages that nobody touches do not exist."""
+        yield torch.empty(self._end, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def fake_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> FakeSwapFile:
+    """In the place of :func:`zero_trial.engine.offload_config.open_swap_file`."""
+    return FakeSwapFile()
+
+
+# The device's copies move nothing that has values, and at once.
+FAKE_SWAP = OffloadBackends(fake_swap_file, lambda device, pinned: BlockingCopier())

@@ -1,0 +1,107 @@
+"""A finding: one fault, warning or note of a check, in an area, with its place, and the points of a search that it is about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from zero_trial.errors import ConfigError, ZeroTrialError
+
+_FILE = re.compile(r"(?P<file>\S+?\.(?:ya?ml|json|hjson|py|sh|txt|detignore))(?::(?P<line>\d+))?(?: (?P<key>.+))?$")
+
+
+class Severity(Enum):
+    """What a finding means for the run; the values are the words that are printed."""
+
+    FAULT = "error"  # the run would not start, or end in an error
+    WARNING = "warn"  # the run does something that is probably not meant
+    NOTE = "note"  # what the check did not look at, and why
+
+
+class Area(Enum):
+    """What was looked at."""
+
+    EXPERIMENT = "experiment"
+    ENTRYPOINT = "entrypoint"
+    SPACE = "space"
+    DS_CONFIG = "ds_config"
+    TRIAL = "trial"
+    LOADERS = "loaders"
+    METRIC = "metric"
+    CONTEXT = "context"
+    SLOTS = "slots"
+
+
+@dataclass(frozen=True)
+class IssueLocation:
+    """Where a finding points to: a file with its line, and a dotted key; each may be missing."""
+
+    file: str | None = None
+    line: int | None = None
+    key: str | None = None
+
+
+def split_where(where: str | None) -> IssueLocation:
+    """``const.yaml:14 searcher.metric`` taken apart."""
+    if where is None:
+        return IssueLocation()
+    found = _FILE.match(where)
+    if found is None:
+        return IssueLocation(key=where)
+    line = found["line"]
+    return IssueLocation(found["file"], int(line) if line else None, found["key"])
+
+
+@dataclass(frozen=True)
+class Issue:
+    """``points``: numbers of the points of the search at which it holds; empty where it holds for all. ``at`` says that in words."""
+
+    area: Area
+    severity: Severity
+    error: ZeroTrialError
+    points: tuple[int, ...] = ()
+    at: str = ""
+
+    @property
+    def text(self) -> str:
+        """The message as it is shown."""
+        return f"{self.error.describe()} ({self.at})" if self.at else self.error.describe()
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs: every part by itself."""
+        place, error = split_where(self.error.where), self.error
+        return {
+            "severity": self.severity.value,
+            "area": self.area.value,
+            "file": place.file,
+            "line": place.line,
+            "key": place.key,
+            "what": error.what,
+            "got": _shown(error.got),
+            "expected": _shown(error.expected),
+            "fix": error.fix,
+            "points": list(self.points),
+            "text": self.text,
+        }
+
+
+def issues_of(area: Area, error: ZeroTrialError, severity: Severity = Severity.FAULT) -> list[Issue]:
+    """One finding per fault that ``error`` holds."""
+    return [Issue(area, severity, fault) for fault in flat([error])]
+
+
+def flat(errors: Iterable[ZeroTrialError]) -> list[ZeroTrialError]:
+    """The single faults of errors of which some hold several."""
+    return [fault for error in errors for fault in (getattr(error, "faults", ()) or (error,))]
+
+
+def note(area: Area, severity: Severity, what: str, **parts: Any) -> Issue:
+    """A finding that no error was raised for; ``parts`` are those of an error: where, got, expected, fix."""
+    return Issue(area, severity, ConfigError(what, **parts))
+
+
+def _shown(value: Any) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,156 @@
+"""What the experiment asks of this machine: slots and precision against its GPUs and cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.errors import ConfigError
+from zero_trial.launch.environment import HostDevices, check_slots
+from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+
+
+def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[Issue]:
+    """Findings about ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
+
+    More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores works, slowly.
+    """
+    found: list[Issue] = []
+    try:
+        check_slots(slots, devices, where)
+    except ConfigError as error:
+        found += issues_of(Area.SLOTS, error)
+    if not devices.gpus and slots > devices.cores:
+        what = f"{slots} ranks share {devices.cores} cores of this machine, which has no GPU"
+        fix = f"Use --slots {devices.cores} to try it here."
+        found.append(note(Area.SLOTS, Severity.WARNING, what, where=where, fix=fix))
+    if config is not None and config.fp16.enabled and not devices.gpus:
+        what = "fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale"
+        fix = 'Use "bf16": {"enabled": true} in its place; the processor supports it.'
+        place = config.sources.get("fp16.enabled", "")
+        where = f"{place} fp16.enabled" if place not in ("", "given", "default") else "fp16.enabled"
+        found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=where, fix=fix))
+    return found
+
+
+# What offload asks of this machine's disks: folders that can be written, with room, on something that is no memory.
+
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+_MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}  # per element; others have two, and SGD one if it has momentum
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """What there is to know of a folder: whether it exists and can be written, its free bytes, and the type of its file system."""
+
+    exists: bool
+    writable: bool = False
+    free: int = 0
+    kind: str = ""
+
+
+def disk_of(folder: Path) -> DiskSpace:
+    """As the system says."""
+    if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
+        return DiskSpace(False)
+    found = os.statvfs(folder)
+    return DiskSpace(True, os.access(folder, os.W_OK | os.X_OK), found.f_bavail * found.f_frsize, _kind(folder))
+
+
+def check_nvme(
+    config: DsConfig,
+    slots: int,
+    parameters: int | None,
+    look: Callable[[Path], DiskSpace] = disk_of,
+    base: Path = Path(),
+) -> list[Issue]:
+    """Findings about the folders of ``config``'s offload, for ``slots`` ranks on this machine that train ``parameters`` (None: not known) and
+    start in ``base``."""
+    wanted: dict[Path, list[tuple[str, int | None]]] = {}
+    for key, path, size in _places(config, slots, parameters):
+        wanted.setdefault((base / path).absolute(), []).append((_where(config, key), size))
+    return [finding for folder, uses in wanted.items() for finding in _of_folder(folder, uses, look(folder))]
+
+
+def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace) -> list[Issue]:
+    where, fault = uses[0][0], Severity.FAULT
+    if not disk.exists:
+        what, fix = "there is no such folder on this machine", "Make it, or name another one."
+        return [note(Area.DS_CONFIG, fault, what, where=where, got=str(folder), fix=fix)]
+    if not disk.writable:
+        what = "nothing can be written to this folder"
+        return [note(Area.DS_CONFIG, fault, what, where=where, got=str(folder), fix="Name another one.")]
+    found = []
+    if disk.kind in _IN_MEMORY:
+        what = f"this folder is memory ({disk.kind}): what is offloaded to it saves none"
+        fix = "Name a folder on a disk."
+        found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=where, got=str(folder), fix=fix))
+    needs = sum(size for _, size in uses if size is not None)
+    if needs > disk.free:
+        what, fix = "the disk has not enough room for what is offloaded", "Free some space, or name another disk."
+        got, expected = f"{_gib(disk.free)} free", f"{_gib(needs)} for the ranks of this machine"
+        found.append(note(Area.DS_CONFIG, fault, what, where=where, got=got, expected=expected, fix=fix))
+    return found
+
+
+def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[str, str, int | None]]:
+    """(key, folder, bytes) of what goes to a disk."""
+    zero, found = config.zero_optimization, []
+    state, params = zero.offload_optimizer, zero.offload_param
+    narrow = config.bf16.enabled or config.fp16.enabled
+    elements = None if parameters is None else parameters * _copies(config, slots)
+    if state is not None and state.device == "nvme" and state.nvme_path:
+        each = (4 if narrow else 0) + 4 * _moments(config)
+        size = None if elements is None else int(each * elements * state.ratio)
+        found.append(("offload_optimizer", state.nvme_path, size))
+    if params is not None and params.device == "nvme" and params.nvme_path:
+        size = None if elements is None else (2 if narrow else 4) * max(elements - slots * params.max_in_cpu, 0)
+        found.append(("offload_param", params.nvme_path, size))
+    return found
+
+
+def _moments(config: DsConfig) -> int:
+    optimizer = config.optimizer
+    if optimizer is None:
+        return 2
+    name = optimizer.type.lower()
+    return int(bool(optimizer.params.get("momentum"))) if name == "sgd" else _MOMENTS.get(name, 2)
+
+
+def _copies(config: DsConfig, slots: int) -> int:
+    """How many ranks have the same shard."""
+    zero, ranks = config.zero_optimization, max(slots // config.mesh.pipe, 1)
+    if zero.stage == 0:
+        return ranks
+    shard = config.mesh.shard if config.mesh.shard is not None else zero.mics_shard_size
+    return max(ranks // shard, 1) if shard is not None and shard > 0 else 1
+
+
+def _where(config: DsConfig, section: str) -> str:
+    key = f"zero_optimization.{section}.nvme_path"
+    source = config.sources.get(key, "")
+    return f"{source} {key}" if source not in ("", "given", "default") else key
+
+
+def _kind(folder: Path) -> str:
+    """The type of the file system that ``folder`` is on; empty where the system does not say."""
+    best, kind = "", ""
+    try:
+        for line in Path("/proc/self/mounts").read_text("utf-8", errors="replace").splitlines():
+            _, mounted, found = line.split(" ")[:3]
+            place = mounted.replace("\\040", " ")
+            if len(place) >= len(best) and folder.resolve().is_relative_to(place):
+                best, kind = place, found
+    except OSError:
+        return ""
+    return kind
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"

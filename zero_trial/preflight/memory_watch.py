@@ -1,0 +1,169 @@
+"""A run's memory planned when its first micro-batch comes, and measured in its second step: what ``plan`` said against what was.
+
+    step 1   before the first forward: the inputs' shapes are known, so a copy of the model without values is rehearsed
+    step 2   every operation of this rank is watched, from the first forward until the optimizer has stepped
+
+Both count the same thing, bytes of live tensors at their peak, on rank 0. Neither changes a number or a random state of the run. A loss that is
+made outside of the model is not seen by the plan and is stood in for (:func:`zero_trial.preflight.dry_run.loss_in`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.engine import Engine
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.preflight.compare import Planner, does_not_fit
+from zero_trial.preflight.dry_run import Blueprint, ModelSubject, loss_in
+from zero_trial.preflight.live_bytes import LiveBytes
+from zero_trial.preflight.plan import MemoryPlan, rank_limit
+
+Factory = Callable[..., tuple[Any, Any, Any, Any]]
+Say = Callable[[dict[str, Any]], None]
+
+
+class MemoryWatch:
+    """Watches the first engine that :meth:`around` makes. ``say(event)`` gets one ``plan`` event, or a ``note`` why there is none."""
+
+    def __init__(self, say: Say, ranks_here: int = 1) -> None:
+        self.plan: MemoryPlan | None = None
+        self.measured: int | None = None  # bytes
+        self._say = say
+        self._ranks_here = ranks_here
+        self._blueprint: Blueprint | None = None
+        self._engine: Engine | None = None
+        self._live: LiveBytes | None = None
+        self._handles: list[Any] = []
+
+    def around(self, initialize: Factory) -> Factory:
+        """``initialize`` that also takes note of the first model and watches its engine."""
+
+        def initialize_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+            first = self._blueprint is None and self._engine is None
+            if isinstance(kwargs.get("model"), PipelineModule):
+                made = initialize(*args, **kwargs)
+                self._give_up("zero-trial plan has a pipeline's, stage by stage")
+                return made
+            if first and isinstance(kwargs.get("model"), nn.Module):
+                self._copy(kwargs)
+            made = initialize(*args, **kwargs)
+            if first and isinstance(made[0], Engine):
+                self._watch(made[0])
+            elif isinstance(made[0], Engine):
+                self._give_up("several engines; zero-trial plan takes them together")
+            return made
+
+        return initialize_and_watch
+
+    def summary(self) -> dict[str, Any]:
+        """Planned and measured bytes of live tensors on rank 0, at the peak and between steps; empty where nothing was measured."""
+        found: dict[str, Any] = {}
+        if self.plan is not None:
+            found["memory_planned_bytes"] = self.plan.figures.peak
+            found["memory_planned_states_bytes"] = self.plan.figures.states
+        if self.measured is not None and self._engine is not None:
+            found["memory_measured_peak_bytes"] = self.measured
+            found["memory_measured_states_bytes"] = sum(self._engine.persistent_bytes().values())
+        if self.measured and self.plan is not None and self.plan.figures.peak is not None:
+            found["memory_plan_error_percent"] = round(100 * (self.plan.figures.peak / self.measured - 1), 2)
+        return found
+
+    def close(self) -> None:
+        """Takes all hooks off; safe at any time."""
+        self._stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _copy(self, kwargs: dict[str, Any]) -> None:
+        options = {
+            key: kwargs[key] for key in ("optimizer", "model_parameters", "lr_scheduler") if kwargs.get(key) is not None
+        }
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self._blueprint = Blueprint(kwargs["model"], options, device)
+        except Exception as error:  # a model of any kind: whatever it is, the run goes on without a plan
+            self._give_up(str(error))
+
+    def _watch(self, engine: Engine) -> None:
+        self._engine = engine
+        self._handles.append(engine.module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        if engine.optimizer is not None:
+            self._handles.append(engine.optimizer.base.register_step_post_hook(lambda *_: self._stop()))
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        engine = self._engine
+        if engine is None or not torch.is_grad_enabled() or not module.training:
+            return
+        if self._blueprint is not None:
+            blueprint, self._blueprint = self._blueprint, None
+            self._make_plan(blueprint, engine, args, kwargs)
+        if engine.global_steps == 1 and self._live is None and self.measured is None:
+            self._start(engine, (args, kwargs))
+
+    def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
+        subject = ModelSubject.of(
+            blueprint, (args, kwargs), lambda rehearsed, batch: loss_in(rehearsed(*batch[0], **batch[1]))
+        )
+        one_host = engine.world_size <= self._ranks_here
+        limit = rank_limit(engine.device, self._ranks_here)
+        try:
+            with _untouched_randomness():
+                planner = Planner(subject, engine.config, engine.world_size, one_host=one_host)
+                self.plan = planner.plan()
+                remedy = None if limit is None or self.plan.fits(limit) else str(does_not_fit(planner, limit))
+        except Exception as error:
+            self._give_up(str(error))
+            return
+        self._say({"kind": "plan", "message": self.plan.line(limit), **self.plan.as_dict()})
+        if remedy is not None:
+            self._say({"kind": "note", "message": remedy})
+
+    def _start(self, engine: Engine, inputs: Any) -> None:
+        live = self._live = LiveBytes(engine.device.type)
+        model = engine.sharded
+        live.follow(model.buffers)
+        live.hold(unit.master for unit in model.units)
+        live.hold(landing.shard for landing in model.landings)
+        live.hold([*engine.module.parameters(), *engine.module.buffers(), *_tensors(inputs)])
+        if engine.optimizer is not None:
+            live.hold(engine.optimizer.store.buffers)
+            live.hold(_tensors([dict(state) for state in engine.optimizer.base.state.values()]))
+        live.restart()
+        live.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.measured = live.peak
+
+    def _give_up(self, reason: str) -> None:
+        self._blueprint = None
+        if self.plan is None:
+            self._say({"kind": "note", "message": f"no memory plan: {reason.splitlines()[0] if reason else 'unknown'}"})
+
+
+@contextmanager
+def _untouched_randomness() -> Iterator[None]:
+    """Python's and numpy's random states afterwards as before (torch's is the rehearsal's own business)."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    other = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(other)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]

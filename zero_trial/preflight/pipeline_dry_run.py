@@ -1,0 +1,260 @@
+"""A pipeline's parts without values: the layers of every stage, built where they cost no memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from zero_trial.engine.pipeline_build import PipelineSettings
+from zero_trial.pipeline.channel import to_payload
+from zero_trial.pipeline.generators import RECIPES
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.schedule import Action, ActionKind, ChunkPlacement, Row, Schedule
+from zero_trial.pipeline.stage import SplitBackward, StageBoundary
+from zero_trial.preflight.dry_run import Blueprint
+from zero_trial.preflight.live_bytes import LiveBytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """``stages[r]`` is what pipeline rank r holds, a ModuleDict of its chunks by number; ``whole`` has the chunks of all.
+
+    ``bounds``: chunk c is layers ``bounds[c]`` to ``bounds[c + 1] - 1``. ``ties``: groups of chunks that share weights.
+    """
+
+    placement: ChunkPlacement
+    stages: tuple[Blueprint, ...]
+    whole: Blueprint
+    bounds: tuple[int, ...]
+    ties: tuple[tuple[int, ...], ...]
+    elements: tuple[int, ...]  # trainable, of each pipeline rank
+    parameters: int  # of the whole model, what is tied once
+    loss_fn: Any
+
+    def layers(self, rank: int) -> str:
+        """``0-3`` or ``0-1,4-5``: the layers of a pipeline rank."""
+        runs = [(self.bounds[chunk], self.bounds[chunk + 1] - 1) for chunk in self.placement.of(rank)]
+        return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def parts_of(model: PipelineModule, settings: PipelineSettings, device: torch.device | str = "cpu") -> Parts:
+    """The parts that the run's ranks will build; ``model`` stays as it is. A partition by profile is measured here, with real layers."""
+    placement = RECIPES[settings.schedule].place(settings.stages, settings.chunks_per_rank)
+    method = settings.partition_method or model.partition_method
+    built = []
+    for rank in range(placement.stages):
+        stage = model.unbuilt()
+        with nullcontext() if method.strip().lower() == "profile" else torch.device("meta"):
+            stage.build(
+                placement,
+                rank,
+                partition_method=method,
+                activation_checkpoint_interval=settings.activation_checkpoint_interval or None,
+            )
+        built.append(stage)
+    chunks = [nn.ModuleDict({str(number): chunk for number, chunk in stage.chunks.items()}) for stage in built]
+    whole = nn.ModuleDict(dict(chain.from_iterable(stage.items() for stage in chunks)))
+    return Parts(
+        placement=placement,
+        stages=tuple(Blueprint(stage, device=device) for stage in chunks),
+        whole=Blueprint(whole, device=device),
+        bounds=tuple(built[0].parts),
+        ties=tuple(built[0].ties.values()),
+        elements=tuple(_trainable(stage) for stage in chunks),
+        parameters=model.total_parameters,
+        loss_fn=model.loss_fn,
+    )
+
+
+def _trainable(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)
+
+
+# A pipeline rank's row played through with its layers alone, and what tensors it held: no other rank, no sharding, no messages.
+#
+# What comes from other ranks is a tensor of the right shape. Full parameters and gradients that sharding gathers and frees are counted by the
+# row's own actions (UNSHARD, RESHARD, REDUCE), so each computation is seen together with what is whole at that moment.
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes of one pipeline rank at most: ``activations`` is what autograd saved; ``peak`` all but what outlives a step."""
+
+    activations: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes of one element while it is whole; 0 where it is never freed, because then it is among what outlives a step.
+
+    Parameters of fewer than ``persistence`` elements are never freed.
+    """
+
+    parameter: int = 0
+    gradient: int = 0
+    persistence: int = 0
+
+
+@dataclass
+class _Flight:
+    """One chunk's micro-batch from its forward to its last gradient."""
+
+    gate: StageBoundary
+    outputs: list[torch.Tensor]
+    split: SplitBackward | None = None
+
+
+@dataclass
+class _Player:
+    """Performs a row on the rank's chunks; ``inputs[c]`` is like what chunk c gets."""
+
+    chunks: Mapping[int, nn.Module]
+    inputs: Mapping[int, Any]
+    labels: Any
+    loss_fn: Any
+    last: int
+    micro_batches: int
+    anchor: torch.Tensor
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+
+    def perform(self, action: Action) -> None:
+        kind, chunk, number, _ = action
+        if kind is ActionKind.F:
+            self._forward(chunk, number)
+        elif kind is ActionKind.B:
+            flight = self.flights.pop((chunk, number))
+            torch.autograd.backward(flight.outputs, _gradients(flight.outputs))
+        elif kind is ActionKind.I:
+            flight = self.flights[chunk, number]
+            if flight.gate.node is None:  # nothing to hand back: all of it is the weights'
+                return
+            flight.split = SplitBackward(flight.outputs, flight.gate.node, self.anchor)
+            flight.split.inputs(_gradients(flight.outputs))
+            flight.outputs = []
+        elif kind is ActionKind.W:
+            flight = self.flights.pop((chunk, number))
+            if flight.split is not None:
+                flight.split.weights()
+            else:
+                torch.autograd.backward(flight.outputs, _gradients(flight.outputs))
+
+    def _forward(self, chunk: int, number: int) -> None:
+        gate = StageBoundary(to_payload(_fresh(self.inputs[chunk]))[1], self.anchor)
+        value = self.chunks[chunk](gate.open())
+        if chunk == self.last:
+            value = (value if self.loss_fn is None else self.loss_fn(value, self.labels)) / self.micro_batches
+        outputs = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self.flights[chunk, number] = _Flight(gate, outputs)
+
+
+def dry_run_rank(
+    parts: Parts,
+    schedule: Schedule,
+    rank: int,
+    batch: tuple[Any, Any],
+    copies: Copies,
+    dtype: torch.dtype = torch.float32,
+    *,
+    imagined: bool = True,
+) -> HeldBytes:
+    """What pipeline rank ``rank`` holds in one step of ``schedule`` on micro-batches like ``batch`` (inputs, labels).
+
+    ``imagined``: tensors without values. torch's random state stays as it was. Raises TrialError where a layer cannot be run so.
+    """
+    live = LiveBytes()
+    inputs, labels = parts.whole.batch(batch, imagined=imagined)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), parts.whole.without_values(imagined=imagined):
+        warnings.simplefilter("ignore")  # imagined tensors have no addresses, and torch warns who asks for one
+        model = parts.whole.options(imagined=imagined)["model"]
+        chunks = {int(name): chunk for name, chunk in model.items()}
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
+            param.register_post_accumulate_grad_hook(_landed)
+        templates = _templates(chunks, _cast(inputs, dtype))
+        mine = {chunk: chunks[chunk] for chunk in parts.placement.of(rank)}
+        anchor = torch.zeros((), requires_grad=True)
+        player = _Player(mine, templates, labels, parts.loss_fn, parts.placement.last, schedule.micro_batches, anchor)
+        return _play(player, schedule.rows[rank], live, _whole(mine, copies))
+
+
+def _play(player: _Player, row: Row, live: LiveBytes, sizes: Mapping[int, Copies]) -> HeldBytes:
+    """Every computation with what is whole around it."""
+    parameters: dict[int, int] = {}
+    gradients: dict[int, int] = {}
+    activations = peak = 0
+    with live:
+        for action in row:
+            kind, chunk = action.kind, action.chunk
+            if kind is ActionKind.UNSHARD:
+                parameters[chunk] = sizes[chunk].parameter
+            elif kind is ActionKind.RESHARD:
+                parameters.pop(chunk)
+            elif kind is ActionKind.REDUCE:
+                gradients.pop(chunk, None)
+            elif kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W):
+                if kind is ActionKind.B or kind is ActionKind.W:
+                    gradients[chunk] = sizes[chunk].gradient
+                live.restart()
+                with live.saving():
+                    player.perform(action)
+                whole = sum(parameters.values()) + sum(gradients.values())
+                activations, peak = max(activations, live.saved_peak), max(peak, live.peak + whole)
+    return HeldBytes(activations, peak)
+
+
+def _templates(chunks: Mapping[int, nn.Module], inputs: Any) -> dict[int, Any]:
+    """What each chunk gets, by running them one after the other; floating tensors of later ones want a gradient."""
+    found: dict[int, Any] = {}
+    value = inputs
+    for number in sorted(chunks):
+        found[number] = value
+        value = chunks[number](_fresh(value))
+    return found
+
+
+def _whole(chunks: Mapping[int, nn.Module], copies: Copies) -> dict[int, Copies]:
+    """The same of each chunk as a whole; what two of them share is the first one's."""
+    found: dict[int, Copies] = {}
+    seen: set[nn.Parameter] = set()
+    for number, chunk in chunks.items():
+        sizes = [param.numel() for param in chunk.parameters() if param not in seen]
+        seen.update(chunk.parameters())
+        freed = sum(size for size in sizes if size >= copies.persistence)
+        found[number] = Copies(freed * copies.parameter, sum(sizes) * copies.gradient)
+    return found
+
+
+def _fresh(value: Any) -> Any:
+    """New tensors like these, as a message would bring them."""
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_like(leaf).copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    return tree_map(made, value)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors in the parameters' dtype."""
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, value
+    )
+
+
+def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(output) for output in outputs]
+
+
+def _landed(param: torch.Tensor) -> None:
+    """The gradient is in its buffer, which is counted elsewhere."""
+    param.grad = None

@@ -1,0 +1,267 @@
+"""What each stage of a pipeline needs in memory: its states from the engine's own layouts, its peak from its row of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from zero_trial.ds_config.sections import DsConfig
+from zero_trial.engine.pipeline_build import (
+    choose_policy,
+    pipeline_settings,
+    price_line,
+    sharding_of,
+    training_schedule,
+    weigh,
+)
+from zero_trial.engine.resolved_config import mesh_shape, resolve_config
+from zero_trial.errors import ConfigError, DoesNotFit, TrialError
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.pipeline.simulate import validate
+from zero_trial.preflight.dry_run import Role, dry_run_any, first_rows, rows_of, variant
+from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
+from zero_trial.preflight.plan import Figures, count_text, size_text
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline rank: what of the model it has, the most micro-batches whose activations it holds, and bytes."""
+
+    rank: int
+    layers: str
+    elements: int
+    in_flight: float
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """All pipeline ranks of one way to train; ``data_ranks`` ranks share each stage."""
+
+    stages: tuple[StagePlan, ...]
+    zero_stage: int
+    precision: str
+    data_ranks: int
+    micro_batch: int
+    accumulation: int
+    parameter_count: int
+    price: str  # schedule and policy in a line
+
+    @property
+    def largest(self) -> StagePlan:
+        """The pipeline rank that needs most."""
+        return max(self.stages, key=lambda stage: stage.figures.total)
+
+    def fits(self, limit: int | None) -> bool:
+        return limit is None or self.largest.figures.total <= limit
+
+    def line(self, limit: int | None = None) -> str:
+        """``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB activations, peak 20.1 MiB (limit 5.7 GiB)  fits``"""
+        most, figures = self.largest, self.largest.figures
+        text = (
+            f"params {count_text(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
+        )
+        text += f"{size_text(figures.states)} states + {size_text(figures.activations)} activations, peak {size_text(figures.peak)}"
+        if limit is not None:
+            text += f" (limit {size_text(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
+        return text
+
+    def table(self, limit: int | None = None) -> str:
+        """A row per pipeline rank; below it the schedule and the policy with their price."""
+        head = ("stage", "layers", "parameters", "in flight", "states", "activations", "peak", "exchange")
+        rows = [
+            (
+                str(stage.rank),
+                stage.layers,
+                count_text(stage.elements),
+                f"{stage.in_flight:.4g}",
+                size_text(stage.figures.states),
+                size_text(stage.figures.activations),
+                size_text(stage.figures.peak),
+                size_text(stage.figures.exchange)
+                + ("" if limit is None or stage.figures.total <= limit else "  too much"),
+            )
+            for stage in self.stages
+        ]
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+        title = (
+            f"per rank: ZeRO-{self.zero_stage}, {self.precision}, {len(self.stages)} stages x {self.data_ranks} ranks, "
+            f"micro batch {self.micro_batch}, accumulation {self.accumulation}"
+        )
+        return "\n".join([title, *(f"  {line}" for line in lines), self.price])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        stages = []
+        for stage in self.stages:
+            figures = stage.figures
+            derived = {"states": figures.states, "temporary": figures.temporary, "total": figures.total}
+            stages.append({**asdict(stage), "figures": {**asdict(figures), **derived}})
+        return {**asdict(self), "stages": stages}
+
+
+@dataclass(frozen=True)
+class PipelineCandidate:
+    """One row of a comparison: a plan, or why there is none."""
+
+    name: str
+    plan: PipelinePlan | None
+    refusal: str = ""
+
+
+class PipelinePlanner:
+    """``settings`` as the run has them, on ``ranks`` ranks; ``batch`` is one micro-batch, (inputs, labels). Plans are made when asked for.
+
+    ``limit``: bytes of one rank, by which an open policy is chosen, as the run will choose it.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModule,
+        settings: DsConfig,
+        ranks: int,
+        batch: tuple[Any, Any],
+        *,
+        device: str = "cpu",
+        one_host: bool = True,
+        limit: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._batch = batch
+        self._one_host = one_host
+        self._limit = limit
+        self._parts = parts_of(model, pipeline_settings(settings), device)
+        self.data_ranks = mesh_shape(settings, ranks).data_parallel_size
+        self.ranks = ranks
+        sizes = resolve_config(settings, self.data_ranks).batch
+        self.zero_stage = settings.zero_optimization.stage
+        self.micro_batch = sizes.micro_batch_size
+        self.accumulation = sizes.accumulation
+        self._known: dict[tuple[int, int], PipelinePlan] = {}
+
+    def plan(self, zero_stage: int | None = None, micro_batch: int | None = None) -> PipelinePlan:
+        """The plan at another ZeRO stage or micro-batch; the global batch stays."""
+        stage = self.zero_stage if zero_stage is None else zero_stage
+        key = (stage, self.micro_batch if micro_batch is None else micro_batch)
+        if key not in self._known:
+            self._known[key] = self._make(*key)
+        return self._known[key]
+
+    def compare(self) -> list[PipelineCandidate]:
+        """Every ZeRO stage, and half the micro-batch with twice as many of them, which also makes the bubble smaller."""
+        keys = [(stage, self.micro_batch) for stage in range(4)]
+        if self.micro_batch % 2 == 0:
+            keys.append((self.zero_stage, self.micro_batch // 2))
+        return [self._choice(*key) for key in keys]
+
+    def does_not_fit(self, limit: int) -> DoesNotFit:
+        """The error for a plan beyond ``limit``, with what of the comparison fits."""
+        own = self.plan()
+        most = own.largest
+        fitting = [row.name for row in self.compare() if row.plan is not None and row.plan.fits(limit)]
+        fix = (
+            f"This fits: {fitting[0]}."
+            if fitting
+            else "Nothing compared fits: use more stages, more ranks, or smaller micro-batches."
+        )
+        what = f"pipeline stage {most.rank} needs {size_text(most.figures.total)}, has {size_text(limit)}"
+        return DoesNotFit(f"{what} (activations {size_text(most.figures.activations)})", fix=fix)
+
+    def _choice(self, zero_stage: int, micro_batch: int) -> PipelineCandidate:
+        own = (zero_stage, micro_batch) == (self.zero_stage, self.micro_batch)
+        accumulation = self.micro_batch * self.accumulation // micro_batch
+        name = f"ZeRO-{zero_stage}, micro batch {micro_batch} x accumulation {accumulation}{' (as configured)' * own}"
+        try:
+            return PipelineCandidate(name, self.plan(zero_stage, micro_batch))
+        except (ConfigError, TrialError) as error:
+            if own:
+                raise
+            return PipelineCandidate(name, None, str(error))
+
+    def _make(self, zero_stage: int, micro_batch: int) -> PipelinePlan:
+        accumulation = self.micro_batch * self.accumulation // micro_batch
+        settings = variant(self._settings, stage=zero_stage, micro_batch=micro_batch, accumulation=accumulation)
+        if zero_stage != self.zero_stage:  # what was asked of the sharding may be nothing that another stage can do
+            zero = replace(settings.zero_optimization, reduce_every="auto", reshard_after="auto")
+            settings = replace(
+                settings, zero_optimization=zero, pipeline=replace(settings.pipeline, zero_policy="auto")
+            )
+        wiring, pipeline = resolve_config(settings, self.data_ranks), pipeline_settings(settings)
+        parts, dtypes = self._parts, wiring.policy
+        shard = mesh_shape(settings, self.ranks).shard
+        weights = [weigh(count, dtypes, shard) for count in parts.elements]
+        choice = choose_policy(pipeline, wiring.plan, weights, accumulation, self._limit)
+        schedule = training_schedule(pipeline, choice.policy, accumulation, parts.ties)
+        report, sharding = validate(schedule), sharding_of(wiring.plan)
+        copies = Copies(
+            dtypes.param.itemsize if sharding.parameters else 0,
+            dtypes.grad.itemsize if sharding.gradients else 0,
+            settings.zero_optimization.param_persistence_threshold,
+        )
+        rows = rows_of(self._batch)
+        batch = first_rows(self._batch, rows, micro_batch) if rows is not None else self._batch
+        stages = []
+        for rank, counted in enumerate(report.ranks):
+            held = _either(
+                lambda imagined, rank=rank: dry_run_rank(  # type: ignore[misc]
+                    parts, schedule, rank, batch, copies, dtypes.param, imagined=imagined
+                )
+            )
+            states = self._states(settings, rank)
+            stages.append(
+                StagePlan(
+                    rank,
+                    parts.layers(rank),
+                    parts.elements[rank],
+                    counted.peak_activations / pipeline.chunks_per_rank,
+                    replace(states, activations=held.activations, peak=states.states + held.peak),
+                )
+            )
+        return PipelinePlan(
+            tuple(stages),
+            zero_stage,
+            "bf16" if settings.bf16.enabled else "fp16" if settings.fp16.enabled else "fp32",
+            self.data_ranks,
+            micro_batch,
+            accumulation,
+            parts.parameters,
+            price_line(pipeline, choice, accumulation, self.data_ranks),
+        )
+
+    def _states(self, settings: DsConfig, rank: int) -> Figures:
+        """What outlives a step on one rank of a stage: an engine's states over the stage's layers, on the stage's own ranks."""
+        alone = replace(settings, mesh=replace(settings.mesh, pipe=1))
+        role = Role(self._parts.stages[rank], alone)
+        return dry_run_any([role], self.ranks // settings.mesh.pipe, None, one_host=self._one_host)[0]
+
+
+def _either(rehearse: Callable[[bool], HeldBytes]) -> HeldBytes:
+    """Imagined, or with real numbers on the CPU where a layer reads values."""
+    try:
+        return rehearse(True)
+    except Exception:  # whatever a layer does without values
+        pass
+    try:
+        return rehearse(False)
+    except Exception as error:
+        raise TrialError(
+            f"a micro-batch cannot be rehearsed: {error}", where="plan", got=type(error).__name__
+        ) from error
+
+
+def pipeline_table(rows: Sequence[PipelineCandidate], limit: int | None = None) -> str:
+    """The rows side by side, each with the pipeline rank that needs most."""
+    width = max(len(row.name) for row in rows)
+    lines = [f"{'':<{width}}  {'stage':>5}{'states':>12}{'activations':>13}{'peak':>12}"]
+    for row in rows:
+        if row.plan is None:
+            lines.append(f"{row.name:<{width}}  {row.refusal}")
+            continue
+        most = row.plan.largest
+        sizes = (most.figures.states, most.figures.activations, most.figures.peak)
+        cells = "".join(f"{size_text(size):>{column}}" for size, column in zip(sizes, (12, 13, 12), strict=True))
+        verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
+        lines.append(f"{row.name:<{width}}  {most.rank:>5}{cells}{verdict}")
+    return "\n".join(lines)

@@ -1,0 +1,172 @@
+"""What one rank needs in memory, by kind, as a table and as a line. Pure.
+
+    states        outlives a step: parameters (low precision and fp32 masters), gradients, optimizer state
+    activations   the most that autograd keeps for backward at one time, storages counted once, without parameters and the batch
+    temporary     the rest of the peak: gradients on their way, receive buffers, gathered parameters, workspace of operations, the batch
+    peak          the most tensor bytes that live at one time in a training step
+    exchange      segments that ranks of one host share to exchange tensors; 0 for other ways to exchange
+
+The interpreter, libraries, allocator caches and kernels' own workspace are no tensors and not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_trial.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes on rank 0. ``activations`` and ``peak`` are None where no micro-batch was at hand."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int | None = None
+    peak: int | None = None
+    exchange: int = 0
+
+    @property
+    def states(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def temporary(self) -> int | None:
+        if self.peak is None or self.activations is None:
+            return None
+        return max(self.peak - self.states - self.activations, 0)
+
+    @property
+    def total(self) -> int:
+        """What has to fit: the peak, or the states where that is all that is known, and the shared segments."""
+        return (self.states if self.peak is None else self.peak) + self.exchange
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The figures of one way to train: ZeRO stage, micro-batch, ranks, precision."""
+
+    figures: Figures
+    stage: int
+    precision: str
+    ranks: int
+    micro_batch: int
+    accumulation: int
+    parameter_count: int
+    how: str  # how activations were had: "imagined" (no values computed), "traced" (a real micro-batch on the CPU), "none"
+
+    def fits(self, limit: int | None) -> bool:
+        return limit is None or self.figures.total <= limit
+
+    def line(self, limit: int | None = None) -> str:
+        """``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB (limit 11.5 GiB)  fits``"""
+        figures = self.figures
+        text = f"params {count_text(self.parameter_count)} · per rank {size_text(figures.states)} states"
+        if figures.activations is not None and figures.peak is not None:
+            text += f" + {size_text(figures.activations)} activations, peak {size_text(figures.peak)}"
+        if limit is not None:
+            text += f" (limit {size_text(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
+        return text
+
+    def table(self, limit: int | None = None) -> str:
+        """One line per kind of memory, with bytes per parameter of the whole model."""
+        figures = self.figures
+        rows: list[tuple[str, int | None]] = [
+            ("parameters and masters", figures.parameters),
+            ("gradients", figures.gradients),
+            ("optimizer state", figures.optimizer),
+            ("states", figures.states),
+            ("activations", figures.activations),
+            ("temporary", figures.temporary),
+            ("peak", figures.peak),
+            ("exchange segments", figures.exchange),
+        ]
+        lines = [
+            f"per rank: ZeRO-{self.stage}, {self.precision}, {self.ranks} rank{'s' if self.ranks != 1 else ''}, "
+            f"micro batch {self.micro_batch}, accumulation {self.accumulation}"
+        ]
+        for name, value in rows:
+            each = f"{value / max(self.parameter_count, 1):8.2f} B/parameter" if value is not None else ""
+            lines.append(f"  {name:<24}{size_text(value):>12}  {each}".rstrip())
+        if limit is not None:
+            lines.append(f"  {'limit':<24}{size_text(limit):>12}  {'fits' if self.fits(limit) else 'does not fit'}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        figures = self.figures
+        derived: Mapping[str, int | None] = {
+            "states": figures.states,
+            "temporary": figures.temporary,
+            "total": figures.total,
+        }
+        return {**asdict(self), "figures": {**asdict(figures), **derived}}
+
+
+def size_text(count: float | None) -> str:
+    """Bytes in binary units, ``14.1 MiB``; a dash for what is not known."""
+    if count is None:
+        return "-"
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_text(count: int) -> str:
+    """A count in about three digits: 1.2M."""
+    for limit, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= limit:
+            return f"{count / limit:.1f}{letter}"
+    return str(count)
+
+
+# How much memory one rank may use here: a number with a unit, or this machine's memory divided by its ranks.
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def parse_size(text: str, where: str = "--limit") -> int:
+    """Bytes of ``16GiB``, ``16 GB``, ``500M``, ``1e9``. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None or not float(match[1]):
+        raise ConfigError(
+            "not an amount of memory",
+            where=where,
+            got=repr(text),
+            expected="a number and a unit, such as 16GiB or 500MB",
+        )
+    return int(float(match[1]) * factor)
+
+
+def rank_limit(device: torch.device, ranks_here: int) -> int | None:
+    """Bytes for one of ``ranks_here`` ranks: the whole GPU, or an equal part of this machine's memory; None where it cannot be known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    machine = machine_memory()
+    return None if machine is None else machine // max(ranks_here, 1)
+
+
+def machine_memory(limits: tuple[Path, ...] = _CGROUP) -> int | None:
+    """Bytes of memory of this machine, or of the container that we are in where that has less."""
+    found = []
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in limits:
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():
+            found.append(int(text))
+    return min(found, default=None)

@@ -1,0 +1,241 @@
+"""A rehearsal: the user's trial built in this process, as rank 0 of all, with an engine that trains nothing. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zero_trial
+from zero_trial.errors import InvalidHP, TrialError, ZeroTrialError
+from zero_trial.experiment.experiment import ExperimentConfig
+from zero_trial.launch.entrypoint import Entrypoint
+from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+from zero_trial.preflight.recording_engine import NotInDryRun, recording_factory
+from zero_trial.preflight.trial_source import reported_metrics, training_issues
+from zero_trial.runtime.in_memory import InMemoryPlatform
+from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.context import ZeroTrialContext
+from zero_trial.trial.data import TRAIN_LOADER, check_reproducible, compare_batch, epoch_steps
+from zero_trial.trial.metrics import COUNTERS, without_counters
+from zero_trial.trial.settings import settings_from_experiment
+from zero_trial.trial.trial import ZeroTrial, import_trial_class, overrides, seed_everything
+from zero_trial.trial.validation import Validator
+
+
+@dataclass(frozen=True)
+class DryRunRequest:
+    """What is rehearsed: one point of an experiment on ``slots`` ranks."""
+
+    experiment: ExperimentConfig
+    entrypoint: Entrypoint
+    hyperparameters: Mapping[str, Any]
+    model_dir: Path
+    slots: int
+    seed: int = 0
+    dry_run: bool = False
+
+
+@dataclass
+class DryRunResult:
+    """What came of it; None: not got that far, or not asked for."""
+
+    findings: list[Issue] = field(default_factory=list)
+    parameters: int | None = None
+    epoch_steps: int | None = None
+    validation_batches: int | None = None
+    metrics: tuple[str, ...] | None = None
+
+
+class _Ended(Exception):
+    """The rehearsal cannot go on; the findings say why."""
+
+
+def dry_run_trial(scene: DryRunRequest) -> DryRunResult:
+    """Import, build, look at the loaders and at what evaluation says that it reports, and with ``dry_run`` evaluate one batch.
+
+    Nothing is raised: what goes wrong is a finding.
+    """
+    found = DryRunResult()
+    storage = tempfile.TemporaryDirectory(prefix="zero-trial-check-")
+    with (
+        storage as folder,
+        contextlib.redirect_stdout(sys.stderr),
+        _model_folder(scene.model_dir),
+        _engine(scene.slots),
+        contextlib.suppress(_Ended),
+    ):
+        _Stage(scene, found, Path(folder)).run()
+    return found
+
+
+class _Stage:
+    """The steps of one rehearsal, each of which may end it."""
+
+    def __init__(self, scene: DryRunRequest, found: DryRunResult, storage: Path) -> None:
+        self._scene = scene
+        self._found = found
+        self._ranks = JsonDistributed(0, scene.slots, 0, lambda value: [value] * scene.slots)
+        self._platform = InMemoryPlatform(
+            hparams=scene.hyperparameters,
+            experiment=scene.experiment.plain(),
+            model_dir=scene.model_dir.resolve(),
+            seed=scene.seed,
+            distributed=self._ranks,
+            storage=storage,
+        )
+
+    def run(self) -> None:
+        scene = self._scene
+        if scene.experiment.searcher.max_length is not None:
+            settings = lambda: settings_from_experiment(self._platform.experiment, scene.hyperparameters)  # noqa: E731
+            with contextlib.suppress(_Ended):
+                self._try(Area.EXPERIMENT, settings)
+        name = scene.entrypoint
+        kind = self._try(
+            Area.ENTRYPOINT, lambda: import_trial_class(name.module, name.name, scene.model_dir.resolve()), "import"
+        )
+        seed_everything(scene.seed)
+        context = ZeroTrialContext(self._platform, recording_factory(scene.slots), torch.device("cpu"))
+        trial = self._try(Area.TRIAL, lambda: kind(context), f"{name.name}.__init__")
+        self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
+        self._found.parameters = context.parameters
+        self._found.findings += _remarks(trial)
+        with contextlib.suppress(_Ended):
+            self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
+        validator = self._try(Area.LOADERS, lambda: Validator(trial, context, [], 1), "build_validation_data_loader")
+        self._metric(trial, validator, context)
+
+    def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
+        """As the controller opens it, but that no batch is read and no worker started."""
+        loader, before = trial.build_training_data_loader(), len(self._platform.record.events)
+        check_reproducible(loader, TRAIN_LOADER, context.check_reproducibility)
+        compare_batch(loader, context)
+        accumulation = context.get_num_micro_batches_per_slot()
+        self._found.epoch_steps = epoch_steps(self._ranks, loader, context.mpu, accumulation, context.note)
+        for event in self._platform.record.events[before:]:
+            self._found.findings.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
+
+    def _metric(self, trial: ZeroTrial, validator: Validator, context: ZeroTrialContext) -> None:
+        searcher = self._scene.experiment.searcher
+        where = self._scene.experiment.document.at(("searcher", "metric")).where("searcher.metric")
+        if not validator.enabled:
+            severity = Severity.FAULT if searcher.searches else Severity.WARNING
+            what = f'"{searcher.metric}" never reported; the trial has no evaluate_batch'
+            self._found.findings.append(note(Area.METRIC, severity, what, where=where))
+            return
+        self._found.validation_batches = validator.batches
+        if self._scene.dry_run:
+            metrics = self._try(Area.METRIC, validator.run, "evaluation")
+            self._found.metrics = tuple(sorted(without_counters(metrics)))
+        elif (stated := _stated(trial, context)) is not None:
+            metrics = dict.fromkeys(stated, 0.0)  # their values are not known
+        else:
+            what = f'whether "{searcher.metric}" is reported is not known without --dry-run: the source does not name every metric'
+            self._found.findings.append(note(Area.METRIC, Severity.NOTE, what, where=where))
+            return
+        if searcher.metric in COUNTERS:
+            return
+        value, reported = metrics.get(searcher.metric), sorted(without_counters(metrics))
+        listed = ", ".join(f'"{name}"' for name in reported)
+        if value is None:
+            what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
+        elif not isinstance(value, (int, float)):
+            what = f'"{searcher.metric}" is no number; the trial reports [{listed}]'
+        else:
+            return
+        fix = f"Write metric: {reported[0]}." if len(reported) == 1 else "Name one of these."
+        self._found.findings.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
+
+    def _try(self, area: Area, work: Callable[[], Any], doing: str = "") -> Any:
+        """``work`` done; what it raises becomes a finding, and ends the rehearsal."""
+        try:
+            return work()
+        except InvalidHP as error:
+            search = self._scene.experiment.searcher.searches
+            self._found.findings += issues_of(area, error, Severity.WARNING if search else Severity.FAULT)
+        except ZeroTrialError as error:
+            self._found.findings += issues_of(area, error)
+        except NotInDryRun as error:
+            what = f"{doing} asks for {error}, which only a run has; what comes after it was not looked at"
+            self._found.findings.append(note(area, Severity.NOTE, what))
+        except (Exception, SystemExit) as error:
+            self._found.findings.append(
+                Issue(area, Severity.FAULT, trial_code_error(error, self._scene.model_dir, doing))
+            )
+        raise _Ended
+
+
+def _remarks(trial: ZeroTrial) -> list[Issue]:
+    """What the source of ``train_batch`` does in vain."""
+    return [
+        note(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)
+        for each in training_issues(trial.train_batch)
+    ]
+
+
+def _stated(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:
+    """All names that an evaluation can report, by its source and the reducers that the trial has wrapped; None where they do not say."""
+    whole = overrides(trial, "evaluate_full_dataset")
+    names = reported_metrics(trial.evaluate_full_dataset if whole else trial.evaluate_batch)
+    reducers = [item.name for item in context.reducers.wrapped if item.for_validation]
+    if names is None or None in reducers:
+        return None
+    return names.union(name for name in reducers if name is not None)
+
+
+class TrialCodeError(TrialError):
+    """The trial's own code raised something."""
+
+    exit_code = 1
+
+
+def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialError:
+    """What the user's code raised, with the last line of theirs on the way."""
+    root = model_dir.resolve()
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve().is_relative_to(root)
+    ]
+    where = f"{Path(theirs[-1].filename).resolve().relative_to(root)}:{theirs[-1].lineno}" if theirs else None
+    if not theirs and isinstance(error, RuntimeError):
+        return TrialError(str(error))  # ours, about what the trial did: Determined raises the same
+    line = f" in: {theirs[-1].line}" if theirs and theirs[-1].line else ""
+    said = str(error).strip()
+    return TrialCodeError(f"{doing} raised {type(error).__name__}{f': {said}' if said else ''}{line}", where=where)
+
+
+@contextlib.contextmanager
+def _model_folder(folder: Path) -> Iterator[None]:
+    """What is imported from the model's folder is forgotten afterwards, so that another one with the same names can follow."""
+    path, before, root = list(sys.path), set(sys.modules), folder.resolve()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).resolve().is_relative_to(root):
+                del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _engine(ranks: int) -> Iterator[None]:
+    """``zero_trial.initialize`` is the recording one for a while: a trial may call it by itself and wrap what comes back."""
+    had = vars(zero_trial).get("initialize")
+    vars(zero_trial)["initialize"] = recording_factory(ranks)
+    try:
+        yield
+    finally:
+        if had is None:
+            del vars(zero_trial)["initialize"]
+        else:
+            vars(zero_trial)["initialize"] = had

@@ -1,0 +1,424 @@
+"""The best point of a sweep as an experiment that runs: the sweep's own configuration with one value for each range."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import sqlite3
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.master.records import Experiment, ExperimentState, MetricReport, Trial, TrialState
+from zero_trial.master.search import restore
+from zero_trial.master.search.adaptive_asha import WORST, AdaptiveAsha, Bracket, Rung
+from zero_trial.master.search.pruning import ds_config_file
+from zero_trial.master.store import experiments, metrics, trials
+from zero_trial.master.store.database import reading
+from zero_trial.report.data import (
+    BestConfig,
+    BracketHistory,
+    Memory,
+    RungDecision,
+    RungOutcome,
+    Series,
+    Status,
+    SweepReport,
+    Tone,
+    TrialReport,
+    as_yaml,
+    reach,
+    swept_axes,
+)
+from zero_trial.report.run_reader import finite, series
+from zero_trial.schema.json_source import read_json
+from zero_trial.schema.yaml_source import read_yaml
+from zero_trial.util.text import format_duration
+
+KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
+
+
+DROPPED = ("project", "workspace", "checkpoint_policy", "labels")  # of the sweep, not of its best point
+
+
+def best_experiment(
+    config: Mapping[str, Any], hparams: Mapping[str, Any], seed: int | None, ds_config: Any = None
+) -> dict[str, Any]:
+    """The sweep's configuration with the searcher ``single`` and constant hyperparameters. ``ds_config`` replaces a file that is named.
+
+    Pure; ``config`` is left as it is.
+    """
+    found = {key: copy.deepcopy(value) for key, value in config.items() if key not in DROPPED}
+    searcher = config.get("searcher") or {}
+    found["name"] = f"{config.get('name') or 'sweep'}-best"
+    found["searcher"] = {"name": "single", **{key: searcher[key] for key in KEPT_OF_SEARCHER if key in searcher}}
+    length = _length(searcher)
+    if length is not None:
+        found["searcher"]["max_length"] = length
+    found["hyperparameters"] = as_hyperparameters(hparams)
+    if seed is not None:
+        found["reproducibility"] = {**(found.get("reproducibility") or {}), "experiment_seed": seed}
+    if ds_config is not None:
+        found["data"] = {**(found.get("data") or {}), "ds_config": ds_config}
+    return found
+
+
+def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values as an experiment may hold them: a mapping with a key ``type`` would be read as a range, so it becomes a const."""
+
+    def written(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return copy.deepcopy(value)
+        if "type" in value:
+            return {"type": "const", "val": copy.deepcopy(dict(value))}
+        return {key: written(inner) for key, inner in value.items()}
+
+    return {key: written(value) for key, value in values.items()}
+
+
+def _length(searcher: Mapping[str, Any]) -> Any:
+    """A whole training, as the searcher states it."""
+    if searcher.get("max_time") is not None and searcher.get("time_metric"):
+        return {str(searcher["time_metric"]): searcher["max_time"]}
+    return copy.deepcopy(searcher.get("max_length"))
+
+
+# Why a search stopped whom: its brackets played again, validation by validation, with the search's own rules.
+#
+# A search keeps who stands where, and not what it saw when it decided; but its decisions follow from the validations in the order in which
+# they came.
+
+
+@dataclass(frozen=True)
+class RungMeasurement:
+    """One validation as it came to the search: whose, after how many units, and the metric as it was reported."""
+
+    request_id: str
+    time: float
+    metric: float
+
+
+def bracket_histories(
+    config: Mapping[str, Any],
+    snapshot: Mapping[str, Any],
+    measured: Iterable[RungMeasurement],
+    names: Mapping[str, str],
+) -> tuple[BracketHistory, ...]:
+    """The brackets of an adaptive_asha search with their decisions; nothing for another search, or a snapshot that is not one.
+
+    ``names``: what each request id is called on the page.
+    """
+    try:
+        search = restore(config["searcher"], config.get("hyperparameters") or {}, snapshot)
+    except (ZeroTrialError, KeyError, TypeError, ValueError):
+        return ()
+    if not isinstance(search, AdaptiveAsha):
+        return ()
+    events = list(measured)
+    return tuple(
+        _replayed(
+            number, bracket, [event for event in events if event.request_id in bracket.position], search.sign, names
+        )
+        for number, bracket in enumerate(search.brackets, 1)
+    )
+
+
+def _replayed(
+    number: int, bracket: Bracket, events: list[RungMeasurement], sign: float, names: Mapping[str, str]
+) -> BracketHistory:
+    fresh = Bracket(
+        [Rung(rung.units) for rung in bracket.rungs], bracket.divisor, bracket.max_trials, bracket.max_concurrent
+    )
+    found: list[RungDecision] = []
+    stopped: set[str] = set()
+    for event in events:
+        if event.request_id in stopped:
+            continue
+        before = [len(rung.entries) for rung in fresh.rungs]
+        fresh.position.setdefault(event.request_id, 0)
+        value = WORST if math.isnan(event.metric) else sign * event.metric
+        stop = fresh.climb(event.request_id, int(event.time), value)
+        passed = [index for index, rung in enumerate(fresh.rungs) if len(rung.entries) > before[index]]
+        for index in passed:
+            ends = stop and index == passed[-1]
+            found.append(_decision(number, fresh, index, event, ends, names))
+        if stop:
+            stopped.add(event.request_id)
+    return BracketHistory(number, tuple(rung.units for rung in bracket.rungs), tuple(found))
+
+
+def _decision(
+    number: int, bracket: Bracket, index: int, event: RungMeasurement, ends: bool, names: Mapping[str, str]
+) -> RungDecision:
+    rung = bracket.rungs[index]
+    rank = 1 + next(at for at, (_, request_id) in enumerate(rung.entries) if request_id == event.request_id)
+    count = len(rung.entries)
+    top = index == len(bracket.rungs) - 1
+    if top:
+        verdict, why = RungOutcome.FINISHED, f"{ordinal(rank)} of {count} that came this far."
+    else:
+        may = max(int(count / bracket.divisor), 1)
+        verdict = RungOutcome.STOPPED if ends else RungOutcome.WENT_ON
+        why = (
+            f"{ordinal(rank)} of the {count} measured here so far; the best {may} may go on (1 in {bracket.divisor:g})."
+        )
+        if count == 1:
+            why = "The first to be measured here goes on."
+    return RungDecision(
+        names.get(event.request_id, event.request_id), verdict, number, index, rung.units, event.metric, why
+    )
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+# Reads an experiment and its trials from the store of an embedded master, which may be at work.
+
+
+LARGEST_DS_CONFIG = 2**20  # bytes
+
+
+_WORDS = {
+    TrialState.COMPLETED: ("completed", Tone.GOOD),
+    TrialState.CANCELED: ("canceled", Tone.QUIET),
+    TrialState.ERROR: ("failed", Tone.BAD),
+    TrialState.PAUSED: ("paused", Tone.QUIET),
+}
+
+
+def from_master_store(path: Path, experiment_id: int) -> SweepReport:
+    """The sweep as it stands. Raises ConfigError if the store or the experiment is not there. Reads only."""
+    with reading(path) as connection:
+        experiment = experiments.get(connection, experiment_id)
+        if experiment is None:
+            known = [str(other.id) for other in experiments.all_(connection)]
+            raise ConfigError(
+                "there is no such experiment",
+                where=str(path),
+                got=experiment_id,
+                expected=", ".join(known) or "none is there",
+            )
+        return _Reader(connection, experiment).read()
+
+
+class _Reader:
+    """One experiment within one view of the store."""
+
+    def __init__(self, connection: sqlite3.Connection, experiment: Experiment) -> None:
+        self.connection = connection
+        self.experiment = experiment
+        self.config: Mapping[str, Any] = experiment.config
+        self.searcher: Mapping[str, Any] = self.config.get("searcher") or {}
+        self.metric = str(self.searcher.get("metric", ""))
+        self.smaller = bool(self.searcher.get("smaller_is_better", True))
+        self.axes = swept_axes(self.config.get("hyperparameters") or {})
+        self.trials = trials.of_experiment(connection, experiment.id, derived=True)
+        self.reports = {trial.id: metrics.of_trial(connection, trial.id) for trial in self.trials}
+
+    def read(self) -> SweepReport:
+        experiment = self.experiment
+        found = self._ladders()
+        reports = tuple(self._trial(trial, found) for trial in self.trials)
+        reasons = Counter(trial.reason or "unknown" for trial in self.trials if trial.pruned)
+        seconds = (experiment.ended or datetime.now(timezone.utc).timestamp()) - experiment.created
+        started = datetime.fromtimestamp(experiment.created, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return SweepReport(
+            title=experiment.name or f"experiment {experiment.id}",
+            status=_experiment_status(experiment),
+            searcher=str(self.searcher.get("name", "")),
+            metric=self.metric,
+            smaller_is_better=self.smaller,
+            trials=reports,
+            unit=self._unit(),
+            throughput_unit="samples/s" if any(self._batch(trial) for trial in self.trials) else "steps/s",
+            axes=self.axes,
+            ladders=found,
+            pruned=tuple(reasons.most_common()),
+            best=self._best(),
+            subtitle=" · ".join(
+                part for part in (f"experiment {experiment.id}", f"started {started}", experiment.description) if part
+            ),
+            facts=self._facts(seconds),
+            created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        )
+
+    def _unit(self) -> str:
+        """What trials are measured by: the searcher's time metric where that is what steps count."""
+        unit = str(self.searcher.get("time_metric") or "batches")
+        return unit if self.searcher.get("name") == "adaptive_asha" else "batches"
+
+    def _ladders(self) -> tuple[BracketHistory, ...]:
+        """In the order in which validations came, whichever trial's they are."""
+        unit = self._unit()
+        asked = {trial.id: trial.request_id for trial in self.trials}
+        validations = sorted(
+            (r for every in self.reports.values() for r in every if r.group == "validation"), key=lambda r: r.id
+        )
+        measured = [
+            RungMeasurement(
+                asked[report.trial_id], float(report.metrics[unit]), _number(report.metrics.get(self.metric))
+            )
+            for report in validations
+            if finite(report.metrics.get(unit)) and self.metric in report.metrics
+        ]
+        names = {trial.request_id: str(trial.id) for trial in self.trials}
+        return bracket_histories(
+            self.config, experiments.snapshot(self.connection, self.experiment.id), measured, names
+        )
+
+    def _trial(self, trial: Trial, found: Sequence[BracketHistory]) -> TrialReport:
+        reports = self.reports[trial.id]
+        curve = series(
+            self.metric, ((r.steps_completed, r.metrics.get(self.metric)) for r in reports if r.group == "validation")
+        )
+        told = trials.metadata(self.connection, trial.id) or {}
+        facts = told.get("zero_trial") if isinstance(told.get("zero_trial"), Mapping) else {}
+        stop = next(
+            (
+                d
+                for ladder in found
+                for d in ladder.decisions
+                if d.trial == str(trial.id) and d.verdict is RungOutcome.STOPPED
+            ),
+            None,
+        )
+        speed = steps_per_second(reports)
+        batch = self._batch(trial)
+        return TrialReport(
+            id=str(trial.id),
+            status=_trial_status(trial, stop),
+            point={axis.name: value for axis in self.axes if (value := reach(trial.hparams, axis.name)) is not None},
+            curve=curve,
+            best=trial.searcher_metric if trial.searcher_metric is not None else _best_of(curve, self.smaller),
+            steps=trial.steps_completed,
+            why=trial.reason if trial.state in (TrialState.ERROR, TrialState.CANCELED) else "",
+            pruned=trial.pruned,
+            memory=_memory(facts or {}),
+            throughput=speed * batch if speed is not None and batch else speed,
+            restarts=trial.restarts,
+            seconds=trial.wall_clock or None,
+        )
+
+    def _batch(self, trial: Trial) -> int | None:
+        size = trial.hparams.get("global_batch_size")
+        return size if isinstance(size, int) and size > 0 else None
+
+    def _facts(self, seconds: float) -> tuple[tuple[str, str], ...]:
+        searcher = self.searcher
+        shown = (
+            ("searcher", searcher.get("name")),
+            ("mode", searcher.get("mode")),
+            ("at most", f"{searcher['max_trials']} trials" if searcher.get("max_trials") else None),
+            ("at a time", searcher.get("max_concurrent_trials")),
+            ("slots per trial", (self.config.get("resources") or {}).get("slots_per_trial")),
+            ("seed", (self.config.get("reproducibility") or {}).get("experiment_seed")),
+            ("took", format_duration(seconds)),
+        )
+        return tuple((name, str(value)) for name, value in shown if value is not None)
+
+    def _best(self) -> BestConfig | None:
+        measured = [(trial.searcher_metric, trial) for trial in self.trials if trial.searcher_metric is not None]
+        if not measured:
+            return None
+        value, trial = (min if self.smaller else max)(measured, key=lambda pair: pair[0])
+        ds_config = self._ds_config(trial)
+        experiment = best_experiment(self._as_submitted(), trial.hparams, trial.seed, ds_config)
+        name = "best.yaml"
+        command = f"zero-trial run {name} MODEL_DIR"
+        text = as_yaml(experiment, f"trial {trial.id} of experiment {self.experiment.id}: {command}")
+        return BestConfig(str(trial.id), value, name, text, command)
+
+    def _as_submitted(self) -> Mapping[str, Any]:
+        """What the user wrote, with the searcher as the master completed it: a file with every default in it says nothing to a reader."""
+        try:
+            written = read_yaml(self.experiment.original_config, "the submitted experiment").value
+        except ConfigError:
+            return self.config
+        return {**written, "searcher": self.searcher}
+
+    def _ds_config(self, trial: Trial) -> Any:
+        """The content of the ds_config that the experiment names as a file of its context directory; None where it names none."""
+        name = ds_config_file(self.config, trial.hparams)
+        archive = experiments.context(self.connection, self.experiment.id)
+        if name is None or archive is None or "ds_config" not in (self.config.get("data") or {}):
+            return None
+        text = member(archive, name)
+        if text is None:
+            return None
+        try:
+            return (read_yaml if name.endswith((".yaml", ".yml")) else read_json)(text, name).value
+        except ConfigError:
+            return None
+
+
+def member(archive: bytes, name: str) -> str | None:
+    """The text of one small file within a .tar.gz, of which nothing is unpacked."""
+    wanted = name.removeprefix("./")
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
+            for entry in files:
+                if entry.isfile() and entry.name.removeprefix("./") == wanted and entry.size <= LARGEST_DS_CONFIG:
+                    content = files.extractfile(entry)
+                    return content.read().decode("utf-8", "replace") if content is not None else None
+    except (tarfile.TarError, OSError, EOFError):
+        return None
+    return None
+
+
+def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
+    """Steps over time between training reports of one run and the next, validations and saves between them included; None with fewer than two."""
+    steps, seconds = 0, 0.0
+    training = [report for report in reports if report.group == "training" and report.steps_completed is not None]
+    for before, after in itertools.pairwise(training):
+        if before.run_id == after.run_id and after.reported > before.reported:
+            steps += (after.steps_completed or 0) - (before.steps_completed or 0)
+            seconds += after.reported - before.reported
+    return steps / seconds if steps > 0 and seconds > 0 else None
+
+
+def _number(value: Any) -> float:
+    return float(value) if finite(value) else float("nan")
+
+
+def _best_of(curve: Series, smaller: bool) -> float | None:
+    return (min if smaller else max)(curve.values) if len(curve) else None
+
+
+def _memory(facts: Mapping[str, Any]) -> Memory:
+    planned, measured = _number(facts.get("memory_planned_bytes")), _number(facts.get("memory_measured_peak_bytes"))
+    return Memory(
+        planned=int(planned) if finite(planned) else None, measured=int(measured) if finite(measured) else None
+    )
+
+
+def _trial_status(trial: Trial, stop: RungDecision | None) -> Status:
+    if trial.pruned:
+        return Status("pruned", Tone.QUIET)
+    if stop is not None and trial.state in (TrialState.COMPLETED, TrialState.STOPPING_COMPLETED):
+        return Status("stopped early", Tone.QUIET)
+    if trial.state.stopping:
+        return Status("ending", Tone.BUSY)
+    if trial.state in _WORDS:
+        return Status(*_WORDS[trial.state])
+    return Status((trial.shown_state or trial.state.value).lower().replace("_", " "), Tone.BUSY)
+
+
+def _experiment_status(experiment: Experiment) -> Status:
+    words = {
+        ExperimentState.COMPLETED: Tone.GOOD,
+        ExperimentState.ERROR: Tone.BAD,
+        ExperimentState.CANCELED: Tone.QUIET,
+        ExperimentState.PAUSED: Tone.QUIET,
+    }
+    tone = words.get(experiment.state, Tone.BUSY)
+    return Status((experiment.shown_state or experiment.state.value).lower().replace("_", " "), tone)

@@ -1,0 +1,366 @@
+"""A Determined core.Context as a platform: metrics, checkpoints, preemption and progress of one trial on a cluster.
+
+Nothing of Determined is imported here: the context comes in, and a test passes another one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.runtime.protocols import Distributed
+
+EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
+
+
+TENSORBOARD_SECONDS = 1.1  # core copies TensorBoard files once a second at most, and skips what comes sooner
+
+
+Show = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """What the master told this task about its trial."""
+
+    trial_id: str
+    experiment_id: str
+    seed: int
+    hparams: Mapping[str, Any]
+    experiment: Mapping[str, Any]
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+
+
+def reportable(value: Any) -> Any:
+    """``value`` with numbers that JSON has no words for in Determined's: NaN, Infinity, -Infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): reportable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [reportable(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class DeterminedMetrics:
+    """Metrics to the master. They are shipped by a thread of core's; what it could not ship is raised by the next report."""
+
+    core: Any
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.core.train.report_training_metrics(steps_completed, reportable(metrics))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.core.train.report_validation_metrics(steps_completed, reportable(metrics))
+
+
+@dataclass(frozen=True)
+class DeterminedCheckpoints:
+    """Checkpoints in the experiment's checkpoint_storage, registered with the master under a uuid.
+
+    All ranks write into rank 0's folder: on a file system that the hosts share that is the checkpoint itself, else it is a
+    temporary folder that is uploaded afterwards, and then all ranks must be on one host.
+    """
+
+    core: Any
+    distributed: Distributed
+
+    @contextmanager
+    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        """Collective. A rank that fails inside the block leaves at once; the launch layer then ends the others."""
+        with self.core.checkpoint.store_path(dict(metadata), shard=True) as (own, storage_id):
+            yield Path(self.distributed.broadcast(str(own))), storage_id
+            self.distributed.barrier()  # nobody takes its own (empty) folder away while rank 0 is still written to
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        """Collective. Downloaded once per host where the storage is no file system."""
+        restoring = self.core.checkpoint.restore_path(storage_id)
+        try:
+            path = restoring.__enter__()
+        except Exception as error:  # of every storage library that there is
+            raise CheckpointError(
+                f"the checkpoint cannot be had ({type(error).__name__}: {error})",
+                where=f"rank {self.distributed.rank}, {storage_id}",
+                fix="Look for it with det checkpoint describe; its storage must be reachable from here.",
+            ) from error
+        try:
+            yield Path(path)
+        finally:
+            restoring.__exit__(None, None, None)
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        """Nothing: the master collects garbage by the policy of checkpoint_storage."""
+
+
+@dataclass(frozen=True)
+class DeterminedPreemption:
+    """Whether the master wants this trial to stop: rank 0 asks (PreemptMode.ChiefOnly), the others are told."""
+
+    core: Any
+    distributed: Distributed
+
+    def should_preempt(self) -> bool:
+        return bool(self.distributed.broadcast(self.distributed.rank == 0 and self.core.preempt.should_preempt()))
+
+
+@dataclass(frozen=True)
+class DeterminedProgress:
+    """Progress to the master; events to the task's log."""
+
+    core: Any
+    show: Show
+
+    def report_progress(self, fraction: float) -> None:
+        self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Without paths: they are of the task's own file system, and whoever reads its log has the storage id."""
+        self.show({name: value for name, value in event.items() if name != "path"})
+
+
+@dataclass
+class TensorboardSync:
+    """Copies TensorBoard files to the storage, and the last ones for certain.
+
+    The ranks of a host share a folder, so the first of each host copies it: rank 0 everything, other hosts' their traces.
+    """
+
+    core: Any
+    rank: int
+    local_rank: int
+    mangler: Callable[[Path, int], Path] | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _last: float = -math.inf
+
+    def __call__(self) -> None:
+        now = self.clock()
+        if now - self._last >= TENSORBOARD_SECONDS and self._has_files():
+            self._last = now
+            self._copy()
+
+    def close(self) -> None:
+        """What was written since the last copy is copied, after the wait that core asks for."""
+        if self._has_files():
+            self.sleep(max(0.0, self._last + TENSORBOARD_SECONDS - self.clock()))
+            self._copy()
+
+    def _has_files(self) -> bool:
+        if self.local_rank != 0:
+            return False
+        path = Path(self.core.train.get_tensorboard_path())
+        return path.is_dir() and any(path.iterdir())
+
+    def _copy(self) -> None:
+        more = {} if self.mangler is None else {"mangler": self.mangler}
+        self.core.train.upload_tensorboard_files(self._selects, **more)
+
+    def _selects(self, path: Path) -> bool:
+        return self.rank == 0 or not path.match("*tfevents*")
+
+
+@dataclass(frozen=True)
+class DeterminedPlatform:
+    """One rank's view of its trial on a cluster.
+
+    ``claim(name)``: whether this rank is the first of all ranks to ask for ``name``.
+    """
+
+    core: Any
+    facts: TrialFacts
+    distributed: Distributed
+    show: Show
+    claim: Callable[[str], bool]
+    tensorboard: TensorboardSync
+    model_dir: Path = Path()
+
+    @property
+    def hparams(self) -> Mapping[str, Any]:
+        return self.facts.hparams
+
+    @property
+    def experiment(self) -> Mapping[str, Any]:
+        return self.facts.experiment
+
+    @property
+    def seed(self) -> int:
+        return self.facts.seed
+
+    @property
+    def trial_id(self) -> str:
+        return self.facts.trial_id
+
+    @property
+    def experiment_id(self) -> str:
+        return self.facts.experiment_id
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        return self.facts.latest_checkpoint
+
+    @property
+    def steps_completed(self) -> int:
+        return self.facts.steps_completed
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return Path(self.core.train.get_tensorboard_path())
+
+    @cached_property
+    def metrics(self) -> DeterminedMetrics:
+        return DeterminedMetrics(self.core)
+
+    @cached_property
+    def checkpoints(self) -> DeterminedCheckpoints:
+        return DeterminedCheckpoints(self.core, self.distributed)
+
+    @cached_property
+    def preemption(self) -> DeterminedPreemption:
+        return DeterminedPreemption(self.core, self.distributed)
+
+    @cached_property
+    def progress(self) -> DeterminedProgress:
+        return DeterminedProgress(self.core, self.show)
+
+    def best_validation(self) -> float | None:
+        """The best over the whole experiment, as the master knows it."""
+        best = self.core.train.get_experiment_best_validation()
+        return None if best is None else float(best)
+
+    def sync_tensorboard(self) -> None:
+        self.tensorboard()
+
+    def profile_system(self) -> bool:
+        self.core.profiler.on()
+        return True
+
+    def keep(self, figures: Mapping[str, Any]) -> None:
+        """Rank 0: figures of the whole trial into its metadata, under ``zero_trial``, beside what the user keeps there.
+
+        They decide nothing, so a master that does not take them ends no trial; it is said in the log.
+        """
+        try:
+            kept = self.core.train.get_metadata() or {}
+            self.core.train.set_metadata({**kept, "zero_trial": reportable(figures)})
+        except Exception as error:  # of every HTTP library that there is
+            self.progress.emit(
+                {"kind": "note", "message": f"the master keeps no metadata ({type(error).__name__}: {error})"}
+            )
+
+    def report_early_exit(self, reason: str) -> None:
+        if self.claim("early exit"):
+            self.core.train.report_early_exit(EARLY_EXITS[reason])
+
+
+# Determined itself, and nobody else imports it: the task's facts, a core.Context for a trial, the harness's base classes.
+
+
+def installed() -> bool:
+    """Whether Determined can be imported; it is not imported for that."""
+    return find_spec("determined") is not None
+
+
+def trial_facts() -> TrialFacts | None:
+    """What the master told this task, or None where this is no trial's task of a cluster."""
+    if not installed():
+        return None
+    import determined
+
+    info = determined.get_cluster_info()
+    if info is None or info.task_type != "TRIAL":
+        return None
+    trial = info.trial
+    return TrialFacts(
+        trial_id=str(trial.trial_id),
+        experiment_id=str(trial.experiment_id),
+        seed=trial.trial_seed,
+        hparams=trial.hparams,
+        experiment=trial._config,
+        latest_checkpoint=info.latest_checkpoint,
+        steps_completed=trial._steps_completed,
+    )
+
+
+def require_facts() -> TrialFacts:
+    """``trial_facts``, or ConfigError with what is missing."""
+    if not installed():
+        raise ConfigError(
+            "Determined is not installed in this image",
+            where="cluster",
+            fix="pip install 'zero_trial[determined]' in startup-hook.sh.",
+        )
+    facts = trial_facts()
+    if facts is None:
+        raise ConfigError("this is no trial's task of a Determined cluster", where="cluster")
+    return facts
+
+
+@contextmanager
+def open_platform(
+    distributed: Distributed,
+    claim: Callable[[str], bool],
+    show: Show,
+    *,
+    launched: bool,
+    core_context: Any = None,
+) -> Iterator[DeterminedPlatform]:
+    """Collective. This trial's platform, with a core.Context of its own unless one is given, which stays open then.
+
+    ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
+    """
+    from determined.tensorboard.util import get_rank_aware_path
+
+    facts = require_facts()
+    with ExitStack() as stack:
+        core = stack.enter_context(_open_core(launched)) if core_context is None else core_context
+        sync = TensorboardSync(core, distributed.rank, distributed.local_rank, get_rank_aware_path)
+        yield DeterminedPlatform(core, facts, distributed, show, claim, sync, Path.cwd())
+        sync.close()
+
+
+def _open_core(launched: bool) -> Any:
+    """A core.Context in the modes that this package expects: rank 0 asks about preemption, TensorBoard files are ours."""
+    import determined
+    from determined import core
+
+    info = determined.get_cluster_info()
+    if not launched and info is not None and len(info.container_addrs) * len(info.slot_ids) > 1:
+        raise ConfigError(
+            "a task of several slots has one process",
+            where="entrypoint",
+            got=f"{len(info.container_addrs) * len(info.slot_ids)} slots",
+            fix="Put python3 -m determined.launch.torch_distributed before the command.",
+        )
+    return core.init(
+        distributed=core.DistributedContext.from_torch_distributed() if launched else None,
+        preempt_mode=core.PreemptMode.ChiefOnly,
+        tensorboard_mode=core.TensorboardMode.MANUAL,
+    )
+
+
+def invalid_hp_class() -> type[BaseException] | None:
+    """What trials written for Determined raise when hyperparameters cannot be trained; None without Determined."""
+    if not installed():
+        return None
+    import determined
+
+    kind: type[BaseException] = determined.InvalidHP
+    return kind
+
+
+def harness_bases() -> tuple[type, type]:
+    """The classes that the harness asks of a trial and of its controller: ``(LegacyTrial, TrialController)``."""
+    import determined
+
+    return determined.LegacyTrial, determined.TrialController

@@ -1,0 +1,200 @@
+"""A platform without files but for checkpoints, and ranks that are threads of one process: for tests."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero_trial.errors import CheckpointError, MeshError
+from zero_trial.runtime.local import LocalCheckpoints
+from zero_trial.runtime.protocols import Distributed, JsonDistributed
+
+Result = TypeVar("Result")
+
+
+class ThreadExchange:
+    """Where ``size`` threads exchange values. One that never comes ends the wait of all others with MeshError."""
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._arrived: dict[int, str] = {}
+        self._rounds: list[list[str]] = []  # complete exchanges; they stay valid when a rank fails later
+        self._broken = False
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        with self._changed:
+            number = len(self._rounds)
+            self._arrived[rank] = json.dumps(value)
+            if len(self._arrived) == self.size:
+                self._rounds.append([self._arrived[index] for index in range(self.size)])
+                self._arrived = {}
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._broken or len(self._rounds) > number, self._timeout)
+            if len(self._rounds) <= number:
+                raise MeshError("another rank has failed or did not arrive", where=f"rank {rank}, exchange")
+            return [json.loads(text) for text in self._rounds[number]]
+
+    def abort(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def distributed(self, rank: int) -> JsonDistributed:
+        return JsonDistributed(rank, self.size, rank, lambda value: self.exchange(rank, value))
+
+
+def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
+    """``work`` on ``size`` threads that are each other's ranks; their results, or what they raised, in rank order."""
+    meeting = ThreadExchange(size)
+    outcomes: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = work(meeting.distributed(rank))
+        except BaseException as error:
+            outcomes[rank] = error
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@dataclass
+class ReportedRecord:
+    """Everything that a trial reported. Shared by the ranks of one trial."""
+
+    training: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    validation: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+    early_exits: list[str] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    tensorboard_syncs: int = 0
+    system_profiles: int = 0
+    preempt_from_poll: int | None = None
+    polls: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.training.append((steps_completed, dict(metrics)))
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self.validation.append((steps_completed, dict(metrics)))
+
+    def report_progress(self, fraction: float) -> None:
+        self.progress.append(fraction)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        self.events.append(dict(event))
+
+
+@dataclass(frozen=True)
+class InMemoryCheckpoints:
+    """Checkpoints in a temporary folder; the record notes their storage ids."""
+
+    files: LocalCheckpoints
+    record: ReportedRecord
+    distributed: Distributed
+
+    @contextmanager
+    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        with self.files.store_path(metadata) as (path, storage_id):
+            yield path, storage_id
+        if self.distributed.rank == 0:
+            self.record.checkpoints.append(storage_id)
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        with self.files.restore_path(storage_id) as path:
+            yield path
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        self.files.retain(storage_ids)
+
+
+@dataclass(frozen=True)
+class InMemoryPreemption:
+    """Preempts from the n-th poll on, if the record says so."""
+
+    record: ReportedRecord
+    distributed: Distributed
+
+    def should_preempt(self) -> bool:
+        answer = False
+        if self.distributed.rank == 0:
+            self.record.polls += 1
+            first = self.record.preempt_from_poll
+            answer = first is not None and self.record.polls >= first
+        return bool(self.distributed.broadcast(answer))
+
+
+@dataclass
+class InMemoryPlatform:
+    """One rank's view; give the same ``record`` and ``storage`` to all ranks, and to the run that resumes."""
+
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    model_dir: Path = field(default_factory=Path)
+    seed: int = 0
+    trial_id: str = "1"
+    experiment_id: str = "1"
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    tensorboard_path: Path | None = None
+    distributed: Distributed = field(default_factory=JsonDistributed)
+    record: ReportedRecord = field(default_factory=ReportedRecord)
+    storage: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.storage is None:
+            if self.distributed.size > 1:
+                raise CheckpointError(
+                    "ranks need one storage folder in common", fix="Pass storage=tmp_path to every rank."
+                )
+            self.storage = Path(tempfile.mkdtemp(prefix="zero-trial-"))
+        self.checkpoints = InMemoryCheckpoints(
+            LocalCheckpoints(self.storage, self.distributed), self.record, self.distributed
+        )
+        self.preemption = InMemoryPreemption(self.record, self.distributed)
+
+    @property
+    def metrics(self) -> ReportedRecord:
+        return self.record
+
+    @property
+    def progress(self) -> ReportedRecord:
+        return self.record
+
+    def best_validation(self) -> float | None:
+        searcher = self.experiment.get("searcher") or {}
+        name = searcher.get("metric")
+        values = [float(metrics[name]) for _, metrics in self.record.validation if name in metrics]
+        if not values:
+            return None
+        return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+    def sync_tensorboard(self) -> None:
+        with self.record.lock:
+            self.record.tensorboard_syncs += 1
+
+    def profile_system(self) -> bool:
+        with self.record.lock:
+            self.record.system_profiles += 1
+        return True
+
+    def report_early_exit(self, reason: str) -> None:
+        with self.record.lock:
+            if not self.record.early_exits:
+                self.record.early_exits.append(reason)

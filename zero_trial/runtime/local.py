@@ -1,0 +1,237 @@
+"""A run in a folder of this machine: events, metrics, checkpoints and summary as plain files."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import CheckpointError, ZeroTrialError
+from zero_trial.runs.checkpoints import METADATA, _other_name, add_checksums, checkpoint_step, publish
+from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
+from zero_trial.runs.layout import RunFolder
+from zero_trial.runtime.protocols import Distributed, JsonDistributed
+
+
+@dataclass(frozen=True)
+class LocalMetrics:
+    """Reported metrics, one JSON line each, in ``metrics.jsonl``."""
+
+    folder: RunFolder
+    clock: Callable[[], float] = time.time
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self._report("training", steps_completed, metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        self._report("validation", steps_completed, metrics)
+
+    def _report(self, group: str, step: int, metrics: Mapping[str, Any]) -> None:
+        append_line(self.folder.metrics, {"group": group, "step": step, "time": self.clock(), "metrics": dict(metrics)})
+
+
+@dataclass(frozen=True)
+class LocalCheckpoints:
+    """Checkpoints as ``checkpoints/step-000200/``, written under a temporary name and renamed by rank 0.
+
+    With several hosts the folder must be one that they share.
+    """
+
+    folder: Path
+    distributed: Distributed
+
+    @contextmanager
+    def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        """Collective. Where rank 0 cannot make, finish or name the folder, every rank raises CheckpointError.
+
+        A rank that fails inside the block leaves at once, without a collective: the others may be in one of the engine's, which
+        ends when that rank does. What was written is removed: it may be what has filled the disk.
+        """
+        name = f"step-{int(metadata['steps_completed']):06d}"
+        temporary = Path(self._lead(lambda: self._make(f"{name}.tmp-{uuid.uuid4().hex[:8]}"), name))
+        try:
+            yield temporary, name
+        except BaseException as error:
+            self._remove(temporary)
+            if isinstance(error, OSError):
+                raise self._not_written(error, str(temporary)) from error
+            raise
+        self.distributed.barrier()  # all files are there
+        self._lead(lambda: self._finish(temporary, name, metadata), name)  # nobody looks for it before it has its name
+
+    def _make(self, name: str) -> str:
+        (self.folder / name).mkdir(parents=True)
+        return str(self.folder / name)
+
+    def _finish(self, temporary: Path, name: str, metadata: Mapping[str, Any]) -> None:
+        try:
+            write_json(temporary / METADATA, add_checksums(metadata, temporary))
+            publish(temporary, self.folder / name)
+        except BaseException:
+            self._remove(temporary)
+            raise
+
+    def _remove(self, temporary: Path) -> None:
+        if self.distributed.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _lead(self, act: Callable[[], Any], name: str) -> Any:
+        """Collective. What ``act`` returns on rank 0. Every rank raises what it raises there, so that none waits in vain."""
+        outcome: dict[str, Any] = {}
+        if self.distributed.rank == 0:
+            try:
+                outcome = {"value": act()}
+            except ZeroTrialError as error:
+                outcome = {"fault": str(error)}
+            except OSError as error:
+                outcome = {"fault": str(self._not_written(error, str(self.folder / name)))}
+        outcome = self.distributed.broadcast(outcome)
+        if "fault" in outcome:
+            raise CheckpointError(outcome["fault"])
+        return outcome["value"]
+
+    def _not_written(self, error: OSError, place: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint cannot be written ({error.strerror or error})",
+            where=f"rank {self.distributed.rank}, {place}",
+            fix="Free some space or choose another run folder; the checkpoints before this one are untouched.",
+        )
+
+    @contextmanager
+    def restore_path(self, storage_id: str) -> Iterator[Path]:
+        path = self.folder / storage_id  # an absolute storage id replaces the folder
+        if checkpoint_step(path) is None:
+            raise CheckpointError(
+                "there is no finished checkpoint here", where=str(path), fix="Name a folder step-NNNNNN."
+            )
+        yield path
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.name not in storage_ids and checkpoint_step(path) is not None:
+                # Renamed first: a process that is killed while it deletes must not leave half a checkpoint under its name.
+                shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Rank 0, before training: removes the temporary folders that a killed run left behind.
+
+        A checkpoint that was about to be replaced gets its name back if the new one did not take it.
+        """
+        for path in self.folder.glob("step-*.*-*") if self.folder.is_dir() else ():
+            name, _, kind = path.name.partition(".")
+            if kind.startswith("old-") and not (self.folder / name).exists():
+                path.rename(self.folder / name)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class LocalPreemption:
+    """Stop as soon as the file ``preempt`` appears in the run folder, or one of the ranks was asked by a signal."""
+
+    folder: RunFolder
+    distributed: Distributed
+    asked: Callable[[], bool] = lambda: False
+
+    def should_preempt(self) -> bool:
+        mine = self.asked() or (self.distributed.rank == 0 and self.folder.preempt.exists())
+        return any(self.distributed.allgather(mine))
+
+
+@dataclass(frozen=True)
+class LocalProgress:
+    """Events, one JSON line each, in ``events.jsonl``, for whoever shows them."""
+
+    folder: RunFolder
+    clock: Callable[[], float] = time.time
+    show: Callable[[Mapping[str, Any]], None] | None = None
+
+    def report_progress(self, fraction: float) -> None:
+        """Nothing: the steps in the events say it already."""
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        append_line(self.folder.events, {"time": self.clock(), **event})
+        if self.show is not None:
+            self.show(event)
+
+
+@dataclass(frozen=True)
+class LocalPlatform:
+    """One rank's view of a run in a folder. ``distributed`` is injected; alone by default.
+
+    ``asked``: whether a signal asked this rank to stop. ``show``: sees every event as it is written (rank 0).
+    """
+
+    run_dir: Path
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    hparams: Mapping[str, Any] = field(default_factory=dict)
+    model_dir: Path = field(default_factory=Path)
+    seed: int = 0
+    trial_id: str = "1"
+    experiment_id: str = "1"
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    distributed: Distributed = field(default_factory=JsonDistributed)
+    asked: Callable[[], bool] = lambda: False
+    show: Callable[[Mapping[str, Any]], None] | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_dir)
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.folder.tensorboard
+
+    @cached_property
+    def metrics(self) -> LocalMetrics:
+        return LocalMetrics(self.folder)
+
+    @cached_property
+    def checkpoints(self) -> LocalCheckpoints:
+        return LocalCheckpoints(self.folder.checkpoints, self.distributed)
+
+    @cached_property
+    def preemption(self) -> LocalPreemption:
+        return LocalPreemption(self.folder, self.distributed, self.asked)
+
+    @cached_property
+    def progress(self) -> LocalProgress:
+        return LocalProgress(self.folder, show=self.show)
+
+    def tidy(self) -> None:
+        """Rank 0, before training: takes away what a run that was killed here has left beyond the step that this one goes
+        on from, so that no step is reported twice.
+        """
+        self.checkpoints.sweep()
+        keep_lines(self.folder.metrics, lambda line: line.get("step", 0) <= self.steps_completed)
+
+    def best_validation(self) -> float | None:
+        searcher = self.experiment.get("searcher") or {}
+        reported = (line["metrics"] for line in read_lines(self.folder.metrics) if line.get("group") == "validation")
+        found = [metrics.get(searcher.get("metric")) for metrics in reported]
+        values = [float(value) for value in found if isinstance(value, (int, float)) and not math.isnan(value)]
+        if not values:
+            return None
+        return min(values) if searcher.get("smaller_is_better", True) else max(values)
+
+    def sync_tensorboard(self) -> None:
+        """Nothing: the files are where they shall be."""
+
+    def profile_system(self) -> bool:
+        return False
+
+    def report_early_exit(self, reason: str) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            with (self.run_dir / "early_exit.json").open("x") as file:  # whoever comes first; exactly one
+                file.write(f'{{"reason": "{reason}", "rank": {self.distributed.rank}}}\n')
+        except FileExistsError:
+            pass

@@ -1,0 +1,199 @@
+"""The narrow surface between a trial and what surrounds it: metrics, checkpoints, preemption, progress, the ranks.
+
+Each protocol is as small as the controller's need and no wider than what Determined's ``core.Context`` can answer, so
+that a cluster, a folder on a laptop and a test in memory are three forms of the same thing. "Collective" means: every
+rank must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Distributed(Protocol):
+    """The ranks of one trial, exchanging small JSON-able values (never tensors; those go through the engine)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Collective. All ranks' values in rank order on rank 0, None elsewhere."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Collective. All ranks' values in rank order, on every rank."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Collective. Rank 0's value on every rank; the others' values are ignored."""
+
+    def barrier(self) -> None:
+        """Collective. Returns once every rank has arrived."""
+
+
+class Metrics(Protocol):
+    """Where reported numbers go. Called on rank 0 only."""
+
+    def report_training_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None: ...
+
+
+class CheckpointStore(Protocol):
+    """Where checkpoints lie. A checkpoint is a folder with a storage id; it exists completely or not at all."""
+
+    def store_path(self, metadata: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, str]]:
+        """Collective. A folder to write into and the storage id that it gets; it becomes a checkpoint when the block
+        ends well on every rank.
+
+        ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint (JSON-able).
+        """
+
+    def restore_path(self, storage_id: str) -> AbstractContextManager[Path]:
+        """Collective.
+
+        The folder of a checkpoint, to be read inside the block. Raises CheckpointError if there is none.
+        """
+
+    def retain(self, storage_ids: Sequence[str]) -> None:
+        """Rank 0 only: every checkpoint of this trial that is not named may be deleted.
+
+        May do nothing where others collect garbage.
+        """
+
+
+class Preemption(Protocol):
+    """Whether someone wants this trial to stop, save, and be resumed later."""
+
+    def should_preempt(self) -> bool:
+        """Collective. The same answer on every rank: rank 0 asks, the others are told."""
+
+
+class Progress(Protocol):
+    """How far the trial is, for a searcher and for a person who watches. Called on rank 0 only."""
+
+    def report_progress(self, fraction: float) -> None:
+        """``fraction`` of the whole run, 0 to 1."""
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """One live event (``kind``, ``step``, ``loss`` ...); it may be thrown away where nobody watches."""
+
+
+class Platform(Protocol):
+    """Everything around one trial, on one rank."""
+
+    @property
+    def distributed(self) -> Distributed: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    @property
+    def checkpoints(self) -> CheckpointStore: ...
+
+    @property
+    def preemption(self) -> Preemption: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def hparams(self) -> Mapping[str, Any]: ...
+
+    @property
+    def experiment(self) -> Mapping[str, Any]:
+        """The experiment config as plain data (the YAML's content)."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Relative paths of the experiment config start here."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def trial_id(self) -> str:
+        """Names the trial. A checkpoint of another trial gives its weights only."""
+
+    @property
+    def experiment_id(self) -> str: ...
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The storage id to start from, if any."""
+
+    @property
+    def steps_completed(self) -> int:
+        """The step of ``latest_checkpoint``, as far as the platform knows; 0 without one."""
+
+    @property
+    def tensorboard_path(self) -> Path | None: ...
+
+    def best_validation(self) -> float | None:
+        """Rank 0 only: the best value of the searcher's metric that was reported so far."""
+
+    def sync_tensorboard(self) -> None:
+        """Each rank, after TensorBoard files may have changed: whoever keeps them elsewhere may copy them now."""
+
+    def profile_system(self) -> bool:
+        """Each rank: measure this host's processors, memory and network from now on; False where nobody does."""
+
+    def report_early_exit(self, reason: str) -> None:
+        """From the rank that fails, whichever it is: posted once however many ranks call it.
+
+        ``reason`` is ``INVALID_HP``, say.
+        """
+
+
+# Ranks that exchange JSON-able values through one injected all-gather.
+
+
+AllGather = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """The exchange of a world of one. It goes through JSON too, so that one rank sees what many would see."""
+    return [json.loads(json.dumps(value))]
+
+
+@dataclass(frozen=True)
+class JsonDistributed:
+    """The ``Distributed`` of protocols.py over ``exchange``: a collective that gives every rank's value, in rank order."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    exchange: AllGather = alone
+
+    def get_rank(self) -> int:
+        """``rank``, as trials written for Determined ask for it; so are the next two."""
+        return self.rank
+
+    def get_size(self) -> int:
+        return self.size
+
+    def get_local_rank(self) -> int:
+        return self.local_rank
+
+    def allgather(self, value: Any) -> list[Any]:
+        return self.exchange(value)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        values = self.exchange(value)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        # Everyone sends something: a second primitive would save a few bytes and cost a second contract.
+        return self.exchange(value if self.rank == 0 else None)[0]
+
+    def barrier(self) -> None:
+        self.exchange(None)

@@ -1,0 +1,213 @@
+"""A trial's events as lines of a log or a terminal, for fronts that have nobody else to show them."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from zero_trial.comm.env import RankEnv
+from zero_trial.comm.mesh import MeshShape, build_mesh
+from zero_trial.errors import DoesNotFit, InvalidHP, TrialError
+from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
+from zero_trial.launch.screen import Screen
+from zero_trial.launch.summary import done_line
+from zero_trial.preflight.memory_watch import MemoryWatch
+from zero_trial.runs.records import user_frame
+from zero_trial.runtime.protocols import JsonDistributed, Platform
+from zero_trial.trial import Controller, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.reporting import End, Outcome, build_summary
+from zero_trial.trial.settings import settings_from_experiment
+from zero_trial.trial.trial import import_trial_class, seed_everything
+
+
+class EventLog:
+    """Shows every event that it is called with. ``live``: one moving line for the steps, where there is a terminal."""
+
+    def __init__(self, stream: TextIO | None = None, live: bool | None = False) -> None:
+        self._screen = Screen(stream if stream is not None else sys.stdout, live=live)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event.get("kind") == "done":
+            self._screen.close()  # the last step before the last line
+            for line in done_lines(event):
+                self._screen.say(line)
+        self._screen.show(event)
+        self._screen.tick()
+
+    def close(self) -> None:
+        self._screen.close()
+
+
+def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The last event of a trial that ran to an end, with its figures where it is the only place for them."""
+    told = {"step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
+    return {"kind": "done", **told, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
+
+
+def done_lines(event: Mapping[str, Any]) -> list[str]:
+    """``done    step 200/200  checkpoint <uuid>``, or how else it ended; before it the figures as a run's last line has them, if the
+    event has them.
+    """
+    word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
+    where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
+    if not event.get("figures"):
+        return [f"{word:8}{where}"]
+    return [done_line(event["figures"], word), f"kept    {where}"]
+
+
+# One rank of a trial, whoever started it: its world, its device, and the way from the trial's class to the outcome.
+
+
+TrialFactory = Callable[[ZeroTrialContext], ZeroTrial]
+
+
+@dataclass
+class RankState:
+    """What a failing rank knows of itself."""
+
+    env: RankEnv = RankEnv()  # noqa: RUF009 - frozen
+    context: ZeroTrialContext | None = None
+
+    @property
+    def step(self) -> int | None:
+        position = self.context.position if self.context is not None else None
+        return None if position is None else position.step
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trial that ran to an end, and what was seen of its memory."""
+
+    outcome: Outcome
+    trial: ZeroTrial
+    context: ZeroTrialContext
+    watch: MemoryWatch | None = None
+
+
+def leave_quickly() -> None:
+    """At this process's end nothing is searched for garbage: there are 300 000 objects to look at, and the memory goes anyway. It is
+    four fifths of what a rank would do between its last line and its exit, a second of it, and that of every trial of a search.
+    """
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+
+
+def as_known_error(error: BaseException) -> BaseException:
+    """Memory that ran out, as DoesNotFit; anything else as it is."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
+        wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
+        wrapped.__cause__ = error
+        return wrapped
+    return error
+
+
+def rank_world(env: RankEnv) -> JsonDistributed:
+    """The trial's ranks over the mesh's communicator.
+
+    Its groups are those that the engines use; its traffic is not counted with theirs.
+    """
+    if env.world_size == 1:
+        return JsonDistributed()
+    comm = build_mesh(MeshShape(replica=env.world_size)).world
+    return JsonDistributed(env.rank, env.world_size, env.local_rank, lambda value: comm.gather_json(value, "trial"))
+
+
+def own_device(env: RankEnv) -> torch.device:
+    """The CUDA device of this local rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", env.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
+    """The user's class. Raises ConfigError, naming the trials that there are, if it is not one."""
+    check_entrypoint(name, model_dir, where="entrypoint")
+    return import_trial_class(name.module, name.name, model_dir)
+
+
+def open_context(
+    platform: Platform, state: RankState, engine_factory: EngineFactory
+) -> tuple[ZeroTrialContext, MemoryWatch | None]:
+    """Seeds everything, and makes the context of a trial that is built next. Rank 0 watches its memory."""
+    leave_quickly()
+    env = state.env
+    watch = MemoryWatch(platform.progress.emit, env.local_world_size) if env.rank == 0 else None
+    seed_everything(platform.seed)
+    factory = watch.around(engine_factory) if watch is not None else engine_factory
+    state.context = ZeroTrialContext(platform, factory, own_device(env))
+    return state.context, watch
+
+
+def build_trial(make: TrialFactory, context: ZeroTrialContext) -> ZeroTrial:
+    """The trial. Hyperparameters that cannot be trained are told to the platform at once."""
+    try:
+        return make(context)
+    except InvalidHP:
+        context.platform.report_early_exit("INVALID_HP")
+        raise
+
+
+def train(
+    make: TrialFactory,
+    platform: Platform,
+    state: RankState,
+    engine_factory: EngineFactory,
+    settings: TrainSettings | None = None,
+) -> Trained:
+    """Collective. Builds everything around the trial, the trial, and runs it as the experiment says."""
+    context, watch = open_context(platform, state, engine_factory)
+    with refuse_sys_exit():
+        trial = build_trial(make, context)
+        if settings is None:
+            settings = settings_from_experiment(platform.experiment, platform.hparams)
+        return Trained(Controller(trial, context, settings).run(), trial, context, watch)
+
+
+@contextmanager
+def refuse_sys_exit() -> Iterator[None]:
+    """The trial's code may call ``sys.exit``, for one rank or all: a rank that left so would leave no word, and the others would wait for it."""
+    try:
+        yield
+    except SystemExit as ending:
+        frame = user_frame(ending)
+        raise TrialError(
+            "the trial's code ended the process",
+            where=f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" if frame is not None else None,
+            got=f"sys.exit({ending.code!r})",
+            fix="Raise an exception; or end the run, saved, with context.set_stop_requested(True).",
+        ) from ending
+
+
+def figures_of(trained: Trained) -> dict[str, Any]:
+    """Collective. What the run has to show, on rank 0; empty on the others."""
+    context = trained.context
+    memory = context.distributed.gather(peak_memory(context.device))
+    if context.distributed.rank != 0:
+        return {}
+    kind = "CUDA memory allocated" if context.device.type == "cuda" else "resident set"
+    more = {"peak_memory_bytes": memory, "peak_memory_kind": kind}
+    more |= trained.watch.summary() if trained.watch is not None else {}
+    return build_summary(trained.outcome, trained.trial, context, more)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of this process's device memory on CUDA, of its resident set on CPU (interpreter and libraries included)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss can be that of the parent, from before exec
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

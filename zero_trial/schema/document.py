@@ -1,0 +1,162 @@
+"""A configuration as it was read: plain nested dicts and lists, and for every key the place where it stands."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zero_trial.errors import ConfigError
+
+Path = tuple[str, ...]
+
+
+MOST_LEVELS = 64  # of nesting, in dicts as in files
+
+
+MOST_VALUES = 100_000
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a value stands: file and line, the dotted prefix under which a ds_config lies there, and a note on how the value came about."""
+
+    file: str | None = None
+    line: int | None = None
+    prefix: str = ""
+    note: str = ""
+
+    def spot(self) -> str:
+        """``const.yaml:14``, or "" for a dict that was passed in."""
+        if self.file is None:
+            return ""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+    def where(self, dotted: str) -> str:
+        """What stands before a fault: ``const.yaml:14 hyperparameters.ds_config.zero_optimization.stage``."""
+        full = f"{self.prefix}.{dotted}" if self.prefix else dotted
+        return f"{self.spot()} {full}".strip()
+
+    def noted(self, note: str, *, nowhere: bool = False) -> Location:
+        """The same place with a note; ``nowhere`` for a value that does not stand in the file at all."""
+        return Location(note=note) if nowhere else replace(self, note=note)
+
+    def source(self) -> str:
+        """What the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter lr``, ``given`` for a plain dict."""
+        spot = self.spot()
+        if self.prefix and spot:
+            spot = f"{spot} {self.prefix}"
+        if self.note:
+            return f"{self.note} ({spot})" if spot else self.note
+        return spot or "given"
+
+
+@dataclass(frozen=True)
+class Document:
+    """``value`` with a ``places`` entry per key path; a path without one has the place of its nearest parent.
+
+    ``warnings`` are sentences about values that had to be understood rather than read.
+    """
+
+    value: dict[str, Any]
+    places: Mapping[Path, Location] = field(default_factory=dict)
+    place: Location = Location()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any], place: Location | None = None) -> Document:
+        """A deep copy of a plain mapping. Raises ConfigError for one that contains itself or is nested too deep."""
+        place = place or Location()
+        _require_finite(mapping, place)
+        return cls(copy.deepcopy(dict(mapping)), {}, place)
+
+    def at(self, path: Path) -> Location:
+        """The place of ``path``, or of the nearest key around it."""
+        for end in range(len(path), 0, -1):
+            found = self.places.get(path[:end])
+            if found is not None:
+                return found
+        return self.place
+
+    def get(self, path: Path, default: Any = None) -> Any:
+        """The value at ``path``, or ``default`` where there is none."""
+        value: Any = self.value
+        for part in path:
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def with_value(self, path: Path, value: Any, place: Location) -> Document:
+        """A new document in which ``path`` holds ``value``; sections on the way are made."""
+        top = copy.deepcopy(self.value)
+        section = top
+        for part in path[:-1]:
+            inner = section.get(part)
+            if not isinstance(inner, dict):
+                inner = section[part] = {}
+            section = inner
+        section[path[-1]] = value
+        return replace(self, value=top, places={**self.places, path: place})
+
+    def below(self, path: Path, prefix: str | None = None) -> Document:
+        """The section at ``path`` as a document of its own; faults in it are named with ``prefix`` (the dotted path by default)."""
+        dotted = ".".join(path) if prefix is None else prefix
+        section = self.get(path)
+        places = {
+            inner[len(path) :]: replace(place, prefix=dotted)
+            for inner, place in self.places.items()
+            if len(inner) > len(path) and inner[: len(path)] == path
+        }
+        value = copy.deepcopy(dict(section)) if isinstance(section, Mapping) else {}
+        return Document(value, places, replace(self.at(path), prefix=dotted))
+
+
+def twice(file: str, path: Path, first: int | None, second: int) -> ConfigError:
+    """The fault for a key that stands twice in one object, with both lines."""
+    return ConfigError(
+        "the key stands twice",
+        where=f"{file}:{second} {'.'.join(path)}",
+        got=f"it on line {first} and line {second}",
+        fix="Remove one of them.",
+    )
+
+
+def _require_finite(mapping: Mapping[str, Any], place: Location) -> None:
+    """Raises ConfigError unless everything that reads ``mapping`` by recursion comes to an end."""
+    stack: list[tuple[Any, Path, tuple[int, ...]]] = [(mapping, (), ())]
+    values = 0
+    while stack:
+        value, path, around = stack.pop()
+        values += 1
+        if isinstance(value, Mapping):
+            inner = [(str(key), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            inner = [(f"[{number}]", item) for number, item in enumerate(value)]
+        else:
+            continue
+        if id(value) in around:
+            raise ConfigError("the configuration contains itself", where=place.where(".".join(path)), fix="Copy it.")
+        if len(path) > MOST_LEVELS or values > MOST_VALUES:
+            raise ConfigError(
+                "too deeply nested or too large",
+                where=place.where(".".join(path[:4])),
+                expected=f"at most {MOST_LEVELS} levels and {MOST_VALUES} values",
+            )
+        stack += [(item, (*path, key), (*around, id(value))) for key, item in inner]
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in the file, short enough for a message."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, str):
+        text = f'"{value}"'
+    elif isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key}: {shown(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(shown(inner) for inner in value) + "]"
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,426 @@
+"""Where the full gradients of a unit are while they live: kept for good, freed and revived, or in rooms that units take in turn.
+
+    Kept      always: one buffer per unit, n elements
+    Revived   until reduced, in ordinary or device memory: the buffer's storage is resized to nothing and back
+    Taken     until reduced, where peers read in place: rooms for what is in flight, one being filled and one spare, used by all units in turn
+
+Freeing means nothing for memory that peers have mapped, which is why the third kind passes it on instead. Between steps its rooms of at most
+LARGEST_KEPT bytes stay, as freed memory of that size does anyway (:mod:`zero_trial.sharding.param_group`); larger ones are given back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_trial.comm import AxisComm
+from zero_trial.ops.dispatch import accumulate
+from zero_trial.sharding.layout import Layout
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
+
+LARGEST_KEPT = 32 << 20
+
+
+@dataclass(frozen=True)
+class FlatGrads:
+    """A full buffer (n,), each parameter's view of it, and what no parameter covers."""
+
+    full: torch.Tensor
+    views: list[torch.Tensor]
+    padding: list[torch.Tensor]
+
+
+def cut(full: torch.Tensor, layout: Layout) -> FlatGrads:
+    """The place that ``layout`` makes of ``full``."""
+    views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
+    return FlatGrads(full, views, [full[start:stop] for start, stop in layout.gaps()])
+
+
+class GradientMemory(Protocol):
+    """The full gradients' memory of one unit."""
+
+    @property
+    def place(self) -> FlatGrads | None:
+        """None while there is none."""
+        ...
+
+    def borrow(self) -> FlatGrads:
+        """A place that nobody else reads or writes, with whatever it held. May wait for peers that still read there."""
+        ...
+
+    def give_back(self) -> None:
+        """Its contents are needed no more; peers may still be reading them."""
+        ...
+
+
+class PersistentGrads:
+    """A buffer that is the unit's own for good."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, comm: AxisComm) -> None:
+        self._comm = comm
+        self.place = cut(comm.buffer(layout.numel, dtype, device), layout)
+
+    def borrow(self) -> FlatGrads:
+        self._comm.settle(self.place.full)
+        return self.place
+
+    def give_back(self) -> None:
+        return None
+
+
+class ResizedGrads:
+    """A buffer whose storage is given back to the allocator."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.place = cut(torch.zeros(layout.numel, dtype=dtype, device=device), layout)
+        self._bytes = layout.numel * dtype.itemsize
+        self.give_back()
+
+    def borrow(self) -> FlatGrads:
+        self.place.full.untyped_storage().resize_(self._bytes)
+        return self.place
+
+    def give_back(self) -> None:
+        self.place.full.untyped_storage().resize_(0)
+
+
+class PooledGrads:
+    """A room of ``rooms``, while it is needed."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, rooms: BufferPool) -> None:
+        self._layout = layout
+        self._dtype = dtype
+        self._rooms = rooms
+        self._room: PooledBuffer | None = None
+        self.place: FlatGrads | None = None
+
+    def borrow(self) -> FlatGrads:
+        nbytes = self._layout.numel * self._dtype.itemsize
+        if self._room is None:
+            self._room = self._rooms.take(nbytes)
+        else:
+            self._rooms.settle(self._room)
+
+        def make(buffer: torch.Tensor) -> FlatGrads:
+            return cut(buffer[:nbytes].view(self._dtype), self._layout)
+
+        self.place = self._room.place(id(self), make)
+        return self.place
+
+    def give_back(self) -> None:
+        room, self._room, self.place = self._room, None, None
+        if room is not None:
+            self._rooms.give_back(room)
+
+
+@dataclass(eq=False)
+class PooledBuffer:
+    """A buffer (bytes), and the places that units have made of it: they come again in every step."""
+
+    buffer: torch.Tensor
+    _places: dict[Hashable, FlatGrads] = field(default_factory=dict)
+
+    def place(self, key: Hashable, make: Callable[[torch.Tensor], FlatGrads]) -> FlatGrads:
+        if key not in self._places:
+            self._places[key] = make(self.buffer)
+        return self._places[key]
+
+
+class BufferPool:
+    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a unit, unless more are in use at once."""
+
+    def __init__(self, comm: AxisComm, most: int) -> None:
+        self._comm = comm
+        self._most = most
+        self._taken: list[PooledBuffer] = []
+        self._left: list[PooledBuffer] = []  # given back, the longest ago first
+
+    def take(self, nbytes: int) -> PooledBuffer:
+        """A room of at least ``nbytes``, and not of more than twice that. Where there are ``most`` already and peers still read all that were
+        given back, it waits for the first of those."""
+
+        def fits(room: PooledBuffer) -> bool:
+            return nbytes <= room.buffer.numel() <= 2 * nbytes
+
+        left = [room for room in self._left if fits(room)]
+        found = next((room for room in left if self._comm.settled(room.buffer)), None)
+        if found is None and left and len(left) + sum(map(fits, self._taken)) >= self._most:
+            found = left[0]
+            self.settle(found)
+        if found is None:
+            found = PooledBuffer(self._comm.buffer(nbytes, torch.uint8, torch.device("cpu")))
+        else:
+            self._left.remove(found)
+        self._taken.append(found)
+        self._drop_large()
+        return found
+
+    def give_back(self, room: PooledBuffer) -> None:
+        self._taken.remove(room)
+        self._left.append(room)
+        self._drop_large()
+
+    def settle(self, room: PooledBuffer) -> None:
+        """Returns when no peer reads in ``room``."""
+        self._comm.settle(room.buffer)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """All that there are now."""
+        return [room.buffer for room in (*self._taken, *self._left)]
+
+    def _drop_large(self) -> None:
+        """Large rooms that nobody uses go back to the system."""
+        self._left = [
+            room for room in self._left if room.buffer.numel() <= LARGEST_KEPT or not self._comm.settled(room.buffer)
+        ]
+
+
+def gradient_memory(
+    layout: Layout, dtype: torch.dtype, device: torch.device, plan: ZeroPlan, comm: AxisComm, rooms: BufferPool | None
+) -> GradientMemory:
+    """The kind that suits: by how long full gradients live, and by whether there are rooms."""
+    if plan.grads is not Lifetime.USE:
+        return PersistentGrads(layout, dtype, device, comm)
+    return PooledGrads(layout, dtype, rooms) if rooms is not None else ResizedGrads(layout, dtype, device)
+
+
+# Where the gradients of one unit land: views of one flat buffer, filled by autograd's hooks.
+#
+#     micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad becomes the view
+#     micro-batch 2+  autograd adds into .grad, that is into the view, by itself
+#     other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and dropped
+#
+# Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of 20 bytes per fp32 element. Gradients below
+# SMALL elements are copied together by one foreach call when the unit is complete: one dispatch instead of one per tensor.
+
+
+SMALL = 1 << 14
+
+
+class GradBuffer:
+    """The full-gradient buffer of a unit, this rank's shard of it, and the count of what is still to come.
+
+    ``on_complete(landing)`` is called when every parameter of the unit has got its gradient in the running backward pass.
+    """
+
+    def __init__(
+        self,
+        unit: ParamGroup,
+        *,
+        dtype: torch.dtype,
+        shard_dtype: torch.dtype,
+        on_complete: Callable[[GradBuffer], None],
+        comm: AxisComm | None = None,
+        rooms: BufferPool | None = None,
+    ) -> None:
+        self.unit = unit
+        self.dtype = dtype
+        layout, device = unit.layout, unit.full.device
+        kept = unit.plan.grads is not Lifetime.USE
+        self._memory = gradient_memory(layout, dtype, device, unit.plan, comm if comm is not None else unit.comm, rooms)
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
+        low, high = layout.shard_range(unit.comm.index)
+        self.in_place = kept and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        self.shard = (
+            self.full[low:high] if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
+        )
+        self.shard_filled = False  # holds a reduced sum of this step
+        self.live = kept
+        self._owned = False  # nobody else reads the full buffer
+        self._stale = False  # padding may hold anything
+        self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
+        self.late = False  # a gradient came after the unit was complete (re-entrant checkpointing): reduce only when backward has ended
+        count = len(unit.params)
+        self.landed = [False] * count  # the view holds a gradient of this accumulation
+        self._waiting: list[int] = []  # small gradients, to be copied together
+        self._queued = [False] * count
+        self._seen = [0] * count  # the pass in which a parameter last counted
+        self._pass = 0
+        self._missing = 0
+        self._counting = False
+        self._on_complete = on_complete
+        self._shares = unit.dtype == dtype  # .grad can be the view itself
+        self.handles: list[Any] = [
+            param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
+            for index, param in enumerate(unit.params)
+        ]
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer (n,); has no elements while it has no memory at all."""
+        place = self._memory.place
+        return place.full if place is not None else self._nothing
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part of the full buffer; only while live."""
+        low, high = self.unit.layout.shard_range(self.unit.comm.index)
+        return self.full[low:high]
+
+    def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
+        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an engine that nobody destroyed would never go.
+        me = weakref.ref(self)
+        seen, queued, waiting = self._seen, self._queued, self._waiting
+
+        def land(param: nn.Parameter) -> None:
+            landing = me()
+            if landing is None:
+                return
+            if small or landing.sealed:
+                if not queued[index]:
+                    queued[index] = True
+                    waiting.append(index)
+            elif param.grad is not landing.views[index]:
+                landing._take(index, param)
+            if not landing._counting:
+                return
+            if seen[index] != landing._pass:
+                seen[index] = landing._pass
+                landing._missing -= 1
+                if not landing._missing:
+                    landing._on_complete(landing)
+            elif not landing._missing:
+                landing.late = True
+
+        return land
+
+    def _take(self, index: int, param: nn.Parameter) -> None:
+        """Moves one gradient into its view."""
+        self.materialise()
+        grad = param.grad
+        if grad is None:
+            return
+        grad = _dense(grad)
+        if self.landed[index]:
+            accumulate(self.views[index], grad)
+        else:
+            self.views[index].copy_(grad)
+            self.landed[index] = True
+        param.grad = self.views[index] if self._shares else None
+
+    def settle(self, *, show: bool = True) -> None:
+        """Copies the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed).
+
+        ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user code to read.
+        """
+        waiting = self._waiting
+        if not waiting or self.sealed:
+            return
+        self.materialise()
+        params, views, landed = self.unit.params, self.views, self.landed
+        targets, sources, again = [], [], []
+        for index in waiting:
+            grad = params[index].grad
+            self._queued[index] = False
+            if grad is None or grad is views[index]:
+                continue
+            if grad.is_sparse:
+                grad = _dense(grad)
+            if landed[index]:
+                again.append((views[index], grad))
+            else:
+                targets.append(views[index])
+                sources.append(grad)
+                landed[index] = True
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for view, grad in again:
+            view.add_(grad)
+        if show:
+            for index in waiting:
+                params[index].grad = views[index] if self._shares else None
+        waiting.clear()
+
+    @property
+    def touched(self) -> bool:
+        """Something has landed that is not reduced yet."""
+        return bool(self._waiting) or any(self.landed)
+
+    def begin_pass(self) -> None:
+        """A new backward pass: every parameter may come once more."""
+        self._pass += 1
+        self._missing = len(self.unit.params)
+        self._counting = True
+
+    def end_pass(self) -> None:
+        """The backward pass is over; what lands until the next one comes from someone else's loss and completes nothing."""
+        self.settle()
+        self._counting = False
+
+    def materialise(self) -> None:
+        """Brings the full buffer to life, with whatever the memory held: :meth:`close` zeroes what nothing landed on.
+
+        Waits for peers that still read an earlier sum's parts there.
+        """
+        if self._owned:
+            return
+        place = self._memory.borrow()
+        self.views[:] = place.views
+        self._stale = self._stale or not self.live
+        self.live = self._owned = True
+
+    def await_readers(self) -> None:
+        """The reduced gradient may be written: where it lies in the full buffer, no peer reads that any more. Peers must come as far."""
+        if self.in_place:
+            self._memory.borrow()
+
+    def close(self) -> torch.Tensor:
+        """Seals the full buffer for its reduction: what did not land is zero, and autograd no longer writes into it."""
+        self.sealed = False
+        self.settle(show=False)
+        self.materialise()
+        empty = [view for view, landed in zip(self.views, self.landed, strict=True) if not landed and view.numel()]
+        if self._stale and (place := self._memory.place) is not None:
+            empty += place.padding
+            self._stale = False
+        if empty:
+            torch._foreach_zero_(empty)
+        self.detach()
+        self.sealed = True
+        self._owned = False
+        return self.full
+
+    def detach(self) -> None:
+        """Takes the views away from the parameters: from now on a gradient that comes is a new one."""
+        for param in self.unit.params:
+            param.grad = None
+        count = len(self.landed)
+        self.landed[:] = [False] * count
+
+    def free(self) -> None:
+        """Gives the full buffer's memory back, where full gradients do not live until the step (the shard has its own)."""
+        if self.unit.plan.grads is Lifetime.USE and self.live:
+            self.views[:] = [self._nothing] * len(self.views)
+            self._memory.give_back()
+            self.live = self._owned = False
+
+    def reset(self) -> None:
+        """Forgets every gradient of this accumulation, reduced or not."""
+        for index in self._waiting:
+            self._queued[index] = False
+        self._waiting.clear()
+        self.detach()
+        self.sealed = self.shard_filled = False
+        self.free()
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def persistent_bytes(self) -> int:
+        """Bytes of gradients that outlive a backward pass on this rank; without the rooms of what is in flight."""
+        full = self.unit.layout.numel * self.dtype.itemsize if self.unit.plan.grads is not Lifetime.USE else 0
+        return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """Gradients of embeddings with ``sparse=True`` become dense: buffers, norms and shards have a place for every element."""
+    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,393 @@
+"""Which parameters are gathered, freed and reduced together: a model's tree cut into blocks, and parameters into buckets. Pure.
+
+A block is a member of the model's stack: a child of a ModuleList, or one of several alike children of a Sequential (the outermost such stack, unless
+one member holds more than a quarter of the model and has a stack of its own). Everything outside the blocks (embeddings, final norm, head,
+parameters that several blocks share) belongs to the root block, which lives as long as the whole forward and backward: code that uses such a
+weight outside its own module, as tied heads do, then always finds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from zero_trial.comm import AxisComm
+from zero_trial.errors import ConfigError
+from zero_trial.sharding.dtypes import living_dtype
+
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What partitioning knows of a module: its dotted name, class, kind, parameters below it, and children."""
+
+    name: str
+    class_name: str
+    numel: int
+    is_list: bool = False  # ModuleList or ModuleDict: has no forward of its own
+    is_sequential: bool = False
+    children: tuple[ModuleFacts, ...] = ()
+
+    def walk(self) -> Iterator[ModuleFacts]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class LeafRules:
+    """ds_config's ``zero_optimization.leaf_module``: modules that are blocks by name, whatever the tree looks like."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+    def match(self, module: ModuleFacts) -> bool:
+        short = {entry.rsplit(".", 1)[-1] for entry in self.classes}
+        return (
+            module.class_name in short
+            or module.name in self.names
+            or any(module.name.endswith(suffix) for suffix in self.name_suffixes)
+        )
+
+
+def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
+    """Names of the modules that are blocks, in tree order; the root is not among them."""
+    found: list[str] = []
+
+    def visit(module: ModuleFacts) -> None:
+        members = {child.name for child in _stack_members(module)}
+        for child in module.children:
+            if child.numel == 0:
+                continue
+            if (rules.match(child) and not child.is_list) or (
+                child.name in members and not child.is_list and not _too_large(child, root)
+            ):
+                found.append(child.name)
+            else:
+                visit(child)
+
+    visit(root)
+    return found
+
+
+def _stack_members(module: ModuleFacts) -> list[ModuleFacts]:
+    if module.is_list:
+        return list(module.children)
+    if module.is_sequential:
+        kinds = Counter(child.class_name for child in module.children if child.numel)
+        return [child for child in module.children if kinds[child.class_name] > 1]
+    return []
+
+
+def _too_large(member: ModuleFacts, root: ModuleFacts) -> bool:
+    return 4 * member.numel > root.numel and any(_stack_members(inner) and inner.is_list for inner in member.walk())
+
+
+def block_of(parameter_names: Sequence[str], blocks: Sequence[str]) -> str:
+    """The block that owns a parameter known by these names (several when tied): the one block that all of them lie in, else the root."""
+    owners = {_innermost_block(name, blocks) for name in parameter_names}
+    return owners.pop() if len(owners) == 1 else ROOT
+
+
+def _innermost_block(name: str, blocks: Sequence[str]) -> str:
+    best = ROOT
+    for block in blocks:
+        if (name == block or name.startswith(block + ".")) and len(block) > len(best):
+            best = block
+    return best
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """One parameter as partitioning sees it. ``key`` separates what may not share a unit: dtype, device, trainable or not."""
+
+    name: str
+    numel: int
+    key: tuple[object, ...]
+    group: int  # optimizer group; -1 when frozen
+    block: str = ROOT
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One unit to be: its members in layout order (sorted by optimizer group, so that each group is one run), and whether it always lives."""
+
+    name: str
+    members: tuple[ParamFacts, ...]
+    always: bool
+    block: str = ROOT
+
+
+@dataclass
+class GroupingLimits:
+    """Sizes in elements, from ds_config."""
+
+    bucket: int = 500_000_000
+    persistence: int = 100_000
+    model_persistence: int = 9_223_372_036_854_775_807
+    buckets_wanted: int = field(default=4)
+    smallest_unit: int = 0  # neighbouring blocks are put together until they have as many elements
+
+
+def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
+    """Buckets for parameters that always live, filled from the last parameter backwards: backward finishes those first.
+
+    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi), whichever is smaller, so that reductions
+    overlap with what is left of backward and no buffer is larger than the model needs.
+    """
+    total = sum(member.numel for member in members)
+    goal = min(limits.bucket, max(-(-total // limits.buckets_wanted), 1 << 20))
+    out: list[GroupSpec] = []
+    open_: dict[tuple[object, ...], list[ParamFacts]] = {}
+
+    def close(key: tuple[object, ...]) -> None:
+        chosen = open_.pop(key)
+        chosen.reverse()  # back into the model's order
+        out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.group)), True))
+
+    for member in reversed(members):
+        bucket = open_.setdefault(member.key, [])
+        if bucket and sum(m.numel for m in bucket) + member.numel > goal:
+            close(member.key)
+            bucket = open_.setdefault(member.key, [])
+        bucket.append(member)
+    for key in list(open_):
+        close(key)
+    return out
+
+
+def persistent_members(
+    members: Sequence[ParamFacts], limits: GroupingLimits
+) -> tuple[list[ParamFacts], list[ParamFacts]]:
+    """Those too small to be worth freeing, and the rest."""
+    small, rest, spent = [], [], 0
+    for member in members:
+        if member.numel < limits.persistence and spent + member.numel <= limits.model_persistence:
+            small.append(member)
+            spent += member.numel
+        else:
+            rest.append(member)
+    return small, rest
+
+
+def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
+    """Units for parameters that live while their block computes: one per block and key; small ones always live, in buckets.
+
+    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
+    Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
+    """
+    small, kept = persistent_members(members, limits)
+    grouped: dict[tuple[str, tuple[object, ...]], list[ParamFacts]] = {}
+    for member in kept:
+        grouped.setdefault((member.block, member.key), []).append(member)
+    units = [
+        GroupSpec(block or "root", tuple(sorted(chosen, key=lambda m: m.group)), False, block)
+        for (block, _), chosen in reversed(grouped.items())
+    ]
+    units.sort(key=lambda unit: unit.block == ROOT)
+    return units + [GroupSpec(f"small.{unit.name}", unit.members, True) for unit in into_buckets(small, limits)]
+
+
+def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
+    """Neighbouring blocks of one stack put together until each group has ``smallest`` elements: group name -> its blocks, in order.
+
+    A group is gathered when its first block is used and freed after its last: fewer and larger messages, for at most ``smallest``
+    elements more that live. ``members``: those that will be freed.
+    """
+    sizes = Counter[str]()
+    for member in members:
+        sizes[member.block] += member.numel
+    merged: dict[str, tuple[str, ...]] = {}
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            merged[run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"] = tuple(run)
+            run.clear()
+
+    for block in blocks:
+        if not sizes[block]:
+            continue
+        if run and (_stack_of(run[-1]) != _stack_of(block) or sum(sizes[b] for b in run) >= smallest):
+            close()
+        run.append(block)
+    close()
+    return merged
+
+
+def _stack_of(block: str) -> str:
+    return block.rpartition(".")[0]
+
+
+def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:
+    """Where each optimizer group lies in a flat buffer: group -> [start, stop). ``offsets``: (offset, group) of each slot in order.
+
+    Padding goes with the group before it, so that every run starts and ends at an aligned element.
+    """
+    starts: dict[int, int] = {}
+    for offset, group in offsets:
+        starts.setdefault(group, offset)
+    ordered = sorted(starts.items(), key=lambda item: item[1])
+    stops = [start for _, start in ordered[1:]] + [numel]
+    return {group: (start, stop) for (group, start), stop in zip(ordered, stops, strict=True)}
+
+
+@dataclass(frozen=True)
+class UnshardLimits:
+    """Elements: how many gathered ones may live at once, how soon one must be needed again to be kept, how many may be fetched ahead."""
+
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch: int = 50_000_000
+
+
+# What ds_config says about how a model is sharded: sizes, blocks, and how gradients travel.
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """``wire_scale`` multiplies gradients before their sum; ``overlap``: units are reduced while others still compute."""
+
+    limits: GroupingLimits = field(default_factory=GroupingLimits)
+    live: UnshardLimits = field(default_factory=UnshardLimits)
+    leaf: LeafRules = field(default_factory=LeafRules)
+    wire_scale: float = 1.0
+    overlap: bool = True
+
+    @property
+    def in_flight(self) -> int:
+        """How many units' reductions may be under way at once."""
+        return 2 if self.overlap else 0
+
+
+# A domain: parameters that are gathered, freed and reduced together, when they are told to, such as those of one chunk of a pipeline.
+
+
+@dataclass(frozen=True)
+class ManualGroup:
+    """``params`` holds ids. ``copies`` are the ranks that hold the same parameters for other layers (tied weights), None where nobody does.
+
+    Copies have the same shapes in the same order on all their ranks, and so the same layout: each rank exchanges the shard that it owns.
+    """
+
+    name: str
+    params: frozenset[int]
+    copies: AxisComm | None = None
+    owner: int = 0  # the index among the copies of the one whose first values count
+    module: str = ""  # with copies: the dotted name of the module that holds all of it
+
+    @property
+    def owned(self) -> bool:
+        """Of several copies the owner's rank counts the norm and writes the checkpoint."""
+        return self.copies is None or self.copies.index == self.owner
+
+    def agree(self, values: torch.Tensor, label: str) -> None:
+        """Overwrites ``values`` with the owner's. Collective over the copies."""
+        if self.copies is not None:
+            self.copies.broadcast(values, label, self.owner)
+
+    @property
+    def holders(self) -> int:
+        return self.copies.size if self.copies is not None else 1
+
+
+# Which parameters of a model that is parallel itself are parts of a tensor, and which of them every rank of the model axis holds whole.
+#
+# Such a model says so as Megatron's and DeepSpeed's do: an attribute ``tensor_model_parallel`` or ``model_parallel`` that is true marks a part.
+# All others are taken for copies of each other, and the first rank's count where something is summed over the model: the gradient norm.
+
+
+MARKS = ("tensor_model_parallel", "model_parallel")
+
+
+def is_model_parallel(param: torch.Tensor) -> bool:
+    """Whether the other ranks of the model axis hold other elements of this tensor."""
+    return any(bool(getattr(param, mark, False)) for mark in MARKS)
+
+
+def split_parts_from_copies(members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter]) -> list[ParamFacts]:
+    """The same members, so keyed that no unit holds parts and copies."""
+    return [replace(member, key=(*member.key, is_model_parallel(params[member.name]))) for member in members]
+
+
+# What partitioning needs to know of a real module: its tree, its parameters under all their names, and their optimizer groups.
+
+
+def module_facts(module: nn.Module, name: str = "") -> ModuleFacts:
+    """The tree of ``module``; parameters are counted where they are first met, each once per module."""
+    children = tuple(module_facts(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
+    return ModuleFacts(
+        name,
+        type(module).__name__,
+        sum(param.numel() for param in module.parameters()),
+        isinstance(module, (nn.ModuleList, nn.ModuleDict)),
+        isinstance(module, nn.Sequential),
+        children,
+    )
+
+
+def parameter_names(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[str, ...]]]:
+    """Every parameter by its first name, with all names under which the module knows it (more than one when tied)."""
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        params[id(param)] = param
+    return {known[0]: (params[key], tuple(known)) for key, known in names.items()}
+
+
+def collect_params(
+    module: nn.Module,
+    groups: Mapping[int, int],
+    rules: LeafRules,
+    *,
+    dtype: torch.dtype,
+    with_frozen: bool,
+) -> tuple[list[ParamFacts], dict[str, nn.Parameter], Sequence[str]]:
+    """Members for partitioning, parameters by first name, and block names. ``groups``: id(parameter) -> optimizer group.
+
+    A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter where nothing is trained. A trainable
+    parameter in no group belongs to someone else's optimizer: it is left as it is.
+    """
+    blocks = find_blocks(module_facts(module), rules)
+    members, params = [], {}
+    for name, (param, names) in parameter_names(module).items():
+        trained = param.requires_grad and id(param) in groups
+        if not trained and (not with_frozen or (param.requires_grad and groups)):
+            continue
+        if trained and param.is_complex():
+            raise ConfigError(
+                "a complex parameter cannot be trained",
+                where=name,
+                got=param.dtype,
+                fix="Keep torch.view_as_real of it as the parameter, and use torch.view_as_complex in the forward.",
+            )
+        params[name] = param
+        members.append(
+            ParamFacts(
+                name,
+                param.numel(),
+                (living_dtype(param.dtype, dtype), param.device, trained),
+                groups[id(param)] if trained else -1,
+                block_of(names, blocks),
+            )
+        )
+    return members, params, blocks
+
+
+def by_manual_group(
+    members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter], domains: Sequence[ManualGroup]
+) -> list[ParamFacts]:
+    """The same members with their domains as blocks; no unit spans two of them. Every parameter must be in one."""
+    name_of = {param: domain.name for domain in domains for param in domain.params}
+    found = []
+    for member in members:
+        name = name_of[id(params[member.name])]
+        found.append(replace(member, block=name, key=(*member.key, name)))
+    return found

@@ -1,0 +1,283 @@
+"""Parameters that were cut into shards while the model was built, before any engine exists."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
+from zero_trial.comm.mesh import plan_shape
+from zero_trial.errors import ConfigError
+from zero_trial.sharding import full_params
+from zero_trial.sharding.layout import ALIGN, round_up
+from zero_trial.sharding.param_group import absent
+
+
+class PreSharded:
+    """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the parameter itself keeps only its shape.
+
+    Cutting is collective over ``comm``: rank 0's values are everyone's.
+    """
+
+    def __init__(self, param: nn.Parameter, comm: AxisComm) -> None:
+        self._param = param
+        self._comm = comm
+        self._numel = param.numel()
+        padded = round_up(max(self._numel, 1), ALIGN * comm.size)
+        self._padded = padded
+        self._shard = torch.zeros(padded // comm.size, dtype=param.dtype, device=param.device)
+        self.live = True
+        self.cut()
+
+    def cut(self) -> None:
+        """Keeps this rank's part of the parameter's present value and frees the rest. Collective, if the value is there."""
+        if not self.live:
+            return
+        values = self._param.detach().contiguous().view(-1)
+        self._comm.broadcast(values, "first values")
+        low = self._comm.index * self._shard.numel()
+        own = values[low : low + self._shard.numel()]
+        self._shard[: own.numel()].copy_(own)
+        self._leave()
+
+    def gather(self) -> torch.Tensor:
+        """The full value as a new tensor. Collective."""
+        full = torch.empty(self._padded, dtype=self._shard.dtype, device=self._shard.device)
+        self._comm.all_gather(full, self._shard, "built parameter").wait()
+        return full[: self._numel].view(self._param.shape)
+
+    def lift(self) -> None:
+        """Lets the parameter hold its full value until the next :meth:`cut`. Collective."""
+        if not self.live:
+            self._param.data = self.gather()
+            self.live = True
+
+    def _leave(self) -> None:
+        self._param.data = absent(self._param.shape, self._shard.dtype, self._shard.device)
+        self.live = False
+
+    # the Holder protocol, so that GatheredParameters works before there is an engine
+
+    def open(self, params: list[nn.Parameter]) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self.cut()  # what was written until now stays, whatever becomes of the edits that follow
+            self.lift()
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if source is None:
+                self._leave()
+                return
+            values = self._param.data.contiguous()
+            self._comm.broadcast(values, "edited parameter", source)
+            self._param.data = values
+            self.cut()
+
+
+def read_first_values(param: nn.Parameter) -> torch.Tensor:
+    """The full first value of a parameter, gathered if it was cut while the model was built. Collective in that case."""
+    holder = full_params.owner_of_param(param)
+    if isinstance(holder, PreSharded):
+        return param.detach() if holder.live else holder.gather()
+    return param.detach()
+
+
+Keep = Callable[[PreSharded], None]
+
+
+def presharded(params: Iterable[nn.Parameter]) -> list[PreSharded]:
+    """The holders of those parameters that are cut."""
+    return [holder for param in params if isinstance(holder := full_params.owner_of_param(param), PreSharded)]
+
+
+# ``zero.Init``: building a model of which no rank ever holds the whole.
+#
+# A parameter is cut into shards as soon as the module that owns it is put into its parent: at that moment the module's own initialisation is over.
+# Code that touches such a parameter later in the same block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) finds it whole: the
+# parameter is gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are drawn as without Init, so
+# the model is the same, bit for bit.
+
+
+OPEN = 4
+
+
+# Reading these needs no values.
+_METADATA = {
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "layout",
+    "ndim",
+    "is_meta",
+    "names",
+    "is_cuda",
+}
+
+
+_METADATA_METHODS = {
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "requires_grad_",
+    "__hash__",
+    "nelement",
+    "element_size",
+}
+
+
+class Init:
+    """Context manager around a model's construction, or around nothing at all when there is one rank or ``enabled`` is false.
+
+    ``dtype`` casts parameters as they are cut (None: as built, so that fp32 masters later lose nothing). Collective over the data-parallel ranks:
+    all of them must build the same model. ``module``: an already built module, cut at once (then no ``with`` is needed). Arguments that
+    DeepSpeed has and that mean nothing here (``mem_efficient_linear``, ``pin_memory`` ...) are accepted; ``remote_device`` is refused.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if remote_device not in (None, "none", "cuda", "cpu"):
+            raise ConfigError(
+                "shards are in memory until the engine is built",
+                where="zero.Init(remote_device)",
+                got=remote_device,
+                expected="None",
+                fix="Remove it; zero_optimization.offload_param takes them to NVMe, one unit after the other, when the engine is built.",
+            )
+        self._dtype = dtype
+        self._mesh = mesh
+        self._enabled = enabled
+        self._handles: list[Any] = []
+        self._mode: _Lifting | None = None
+        self._pending: dict[int, nn.Parameter] = {}  # built, but their module is not in its parent yet
+        self._holders: list[PreSharded] = []
+        if module is not None and enabled:
+            with self:
+                for param in module.parameters():
+                    self._cut(param)
+
+    def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
+        if self._mesh is None:
+            if read_rank_env().launched:
+                init_distributed()
+            self._mesh = build_mesh(plan_shape(world_size(), shard_optimizer=True))
+        if self._mesh.shard.size == 1:
+            return self
+        self._mode = _Lifting()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._handles = [
+            register_module_parameter_registration_hook(self._on_parameter),
+            register_module_module_registration_hook(self._on_module),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._mode is None:
+            return
+        mode, self._mode = self._mode, None
+        if kind is None:
+            mode.close_all()
+        mode.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        if kind is None:
+            for param in list(self._pending.values()):
+                self._cut(param)
+            self._pending.clear()
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and full_params.owner_of_param(param) is None:
+            self._pending[id(param)] = param
+
+    def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or self._mode is None:
+            return
+        with torch._C.DisableTorchFunction():
+            for param in child.parameters():
+                if self._pending.pop(id(param), None) is not None:
+                    self._cut(param)
+
+    def _cut(self, param: nn.Parameter) -> None:
+        if self._mesh is None or self._mesh.shard.size == 1 or full_params.owner_of_param(param) is not None:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
+            holder = PreSharded(param, self._mesh.shard)
+        full_params.own_params([param], holder)
+
+
+class _Lifting(TorchFunctionMode):
+    """Makes a cut parameter whole for the function that touches it; the least recently touched are cut again."""
+
+    cuts_parameters = True  # for code that cannot be built like this: every rank must build the same modules
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: OrderedDict[int, PreSharded] = OrderedDict()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            if not _reads_metadata(func):
+                for leaf in tree_flatten((args, kwargs))[0]:
+                    holder = full_params.owner_of_param(leaf) if isinstance(leaf, nn.Parameter) else None
+                    if isinstance(holder, PreSharded):
+                        self._lift(holder)
+        return func(*args, **(kwargs or {}))
+
+    def close_all(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for holder in self._open.values():
+                holder.cut()
+        self._open.clear()
+
+    def _lift(self, holder: PreSharded) -> None:
+        with torch.no_grad():
+            self._open.pop(id(holder), None)
+            while len(self._open) >= OPEN:
+                self._open.popitem(last=False)[1].cut()
+            holder.lift()
+        self._open[id(holder)] = holder
+
+
+def _reads_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return (name == "__get__" and owner in _METADATA) or name in _METADATA_METHODS

@@ -1,0 +1,277 @@
+"""Copies between the device that computes and the host's memory, beside what the device is doing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
+
+# Waits on the host until the copy is done.
+Wait = Callable[[], None]
+
+
+class HostCopier(Protocol):
+    """One direction each way. ``down`` and ``up`` start a copy and return what waits for it; tensors of both sides must stay until then."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory to copy to and from, (nbytes,) uint8."""
+        ...
+
+    def begin(self) -> None:
+        """Copies that are started from now on see what the device has been given to do until now."""
+        ...
+
+    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+        """From the device to the host."""
+        ...
+
+    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+        """From the host to the device. What the device is given to do afterwards sees the result."""
+        ...
+
+
+class BlockingCopier:
+    """Copies at once: for a device that is the host, and for rehearsals."""
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        """Nothing is under way."""
+
+    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+        into.copy_(source)
+        return _nothing
+
+    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+        into.copy_(source)
+        return _nothing
+
+
+class StreamCopier:
+    """A stream for each direction. ``pinned``: buffers that the device copies by itself; from others every copy holds the host up."""
+
+    def __init__(self, device: torch.device, *, pinned: bool) -> None:
+        self._device = device
+        self._pinned = pinned
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def begin(self) -> None:
+        now = torch.cuda.current_stream(self._device)
+        # Down reads gradients that the reductions before have written; up writes shards that gathers before may still read.
+        self._down.wait_stream(now)
+        self._up.wait_stream(now)
+
+    def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+        return self._copy(source, into, self._down).synchronize
+
+    def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
+        done = self._copy(source, into, self._up)
+        torch.cuda.current_stream(self._device).wait_event(done)  # the gather of the new values is given to this stream
+        return done.synchronize
+
+    def _copy(self, source: torch.Tensor, into: torch.Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        with torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return done
+
+
+def copier_for(device: torch.device, pinned: bool) -> HostCopier:
+    """The way between ``device`` and the host."""
+    return StreamCopier(device, pinned=pinned) if device.type == "cuda" else BlockingCopier()
+
+
+def _nothing() -> None:
+    return None
+
+
+# Updates on the host for parameters on a device: gradients come down piece by piece, new values go up, and both pass through a few buffers.
+#
+#     buffer 0   gradient 0 down | update 0 on the CPU | values 0 up | gradient 2 down ...
+#     buffer 1        gradient 1 down    | wait        | update 1 on the CPU | values 1 up
+#                                                         time -->
+#
+# Traffic per step of a shard of n elements: a gradient down (2 or 4 bytes) and a parameter up (2 or 4 bytes). Host
+# memory: the buffers, never a second
+# copy of the model; masters and moments lie where the store behind keeps them.
+
+
+def master_to_host(unit: ParamGroup) -> None:
+    """The unit's master lives in the host's memory from now on, beside the shard on the device, also where the shard is as wide."""
+    unit.master = unit.master.detach().to("cpu", copy=True)
+
+
+@dataclass
+class _Buffer:
+    """Room for one piece's gradient and its new values."""
+
+    gradient: torch.Tensor
+    out: torch.Tensor
+    wait: Wait
+
+
+class StagingBuffers:
+    """The buffers, and which piece lies in which."""
+
+    def __init__(self, mover: HostCopier) -> None:
+        self.mover = mover
+        self.free: deque[_Buffer] = deque()
+        self._of: dict[int, _Buffer] = {}
+
+    def furnish(self, pieces: Sequence[ShardPiece], count: int) -> None:
+        """``count`` buffers in which every one of ``pieces`` has room."""
+        down = max((piece.numel * piece.landing.shard.element_size() for piece in pieces), default=0)
+        up = max((piece.numel * piece.unit.shard.element_size() for piece in pieces), default=0)
+        for _ in range(count if pieces else 0):
+            self.free.append(_Buffer(self.mover.buffer(down), self.mover.buffer(up), _at_once))
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [area for buffer in (*self.free, *self._of.values()) for area in (buffer.gradient, buffer.out)]
+
+    def fetch(self, piece: StagedPiece) -> None:
+        """Starts to bring the piece's gradient down."""
+        self.free[0].wait()  # its last values have gone up
+        buffer = self.free.popleft()
+        self._of[id(piece)] = buffer
+        buffer.wait = self.mover.down(piece.gradient_on_device, self.gradient(piece))
+
+    def arrived(self, piece: StagedPiece) -> None:
+        """Returns when the gradient is there."""
+        self._of[id(piece)].wait()
+
+    def send(self, piece: StagedPiece) -> None:
+        """Starts to bring the piece's new values up; its buffer is the next piece's."""
+        out = self.out(piece)
+        buffer = self._of.pop(id(piece))
+        buffer.wait = self.mover.up(out, piece.values_on_device)
+        self.free.append(buffer)
+
+    def clear(self) -> None:
+        """All buffers are free, also where a step was broken off."""
+        for buffer in self._of.values():
+            buffer.wait()
+            buffer.wait = _at_once
+            self.free.append(buffer)
+        self._of.clear()
+
+    def gradient(self, piece: StagedPiece) -> torch.Tensor:
+        return _view(self._of[id(piece)].gradient, piece.numel, piece.landing.shard.dtype)
+
+    def out(self, piece: StagedPiece) -> torch.Tensor:
+        return _view(self._of[id(piece)].out, piece.numel, piece.unit.shard.dtype)
+
+
+@dataclass(frozen=True)
+class StagedPiece(ShardPiece):
+    """A piece whose weight is on the host and whose unit is on a device; gradient and new values are in the desk's buffers during its update."""
+
+    desk: StagingBuffers
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        return self.desk.gradient(self)
+
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """None where nothing is rounded: updates make copies of 16 bits only."""
+        return None if self.unit.shard.dtype == self.weight.dtype else self.desk.out(self)
+
+    @property
+    def gradient_on_device(self) -> torch.Tensor:
+        return self.landing.shard[self.low : self.high]
+
+    @property
+    def values_on_device(self) -> torch.Tensor:
+        return self.unit.shard[self.low : self.high]
+
+
+class StagedStore:
+    """The :class:`StateStore` of staged ``pieces``. ``behind`` keeps masters and state: host memory, or a store of its own in the same order."""
+
+    def __init__(
+        self, pieces: Sequence[StagedPiece], desk: StagingBuffers, behind: StateStore | None, *, buffers: int
+    ) -> None:
+        self._pieces = list(pieces)
+        self._desk = desk
+        self.behind = behind if behind is not None else DeviceStore(self._pieces)
+        self._in_memory = behind is None
+        self._coming: deque[StagedPiece] = deque()
+        desk.furnish(self._pieces, buffers)
+
+    def expect(self) -> None:
+        self.behind.expect()
+
+    def batches(self) -> Iterator[Sequence[ShardPiece]]:
+        self._desk.clear()
+        self._desk.mover.begin()
+        self._coming = deque(self._pieces)
+        if self._in_memory:
+            yield from ([piece] for piece in self._pieces)
+        else:
+            yield from self.behind.batches()
+
+    def borrow(self, batch: Sequence[ShardPiece]) -> None:
+        """The batch's gradients are on the host when this returns, and its weights and state wherever the update runs."""
+        while self._coming and self._desk.free:
+            self._desk.fetch(self._coming.popleft())
+        self.behind.borrow(batch)
+        for piece in batch:
+            if isinstance(piece, StagedPiece):
+                self._desk.arrived(piece)
+
+    def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
+        """The new values are on their way to the device, which waits for them."""
+        staged = [piece for piece in batch if isinstance(piece, StagedPiece)]
+        for piece in staged:
+            if not rounded or piece.rounded is None:
+                self._desk.out(piece).copy_(piece.weight.detach())
+        self.behind.give_back(batch, True)
+        for piece in staged:
+            self._desk.send(piece)
+        return True
+
+    def lent(self) -> AbstractContextManager[None]:
+        return self.behind.lent()
+
+    def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
+        return self.behind.zeros(piece, kind)
+
+    def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
+        """None: what is counted is the device's memory."""
+        return 0
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """None on the device."""
+        return ()
+
+    def close(self) -> None:
+        self._desk.clear()
+        self.behind.close()
+
+    @property
+    def host_buffers(self) -> Sequence[torch.Tensor]:
+        """The desk's, and those of the store behind."""
+        return [*self._desk.buffers, *self.behind.buffers]
+
+
+def _view(area: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return area[: numel * dtype.itemsize].view(dtype)
+
+
+def _at_once() -> None:
+    return None

@@ -1,0 +1,404 @@
+"""One rank's file for state that does not fit into memory: unnamed, allocated in advance, read and written past the page cache where that works.
+
+requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release the interpreter lock)
+direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends inside a block goes through the page cache
+unnamed    the name is removed as soon as the file is open: whatever ends the process, also SIGKILL, gives the space back
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zero_trial.errors import ConfigError, DoesNotFit, StorageError
+from zero_trial.sharding.layout import round_up
+
+BLOCK = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of, on every disk we know of
+
+
+Transfer = Callable[[int, memoryview, int], int]
+
+
+class DiskTransfer:
+    """A transfer under way. Nobody may write to the tensor, or read it, until :meth:`wait` has returned."""
+
+    def __init__(self, where: str, futures: list[Future[None]], memory: list[torch.Tensor] | None = None) -> None:
+        self._where = where
+        self._futures = futures
+        # The threads hold it too, so that the memory outlives a ticket that is dropped. They let go of it a little after the transfer, which
+        # would leave what is freed next to what comes after it: who has waited finds it free.
+        self._memory = memory if memory is not None else []
+
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """Returns when all of it is there. Raises StorageError if the disk failed."""
+        faults = [fault for future in self._futures if (fault := future.exception()) is not None]
+        self._futures = []
+        self._memory.clear()
+        if faults:
+            raise StorageError(
+                "offloaded state could not be read or written",
+                where=self._where,
+                got=str(faults[0]),
+                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
+            ) from faults[0]
+
+
+class SwapSpace(Protocol):
+    """Where a store puts bytes: a file, or in a rehearsal nothing at all."""
+
+    bytes_read: int
+    bytes_written: int
+
+    def reserve(self, nbytes: int) -> int: ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor: ...
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer: ...
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer: ...
+
+    def mapped(self) -> AbstractContextManager[torch.Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+class SwapFile:
+    """An unnamed file in ``folder`` of at least ``nbytes``. ``bytes_read`` and ``bytes_written`` count what was asked for.
+
+    Raises ConfigError for a folder that cannot be used, and DoesNotFit where the disk has not so much room.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nbytes: int = 0,
+        *,
+        block_size: int = 1 << 20,
+        depth: int = 8,
+        direct: bool = True,
+        where: str = "zero_optimization.offload_optimizer.nvme_path",
+    ) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._block = max(round_up(block_size, BLOCK), BLOCK)
+        self._end = self._size = 0
+        self._cached, self._direct = _open(folder, direct, where)
+        self._pool = ThreadPoolExecutor(depth, thread_name_prefix="zero_trial-disk")
+        self._finalizer = weakref.finalize(self, _close, self._pool, [self._cached, self._direct])
+        self._allocate(nbytes)
+        if self._direct is not None and not self._direct_works():
+            self._direct = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache."""
+        return self._direct is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes that are allocated."""
+        return self._size
+
+    def reserve(self, nbytes: int) -> int:
+        """The offset of ``nbytes`` (rounded up to whole blocks) that nobody else has; the file grows where it must."""
+        offset = self._end
+        self._end += round_up(nbytes, BLOCK)
+        self._allocate(self._end)
+        return offset
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory that transfers can go to past the page cache: (nbytes,) uint8 of zeros, at the start of a page."""
+        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
+
+    def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
+        """Starts to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
+        self.bytes_read += into.numel() * into.element_size()
+        return self._start(offset, into, _pread)
+
+    def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
+        """Starts to write ``source`` (contiguous, on the host) at ``offset``."""
+        self.bytes_written += source.numel() * source.element_size()
+        return self._start(offset, source, _pwrite)
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        """The whole file as (size,) uint8, to read and to write inside the block; no transfer may be under way.
+
+        The kernel brings in pages as they are touched and may drop them again: this is no memory of the process's own.
+        """
+        self._require_open()
+        try:
+            area = mmap.mmap(self._cached, self._size)
+        except (OSError, ValueError) as fault:
+            raise StorageError(
+                "offloaded state cannot be mapped into memory",
+                where=str(self.folder),
+                got=str(fault),
+                fix="Name a local disk in nvme_path.",
+            ) from fault
+        try:
+            yield torch.frombuffer(area, dtype=torch.uint8)
+        finally:
+            try:
+                area.flush()
+            except OSError as fault:
+                raise StorageError(
+                    "offloaded state could not be read or written",
+                    where=str(self.folder),
+                    got=str(fault),
+                    fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint.",
+                ) from fault
+            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Gives the space back. Transfers must be waited for before."""
+        self._finalizer()
+
+    def _require_open(self) -> None:
+        """The numbers of closed descriptors may be another file's by now."""
+        if not self._finalizer.alive:
+            raise StorageError(
+                "offloaded state is gone",
+                where=str(self.folder),
+                got="an engine that was destroyed",
+                fix="Build a new one.",
+            )
+
+    def _allocate(self, nbytes: int) -> None:
+        """Makes the file at least so large, with blocks on the disk: afterwards no write can find it full."""
+        self._require_open()
+        wanted = round_up(nbytes, BLOCK)
+        if wanted <= self._size:
+            return
+        try:
+            os.posix_fallocate(self._cached, self._size, wanted - self._size)
+        except OSError as fault:
+            if fault.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StorageError(
+                    "no space could be allocated for offloaded state", where=str(self.folder), got=str(fault)
+                ) from fault
+            raise DoesNotFit(
+                "the disk has not enough room for offloaded state",
+                where=str(self.folder),
+                got=f"{_mib(_free(self.folder))} free ({fault.strerror})",
+                expected=f"{_mib(wanted)} for this rank",
+                fix="Free some space, name another disk in nvme_path, or use more ranks: each keeps its part only.",
+            ) from fault
+        self._size = wanted
+
+    def _direct_works(self) -> bool:
+        """One block there and back. Some file systems open a file with O_DIRECT and refuse to transfer."""
+        if self._direct is None or self._size < BLOCK:
+            return self._direct is not None
+        try:
+            page = memoryview(mmap.mmap(-1, BLOCK))
+            return os.pwritev(self._direct, [page], 0) == BLOCK and os.preadv(self._direct, [page], 0) == BLOCK
+        except OSError:
+            return False
+
+    def _start(self, offset: int, tensor: torch.Tensor, transfer: Transfer) -> DiskTransfer:
+        self._require_open()
+        memory, held = _bytes_of(tensor), [tensor]
+        futures = [
+            self._pool.submit(_all_of, transfer, fd, memory[low:high], offset + low, held)
+            for fd, low, high in self._requests(offset, tensor.data_ptr(), len(memory))
+        ]
+        return DiskTransfer(str(self.folder), futures, held)
+
+    def _requests(self, offset: int, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(descriptor, low, high) of the blocks of one transfer: the middle direct where that is possible, the edges not."""
+        low, high = min(round_up(offset, BLOCK) - offset, nbytes), nbytes
+        if self._direct is None or (address + low) % BLOCK:
+            yield from ((self._cached, *span) for span in _spans(0, nbytes, self._block))
+            return
+        high = max(low, (offset + nbytes) // BLOCK * BLOCK - offset)
+        yield from ((self._cached, *span) for span in _spans(0, low, BLOCK))
+        yield from ((self._direct, *span) for span in _spans(low, high, self._block))
+        yield from ((self._cached, *span) for span in _spans(high, nbytes, BLOCK))
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of ``folder`` has left for this user."""
+    return _free(folder)
+
+
+def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
+    """Two descriptors of one unnamed file: through the page cache, and past it (None where that is not possible)."""
+    path = folder / f"zero_trial-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
+        fix = "Make it, or name another one."
+        raise ConfigError("there is no such folder", where=where, got=str(folder), expected="a folder", fix=fix)
+    try:
+        cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as fault:
+        raise ConfigError(
+            "nothing can be written to this folder", where=where, got=f"{folder}: {fault.strerror}", fix="Name another."
+        ) from fault
+    try:
+        past = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT) if direct and hasattr(os, "O_DIRECT") else None
+    except OSError:
+        past = None
+    os.unlink(path)
+    return cached, past
+
+
+def _close(pool: ThreadPoolExecutor, descriptors: list[int | None]) -> None:
+    pool.shutdown(wait=True)
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _spans(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, high)) for start in range(low, high, step))
+
+
+def _pread(fd: int, memory: memoryview, offset: int) -> int:
+    return os.preadv(fd, [memory], offset)
+
+
+def _pwrite(fd: int, memory: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [memory], offset)
+
+
+def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[torch.Tensor]) -> None:
+    """Repeats a call that did only part of its work; none of it is the end of the file or of the disk. ``held`` keeps the memory alive."""
+    done = 0
+    while done < len(memory):
+        now = transfer(fd, memory[done:], offset + done)
+        if now <= 0:
+            raise OSError(errno.EIO, f"{done} of {len(memory)} bytes at offset {offset}")
+        done += now
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own memory."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+# How what lies in a file is cut into what a buffer holds. Pure.
+
+
+CUT = BLOCK  # elements: pieces are cut at multiples of it, so that for every dtype cuts lie between blocks of the disk
+
+
+MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32, where disks have long reached their best
+
+
+def slot_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
+    """Elements per buffer: at most ``wanted`` and ``most``, and so few that ``count`` buffers hold no more than a quarter of ``total``;
+    CUT at least."""
+    return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT
+
+
+# The first failure of a disk, after which nothing that lives there is used again.
+
+
+class DiskFailure:
+    """Shared by all whose values lie in a rank's files: half a step in one of them is half a step for all."""
+
+    def __init__(self) -> None:
+        self.first: StorageError | None = None
+
+    def wait(self, tickets: Sequence[DiskTransfer]) -> None:
+        """For all of them. Raises StorageError, and remembers it: what did not reach the disk, or a step that ended there, is not to be mended."""
+        fault: StorageError | None = None
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except StorageError as found:
+                fault = fault or found
+        if fault is not None:
+            self.remember(fault)
+            raise fault
+
+    def remember(self, fault: StorageError) -> None:
+        self.first = self.first or fault
+
+    def require_none(self) -> None:
+        """A checkpoint of half a step, or a step from it, would be wrong without a word."""
+        if self.first is not None:
+            raise StorageError(
+                "the disk has failed, and offloaded state is lost",
+                where=self.first.where,
+                got=self.first.got,
+                fix="Mend the disk or name another one in nvme_path, and go on from the last checkpoint in a new engine.",
+            ) from self.first
+
+
+# The time in which everything that lies in a file can be seen and edited, in pages of a mapping; nested openings share the outermost one.
+
+
+class MappedAccess:
+    """``mapped()`` gives the file's bytes, or None where there is no file. ``before()`` waits for all transfers, ``open_(area)`` and
+    ``shut(area)`` put tensors over the area and take them away again."""
+
+    def __init__(
+        self,
+        mapped: Callable[[], AbstractContextManager[torch.Tensor | None]],
+        trouble: DiskFailure,
+        before: Callable[[], None],
+        open_: Callable[[torch.Tensor | None], None],
+        shut: Callable[[torch.Tensor | None], None],
+    ) -> None:
+        self._mapped = mapped
+        self._trouble = trouble
+        self._before = before
+        self._open = open_
+        self._shut = shut
+        self._depth = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._depth > 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Raises StorageError, also if the disk has failed before."""
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+                return
+            edited = False
+            try:
+                self._trouble.require_none()
+                self._before()
+                with self._mapped() as area:
+                    self._open(area)
+                    try:
+                        yield
+                    finally:
+                        self._shut(area)
+                        edited = True
+            except StorageError as fault:
+                if edited:  # what was edited may not have reached the disk
+                    self._trouble.remember(fault)
+                raise
+        finally:
+            self._depth -= 1

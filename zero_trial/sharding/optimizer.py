@@ -1,0 +1,372 @@
+"""What an optimizer keeps for its pieces, seen by logical tensor, by unit, or as numbers: for checkpoints and for whoever asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_trial.errors import TrialError
+from zero_trial.ops import native_on
+from zero_trial.ops.optimizers import (
+    DeviceScalars,
+    FusedLamb,
+    ShardOptimizer,
+    ShardUpdate,
+    device_scaled_step,
+    fused_step,
+    scaled_step,
+    supports_device_scalars,
+    undo_step,
+)
+from zero_trial.sharding.layout import ParamSlot
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore, segments_of
+
+
+@dataclass(frozen=True)
+class StateView:
+    """A tensor of optimizer state, or the master weight, of one logical tensor's part: elements [start, stop) of the flattened tensor."""
+
+    kind: str  # "master", "exp_avg" ...
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+
+class OptimizerState:
+    """The masters and the state of ``base``, which steps on ``pieces``; ``store`` says where both live between steps."""
+
+    def __init__(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], store: StateStore) -> None:
+        self._base = base
+        self._pieces = pieces
+        self._store = store
+
+    def views(self) -> Iterator[StateView]:
+        """Every tensor of master weights and state on this rank, by logical tensor. Their values are there only inside the store's ``lent``.
+
+        State that is not one value per element (rows and columns of Adafactor) exists for whole tensors only and has its own shape.
+        """
+        for piece in self._pieces:
+            state = self._base.state.get(piece.weight, {})
+            if (slot := whole_slot(piece)) is not None:
+                for key, value in state.items():
+                    if torch.is_tensor(value) and value.dim() > 0 and not is_elementwise_state(value, piece):
+                        yield StateView(key, slot.name, tuple(value.shape), 0, value.numel(), value.view(-1))
+            elementwise = {key: value for key, value in state.items() if is_elementwise_state(value, piece)}
+            yield from _by_tensor(piece, {"master": piece.weight.detach()} | elementwise)
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """The state that is one number per tensor (step counts), by optimizer group: ``{"0": {"step": 12.0}}``.
+
+        All pieces of a group step together, so their numbers are the same.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for piece in self._pieces:
+            for key, value in self._base.state.get(piece.weight, {}).items():
+                if not is_elementwise_state(value, piece) and (
+                    isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
+                ):
+                    found.setdefault(str(piece.group), {})[key] = float(value)
+        return found
+
+    def make(
+        self,
+        kinds: Sequence[str],
+        scalars: Mapping[str, Mapping[str, float]],
+        shape_of: Callable[[str, str], tuple[int, ...] | None],
+    ) -> None:
+        """Replaces all state by zeros of the named kinds and the scalar state, so that a checkpoint can be read into :meth:`views`.
+
+        ``shape_of(kind, tensor)`` is the stored shape, None if there is no such state: then a piece of that tensor gets none either.
+        Only inside the store's ``lent``.
+        """
+        self._base.state.clear()
+        for piece in self._pieces:
+            weight, slot = piece.weight.detach(), whole_slot(piece)
+            start, stop = piece.unit.runs[piece.group]
+            names = [
+                part.name
+                for part in ([slot] if slot is not None else piece.unit.layout.slots)
+                if start <= part.offset < stop
+            ]
+            state: dict[str, Any] = {}
+            for kind in kinds:
+                shape = next((found for name in names if (found := shape_of(kind, name)) is not None), None)
+                if shape is not None:
+                    own_shape = slot is not None and shape != slot.shape
+                    kept = None if own_shape else self._store.zeros(piece, kind)
+                    state[kind] = weight.new_zeros(shape if own_shape else weight.shape) if kept is None else kept
+            for key, value in scalars.get(str(piece.group), {}).items():
+                state[key] = torch.tensor(
+                    value, dtype=torch.float32, device=weight.device if _fused(self._base) else "cpu"
+                )
+            if state:
+                self._base.state[piece.weight] = state
+
+    def shard(self, unit: ParamGroup, kind: str) -> torch.Tensor | None:
+        """The unit's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
+        out: torch.Tensor | None = None
+        with self._store.lent():
+            for piece in self._pieces:
+                value = self._base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
+                if torch.is_tensor(value) and is_elementwise_state(value, piece):
+                    out = value.new_zeros(unit.layout.shard_numel) if out is None else out
+                    out[piece.low : piece.high].copy_(value.reshape(-1))
+        return out
+
+    def set_shard(self, unit: ParamGroup, kind: str, shard: torch.Tensor) -> None:
+        """Writes ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
+        with self._store.lent():
+            for piece in self._pieces:
+                if piece.unit is unit:
+                    self._base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
+
+    def resident_bytes(self) -> int:
+        """Bytes of memory for state on this rank, masters left out, and for what moves it from elsewhere."""
+        states = sum(
+            self._store.resident_bytes(value, kind)
+            for piece in self._pieces
+            for kind, value in self._base.state.get(piece.weight, {}).items()
+            if torch.is_tensor(value) and is_elementwise_state(value, piece)
+        )
+        return states + sum(buffer.numel() * buffer.element_size() for buffer in self._store.buffers)
+
+
+def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
+    """What of ``tensors``, alike with the piece in shape, belongs to which logical tensor."""
+    for part in piece.unit.layout.pieces(piece.unit.comm.index):
+        low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
+        if low < high:
+            start = part.start + low - part.offset
+            for kind, tensor in tensors.items():
+                flat = tensor.reshape(-1)[low - piece.low : high - piece.low]
+                yield StateView(kind, part.slot.name, part.slot.shape, start, start + high - low, flat)
+
+
+def whole_slot(piece: ShardPiece) -> ParamSlot | None:
+    """The tensor that ``piece`` is, if it is exactly one, in its shape."""
+    if piece.unit.comm.size > 1:
+        return None
+    shape = tuple(piece.weight.shape)
+    return next(
+        (slot for slot in piece.unit.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None
+    )
+
+
+def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
+    """State with one value per element of the piece."""
+    return torch.is_tensor(value) and value.shape == piece.weight.shape and value.dim() > 0
+
+
+def _fused(base: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in base.param_groups)
+
+
+# The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master weights.
+
+
+def _nobody(pieces: Sequence[ShardPiece], rounded: bool) -> None:
+    return None
+
+
+def _known() -> None:
+    """Every step's outcome is."""
+
+
+def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
+    """How ``base`` wants its pieces: by unit, all at once (norms over tensors that lie in several pieces), or bounded by the casts' memory."""
+    if not isinstance(base, ShardOptimizer):
+        return {}
+    if not base.elementwise:
+        return {"cast_numel": math.inf}
+    return {"by_unit": True} if base.fuses else {}
+
+
+class ShardedOptimizer:
+    """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer (``param_groups``, lr) is the base's own.
+
+    ``loss_scale`` and ``cur_scale`` report what ``scale`` returns, as DeepSpeed's optimizer objects do.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        pieces: Sequence[ShardPiece],
+        *,
+        scale: Callable[[], float],
+        store: StateStore | None = None,
+    ) -> None:
+        self.base = base
+        self.pieces = list(pieces)
+        self._store = store if store is not None else DeviceStore(self.pieces, **_batching(base))
+        self._kept = OptimizerState(base, self.pieces, self._store)
+        self._scale = scale
+        self._stateful = 0  # weights that had state before the last step
+        # What must happen before numbers are shown: the last step may still be taken back.
+        self.when_asked: Callable[[], None] = _known
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        self.when_asked()
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        self.when_asked()
+        return self.base.state
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale()
+
+    cur_scale = loss_scale
+
+    def takes_gates(self, device: torch.device) -> bool:
+        """Whether :meth:`step` can be told by ``device``, where the gradients are, without the host's reading anything there."""
+        if not supports_device_scalars(self.base) or not isinstance(self._store, DeviceStore):
+            return False
+        at_home = all(piece.weight.device == piece.landing.shard.device for piece in self.pieces)
+        return at_home and (device.type == "cpu" or not isinstance(self.base, ShardOptimizer) or native_on(device))
+
+    @property
+    def divides(self) -> bool:
+        """Whether a gate must hold what gradients are divided by: torch's own fused optimizers multiply by nothing."""
+        return not isinstance(self.base, ShardOptimizer)
+
+    def expect(self) -> None:
+        """A step is coming, unless it is skipped: state that lives elsewhere begins to come."""
+        self._store.expect()
+
+    def step(
+        self,
+        multiplier: float | None = None,
+        updated: Callable[[Sequence[ShardPiece], bool], None] = _nobody,
+        gate: DeviceScalars | None = None,
+    ) -> None:
+        """One update with ``multiplier`` times the reduced gradients. Optimizers that sum norms over tensors (LAMB) are collective over shard.
+
+        ``updated(pieces, rounded)`` hears of pieces as soon as they are done; ``rounded``: their 16-bit copies are, too. Bytes per parameter
+        from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass where the optimizer fuses, else 28 and two casts of 6 each.
+        With a ``gate`` (see :meth:`takes_gates` and :attr:`divides`) the device may skip the step: then :meth:`take_back` must follow.
+
+        Called without numbers, as a loop of plain torch does, it is a TrialError: nobody would bring the new values to the parameters.
+        """
+        if not isinstance(multiplier, (int, float)):
+            raise TrialError(
+                "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
+                where="optimizer.step",
+                fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
+            )
+        self._stateful = len(self.base.state)
+        for batch in self._store.batches():
+            self._store.borrow(batch)
+            rounded = self._update(batch, multiplier, gate)
+            updated(batch, self._store.give_back(batch, rounded))
+
+    def _update(self, batch: Sequence[ShardPiece], multiplier: float, gate: DeviceScalars | None) -> bool:
+        if isinstance(self.base, ShardOptimizer) and self.base.fuses:
+            work = [ShardUpdate(piece.weight, piece.reduced, piece.rounded, piece.group) for piece in batch]
+            fused_step(self.base, work, multiplier, gate)
+            return True
+        for piece in batch:
+            piece.weight.grad = piece.gradient()
+        if gate is None:
+            scaled_step(self.base, multiplier)
+        else:
+            device_scaled_step(self.base, gate.factor, gate.found_inf)
+        for piece in batch:
+            piece.weight.grad = None
+        return False
+
+    def take_back(self) -> None:
+        """The device has skipped the last step: what the host counted and made for it is as before."""
+        undo_step(self.base, self._stateful)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do here: gradients live in the units, and :meth:`Engine.zero_grad` forgets them."""
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Inside, masters and state can be read and written wherever they live; only between steps. May be nested."""
+        return self._store.lent()
+
+    def close(self) -> None:
+        """There will be no step any more: space outside of memory is given back."""
+        self._store.close()
+
+    @property
+    def store(self) -> StateStore:
+        return self._store
+
+    def identity(self) -> dict[str, Any]:
+        """Class and hyperparameters' names, for a checkpoint: state is another optimizer's if the latter differ."""
+        return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
+
+    def bind_tensors(self, units: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
+        """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor.
+
+        ``units``: all of the model, the same on every rank (see :func:`segments_of`).
+        """
+        if isinstance(self.base, FusedLamb):
+            segments, count = segments_of(self.pieces, units)
+            self.base.bind(segments, count, sum_over_shards)
+
+    # --- what it keeps --------------------------------------------------------------------------------------------
+
+    def views(self) -> Iterator[StateView]:
+        """See :meth:`OptimizerState.views`; values are there only inside :meth:`lent`."""
+        self.when_asked()
+        return self._kept.views()
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """See :meth:`OptimizerState.scalars`."""
+        self.when_asked()
+        return self._kept.scalars()
+
+    def make_state(
+        self,
+        kinds: Sequence[str],
+        scalars: Mapping[str, Mapping[str, float]],
+        shape_of: Callable[[str, str], tuple[int, ...] | None],
+    ) -> None:
+        """See :meth:`OptimizerState.make`; only inside :meth:`lent`."""
+        self.when_asked()
+        self._kept.make(kinds, scalars, shape_of)
+
+    def state_shard(self, unit: ParamGroup, kind: str) -> torch.Tensor | None:
+        """See :meth:`OptimizerState.shard`."""
+        self.when_asked()
+        return self._kept.shard(unit, kind)
+
+    def set_state_shard(self, unit: ParamGroup, kind: str, shard: torch.Tensor) -> None:
+        """See :meth:`OptimizerState.set_shard`."""
+        self.when_asked()
+        self._kept.set_shard(unit, kind, shard)
+
+    def persistent_bytes(self) -> int:
+        """See :meth:`OptimizerState.resident_bytes`."""
+        self.when_asked()
+        return self._kept.resident_bytes()
+
+
+# Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.
+_HOW_NOT_WHAT = frozenset(
+    [
+        "lr",
+        "weight_decay",
+        "maximize",
+        "foreach",
+        "capturable",
+        "differentiable",
+        "fused",
+        "amsgrad",
+        "decoupled_weight_decay",
+        "bias_correction",
+    ]
+)

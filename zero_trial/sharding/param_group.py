@@ -1,0 +1,313 @@
+"""What a parameter holds while its values are elsewhere: its full shape over a single element that no use can overlook."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zero_trial.comm import AxisComm, Pending
+from zero_trial.sharding.dtypes import has_own_master
+from zero_trial.sharding.layout import Layout
+from zero_trial.sharding.plan import Lifetime, ZeroPlan
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``shape`` over one NaN: no memory, and any arithmetic with it shows. Integers, which have no NaN, get their largest value."""
+    numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+    value = float("nan") if numbers else torch.iinfo(dtype).max
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+# Keeps the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again.
+#
+# glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25
+# microseconds of CPU per KiB on each use.
+# A plan that frees and revives whole units in every step pays that for all its parameters and gradients.
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+
+
+_LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
+
+
+def keep_freed_memory() -> bool:
+    """Sets glibc's thresholds for this process; True if that worked. Blocks above 32 MiB are still mapped one by one.
+
+    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not shrink after it.
+    """
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_freed_memory_back() -> bool:
+    """Gives the kernel every page of the heap that nothing lives on; True if there were any.
+
+    For moments at which much is freed that does not come again. A large block that is freed is seldom whole for the next one: some small thing
+    gets a place in it, and the heap grows by another block.
+    """
+    trim = _glibc("malloc_trim")
+    return trim is not None and bool(trim(0))
+
+
+def _glibc(name: str) -> Any:
+    """A function of the C library; None where that is another one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None
+
+
+# Parameters that are gathered, freed and reduced together: a Layout plus its live buffers.
+#
+# Memory of one unit of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
+#
+#     full     n p        always, or while the unit computes
+#     shard    n/N p      part of full while full always lives
+#     master   4 n/N      fp32; the shard itself when parameters are fp32
+#
+# A shard, and a master, may live outside of memory: then they read as NaN but inside ``lend``.
+
+
+class OffloadedShard(Protocol):
+    """A shard that lives outside of memory. Between two updates its values stay the same."""
+
+    def expect(self) -> bool:
+        """They are needed soon: begins to bring them, as far as there is room. Whether that was said before."""
+        ...
+
+    def fetch(self, into: torch.Tensor) -> None:
+        """They are in ``into`` (n/N,) when this returns."""
+        ...
+
+    def forget(self) -> None:
+        """They are about to change."""
+        ...
+
+    def close(self) -> None:
+        """They will not be needed any more."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Memory through which they come; it may be that of other shards, too."""
+        ...
+
+
+class ParamGroup:
+    """One flat buffer and the parameters that are views of it.
+
+    ``params[i]`` is the tensor of ``layout.slots[i]``. ``runs`` says where each optimizer group lies in the flat buffer. ``counts``: this rank
+    is one that counts in the norm over the model axis, of which all ranks may hold the same parameters. After
+    construction this rank's shard holds its part of what ``read(param)`` gave and ``agree`` made equal on all ranks, and the
+    parameters are views of ``full`` (or freed, if their lifetime says so).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        params: Sequence[nn.Parameter],
+        *,
+        plan: ZeroPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: AxisComm,
+        runs: Mapping[int, tuple[int, int]],
+        block: str = "",
+        trainable: bool = True,
+        counts: bool = True,
+        read: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+        agree: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.params = list(params)
+        self.plan = plan
+        self.dtype = dtype
+        self.block = block
+        self.runs = runs
+        self.trainable = trainable
+        self.counts = counts
+        self.comm = comm
+        low, high = layout.shard_range(comm.index)
+        always = plan.params is Lifetime.ALWAYS
+        # What is sent again and again is a buffer that peers can read in place; what comes and goes is ordinary memory.
+        self.full = (
+            comm.buffer(layout.numel, dtype, device)
+            if always
+            else torch.zeros(layout.numel, dtype=dtype, device=device)
+        )
+        self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
+        self.live = True
+        # Inside, master and shard are there, wherever they live.
+        self.lend: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.away: OffloadedShard | None = None
+        self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
+        self._gathering: Pending | None = None
+        self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
+        master = self._fill(read, agree)[low:high]
+        own = self.full[low:high]
+        self.shard = own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(own)
+        # fp32 and fp64 parameters are their own masters; frozen ones need none.
+        own_master = has_own_master(dtype) or not trainable
+        self.master = self.shard if own_master else master.to(torch.float32, copy=True)
+        if always:
+            self._attach()
+        else:
+            self.free()
+
+    def _fill(
+        self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
+    ) -> torch.Tensor:
+        """Copies the parameters' first values into ``full`` and returns them unrounded (n,), so that the fp32 masters lose nothing."""
+        wide = (
+            self.full
+            if all(p.dtype == self.dtype for p in self.params)
+            else torch.zeros_like(self.full, dtype=torch.float32)
+        )
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            wide[slot.offset : slot.offset + slot.numel].copy_(read(param).reshape(-1))
+        if agree is not None:
+            agree(wide)
+        if wide is not self.full:
+            self.full.copy_(wide)
+        return wide
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's part of ``full``; only while live."""
+        low, high = self.layout.shard_range(self.comm.index)
+        return self.full[low:high]
+
+    def start_gather(self) -> None:
+        """Begins to bring the full parameters to life; :meth:`finish_gather` completes it. Moves n (N-1)/N elements. Collective over shard."""
+        if self.live or self._gathering is not None:
+            return
+        storage = self.full.untyped_storage()
+        storage.resize_(self.layout.numel * self.full.element_size())
+        if self.away is not None:
+            self.away.fetch(self.own)
+        self._gathering = self.comm.all_gather(self.full, self.shard if self.away is None else self.own, self.name)
+
+    def expect(self) -> bool:
+        """The unit is used soon. Whether it is time to :meth:`start_gather`; a shard that is away begins to come, and next time it is. The
+        answer depends on the order of calls alone, so that it is the same on all ranks of the axis."""
+        if self.live or self._gathering is not None:
+            return False
+        return self.away is None or self.away.expect()
+
+    def finish_gather(self) -> None:
+        """Waits until the full parameters are there and lets the modules see them."""
+        if self._gathering is not None:
+            self._gathering.arrive()
+            self._gathering = None
+            self._attach()
+            self.live = True
+
+    def settle(self) -> None:
+        """The shard may be written: a gather under way is finished, and no peer reads it in place any more.
+
+        Peers must come as far: all ranks call this at the same place between their collectives.
+        """
+        self.finish_gather()
+        if self.away is not None:
+            self.away.forget()
+        else:
+            self.comm.settle(self.shard)
+
+    @property
+    def gathering(self) -> bool:
+        return self._gathering is not None
+
+    def free(self, *, stale: bool = False) -> None:
+        """Gives the full buffer's memory back, unless somebody has pinned it (``stale``: even then).
+
+        The parameters keep their shapes but read as NaN: a use outside its time is loud, not stale. Tensors that autograd saved as views
+        of ``full`` stay valid: they share the storage, which the next gather refills.
+        """
+        if not self.live or self.plan.params is Lifetime.ALWAYS or (self.pins and not stale):
+            return
+        self.live = False
+        for param, nothing in zip(self.params, self._freed, strict=True):
+            param.data = nothing
+        self.full.untyped_storage().resize_(0)
+
+    def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
+        """After an update of the master: rounds it into the shard (unless that is ``rounded``), and gives every rank the new full copy
+        where one always lives. ``lend=False``: where that has arrived here it may be edited, though peers are not as far.
+
+        Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
+        """
+        if self.master is not self.shard and not rounded:
+            with self.lend():
+                self.shard.copy_(self.master)
+        if self.plan.params is not Lifetime.ALWAYS:
+            self.free(stale=True)
+            return None
+        if self.comm.size == 1:
+            return None
+        return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
+
+    def take_full(self, params: Collection[int] | None = None) -> None:
+        """The full copy was set, alike on all ranks: shard and master follow it. ``params`` (ids): only these parameters' elements do."""
+        self.settle()
+        if params is None:
+            parts = [slice(None)]
+        else:
+            chosen = {
+                slot.name for slot, param in zip(self.layout.slots, self.params, strict=True) if id(param) in params
+            }
+            pieces = self.layout.pieces(self.comm.index)
+            parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
+        with self.lend():
+            for part in parts:
+                if self.plan.params is not Lifetime.ALWAYS:
+                    self.shard[part].copy_(self.own[part])
+                if self.master is not self.shard:
+                    self.master[part].copy_(self.shard[part])
+
+    def take_edits(self) -> None:
+        """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
+        self.settle()
+        with self.lend():
+            if self.master is not self.shard:
+                master = self.master.to(self.own.device)
+                edited = self.own != master.to(self.dtype)
+                self.master.copy_(torch.where(edited, self.own.to(master.dtype), master))
+            if self.plan.params is not Lifetime.ALWAYS:
+                self.shard.copy_(self.own)
+
+    def _attach(self) -> None:
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+
+    def persistent_bytes(self) -> int:
+        """Bytes of parameters and master weights that outlive a step on this rank's device."""
+        low = self.shard.element_size() * (
+            self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
+        )
+        elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
+        low = low if self.away is None else 0  # what passes through buffers is counted once, by bytes_on_the_way
+        return low + (0 if elsewhere else self.master.numel() * 4)
+
+
+def swap_buffer_bytes(units: Sequence[ParamGroup]) -> int:
+    """Bytes of the buffers through which shards come that live elsewhere."""
+    found = {id(one): one for unit in units if unit.away is not None for one in unit.away.buffers}
+    return sum(one.numel() * one.element_size() for one in found.values())

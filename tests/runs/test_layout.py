@@ -1,0 +1,71 @@
+"""Numbered run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_trial.errors import ConfigError
+from zero_trial.runs.layout import given_run_folder, new_run_folder, resumed_run_folder
+
+
+def test_numbers_go_up(tmp_path: Path):
+    root = tmp_path / "runs"
+    assert [new_run_folder(root).name for _ in range(3)] == ["0001", "0002", "0003"]
+    (root / "0041").mkdir()
+    (root / "mine").mkdir()
+    assert new_run_folder(root).name == "0042"
+
+
+def test_a_name_that_another_command_took_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    new_run_folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", lambda self: iter(()))  # looked before the other command made 0001
+        assert new_run_folder(tmp_path).name == "0002"
+
+
+def test_a_given_folder(tmp_path: Path):
+    assert given_run_folder(tmp_path / "a" / "b").is_dir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "events.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"a run in this folder already.*--resume"):
+        given_run_folder(tmp_path / "used")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="this is a file"):
+        given_run_folder(tmp_path / "file")
+
+
+def test_a_resumed_folder_forgets_how_it_ended(tmp_path: Path):
+    for name in (
+        "errors/rank-0.json",
+        "ranks/rank-0.json",
+        "checkpoints/step-000001/metadata.json",
+        "preempt",
+        "events.jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    resumed_run_folder(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["checkpoints/step-000001/metadata.json", "events.jsonl"]
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        resumed_run_folder(tmp_path / "nowhere")
+
+
+def test_a_run_that_saved_nothing_can_be_resumed(tmp_path: Path):
+    """What ``--run-dir`` refuses because a run has been there, ``--resume`` takes."""
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/rank-0.json").write_text("{}")
+    with pytest.raises(ConfigError, match="--resume"):
+        given_run_folder(tmp_path)
+    assert resumed_run_folder(tmp_path) == tmp_path and not list((tmp_path / "ranks").iterdir())
+
+
+@pytest.mark.parametrize("make", [new_run_folder, given_run_folder])
+def test_a_place_where_no_folder_can_be_made(make: Callable[[Path], Path], tmp_path: Path):
+    """As one that may not be written, or a full disk: said by the command, before any rank is started."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"the run's folder cannot be made \(Not a directory\): got .*file/deep"):
+        make(tmp_path / "file" / "deep")

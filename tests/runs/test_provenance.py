@@ -1,0 +1,72 @@
+"""What a run was made with is noted at every start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_trial
+from zero_trial.runs import provenance
+from zero_trial.runtime.open import record_provenance
+from zero_trial.runs.provenance import code_of
+from zero_trial.runtime.local import LocalPlatform
+
+
+def model(folder: Path) -> Path:
+    for name, text in {
+        "model_def.py": "a = 1\n",
+        "deep/er.py": "b = 2\n",
+        "data.csv": "1",
+        ".git/x.py": "",
+        "runs/y.py": "",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_every_start_has_an_entry(tmp_path: Path) -> None:
+    run = LocalPlatform(
+        tmp_path / "run", model_dir=model(tmp_path / "m"), seed=7, hparams={"lr": 0.1, "odd": {1: Path("x")}}
+    )
+    record_provenance(run, torch.device("cpu"))
+    (run.model_dir / "model_def.py").write_text("a = 2\n")
+    record_provenance(run, torch.device("cpu"))
+    first, second = json.loads((tmp_path / "run/certificate.json").read_text())["starts"]
+    assert (first["seed"], first["ranks"], first["step"], first["hyperparameters"]) == (
+        7,
+        1,
+        0,
+        {"lr": 0.1, "odd": {"1": "x"}},
+    )
+    assert first["versions"]["torch"] == torch.__version__ and first["versions"]["zero_trial"] == zero_trial.__version__
+    assert first["machine"]["device"] == "cpu" and first["machine"]["threads"] == torch.get_num_threads()
+    assert first["package"] == second["package"] != first["code"]["sha256"]
+    changed = {name for name, digest in first["code"]["files"].items() if second["code"]["files"][name] != digest}
+    assert changed == {"model_def.py"} and first["code"]["sha256"] != second["code"]["sha256"]
+
+
+def test_a_certificate_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "certificate.json").write_text("{")
+    record_provenance(LocalPlatform(tmp_path, model_dir=model(tmp_path / "m")), torch.device("cpu"))
+    assert len(json.loads((tmp_path / "certificate.json").read_text())["starts"]) == 1
+
+
+def test_code_is_python_files_and_its_sum_tells_names_and_contents_apart(tmp_path: Path) -> None:
+    found = code_of(model(tmp_path / "a"))
+    assert sorted(found["files"]) == ["deep/er.py", "model_def.py"] and found["complete"]
+    assert code_of(model(tmp_path / "b")) == found
+    (tmp_path / "b/deep/er.py").rename(tmp_path / "b/deep/other.py")
+    assert code_of(tmp_path / "b")["sha256"] != found["sha256"]
+
+
+@pytest.mark.parametrize("limit", ["MOST_FOLDERS", "MOST_FILES", "MOST_BYTES"])
+def test_a_folder_that_is_no_folder_of_code_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(provenance, limit, 1)
+    assert not code_of(model(tmp_path))["complete"]

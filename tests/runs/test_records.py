@@ -1,0 +1,37 @@
+"""What ranks leave behind: written whole, read back, the first error kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks, write_error, write_rank
+
+
+def test_ranks_are_read_back_in_order(tmp_path: Path):
+    assert read_ranks(tmp_path) == []
+    for record in (RankRecord(10, 1, 7), RankRecord(2, 0, 8, watched=False, exit_code=3, host="a")):
+        write_rank(tmp_path, record)
+    assert read_ranks(tmp_path) == [RankRecord(2, 0, 8, watched=False, exit_code=3, host="a"), RankRecord(10, 1, 7)]
+
+
+def test_the_first_error_of_a_rank_stays(tmp_path: Path):
+    first = ErrorRecord(1, "DataError", "the loader yields nothing", 2, 5.0, step=3)
+    write_error(tmp_path, first)
+    write_error(tmp_path, ErrorRecord(1, "RuntimeError", "later", 1, 6.0))
+    assert read_errors(tmp_path) == [first]
+
+
+def test_what_a_trial_writes_is_understood(tmp_path: Path):
+    """The trial's own records hold more fields, and may hold fewer."""
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors" / "rank-0.json").write_text(
+        json.dumps({"rank": 0, "message": "m", "expected": True, "step": None})
+    )
+    assert read_errors(tmp_path) == [ErrorRecord(0, "Error", "m", 1, 0.0, None)]
+
+
+def test_half_written_files_are_not_seen(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / ".rank-0.json.123").write_text('{"ra')
+    assert read_ranks(tmp_path) == []

@@ -1,0 +1,65 @@
+"""The user's line is found among those of Python, of packages and of this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zero_trial
+from zero_trial.errors import ZeroTrialError
+from zero_trial.runs.records import LONGEST, user_line, with_user_line
+
+
+def caught(text: str, name: str = "/somewhere/model_def.py") -> BaseException:
+    """What the text raises, as if it stood in that file."""
+    try:
+        exec(compile(text, name, "exec"), {"json": json})
+    except Exception as error:
+        return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+    raise AssertionError("nothing was raised")
+
+
+def test_the_line_that_called_into_a_library():
+    """json's own frames come after it."""
+    assert user_line(caught("def read():\n    json.loads('{')\nread()")) == "model_def.py:2 in read"
+
+
+def test_a_line_of_a_file_that_can_be_read():
+    with pytest.raises(ZeroDivisionError) as raised:
+        1 / 0  # noqa: B018
+    line = user_line(raised.value)
+    assert line is not None and line.startswith("test_own_line.py:") and line.endswith("1 / 0  # noqa: B018")
+
+
+def test_a_long_line_is_cut(tmp_path: Path):
+    text = f"1 / 0  # {'x' * LONGEST}"
+    (tmp_path / "model_def.py").write_text(text)
+    line = user_line(caught(text, str(tmp_path / "model_def.py")))
+    assert line == f"model_def.py:1: {text[: LONGEST - 4]} ..."
+
+
+def test_an_error_of_a_package_alone_has_no_line():
+    assert user_line(caught("1 / 0", "/venv/lib/python3.11/site-packages/torch/nn/x.py")) is None
+    assert user_line(ValueError("never raised")) is None
+    assert with_user_line("words", ValueError()) == "words"
+
+
+def test_beside_one_line_and_below_several():
+    error = caught("1 / 0")
+    assert with_user_line("words", error) == "words (model_def.py:1)"
+    assert with_user_line("many\nwords", error) == "many\nwords\n(model_def.py:1)"
+
+
+def test_the_package_s_own_frames_are_none_of_the_user_s():
+    from zero_trial.experiment.experiment import read_experiment
+
+    with pytest.raises(ZeroTrialError) as raised:
+        read_experiment("no such file")  # type: ignore[arg-type]
+    line = user_line(raised.value)
+    assert line is not None and line.startswith("test_own_line.py:")
+
+
+def test_a_folder_with_a_longer_name_than_the_package_s_is_the_user_s():
+    assert user_line(caught("1 / 0", f"{Path(zero_trial.__file__).parent}_demo/train.py")) == "train.py:1"

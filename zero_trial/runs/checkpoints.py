@@ -1,0 +1,211 @@
+"""The seal of a finished checkpoint folder: what lies in it, and the sum by which a changed byte is found.
+
+    metadata.json = {..., "files": {"trial_state.json": {"bytes": 812, "sha256": "9f…"}, "model0/rank-00000.safetensors": {"bytes": 4096}},
+                     "sha256": of all that stands before}
+
+Tensor files have a sum in the manifest that lies beside them, and very large files of the trial's own are not read a second time: of both
+only the size is noted here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+import json
+import hashlib
+from collections.abc import Collection
+from zero_trial.errors import CheckpointError
+import os
+import shutil
+import uuid
+from zero_trial.runs.layout import RunFolder
+from zero_trial.errors import ConfigError
+
+METADATA = "metadata.json"
+
+
+MANIFEST = "manifest.json"
+
+
+TRIAL_STATE = "trial_state.json"
+
+
+_SEALED = b'{"sha256": "'  # how a manifest of ours begins
+
+
+SUMMED_BYTES = 1 << 26
+
+
+"""Larger files are known by their size alone: a second reading of them would cost seconds at every save."""
+
+
+def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """``metadata`` with the seal of ``folder`` as it is now. Raises OSError."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / METADATA)
+    files = {path.relative_to(folder).as_posix(): _record(path) for path in paths}
+    document = {**metadata, "files": files}
+    return {**document, "sha256": _sum(document)}
+
+
+def find_fault(folder: Path) -> str | None:
+    """What is wrong with a finished checkpoint, as far as its seal tells; None if nothing, or if it was made without one."""
+    path = folder / METADATA
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{path}: the file is missing"
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: a million opening brackets
+        return f"{path}: cannot be read ({type(error).__name__}: {error})"
+    if not isinstance(document, dict) or "steps_completed" not in document:
+        return f"{path}: no description of a checkpoint"
+    if "sha256" not in document and "files" not in document:
+        return None
+    checksum = document.pop("sha256", None)
+    if checksum != _sum(document) or not isinstance(document.get("files"), dict):
+        return f"{path}: the file is damaged"
+    for name, noted in document["files"].items():
+        try:
+            fault = _compare(folder / name, noted)
+        except OSError as error:
+            fault = f"cannot be read ({error.strerror or error})"
+        if fault is not None:
+            return f"{folder / name}: {fault}"
+    return None
+
+
+def _record(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    return {"bytes": size, "sha256": _digest(path)} if _is_summed(path, size) else {"bytes": size}
+
+
+def _is_summed(path: Path, size: int) -> bool:
+    return size <= SUMMED_BYTES and not (path.suffix == ".safetensors" and _is_manifest(path.with_name(MANIFEST)))
+
+
+def manifests(folder: Path) -> list[Path]:
+    """The manifests of the engines in a checkpoint. A trial may have a file of that name, too."""
+    return sorted(path for path in folder.rglob(MANIFEST) if _is_manifest(path))
+
+
+def _is_manifest(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_SEALED)) == _SEALED
+
+
+def _compare(path: Path, noted: Mapping[str, Any]) -> str | None:
+    if not path.is_file():
+        return "the file is missing"
+    size = path.stat().st_size
+    if size != noted["bytes"]:
+        return f"the file has {size} bytes, and had {noted['bytes']}"
+    if "sha256" in noted and noted["sha256"] != _digest(path):
+        return "the file is damaged"
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()  # at most SUMMED_BYTES
+
+
+def _sum(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def named_step(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
+
+    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it since.
+    """
+    head, _, digits = path.name.partition("-")
+    return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step of a checkpoint that has its ``metadata.json``; None for anything else."""
+    return named_step(path) if (path / METADATA).is_file() else None
+
+
+def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
+    """The checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
+
+    There is no pointer file that could be torn.
+    """
+    if not folder.is_dir():
+        return None
+    paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
+    found = [(step, path) for path in paths if (step := named_step(path)) is not None]
+    return max(found)[1] if found else None
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """``temporary`` gets its final name; an older checkpoint of that name, damaged or not, is replaced.
+
+    The parent is flushed, so that the name survives. Raises CheckpointError if ``final`` is not a checkpoint.
+    """
+    aside = None
+    if final.exists() and not is_checkpoint(final):
+        raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
+    if final.exists():
+        aside = final.rename(_other_name(final, "old"))
+    temporary.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
+    return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
+
+
+def _other_name(path: Path, kind: str) -> Path:
+    """A name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
+
+
+def starting_point(
+    run_dir: Path, resume: Path | None = None, warm_start: Path | None = None, apart_from: Collection[str] = ()
+) -> dict[str, Any]:
+    """The checkpoint to try first, its step, and the trial's id: the run's own latest one, or what ``resume`` (the trial
+    goes on) or ``warm_start`` (a new trial from its weights) names. Those of ``apart_from`` (absolute paths) are passed over.
+
+    Raises CheckpointError for one that says nothing about itself.
+    """
+    own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from)
+    named = resume or warm_start
+    path = own if own is not None or named is None else named_checkpoint(named, apart_from)
+    fresh = {"checkpoint": None, "step": 0, "trial_id": uuid.uuid4().hex}
+    if path is None:
+        return fresh
+    weights_only = own is None and resume is None
+    return {**resumed_from(path), "trial_id": fresh["trial_id"]} if weights_only else resumed_from(path)
+
+
+def resumed_from(path: Path) -> dict[str, Any]:
+    """A checkpoint, its step, and the trial that it is of; the step of its name where its description is damaged."""
+    start = {"checkpoint": str(path.resolve())}
+    try:
+        metadata = json.loads((path / METADATA).read_text())
+        return {**start, "step": int(metadata["steps_completed"]), "trial_id": str(metadata["trial_id"])}
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever looks at the whole of it will say how
+        return {**start, "step": named_step(path) or 0, "trial_id": ""}
+
+
+def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
+    """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
+    itself = named_step(path) is not None
+    found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
+    if str(path.resolve()) in apart_from or (apart_from and found is None):
+        raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")
+    if found is None:
+        raise ConfigError(
+            "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
+        )
+    return found

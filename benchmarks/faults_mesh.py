@@ -27,9 +27,9 @@ def mismatch(kind: str, victim: int) -> str:
     mesh = build_mesh(MeshShape(shard=env.world_size), timeout=TIMEOUT)
     comm, size = mesh.shard, env.world_size
     for step in range(3):
-        mesh.board.step = step
+        mesh.heartbeat.step = step
         gather(comm, 8 * size, "weights")
-    mesh.board.step = 3
+    mesh.heartbeat.step = 3
     try:
         if env.rank == victim:
             deviate(kind, comm, size)

@@ -34,20 +34,20 @@ def test_without_shared_memory_it_is_a_tensor_like_any_other() -> None:
     ours = buffers(None)
     made = ours.make(5, torch.float32, CPU)
     made.untyped_storage().resize_(0)
-    assert ours.settled(made)
-    ours.settle(made)
+    assert not ours.has_readers(made)
+    ours.wait_for_readers(made)
 
 
 def test_a_reader_that_never_reads_is_an_error() -> None:
     homes = SharedTensorPool()
     ours = buffers(homes)
     made = ours.make(5, torch.float32, CPU)
-    assert ours.settled(made)
+    assert not ours.has_readers(made)
     found = homes.lend(made, [READER], PeerProcesses({READER: os.getpid()}))
-    assert found is not None and not ours.settled(made[1:3])
+    assert found is not None and ours.has_readers(made[1:3])
     with pytest.raises(MeshError, match=r"step 0, the readers of a buffer over shard: waited 0\.05 s"):
-        ours.settle(made)
+        ours.wait_for_readers(made)
     segment, _ = found
     segment.window.marks[READER] = segment.generation
-    ours.settle(made)
-    assert ours.settled(made)
+    ours.wait_for_readers(made)
+    assert not ours.has_readers(made)

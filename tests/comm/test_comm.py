@@ -161,7 +161,7 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     comm.all_gather(full, torch.full((4,), 7.0), "x").wait()
     assert full.tolist() == [7] * 4
     pending = comm.all_reduce(full, "x")
-    pending.turn()
+    pending.start_next()
     pending.wait()
     comm.all_reduce_small(full, "x")
     comm.broadcast(full, "x")
@@ -169,4 +169,4 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     assert comm.gather_json({"a": 1}, "x") == [{"a": 1}]
     assert full.tolist() == [7] * 4
     assert comm.counters.table() == {}
-    assert comm.board.sequence == 0
+    assert comm.heartbeat.sequence == 0

@@ -39,7 +39,7 @@ def test_the_two_ends_of_a_collective() -> None:
         return received
 
     pending = Pending(watch(), "sum", [Work(diary)], finish, source, lambda tensor: diary.append("settled"))
-    pending.arrive(keep=True)
+    pending.wait_result(keep=True)
     assert diary == ["work", "result"]
     assert pending.received == {1: source}
     pending.wait()
@@ -53,9 +53,9 @@ def test_what_follows_is_waited_for_too() -> None:
     diary: list[str] = []
     second = Pending(watch(), "gather", [Work(diary)], lambda: diary.append("gathered"))
     first = Pending(watch(), "scatter", [], lambda: second)
-    first.turn()
+    first.start_next()
     assert diary == []
-    first.arrive()
+    first.wait_result()
     assert diary == ["work", "gathered"]
 
 
@@ -91,9 +91,9 @@ def test_what_has_not_come_is_not_taken_for_done_when_it_is_asked_for_again() ->
     diary: list[str] = []
     pending = Pending(watch(), "gather", [LateWork()], lambda: diary.append("result"))
     with pytest.raises(MeshError):
-        pending.arrive()
+        pending.wait_result()
     assert diary == []
-    pending.arrive()
+    pending.wait_result()
     assert diary == ["result"]
 
 
@@ -107,7 +107,7 @@ def test_half_a_result_stays_an_error() -> None:
 
     pending = Pending(watch(), "sum", [], finish)
     with pytest.raises(MeshError):
-        pending.arrive()
+        pending.wait_result()
     for _ in range(2):
         with pytest.raises(MeshError, match="sum: this collective has failed before"):
             pending.wait()
@@ -115,7 +115,7 @@ def test_half_a_result_stays_an_error() -> None:
 
 
 def test_one_rank_is_done_at_once() -> None:
-    DONE.turn()
+    DONE.start_next()
     DONE.wait()
     assert DONE.received == {}
 

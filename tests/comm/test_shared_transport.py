@@ -104,9 +104,9 @@ def several_of_one_buffer() -> None:
     chunks = buffer.view(10, -1)
     under_way = [comm.reduce_scatter(chunk, out, "part") for chunk, out in zip(chunks, outs, strict=True)]
     for pending in reversed(under_way):
-        pending.arrive()
-    comm.settle(buffer)
-    assert comm.settled(buffer)
+        pending.wait_result()
+    comm.wait_for_readers(buffer)
+    assert not comm.has_readers(buffer)
     for chunk, out in zip(chunks, outs, strict=True):
         assert torch.equal(out, comm.size * chunk.view(comm.size, -1)[comm.index])
 
@@ -125,15 +125,15 @@ def lag() -> tuple[bool, bool]:
     full = torch.empty(16)
     pending = comm.all_gather(full, shard, "params")
     if comm.index == 0:
-        pending.arrive()
-        early = comm.settled(shard)
+        pending.wait_result()
+        early = not comm.has_readers(shard)
         comm.barrier("rank 0 has arrived")
     else:
         early = False
         comm.barrier("rank 0 has arrived")
     pending.wait()
     assert full.tolist() == [0.0] * 8 + [1.0] * 8
-    return early, comm.settled(shard)
+    return early, not comm.has_readers(shard)
 
 
 def test_a_result_is_there_before_peers_have_read(ranks: Pools) -> None:
@@ -152,7 +152,7 @@ def memory_after(rounds: int) -> int:
         out = [torch.empty((1 << 16) // mesh.shard.size) for _ in range(2)]
         under_way = [mesh.shard.reduce_scatter(f, o, "grads") for f, o in zip(full, out, strict=True)]
         for pending in under_way:
-            pending.arrive(keep=True)
+            pending.wait_result(keep=True)
             assert all(bool((part == 1).all()) for part in pending.received.values())
             pending.received.release()
         mesh.shard.barrier("everyone has read")
@@ -180,7 +180,7 @@ def die_in_exchange(after_start: bool) -> str:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), 9)
     try:
-        pending.arrive()
+        pending.wait_result()
     except MeshError as error:
         assert not after_start
         return str(error)

@@ -53,7 +53,7 @@ def wait_in_vain(operation: str, late: int, salt: str) -> str:
     """Everyone but rank ``late`` enters ``operation``; the error of those who waited."""
     comm = fresh_line(timeout=0.3)
     store: Any = dist.distributed_c10d._get_default_store()
-    comm.board.step = 3 if comm.index == late else 17
+    comm.heartbeat.step = 3 if comm.index == late else 17
     keys = [f"{salt}/{index}" for index in range(comm.size)]
     try:
         if comm.index == late:
@@ -67,7 +67,7 @@ def wait_in_vain(operation: str, late: int, salt: str) -> str:
             store.set(keys[comm.index], "done")
         return "no error"
     finally:
-        comm.board.step = 0
+        comm.heartbeat.step = 0
         dist.destroy_process_group(comm.group)
 
 
@@ -149,7 +149,7 @@ def test_ranks_in_different_collectives_get_an_error_and_no_numbers(ranks: Pools
 
 def die(folder: str) -> None:
     mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
-    mesh.board.step = 5
+    mesh.heartbeat.step = 5
     mesh.shard.barrier("start")
     if mesh.rank == 1:
         dist.distributed_c10d._get_default_store().wait(["rank 0 is there"], PATIENCE)

@@ -112,7 +112,7 @@ def test_frozen_parameters_may_be_left_out():
 
 def test_the_seconds_in_collectives_are_the_hosts(monkeypatch: pytest.MonkeyPatch):
     found = engine()
-    found.mesh.board.waited = 1.5
+    found.mesh.heartbeat.waited = 1.5
     assert found.seconds_waited() == 1.5
     monkeypatch.setattr(found, "device", torch.device("cuda"))
     assert found.seconds_waited() is None

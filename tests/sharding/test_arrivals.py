@@ -16,13 +16,13 @@ class Parcel:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def arrive(self, **_: Any) -> None:
-        self.asked.append("arrive")
+    def wait_result(self, **_: Any) -> None:
+        self.asked.append("result")
 
     def settle(self) -> None:
         self.asked.append("settle")
 
-    def turn(self, **_: Any) -> None:
+    def start_next(self, **_: Any) -> None:
         pass
 
     def wait(self) -> None:
@@ -34,7 +34,7 @@ def test_what_is_under_way_arrives_once() -> None:
     arrivals.under_way.append(parcel)  # type: ignore[arg-type]
     assert arrivals.arrive() == [parcel]
     assert arrivals.arrive() == []
-    assert parcel.asked == ["arrive"]
+    assert parcel.asked == ["result"]
 
 
 def test_whoever_calls_a_part_of_the_module_waits_and_strangers_do_not() -> None:
@@ -46,7 +46,7 @@ def test_whoever_calls_a_part_of_the_module_waits_and_strangers_do_not() -> None
     nn.Linear(2, 2)(torch.ones(1, 2))
     assert parcel.asked == []
     module[1](torch.ones(1, 2))
-    assert parcel.asked == ["arrive"]
+    assert parcel.asked == ["result"]
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 

@@ -38,10 +38,10 @@ class Comm:
         self.made.append(numel)
         return torch.zeros(numel, dtype=dtype)
 
-    def settled(self, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() not in self.read
+    def has_readers(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() in self.read
 
-    def settle(self, tensor: torch.Tensor) -> None:
+    def wait_for_readers(self, tensor: torch.Tensor) -> None:
         self.read.discard(tensor.data_ptr())
         self.waited.append(tensor.data_ptr())
 

@@ -100,15 +100,16 @@ Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 class Pending:
     """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched.
 
-    On CPU peers may read the input where it lies (:meth:`AxisComm.buffer`). So there are two ends:
+    On CPU, peers may read the input in place (:meth:`AxisComm.buffer`). So there are two ends:
 
-        arrive   the result is there; peers may still be reading the input
-        wait     and they have read it: it may be overwritten
+        wait_result   the result is there; peers may still be reading the input
+        wait          and they have read it: it may be overwritten
 
-    ``wait`` thus needs the other ranks to come as far as ``arrive`` for the same collective. That is no deadlock as long as ranks wait for
-    what they have started in the same order, or where they :meth:`arrive` at all of it before they settle any (:func:`wait_all`). Who cannot
-    promise that arrives, and calls :meth:`AxisComm.settle` when it is about to overwrite the input, at a point that all ranks pass after the
-    collective's arrival.
+    ``wait`` thus needs the other ranks to come as far as ``wait_result`` of the same collective. This
+    cannot deadlock as long as ranks wait in the order in which they started, or call
+    :meth:`wait_result` on everything before they call ``wait`` on any (:func:`wait_all`). A caller
+    that cannot promise that calls ``wait_result``, and :meth:`AxisComm.wait_for_readers` before it
+    overwrites the input, at a point that every rank passes after the result is there.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Pending:
         self._next: Pending | None = None
         self.received = Received({})  # what peers contributed to a sum on CPU, if it was asked for
 
-    def turn(self, *, keep: bool = False) -> None:
+    def start_next(self, *, keep: bool = False) -> None:
         """Finishes the part under way and starts what follows it (the gather half of an all-reduce), without waiting for that.
 
         A MeshError is no end: who asks again waits again, or is told so again.
@@ -157,16 +158,16 @@ class Pending:
             if not keep:
                 result.release()
 
-    def arrive(self, *, keep: bool = False) -> None:
+    def wait_result(self, *, keep: bool = False) -> None:
         """Returns when the result is there; the input may not be overwritten yet. ``keep``: ``received`` stays readable until it is released."""
-        self.turn(keep=keep)
+        self.start_next(keep=keep)
         if self._next is not None:
-            self._next.arrive()
+            self._next.wait_result()
             self._next = None
 
     def wait(self) -> None:
         """Returns when the result is there and input and output are the caller's again. May be called again."""
-        self.arrive()
+        self.wait_result()
         source, self._source = self._source, None
         if source is not None and self._settle is not None:
             self._settle(source)
@@ -190,9 +191,9 @@ DONE = Pending(None, "", [], None)
 def wait_all(pendings: Sequence[Pending]) -> None:
     """Waits for several collectives: starts the second halves of all, arrives at all, and then settles them."""
     for pending in pendings:
-        pending.turn()
+        pending.start_next()
     for pending in pendings:
-        pending.arrive()
+        pending.wait_result()
     for pending in pendings:
         pending.wait()
 
@@ -244,16 +245,16 @@ class Collectives:
                 works, finish = transport.reduce_scatter(full, part, tag)
         except (RuntimeError, OSError) as error:
             self._watch.fail(name, error)
-        self._watch.board.leave()
+        self._watch.heartbeat.leave()
         source = part if kind == "all_gather" else full
         if then is None:
-            return Pending(self._watch, name, works, finish, source, self._buffers.settle, on_host=on_host)
+            return Pending(self._watch, name, works, finish, source, self._buffers.wait_for_readers, on_host=on_host)
 
         def go_on() -> Pending:
             result = finish()
             return then(result if isinstance(result, Received) else None)
 
-        return Pending(self._watch, name, works, go_on, source, self._buffers.settle, on_host=on_host)
+        return Pending(self._watch, name, works, go_on, source, self._buffers.wait_for_readers, on_host=on_host)
 
     def broadcast(self, shared: SharedTransport, raw: torch.Tensor, label: str, source: int) -> None:
         """``raw`` (flat) of axis index ``source`` into everyone else's, through ``shared`` memory, waited for."""
@@ -262,12 +263,12 @@ class Collectives:
             works, finish = shared.broadcast(raw, source, tag)
         except (RuntimeError, OSError) as error:
             self._watch.fail(name, error)
-        Pending(self._watch, name, works, finish, raw, self._buffers.settle).wait()
-        self._watch.board.leave()
+        Pending(self._watch, name, works, finish, raw, self._buffers.wait_for_readers).wait()
+        self._watch.heartbeat.leave()
 
     def _enter(self, kind: str, label: str) -> tuple[str, int]:
         name = f"{kind}({label}) over {self._axis}"
-        self._watch.board.enter(name)
+        self._watch.heartbeat.enter(name)
         self._sequence += 1
         return name, message_tag(self._sequence, name)
 
@@ -303,7 +304,7 @@ class AxisComm:
         index: int,
         group: Any,
         counters: CommCounters,
-        board: Heartbeat,
+        heartbeat: Heartbeat,
         timeout: float,
         add: Sum = sum_in_order,
     ) -> None:
@@ -313,10 +314,10 @@ class AxisComm:
         self.size = len(ranks)
         self.group = group
         self.counters = counters
-        self.board = board
+        self.heartbeat = heartbeat
         self.add = add
         self.takes_host_tensors = group is None or moves_host_tensors(group)
-        self.watch = Watchdog(board, ranks, timeout)
+        self.watch = Watchdog(heartbeat, ranks, timeout)
         device = torch.device("cpu") if self.takes_host_tensors else torch.device("cuda", torch.cuda.current_device())
         self._small = ControlChannel(name, group, self.watch, device)
         self._buffers = Buffers(name, self.watch)
@@ -354,27 +355,27 @@ class AxisComm:
         ordered before what is launched there next."""
         return self.watch.on_host(values)
 
-    def settle(self, tensor: torch.Tensor) -> None:
+    def wait_for_readers(self, tensor: torch.Tensor) -> None:
         """Returns when no peer reads any more from the buffer in which ``tensor`` lies: it may be overwritten. At once for any other tensor.
 
         Needs the peers to arrive at the collective that it was given to. Raises MeshError where they do not.
         """
-        self._buffers.settle(tensor)
+        self._buffers.wait_for_readers(tensor)
 
-    def settled(self, tensor: torch.Tensor) -> bool:
-        """Whether :meth:`settle` would return at once."""
-        return self._buffers.settled(tensor)
+    def has_readers(self, tensor: torch.Tensor) -> bool:
+        """Say whether peers still read there, so that :meth:`wait_for_readers` would wait."""
+        return self._buffers.has_readers(tensor)
 
     @property
     def directions(self) -> dict[tuple[int, int], Any]:
         """(from index, to index) -> a group for messages that way alone; the axis's own group for all others."""
         return self._messages.directions
 
-    def use_lanes(self, lanes: MessageRoute) -> None:
+    def use_ring_channels(self, lanes: MessageRoute) -> None:
         """From now on CPU messages between two ranks go through ``lanes``. All ranks must do so alike."""
         self._messages.lanes = lanes
 
-    def drop_lanes(self) -> None:
+    def drop_ring_channels(self) -> None:
         """Messages go through the backend again. All ranks must do so alike."""
         self._messages.lanes = None
 

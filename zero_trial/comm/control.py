@@ -94,7 +94,7 @@ class ControlChannel:
             found = self.shared.exchange(name, payload, self._watch.timeout)
         except RuntimeError as error:
             self._watch.fail(name, error)
-        self._watch.board.leave()
+        self._watch.heartbeat.leave()
         return [
             torch.frombuffer(bytearray(found[index]), dtype=flat.dtype) if index in found else flat
             for index in range(self._size)
@@ -111,9 +111,9 @@ class ControlChannel:
         except MeshError:
             _LEFT_BEHIND.append(call)
             raise
-        self._watch.board.leave()
+        self._watch.heartbeat.leave()
 
     def _enter(self, kind: str, label: str) -> str:
         name = f"{kind}({label}) over {self._axis}"
-        self._watch.board.enter(name)
+        self._watch.heartbeat.enter(name)
         return name

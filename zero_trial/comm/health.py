@@ -51,7 +51,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and world_size > 1:
-            self._thread = threading.Thread(target=self._publish_loop, name="zero_trial-board", daemon=True)
+            self._thread = threading.Thread(target=self._publish_loop, name="zero_trial-heartbeat", daemon=True)
             self._thread.start()
 
     def enter(self, operation: str) -> None:
@@ -120,24 +120,28 @@ _SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
 _GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
 
-def explain(board: Heartbeat, ranks: tuple[int, ...], operation: str, error: Exception, timeout: float) -> MeshError:
+def explain(
+    heartbeat: Heartbeat, ranks: tuple[int, ...], operation: str, error: Exception, timeout: float
+) -> MeshError:
     """The MeshError for ``operation`` on this rank, from what every rank last published."""
-    board.give_up()
+    heartbeat.give_up()
     time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks' boards publish where they are now
-    positions = {rank: position for rank, position in board.positions().items() if rank in ranks}
+    positions = {rank: position for rank, position in heartbeat.positions().items() if rank in ranks}
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    here = f"rank {board.rank}, step {board.step}, {operation}"
+    here = f"rank {heartbeat.rank}, step {heartbeat.step}, {operation}"
     if isinstance(error, MappingRefused):
         return too_many_mapped(error, here)
     lost = any(word in text.lower() for word in _GONE_WORDS)
-    known = lost_peer(positions, board.rank, text) if lost else absent_peer(positions, board.rank, text, timeout)
+    known = (
+        lost_peer(positions, heartbeat.rank, text) if lost else absent_peer(positions, heartbeat.rank, text, timeout)
+    )
     if known is not None:
         return MeshError(known[0], where=here, fix=known[1])
     return MeshError(
         "a collective failed",
         where=here,
         got=text[:200],
-        fix=f"Ranks: {listing(positions, board.rank)}. Look for an earlier error in another rank's log.",
+        fix=f"Ranks: {listing(positions, heartbeat.rank)}. Look for an earlier error in another rank's log.",
     )
 
 
@@ -225,14 +229,14 @@ def listing(positions: Positions, own: int, only: list[int] | None = None) -> st
     return "; ".join(texts) or "no other rank"
 
 
-# How a rank waits on one axis: where it stands is on the board, time is bounded, and silence becomes an error that names who is missing.
+# How a rank waits on one axis: where it stands is on the heartbeat, time is bounded, and silence becomes an error that names who is missing.
 
 
 class Watchdog:
     """Waits for works among ``ranks`` for at most ``timeout`` seconds."""
 
-    def __init__(self, board: Heartbeat, ranks: tuple[int, ...], timeout: float) -> None:
-        self.board = board
+    def __init__(self, heartbeat: Heartbeat, ranks: tuple[int, ...], timeout: float) -> None:
+        self.heartbeat = heartbeat
         self.ranks = ranks
         self.timeout = timeout
 
@@ -247,7 +251,7 @@ class Watchdog:
         ``on_host``: what :meth:`on_host` says of its tensors. Then the work is done when this returns; otherwise what this rank
         launches next comes after it on the device, and the host goes on.
         """
-        self.board.waiting(name)
+        self.heartbeat.waiting(name)
         try:
             if on_host:
                 work.wait(timedelta(seconds=self.timeout))
@@ -255,8 +259,8 @@ class Watchdog:
                 work.wait()  # with a time limit NCCL would block the host; its own watchdog bounds the work
         except (RuntimeError, OSError) as error:
             self.fail(name, error, among)
-        self.board.leave()
+        self.heartbeat.leave()
 
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
         """Raises the MeshError that ``error`` in operation ``name`` means."""
-        raise explain(self.board, among or self.ranks, name, error, self.timeout) from error
+        raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error

@@ -143,7 +143,7 @@ class Mesh:
         rank: int,
         axes: dict[str, AxisComm],
         counters: CommCounters,
-        board: Heartbeat,
+        heartbeat: Heartbeat,
         coordinates: dict[str, int] | None = None,
         model_part: tuple[int, int] | None = None,
     ) -> None:
@@ -151,7 +151,7 @@ class Mesh:
         self.rank = rank
         self.coordinates = coordinates if coordinates is not None else shape.coordinates(rank)
         self.counters = counters
-        self.board = board
+        self.heartbeat = heartbeat
         self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
         self.data = axes["data"]
         self.world = axes["world"]
@@ -177,17 +177,17 @@ def build_mesh(
         raise MeshError(
             "the mesh does not have as many ranks as the world", where="mesh", got=shape, expected=f"{world} ranks"
         )
-    counters, board = CommCounters(), world_heartbeat()
+    counters, heartbeat = CommCounters(), world_heartbeat()
 
     def comm(name: str, axes: tuple[str, ...]) -> AxisComm:
         mine, group = _own_group(shape, axes, rank)
-        return AxisComm(name, mine, mine.index(rank), group, counters, board, timeout, add)
+        return AxisComm(name, mine, mine.index(rank), group, counters, heartbeat, timeout, add)
 
     axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
     if shared_memory:
         for axis in axes.values():
             share_memory_if_possible(axis)
-    return Mesh(shape, rank, axes, counters, board)
+    return Mesh(shape, rank, axes, counters, heartbeat)
 
 
 def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
@@ -201,7 +201,7 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
         group = _group(ranks) if len(ranks) > 1 else None
         if mesh.rank in ranks:
             place, pipe = ranks.index(mesh.rank), mesh.pipe
-            own = AxisComm(name, ranks, place, group, mesh.counters, mesh.board, pipe.timeout, pipe.add)
+            own = AxisComm(name, ranks, place, group, mesh.counters, mesh.heartbeat, pipe.timeout, pipe.add)
     if own is not None:
         share_memory_if_possible(own)
     return own
@@ -223,10 +223,10 @@ def mesh_around(
     """
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
-    counters, board = CommCounters(), world_heartbeat()
+    counters, heartbeat = CommCounters(), world_heartbeat()
 
     def comm(name: str, among: tuple[int, ...], own: Any) -> AxisComm:
-        return AxisComm(name, among, among.index(rank), own, counters, board, timeout, add)
+        return AxisComm(name, among, among.index(rank), own, counters, heartbeat, timeout, add)
 
     axes = {name: comm(name, (rank,), None) for name in AXES}
     axes |= {"shard": comm("shard", ranks, group), "data": comm("data", ranks, group)}
@@ -238,7 +238,7 @@ def mesh_around(
     groups = sorted(
         {tuple(found) for found in axes["world"].gather_json(list(ranks), "data-parallel groups of the mpu")}
     )
-    return Mesh(shape, rank, axes, counters, board, coordinates, (groups.index(ranks), len(groups)))
+    return Mesh(shape, rank, axes, counters, heartbeat, coordinates, (groups.index(ranks), len(groups)))
 
 
 def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:

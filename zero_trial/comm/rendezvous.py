@@ -172,8 +172,8 @@ def leave_process() -> None:
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
-# One board per default process group; it goes when the group goes. The group itself is torch's process-wide state, this only hangs on it.
-_BOARDS: WeakKeyDictionary[Any, Heartbeat] = WeakKeyDictionary()
+# One heartbeat per default process group; it goes when the group goes. The group itself is torch's process-wide state, this only hangs on it.
+_HEARTBEATS: WeakKeyDictionary[Any, Heartbeat] = WeakKeyDictionary()
 
 
 def is_distributed() -> bool:
@@ -252,13 +252,13 @@ def init_distributed(
 
 
 def world_heartbeat() -> Heartbeat:
-    """The board of the running process group; a board of one rank when there is none."""
+    """The heartbeat of the running process group; a heartbeat of one rank when there is none."""
     if not is_distributed():
         return Heartbeat(None, 0, 1)
     group = dist.group.WORLD
-    if group not in _BOARDS:
-        _BOARDS[group] = Heartbeat(_default_store(), dist.get_rank(), dist.get_world_size())
-    return _BOARDS[group]
+    if group not in _HEARTBEATS:
+        _HEARTBEATS[group] = Heartbeat(_default_store(), dist.get_rank(), dist.get_world_size())
+    return _HEARTBEATS[group]
 
 
 def open_exit_notice() -> ExitNotice:
@@ -272,9 +272,9 @@ def _default_store() -> Any:
 
 
 def destroy_distributed() -> None:
-    """Leaves the world: stops the board's thread, then the process group. Safe to call twice."""
+    """Leaves the world: stops the heartbeat's thread, then the process group. Safe to call twice."""
     if is_distributed():
-        board = _BOARDS.pop(dist.group.WORLD, None)
-        if board is not None:
-            board.close()
+        heartbeat = _HEARTBEATS.pop(dist.group.WORLD, None)
+        if heartbeat is not None:
+            heartbeat.close()
         dist.destroy_process_group()

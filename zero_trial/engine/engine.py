@@ -156,7 +156,7 @@ class EngineSurface(nn.Module):
 
     def seconds_waited(self) -> float | None:
         """Seconds that this process has spent in collectives so far, most of them waiting for other ranks; None on CUDA, where the device waits."""
-        return self.mesh.board.waited if self.device.type == "cpu" else None
+        return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
 
     # --- values ---------------------------------------------------------------------------------------------------
 
@@ -447,7 +447,7 @@ class Engine(EngineSurface):
         self.global_steps += 1
         self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
         self._pending = 0
-        self.mesh.board.step = self.global_steps
+        self.mesh.heartbeat.step = self.global_steps
         self.phases.end(STEP)
         self.reporter.after_step()
 

@@ -159,7 +159,7 @@ class PipelineEngine(Engine):
         try:
             super().destroy()
         finally:
-            self.mesh.pipe.drop_lanes()
+            self.mesh.pipe.drop_ring_channels()
 
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk = self._chunks[number]

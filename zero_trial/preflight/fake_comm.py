@@ -128,11 +128,11 @@ class FakeComm(AxisComm):
     def reads_in_place(self, device: torch.device) -> bool:
         return self.size > 1 and device.type == "cpu" and self._exchange is Exchange.SHARED
 
-    def settle(self, tensor: torch.Tensor) -> None:
+    def wait_for_readers(self, tensor: torch.Tensor) -> None:
         """Nobody reads."""
 
-    def settled(self, tensor: torch.Tensor) -> bool:
-        return True
+    def has_readers(self, tensor: torch.Tensor) -> bool:
+        return False
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
         if self.size == 1:

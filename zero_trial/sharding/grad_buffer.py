@@ -67,7 +67,7 @@ class PersistentGrads:
         self.place = cut(comm.buffer(layout.numel, dtype, device), layout)
 
     def borrow(self) -> FlatGrads:
-        self._comm.settle(self.place.full)
+        self._comm.wait_for_readers(self.place.full)
         return self.place
 
     def give_back(self) -> None:
@@ -149,7 +149,7 @@ class BufferPool:
             return nbytes <= room.buffer.numel() <= 2 * nbytes
 
         left = [room for room in self._left if fits(room)]
-        found = next((room for room in left if self._comm.settled(room.buffer)), None)
+        found = next((room for room in left if not self._comm.has_readers(room.buffer)), None)
         if found is None and left and len(left) + sum(map(fits, self._taken)) >= self._most:
             found = left[0]
             self.settle(found)
@@ -168,7 +168,7 @@ class BufferPool:
 
     def settle(self, room: PooledBuffer) -> None:
         """Returns when no peer reads in ``room``."""
-        self._comm.settle(room.buffer)
+        self._comm.wait_for_readers(room.buffer)
 
     def buffers(self) -> list[torch.Tensor]:
         """All that there are now."""
@@ -177,7 +177,7 @@ class BufferPool:
     def _drop_large(self) -> None:
         """Large rooms that nobody uses go back to the system."""
         self._left = [
-            room for room in self._left if room.buffer.numel() <= LARGEST_KEPT or not self._comm.settled(room.buffer)
+            room for room in self._left if room.buffer.numel() <= LARGEST_KEPT or self._comm.has_readers(room.buffer)
         ]
 
 

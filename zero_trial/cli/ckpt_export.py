@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zero_trial.cli.ckpt_choice import FOLDER_HELP, choose, only_engine
 from zero_trial.cli.output import bytes_bar, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.text import byte_text, short_number
+from zero_trial.util.text import format_bytes, format_count
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.export import Exported, ExportPlan
@@ -127,11 +127,11 @@ def _say(options: argparse.Namespace, folder: Path, plan: ExportPlan, exported: 
     print(f"from    {shown(folder)}")
     print(f"took    {plan.took}")
     kinds = describe_dtypes(plan.items)
-    print(f"wrote   {len(plan.items)} tensors, {short_number(elements)} elements, {byte_text(plan.bytes)}, {kinds}")
+    print(f"wrote   {len(plan.items)} tensors, {format_count(elements)} elements, {format_bytes(plan.bytes)}, {kinds}")
     if plan.aliases:
         print(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")
     for path, count in exported.files.items():
-        print(f"file    {shown(path)}  {byte_text(count)}")
+        print(f"file    {shown(path)}  {format_bytes(count)}")
     sys.stdout.flush()
     for name, count in exported.overflowed.items():
         sys.stderr.write(f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import shown
 from zero_trial.errors import ConfigError
-from zero_trial.util.text import byte_text
+from zero_trial.util.text import format_bytes
 
 if TYPE_CHECKING:
     from zero_trial.importing.imported import ImportedState
@@ -67,7 +67,7 @@ def handle(options: argparse.Namespace) -> int:
         print(json.dumps(facts))
         return 0
     print(f"from       {shown(options.source)}: {findings.kind}")
-    print(f"to         {shown(folder)}: {byte_text(facts['bytes'])} in {len(findings.shards)} files")
+    print(f"to         {shown(folder)}: {format_bytes(facts['bytes'])} in {len(findings.shards)} files")
     state = (
         f", optimizer state {' '.join(facts['kinds'])} in {facts['groups']} groups"
         if facts["kinds"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import shown, table
-from zero_trial.util.text import byte_text
+from zero_trial.util.text import format_bytes
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.folder import CheckpointFolder, SavedCheckpoint
@@ -61,7 +61,7 @@ def _row(saved: SavedCheckpoint, shelf: CheckpointFolder) -> tuple[str, ...]:
     return (
         "-" if saved.step is None else str(saved.step),
         datetime.fromtimestamp(saved.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
-        byte_text(saved.bytes),
+        format_bytes(saved.bytes),
         str(saved.files),
         _words(saved.facts("ranks")),
         _words(saved.facts("zero_stage")),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.ckpt_choice import FOLDER_HELP, choose
 from zero_trial.cli.output import shown, table
-from zero_trial.util.text import byte_text, short_number
+from zero_trial.util.text import format_bytes, format_count
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.export import Inventory, StoredTensor
@@ -51,9 +51,9 @@ def handle(options: argparse.Namespace) -> int:
 def _page(folder: Path, manifest: Manifest, inventory: Inventory) -> Iterable[str]:
     total = sum(record.bytes for record in manifest.files.values())
     yield shown(folder)
-    yield f"step    {manifest.step}{_counters(inventory.state)} · {len(manifest.files)} files, {byte_text(total)}"
+    yield f"step    {manifest.step}{_counters(inventory.state)} · {len(manifest.files)} files, {format_bytes(total)}"
     yield f"world   {_world(manifest.world)}"
-    counted = f"{len(inventory.params)} parameters, {short_number(inventory.elements)} elements"
+    counted = f"{len(inventory.params)} parameters, {format_count(inventory.elements)} elements"
     yield f"model   {counted}, {_dtypes(inventory.params)}{_remarks(inventory)}"
     yield from _optimizer(inventory)
     client = inventory.state.get("client")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_trial.cli.output import bytes_bar, shown
 from zero_trial.errors import CheckpointError, ConfigError
-from zero_trial.util.text import byte_text
+from zero_trial.util.text import format_bytes
 
 if TYPE_CHECKING:
     from zero_trial.checkpoint.folder import CheckpointFolder, Damage, SavedCheckpoint
@@ -88,7 +88,7 @@ def _say(saved: SavedCheckpoint, damage: Sequence[Damage]) -> None:
     files = sum(len(engine.manifest.files) for engine in saved.engines if engine.manifest is not None)
     word = "broken" if damage else "whole"
     step = "" if saved.step is None else f"step {saved.step}  "
-    print(f"{word:<8}{shown(saved.folder)}  {step}{files} files  {byte_text(saved.bytes)}", flush=True)
+    print(f"{word:<8}{shown(saved.folder)}  {step}{files} files  {format_bytes(saved.bytes)}", flush=True)
     for one in damage:
         lines = [f"broken  {shown(one.file)}: {one.what.removeprefix(f'{one.file}: ')}"]
         if one.tensors:

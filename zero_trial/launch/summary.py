@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero_trial.util.text import byte_text, duration_text, metric_text, short_number
+from zero_trial.util.text import format_bytes, format_clock, format_count, format_metric
 
 Event = Mapping[str, Any]
 
@@ -20,15 +20,15 @@ def training_facts(event: Event) -> str:
     """``loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12``, whatever of it the event tells."""
     facts = []
     if event.get("loss") is not None:
-        facts.append(f"loss {metric_text(event['loss'])}")
+        facts.append(f"loss {format_metric(event['loss'])}")
     if event.get("tokens_per_second"):
-        facts.append(f"{short_number(event['tokens_per_second'])} tok/s")
+        facts.append(f"{format_count(event['tokens_per_second'])} tok/s")
     elif event.get("samples_per_second"):
-        facts.append(f"{short_number(event['samples_per_second'])} samples/s")
+        facts.append(f"{format_count(event['samples_per_second'])} samples/s")
     if event.get("lr") is not None:
         facts.append(f"lr {event['lr']:.1e}")
     if event.get("eta_seconds") is not None:
-        facts.append(f"eta {duration_text(event['eta_seconds'])}")
+        facts.append(f"eta {format_clock(event['eta_seconds'])}")
     return "  ".join(facts)
 
 
@@ -43,12 +43,12 @@ def event_line(event: Event) -> str | None:
     kind = event.get("kind")
     if kind == "validation":
         metrics = [
-            f"{name} {metric_text(v)}" for name, v in (event.get("metrics") or {}).items() if name not in COUNTERS
+            f"{name} {format_metric(v)}" for name, v in (event.get("metrics") or {}).items() if name not in COUNTERS
         ]
         return f"eval    step {event.get('step', '?')}  {'  '.join(metrics)}"
     if kind == "checkpoint":
         parts = [f"saved   {event.get('path') or event.get('storage_id') or ''}".rstrip()]
-        parts += [byte_text(event["bytes"])] if event.get("bytes") else []
+        parts += [format_bytes(event["bytes"])] if event.get("bytes") else []
         return "  ".join(parts)
     if kind == "note" and event.get("message"):
         # A long note, a table say, stands whole in events.jsonl.
@@ -64,7 +64,7 @@ def start_line(event: Event) -> str | None:
     """``start   params 1.2 M  train_batch_size 32 …`` from the facts of a start event."""
     facts = []
     if event.get("parameters"):
-        facts.append(f"params {short_number(event['parameters'])}")
+        facts.append(f"params {format_count(event['parameters'])}")
     if event.get("resumed_from_step"):
         facts.append(f"resumed at step {event['resumed_from_step']}")
     return "start   " + "  ".join(facts) if facts else None
@@ -87,7 +87,7 @@ def _duration(summary: Mapping[str, Any]) -> str:
     seconds = summary.get("train_seconds")
     if seconds is None:
         return "finished"
-    return f"{seconds:.0f} s" if seconds < 120 else duration_text(seconds)
+    return f"{seconds:.0f} s" if seconds < 120 else format_clock(seconds)
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[str]:
@@ -96,7 +96,7 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
     shown = []
     for name, value in after.items():
         moved = name in before and before[name] != value  # one validation is the first and the last
-        change = f"{metric_text(before[name])} -> {metric_text(value)}" if moved else metric_text(value)
+        change = f"{format_metric(before[name])} -> {format_metric(value)}" if moved else format_metric(value)
         shown.append(f"{name} {change}{_baselines(summary) if name.endswith('bits_per_byte') else ''}")
     return shown
 
@@ -104,7 +104,7 @@ def _metrics(summary: Mapping[str, Any]) -> list[str]:
 def _baselines(summary: Mapping[str, Any]) -> str:
     ends = "_bits_per_byte"
     known = [
-        f"{name[: -len(ends)]} {metric_text(summary[name])}"
+        f"{name[: -len(ends)]} {format_metric(summary[name])}"
         for name in ("unigram_bits_per_byte", "xz_bits_per_byte")
         if summary.get(name) is not None
     ]
@@ -114,12 +114,12 @@ def _baselines(summary: Mapping[str, Any]) -> str:
 def _figures(summary: Mapping[str, Any]) -> list[str]:
     figures = []
     if summary.get("tokens_per_second"):
-        figures.append(f"{short_number(summary['tokens_per_second'])} tok/s")
+        figures.append(f"{format_count(summary['tokens_per_second'])} tok/s")
     elif summary.get("samples_per_second"):
-        figures.append(f"{short_number(summary['samples_per_second'])} samples/s")
+        figures.append(f"{format_count(summary['samples_per_second'])} samples/s")
     peak = summary.get("peak_memory_bytes")
     if peak:
-        figures.append(f"peak {byte_text(max(peak) if isinstance(peak, list) else peak)}/rank")
+        figures.append(f"peak {format_bytes(max(peak) if isinstance(peak, list) else peak)}/rank")
     figures += _tensors(summary)
     if summary.get("ranks"):
         figures.append(f"{summary['ranks']} rank" + ("s" if summary["ranks"] != 1 else ""))
@@ -136,5 +136,5 @@ def _tensors(summary: Mapping[str, Any]) -> list[str]:
     if not measured:
         return []
     error = summary.get("memory_plan_error_percent")
-    beside = f" (planned {byte_text(planned)}, error {error:+.1f} %)" if planned and error is not None else ""
-    return [f"tensors {byte_text(measured)}/rank{beside}"]
+    beside = f" (planned {format_bytes(planned)}, error {error:+.1f} %)" if planned and error is not None else ""
+    return [f"tensors {format_bytes(measured)}/rank{beside}"]

@@ -12,12 +12,13 @@ from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
 from zero_trial.launch.environment import count_devices
-from zero_trial.preflight.context_folder import check_context, measure, shown_size
+from zero_trial.preflight.context_folder import check_context, measure
 from zero_trial.preflight.ds_configs import ConfigChecks, Point, Resolved, Space, check_ds_configs, explore
 from zero_trial.preflight.experiment_rules import check_cluster_rules, check_searcher
 from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
 from zero_trial.preflight.machine import check_machine, check_nvme
 from zero_trial.runs.provenance import locked_model_dir
+from zero_trial.util.text import format_bytes
 
 MOST_POINTS = 128
 
@@ -92,7 +93,7 @@ def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -
     if model_dir is None:
         return
     context = measure(model_dir)
-    report.looked[Area.CONTEXT] = f"folder {shown_size(context.size)}"
+    report.looked[Area.CONTEXT] = f"folder {format_bytes(context.size)}"
     report.findings += check_context(context, for_cluster="determined.launch" in experiment.entrypoint)
     parameters: int | None = None
     if request.build and entrypoint is not None and slots > 0:

@@ -14,7 +14,8 @@ from zero_trial.ds_config.sections import DsConfig, OffloadOptimizerSection
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at
-from zero_trial.preflight.plan import MemoryPlan, size_text
+from zero_trial.preflight.plan import MemoryPlan
+from zero_trial.util.text import format_bytes
 
 STAGES = (0, 1, 2, 3)
 
@@ -141,7 +142,7 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
     """The error for a run whose plan needs more than ``limit``: how much, the smallest change that fits, and what a stage up would save."""
     own = planner.plan()
     figures = own.figures
-    detail = f" (activations {size_text(figures.activations)})" if figures.activations is not None else ""
+    detail = f" (activations {format_bytes(figures.activations)})" if figures.activations is not None else ""
     found = smallest_change(planner, limit)
     fix = (
         f"Smallest change that fits: {describe_change(own, found)}."
@@ -149,7 +150,7 @@ def does_not_fit(planner: Planner, limit: int) -> DoesNotFit:
         else nothing_fits(planner, limit)
     )
     more = _stage_up(planner) if found is not None and found.stage == own.stage else ""
-    return DoesNotFit(f"rank 0 needs {size_text(figures.total)}, has {size_text(limit)}{detail}", fix=fix + more)
+    return DoesNotFit(f"rank 0 needs {format_bytes(figures.total)}, has {format_bytes(limit)}{detail}", fix=fix + more)
 
 
 def describe_change(own: MemoryPlan, other: MemoryPlan) -> str:
@@ -169,8 +170,8 @@ def nothing_fits(planner: Planner, limit: int) -> str:
     rows = [choice.plan for choice in planner.compare() if choice.plan is not None]
     least = min(rows, key=lambda plan: plan.figures.total)
     return (
-        f"No stage and no micro-batch fits; the least of those compared is {size_text(least.figures.total)} at ZeRO-{least.stage} with micro batch "
-        f"{least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
+        f"No stage and no micro-batch fits; the least of those compared is {format_bytes(least.figures.total)} at ZeRO-{least.stage} "
+        f"with micro batch {least.micro_batch}. Use more ranks, a shorter input, activation checkpointing or a smaller model."
     )
 
 
@@ -185,7 +186,7 @@ def comparison_table(rows: Sequence[Candidate], limit: int | None = None) -> str
         figures = row.plan.figures
         sizes = (figures.states, figures.activations, figures.temporary, figures.peak, figures.exchange)
         cells = "".join(
-            f"{size_text(value):>{column}}" for value, column in zip(sizes, (10, 13, 12, 12, 12), strict=True)
+            f"{format_bytes(value):>{column}}" for value, column in zip(sizes, (10, 13, 12, 12, 12), strict=True)
         )
         verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
         lines.append(f"{row.name:<{width}}  {cells}{verdict}")
@@ -201,7 +202,9 @@ def _stage_up(planner: Planner) -> str:
     ]
     best = min(higher, key=lambda plan: plan.figures.total, default=None)
     saved = own.figures.total - best.figures.total if best is not None else 0
-    return f" Also: stage {own.stage}→{best.stage} saves {size_text(saved)}." if best is not None and saved > 0 else ""
+    return (
+        f" Also: stage {own.stage}→{best.stage} saves {format_bytes(saved)}." if best is not None and saved > 0 else ""
+    )
 
 
 def _plan_or_none(planner: Planner, stage: int, micro_batch: int) -> MemoryPlan | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_trial.preflight.issues import Area, Issue, Severity, note
+from zero_trial.util.text import format_bytes
 
 # What Determined leaves out by itself, by its meaning: compiled Python, version control, editors, caches, terraform, its shared mount.
 ALWAYS = (
@@ -133,11 +134,11 @@ def check_context(context: ContextFolder, for_cluster: bool) -> list[Issue]:
     """A folder that is too large is a fault where the experiment is one for a cluster, and worth a word where it is not. Pure."""
     if context.complete and context.size <= LIMIT:
         return []
-    listed = ", ".join(f"{path} ({shown_size(size)})" for size, path in context.largest)
+    listed = ", ".join(f"{path} ({format_bytes(size)})" for size, path in context.largest)
     first = context.largest[0][1] if context.largest else "data/"
     what = f"the folder is too large to be sent to a cluster: {context.files} files; the largest are {listed}"
     severity = Severity.FAULT if for_cluster else Severity.WARNING
-    got = f"{shown_size(context.size)}{'' if context.complete else ' and more'}"
+    got = f"{format_bytes(context.size)}{'' if context.complete else ' and more'}"
     fix = f"Name what the trial does not need in {context.path / '.detignore'}, for example: {first}"
     return [
         note(
@@ -146,18 +147,10 @@ def check_context(context: ContextFolder, for_cluster: bool) -> list[Issue]:
             what,
             where=f"MODEL_DIR {context.path}",
             got=got,
-            expected=f"at most {shown_size(LIMIT)}",
+            expected=f"at most {format_bytes(LIMIT)}",
             fix=fix,
         )
     ]
-
-
-def shown_size(size: int) -> str:
-    """Bytes as a person reads them."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} bytes"
 
 
 def _size(path: Path) -> int:

@@ -11,6 +11,7 @@ from zero_trial.ds_config.sections import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices, check_slots
 from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+from zero_trial.util.text import format_bytes
 
 
 def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[Issue]:
@@ -94,7 +95,7 @@ def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace
     needs = sum(size for _, size in uses if size is not None)
     if needs > disk.free:
         what, fix = "the disk has not enough room for what is offloaded", "Free some space, or name another disk."
-        got, expected = f"{_gib(disk.free)} free", f"{_gib(needs)} for the ranks of this machine"
+        got, expected = f"{format_bytes(disk.free)} free", f"{format_bytes(needs)} for the ranks of this machine"
         found.append(note(Area.DS_CONFIG, fault, what, where=where, got=got, expected=expected, fix=fix))
     return found
 
@@ -150,7 +151,3 @@ def _kind(folder: Path) -> str:
     except OSError:
         return ""
     return kind
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"

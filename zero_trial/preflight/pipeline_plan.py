@@ -21,7 +21,8 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.simulate import validate
 from zero_trial.preflight.dry_run import Role, dry_run_any, first_rows, rows_of, variant
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, dry_run_rank, parts_of
-from zero_trial.preflight.plan import Figures, count_text, size_text
+from zero_trial.preflight.plan import Figures
+from zero_trial.util.text import format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,11 @@ class PipelinePlan:
         """``params 0.8M on 2 stages · stage 0 needs most: 9.6 MiB states + 8.0 MiB activations, peak 20.1 MiB (limit 5.7 GiB)  fits``"""
         most, figures = self.largest, self.largest.figures
         text = (
-            f"params {count_text(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
+            f"params {format_count(self.parameter_count)} on {len(self.stages)} stages · stage {most.rank} needs most: "
         )
-        text += f"{size_text(figures.states)} states + {size_text(figures.activations)} activations, peak {size_text(figures.peak)}"
+        text += f"{format_bytes(figures.states)} states + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
         if limit is not None:
-            text += f" (limit {size_text(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
+            text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
         return text
 
     def table(self, limit: int | None = None) -> str:
@@ -74,12 +75,12 @@ class PipelinePlan:
             (
                 str(stage.rank),
                 stage.layers,
-                count_text(stage.elements),
+                format_count(stage.elements),
                 f"{stage.in_flight:.4g}",
-                size_text(stage.figures.states),
-                size_text(stage.figures.activations),
-                size_text(stage.figures.peak),
-                size_text(stage.figures.exchange)
+                format_bytes(stage.figures.states),
+                format_bytes(stage.figures.activations),
+                format_bytes(stage.figures.peak),
+                format_bytes(stage.figures.exchange)
                 + ("" if limit is None or stage.figures.total <= limit else "  too much"),
             )
             for stage in self.stages
@@ -166,8 +167,8 @@ class PipelinePlanner:
             if fitting
             else "Nothing compared fits: use more stages, more ranks, or smaller micro-batches."
         )
-        what = f"pipeline stage {most.rank} needs {size_text(most.figures.total)}, has {size_text(limit)}"
-        return DoesNotFit(f"{what} (activations {size_text(most.figures.activations)})", fix=fix)
+        what = f"pipeline stage {most.rank} needs {format_bytes(most.figures.total)}, has {format_bytes(limit)}"
+        return DoesNotFit(f"{what} (activations {format_bytes(most.figures.activations)})", fix=fix)
 
     def _choice(self, zero_stage: int, micro_batch: int) -> PipelineCandidate:
         own = (zero_stage, micro_batch) == (self.zero_stage, self.micro_batch)
@@ -261,7 +262,7 @@ def pipeline_table(rows: Sequence[PipelineCandidate], limit: int | None = None) 
             continue
         most = row.plan.largest
         sizes = (most.figures.states, most.figures.activations, most.figures.peak)
-        cells = "".join(f"{size_text(size):>{column}}" for size, column in zip(sizes, (12, 13, 12), strict=True))
+        cells = "".join(f"{format_bytes(size):>{column}}" for size, column in zip(sizes, (12, 13, 12), strict=True))
         verdict = "" if limit is None else "  fits" if row.plan.fits(limit) else "  does not fit"
         lines.append(f"{row.name:<{width}}  {most.rank:>5}{cells}{verdict}")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zero_trial.errors import ConfigError
+from zero_trial.util.text import format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class MemoryPlan:
     def line(self, limit: int | None = None) -> str:
         """``params 1.2M · per rank 14.1 MiB states + 22.0 MiB activations, peak 40.1 MiB (limit 11.5 GiB)  fits``"""
         figures = self.figures
-        text = f"params {count_text(self.parameter_count)} · per rank {size_text(figures.states)} states"
+        text = f"params {format_count(self.parameter_count)} · per rank {format_bytes(figures.states)} states"
         if figures.activations is not None and figures.peak is not None:
-            text += f" + {size_text(figures.activations)} activations, peak {size_text(figures.peak)}"
+            text += f" + {format_bytes(figures.activations)} activations, peak {format_bytes(figures.peak)}"
         if limit is not None:
-            text += f" (limit {size_text(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
+            text += f" (limit {format_bytes(limit)})  {'fits' if self.fits(limit) else 'does not fit'}"
         return text
 
     def table(self, limit: int | None = None) -> str:
@@ -95,9 +96,9 @@ class MemoryPlan:
         ]
         for name, value in rows:
             each = f"{value / max(self.parameter_count, 1):8.2f} B/parameter" if value is not None else ""
-            lines.append(f"  {name:<24}{size_text(value):>12}  {each}".rstrip())
+            lines.append(f"  {name:<24}{format_bytes(value):>12}  {each}".rstrip())
         if limit is not None:
-            lines.append(f"  {'limit':<24}{size_text(limit):>12}  {'fits' if self.fits(limit) else 'does not fit'}")
+            lines.append(f"  {'limit':<24}{format_bytes(limit):>12}  {'fits' if self.fits(limit) else 'does not fit'}")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,24 +110,6 @@ class MemoryPlan:
             "total": figures.total,
         }
         return {**asdict(self), "figures": {**asdict(figures), **derived}}
-
-
-def size_text(count: float | None) -> str:
-    """Bytes in binary units, ``14.1 MiB``; a dash for what is not known."""
-    if count is None:
-        return "-"
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(count) >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def count_text(count: int) -> str:
-    """A count in about three digits: 1.2M."""
-    for limit, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= limit:
-            return f"{count / limit:.1f}{letter}"
-    return str(count)
 
 
 # How much memory one rank may use here: a number with a unit, or this machine's memory divided by its ranks.

@@ -1,4 +1,4 @@
-"""Text for people: what may be printed on a terminal."""
+"""Text for people: numbers with their units, and what may be printed on a terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _SEQUENCE = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|\x1b[ -/]*[0-~]?"
 )
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -27,9 +25,6 @@ def strip_control(text: str) -> str:
     """
     plain = _CONTROL.sub("", _SEQUENCE.sub("", text))
     return plain.encode("utf-8", "replace").decode("utf-8")
-
-
-# How numbers are written on a page: short, with their unit, and the same everywhere.
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
@@ -63,8 +58,8 @@ def format_bytes(value: float | None) -> str:
     """Bytes in binary units; a dash for None."""
     if value is None:
         return "–"
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= limit:
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= limit:
             return f"{value / limit:.1f} {unit}"
     return f"{value:.0f} B"
 
@@ -94,29 +89,13 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def short_number(value: float) -> str:
-    """A number in about three digits: 9.8k, 12.3M, 4.2, 0.013."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.1f}{letter}"
-    return f"{value:.3g}"
-
-
-def duration_text(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Seconds as 00:12 or 1:02:03."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes:02d}:{whole % 60:02d}"
 
 
-def byte_text(count: float) -> str:
-    """Bytes in binary units: 14.1 MiB."""
-    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def metric_text(value: object) -> str:
+def format_metric(value: object) -> str:
     """A metric's value in four significant digits, or as it is when it is no number."""
     return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)

@@ -23,6 +23,7 @@ import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.layout import round_up
+from zero_trial.util.text import format_bytes
 
 BLOCK = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of, on every disk we know of
 
@@ -195,8 +196,8 @@ class SwapFile:
             raise DoesNotFit(
                 "the disk has not enough room for offloaded state",
                 where=str(self.folder),
-                got=f"{_mib(_free(self.folder))} free ({fault.strerror})",
-                expected=f"{_mib(wanted)} for this rank",
+                got=f"{format_bytes(_free(self.folder))} free ({fault.strerror})",
+                expected=f"{format_bytes(wanted)} for this rank",
                 fix="Free some space, name another disk in nvme_path, or use more ranks: each keeps its part only.",
             ) from fault
         self._size = wanted
@@ -295,10 +296,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _free(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
 # How what lies in a file is cut into what a buffer holds. Pure.

@@ -5,13 +5,18 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: run test lint format bench gpu-check setup clean help
+.PHONY: run test test-slow test-all lint format docs bench gpu-check setup clean help
 
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
 
-test: setup  ## Run every test
-	$(BIN)/python -m pytest
+test: setup  ## Run the tests that cover every room, in minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup  ## Run the tests that `make test` leaves out
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow  ## Run every test
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check .
@@ -21,6 +26,10 @@ lint: setup  ## Check style, formatting and types
 format: setup  ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## Build the documentation as a site, in site/
+	$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: setup  ## Measure against peers; those that are not installed are named and left out
 	$(BIN)/python benchmarks/overhead.py

@@ -36,6 +36,8 @@ EXTRAS = {
         "types-psutil",
         "types-tqdm",
     ],
+    # The documentation as a site, with the API reference made from the docstrings.
+    "docs": ["mkdocs-material", "mkdocstrings[python]"],
     # Peers that benchmarks/ measures against.
     "bench": ["deepspeed==0.19.8", "psutil"],
 }

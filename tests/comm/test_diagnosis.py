@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from zero_trial.comm.health import Heartbeat, RankPosition, behind, explain, listing
 from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
 
 
-class FakeBoard(Heartbeat):
+class FakeHeartbeat(Heartbeat):
     """Rank 0 of three, and what the others are said to have published."""
 
     def __init__(self, others: dict[int, RankPosition | None]) -> None:
@@ -18,8 +20,9 @@ class FakeBoard(Heartbeat):
         self.sequence = 8
         self.enter("all_gather(block.3) over shard")
 
-    def positions(self) -> dict[int, RankPosition | None]:
-        return {0: self._now} | self._others
+    def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
+        known = {0: self._now} | self._others
+        return known if ranks is None else {rank: known[rank] for rank in ranks}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,7 @@ NAME = "all_gather(block.3) over shard"
 
 
 def test_the_rank_that_never_came_is_named_with_its_place() -> None:
-    error = explain(FakeBoard({1: LATE, 2: HERE}), (0, 1, 2), NAME, TIMED_OUT, 2.0)
+    error = explain(FakeHeartbeat({1: LATE, 2: HERE}), (0, 1, 2), NAME, TIMED_OUT, 2.0)
     text = str(error)
     assert text.startswith(f"rank 0, step 17, {NAME}: waited 2 s for rank 1, which never reached this collective.")
     assert "rank 1 at step 16, after reduce_scatter(bucket0) over shard (collective 4" in text
@@ -43,20 +46,20 @@ def test_the_rank_that_never_came_is_named_with_its_place() -> None:
 
 
 def test_several_late_ranks_and_one_that_said_nothing() -> None:
-    text = str(explain(FakeBoard({1: LATE, 2: None}), (0, 1, 2), NAME, TIMED_OUT, 0.5))
+    text = str(explain(FakeHeartbeat({1: LATE, 2: None}), (0, 1, 2), NAME, TIMED_OUT, 0.5))
     assert "waited 0.5 s for rank 1, rank 2" in text
     assert "rank 2 has reported nothing" in text
 
 
 def test_ranks_of_other_groups_are_left_out() -> None:
-    text = str(explain(FakeBoard({1: LATE, 2: LATE}), (0, 2), NAME, TIMED_OUT, 1.0))
+    text = str(explain(FakeHeartbeat({1: LATE, 2: LATE}), (0, 2), NAME, TIMED_OUT, 1.0))
     assert "for rank 2," in text
     assert "rank 1" not in text
 
 
 @pytest.mark.parametrize("text", ["Connection closed by peer [127.0.0.1]:1", "Connection reset by peer", "Broken pipe"])
 def test_a_lost_connection_means_that_a_rank_ended(text: str) -> None:
-    error = str(explain(FakeBoard({1: LATE, 2: HERE}), (0, 1, 2), NAME, RuntimeError(text), 1.0))
+    error = str(explain(FakeHeartbeat({1: LATE, 2: HERE}), (0, 1, 2), NAME, RuntimeError(text), 1.0))
     assert "another rank ended while this one waited for it" in error
     assert "rank 1 at step 16" in error
     assert "rank 2 at step 17" in error
@@ -69,27 +72,27 @@ CLOSED = RuntimeError("Connection closed by peer")
 
 
 def test_a_rank_that_comes_when_all_others_gave_up_was_late_itself() -> None:
-    text = str(explain(FakeBoard({1: GAVE_UP, 2: GAVE_UP}), (0, 1, 2), NAME, CLOSED, 1.0))
+    text = str(explain(FakeHeartbeat({1: GAVE_UP, 2: GAVE_UP}), (0, 1, 2), NAME, CLOSED, 1.0))
     assert f"rank 0, step 17, {NAME}: rank 1, rank 2 gave up before this rank came." in text
     assert "rank 2 at step 17, gave up in all_gather(block.3)" in text
 
 
 def test_of_a_lost_connection_only_those_are_suspected_that_did_not_give_up() -> None:
     """Rank 2 died; rank 1 noticed and gave up as this rank does."""
-    text = str(explain(FakeBoard({1: GAVE_UP, 2: LATE}), (0, 1, 2), NAME, CLOSED, 1.0))
+    text = str(explain(FakeHeartbeat({1: GAVE_UP, 2: LATE}), (0, 1, 2), NAME, CLOSED, 1.0))
     assert "another rank ended" in text
     assert "own error: rank 2 at" in text
     assert "rank 1" not in text
 
 
 def test_a_failure_that_was_caught_long_ago_excuses_nobody() -> None:
-    assert "another rank ended" in str(explain(FakeBoard({1: EARLIER}), (0, 1), NAME, CLOSED, 1.0))
-    assert "waited 1 s for rank 1" in str(explain(FakeBoard({1: EARLIER}), (0, 1), NAME, TIMED_OUT, 1.0))
+    assert "another rank ended" in str(explain(FakeHeartbeat({1: EARLIER}), (0, 1), NAME, CLOSED, 1.0))
+    assert "waited 1 s for rank 1" in str(explain(FakeHeartbeat({1: EARLIER}), (0, 1), NAME, TIMED_OUT, 1.0))
 
 
 def test_when_all_are_there_they_disagree() -> None:
     other = RankPosition(17, 9, "reduce_scatter(block.3) over shard", 0.0, True)
-    text = str(explain(FakeBoard({1: other}), (0, 1), NAME, TIMED_OUT, 1.0))
+    text = str(explain(FakeHeartbeat({1: other}), (0, 1), NAME, TIMED_OUT, 1.0))
     assert "waited 1 s although every rank has come this far" in text
     assert "rank 1 at step 17, in reduce_scatter(block.3)" in text
 
@@ -98,7 +101,7 @@ def test_when_all_are_there_they_disagree() -> None:
 def test_who_is_here_by_now_or_further_on_was_late(sequence: int) -> None:
     """The peers' boards are read after the wait: a slow rank has come since. Only another name under the same number is a disagreement."""
     came = RankPosition(17, sequence, NAME if sequence == 9 else "all_reduce(reduction order) over shard", 0.0, True)
-    text = str(explain(FakeBoard({1: came}), (0, 1), NAME, TIMED_OUT, 1.0))
+    text = str(explain(FakeHeartbeat({1: came}), (0, 1), NAME, TIMED_OUT, 1.0))
     assert "waited 1 s for a rank that came too late" in text
     assert f"rank 1 at step 17, in {came.operation} (collective {sequence}" in text
     assert "raise comm_timeout_seconds" in text
@@ -109,9 +112,9 @@ def test_a_rank_that_came_with_another_call_is_told_at_once() -> None:
     """Nobody waited for the limit, and where the others' boards stand does not matter."""
     elsewhere = RuntimeError(f"another rank of this axis (index 1) {ELSEWHERE}")
     for position in (LATE, HERE, GAVE_UP):
-        text = str(explain(FakeBoard({1: position}), (0, 1), NAME, elsewhere, 300.0))
+        text = str(explain(FakeHeartbeat({1: position}), (0, 1), NAME, elsewhere, 300.0))
         assert (
-            f"rank 0, step 17, {NAME}: another rank makes another collective call at this point. The ranks disagree about what comes next"
+            f"rank 0, step 17, {NAME}: collective mismatch: another rank makes another collective call at this point. The ranks disagree"
             in text
         )
         assert f"rank 1 at step {position.step}" in text
@@ -119,7 +122,7 @@ def test_a_rank_that_came_with_another_call_is_told_at_once() -> None:
 
 
 def test_this_rank_tells_the_others_that_it_gave_up() -> None:
-    board = FakeBoard({1: LATE})
+    board = FakeHeartbeat({1: LATE})
     explain(board, (0, 1), NAME, TIMED_OUT, 1.0)
     own = board.positions()[0]
     assert own is not None
@@ -127,10 +130,10 @@ def test_this_rank_tells_the_others_that_it_gave_up() -> None:
 
 
 def test_any_other_failure_is_told_as_it_is() -> None:
-    error = str(explain(FakeBoard({1: HERE}), (0, 1), NAME, RuntimeError("Invalid scalar type\nbacktrace"), 1.0))
+    error = str(explain(FakeHeartbeat({1: HERE}), (0, 1), NAME, RuntimeError("Invalid scalar type\nbacktrace"), 1.0))
     assert "a collective failed: got Invalid scalar type." in error
     assert "backtrace" not in error
-    assert "RuntimeError" in str(explain(FakeBoard({1: HERE}), (0, 1), NAME, RuntimeError(), 1.0))
+    assert "RuntimeError" in str(explain(FakeHeartbeat({1: HERE}), (0, 1), NAME, RuntimeError(), 1.0))
 
 
 def test_behind() -> None:
@@ -146,7 +149,7 @@ def test_listing() -> None:
 
 
 def test_too_many_mappings_are_no_rank_that_ended() -> None:
-    text = str(explain(FakeBoard({1: LATE, 2: HERE}), (0, 1, 2), NAME, MappingRefused(49148, 65530), 1.0))
+    text = str(explain(FakeHeartbeat({1: LATE, 2: HERE}), (0, 1, 2), NAME, MappingRefused(49148, 65530), 1.0))
     assert text.startswith(
         f"rank 0, step 17, {NAME}: the ranks of this host share too many pieces of memory: got 49148 mapped segments"
     )

@@ -268,7 +268,7 @@ class Collectives:
 
     def _enter(self, kind: str, label: str) -> tuple[str, int]:
         name = f"{kind}({label}) over {self._axis}"
-        self._watch.heartbeat.enter(name)
+        self._watch.heartbeat.enter(name, self._watch.ranks)
         self._sequence += 1
         return name, message_tag(self._sequence, name)
 

@@ -115,5 +115,5 @@ class ControlChannel:
 
     def _enter(self, kind: str, label: str) -> str:
         name = f"{kind}({label}) over {self._axis}"
-        self._watch.heartbeat.enter(name)
+        self._watch.heartbeat.enter(name, self._watch.ranks)
         return name

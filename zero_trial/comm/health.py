@@ -1,13 +1,18 @@
-"""Where every rank stands: the last collective that it entered, published so that a rank that waits in vain can say for whom.
+"""Health of the ranks: where each one is, which rank a slow or failed collective waits for, and the error that says so.
 
-A daemon thread writes this rank's position into the process group's key-value store a few times per second, and only when it changed:
-the hot path pays one attribute assignment per collective. The thread, not the stuck main thread, publishes, so a rank that hangs in
-user code is seen too.
+    Heartbeat   publishes this rank's last collective in the process group's store, and warns about slow waits
+    Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
+    explain     reads what every rank last published and names the missing ranks
+
+Price: the hot path assigns one attribute per collective. A daemon thread writes to the store, at most
+:data:`WRITES_PER_SECOND` times per second over all ranks together, so that a store that serves
+thousands of ranks is not busy with positions.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -19,7 +24,16 @@ import torch
 from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
 from zero_trial.errors import MeshError
 
-PERIOD_SECONDS = 0.25
+log = logging.getLogger("zero_trial")
+
+PERIOD_SECONDS = 0.25  # how often the thread looks, which is local
+WRITES_PER_SECOND = 100  # of all ranks together, to the store
+STILL_SECONDS = 10.0  # a rank that has not moved for so long publishes that at once, in a world of any size
+SLOW_SECONDS = 10.0  # a wait that takes longer is reported while it lasts, again at 20, 40, 80 ... seconds
+
+MOST_NAMED = 8  # ranks in one message
+
+_KEY = "zero_trial/position/"
 
 
 class RankPosition(NamedTuple):
@@ -30,15 +44,23 @@ class RankPosition(NamedTuple):
     operation: str = "start"
     since: float = 0.0  # time.time() of entering it
     inside: bool = False  # still waiting in it
-    gave_up: bool = False  # it raised a MeshError there and waits no more
+    gave_up: bool = False  # it raised a MeshError there and no longer waits
 
     def describe(self) -> str:
         verb = "gave up in" if self.gave_up else "in" if self.inside else "after"
-        return f"at step {self.step}, {verb} {self.operation} (collective {self.sequence}, {max(time.time() - self.since, 0):.0f} s ago)"
+        age = max(time.time() - self.since, 0)
+        return f"at step {self.step}, {verb} {self.operation} (collective {self.sequence}, {age:.0f} s ago)"
+
+
+Positions = Mapping[int, RankPosition | None]
 
 
 class Heartbeat:
-    """This rank's position, and everyone's as last published."""
+    """This rank's position, and every rank's as last published.
+
+    The thread publishes rather than the main thread, so that the position of a rank that hangs in
+    user code is known too. Only changes are published.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store
@@ -46,92 +68,176 @@ class Heartbeat:
         self.world_size = world_size
         self.step = 0
         self.sequence = 0
-        self.waited = 0.0  # seconds spent in collectives, by the host
+        self.waited = 0.0  # seconds that the host spent in collectives
         self._now = RankPosition(since=time.time())
+        self._among: tuple[int, ...] = ()  # the ranks of the operation in ``_now``
+        self._interval = max(PERIOD_SECONDS, world_size / WRITES_PER_SECOND)
+        self._published: RankPosition | None = None
+        self._published_at = 0.0  # monotonic
+        self._slow: RankPosition | None = None  # the wait that was reported last
+        self._report_after = SLOW_SECONDS
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if store is not None and world_size > 1:
-            self._thread = threading.Thread(target=self._publish_loop, name="zero_trial-heartbeat", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="zero_trial-heartbeat", daemon=True)
             self._thread.start()
 
-    def enter(self, operation: str) -> None:
+    def enter(self, operation: str, among: tuple[int, ...] = ()) -> None:
+        """Note that the main thread enters its next collective, with the ranks ``among``."""
         self.sequence += 1
+        self._among = among
         self._now = RankPosition(self.step, self.sequence, operation, time.time(), True)
 
     def leave(self) -> None:
+        """Note that the main thread no longer waits."""
         now = self._now
         if now.inside:
             self.waited += max(time.time() - now.since, 0.0)
             self._now = RankPosition(*now[:4])
 
-    def waiting(self, operation: str) -> None:
-        """The main thread now waits for an operation that it entered earlier."""
+    def waiting(self, operation: str, among: tuple[int, ...] = ()) -> None:
+        """Note that the main thread now waits for an operation that it entered earlier."""
         now = self._now
+        self._among = among
         self._now = RankPosition(now.step, now.sequence, operation, time.time(), True)
 
     def give_up(self) -> None:
-        """This rank's collective failed; whoever comes later need not wait for it."""
+        """Note that this rank's collective failed: a rank that comes later need not wait for it."""
         self._now = self._now._replace(gave_up=True)
 
-    def positions(self) -> dict[int, RankPosition | None]:
-        """Every rank's last published position; None for a rank that never published or whose store is gone."""
-        found: dict[int, RankPosition | None] = {}
-        for rank in range(self.world_size):
-            found[rank] = self._now if rank == self.rank else self._read(rank)
-        return found
+    def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
+        """Return the last published position of ``ranks`` (default: all); None for a rank that never published.
+
+        Where the store is gone, only this rank's own position is known.
+        """
+        chosen = range(self.world_size) if ranks is None else ranks
+        return {rank: self._now if rank == self.rank else self._read(rank) for rank in chosen}
 
     def close(self) -> None:
+        """Stop the thread. Before the process group is destroyed, which takes the store with it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2)
             self._thread = None
 
     def _read(self, rank: int) -> RankPosition | None:
-        key = f"zero_trial/position/{rank}"
+        key = f"{_KEY}{rank}"
         try:
             if self._store is None or not self._store.check([key]):
                 return None
             return RankPosition(**json.loads(self._store.get(key)))
-        except (RuntimeError, ValueError):  # the store's host is gone: then nobody's position can be had
+        except (RuntimeError, ValueError, TypeError):  # the store's process is gone, or the entry is damaged
             return None
 
-    def _publish_loop(self) -> None:
-        published: RankPosition | None = None
+    # --- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = time.monotonic()
         while not self._stop.wait(PERIOD_SECONDS):
-            now = self._now
-            if now is published:
-                continue
+            clock = time.monotonic()
+            if clock - last > SLOW_SECONDS:  # neither a wait nor Python code keeps this thread from running so long
+                log.warning(
+                    "rank %d did not run for %.0f s: it was stopped, or its machine gave it no processor time",
+                    self.rank,
+                    clock - last,
+                )
+            last, now = clock, self._now
             try:
-                self._store.set(f"zero_trial/position/{self.rank}", json.dumps(now._asdict()))
-            except RuntimeError:
+                self._publish(now, clock)
+                self._report_slow_wait(now)
+            except RuntimeError:  # the store is gone, and with it the run
                 return
-            published = now
+
+    def _publish(self, now: RankPosition, clock: float) -> None:
+        """Publish a change, if it is this rank's turn: soon where it stands still or has failed, else at its interval."""
+        if now is self._published:
+            return
+        still = time.time() - now.since >= STILL_SECONDS
+        if not (still or now.gave_up or clock - self._published_at >= self._interval):
+            return
+        self._store.set(f"{_KEY}{self.rank}", json.dumps(now._asdict()))
+        self._published, self._published_at = now, clock
+
+    def _report_slow_wait(self, now: RankPosition) -> None:
+        """Warn about a wait that takes long, naming the ranks that are behind; of all that wait, one rank warns."""
+        if self._slow is not None and now != self._slow:
+            text = "rank %d goes on: %s took %.0f s"
+            log.warning(text, self.rank, self._slow.operation, time.time() - self._slow.since)
+            self._slow, self._report_after = None, SLOW_SECONDS
+        waited = time.time() - now.since
+        if not now.inside or now.gave_up or waited < self._report_after:
+            return
+        number = round(self._report_after / SLOW_SECONDS)
+        self._report_after *= 2
+        if int(self._store.add(f"zero_trial/slow/{now.sequence}/{number}/{now.operation}", 1)) != 1:
+            return  # another rank reports it
+        self._slow = now
+        positions = self.positions(self._among or None)
+        late = behind(positions, self.rank)
+        missing = f"for {names(late)}" if late else "although every rank has come this far"
+        log.warning(
+            "rank %d, step %d, %s: has waited %.0f s %s. %s",
+            self.rank,
+            now.step,
+            now.operation,
+            waited,
+            missing,
+            listing(positions, self.rank, late or None),
+        )
 
 
-# Turning a collective that failed or never ended into one error that names the rank, the operation, the step, and who is missing.
+class Watchdog:
+    """Waits for the works of one axis, among ``ranks``, for at most ``timeout`` seconds each."""
+
+    def __init__(self, heartbeat: Heartbeat, ranks: tuple[int, ...], timeout: float) -> None:
+        self.heartbeat = heartbeat
+        self.ranks = ranks
+        self.timeout = timeout
+
+    @staticmethod
+    def on_host(values: torch.Tensor) -> bool:
+        """Say whether ``values`` are in the host's memory. A collective of other tensors runs on their device, in stream order."""
+        return values.device.type == "cpu"
+
+    def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None, *, on_host: bool = True) -> None:
+        """Wait for ``work`` (of torch.distributed, or with the same interface). Raises MeshError about ``among``, by default all ranks.
+
+        ``on_host``: what :meth:`on_host` says of its tensors. If so, the work is done when this
+        returns; otherwise what this rank launches next runs after it on the device, and the host goes on.
+        """
+        self.heartbeat.waiting(name, among or self.ranks)
+        try:
+            if on_host:
+                work.wait(timedelta(seconds=self.timeout))
+            else:
+                work.wait()  # with a time limit NCCL would block the host; its own watchdog bounds the work
+        except (RuntimeError, OSError) as error:
+            self.fail(name, error, among)
+        self.heartbeat.leave()
+
+    def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
+        """Raise the MeshError that ``error`` in operation ``name`` means."""
+        raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
 
 
-Positions = Mapping[int, RankPosition | None]
-
+# --- from a failure to an error that names the rank ----------------------------------------------------------------
 
 _SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
-
-
-_GONE_WORDS = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
+_LOST = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
 
 
 def explain(
     heartbeat: Heartbeat, ranks: tuple[int, ...], operation: str, error: Exception, timeout: float
 ) -> MeshError:
-    """The MeshError for ``operation`` on this rank, from what every rank last published."""
+    """Return the MeshError for ``operation`` on this rank, from what ``ranks`` last published."""
     heartbeat.give_up()
-    time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks' boards publish where they are now
-    positions = {rank: position for rank, position in heartbeat.positions().items() if rank in ranks}
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks publish where they are now
+    positions = heartbeat.positions(ranks)
+    text = printable(error)
     here = f"rank {heartbeat.rank}, step {heartbeat.step}, {operation}"
     if isinstance(error, MappingRefused):
         return too_many_mapped(error, here)
-    lost = any(word in text.lower() for word in _GONE_WORDS)
+    lost = any(part in text.lower() for part in _LOST)
     known = (
         lost_peer(positions, heartbeat.rank, text) if lost else absent_peer(positions, heartbeat.rank, text, timeout)
     )
@@ -145,8 +251,15 @@ def explain(
     )
 
 
+def printable(error: Exception) -> str:
+    """Return the first line of an error's text, or its type's name, without control characters."""
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    return "".join(char if char.isprintable() else "?" for char in first)
+
+
 def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
-    """What a broken connection means, and what to do: the peer ended, or had given up before this rank came."""
+    """Return what a broken connection means, and what to do: the peer ended, or had given up before this rank came."""
     gone = [rank for rank in positions if rank != own and not gave_up(positions, rank, own)]
     if gone:
         return (
@@ -161,11 +274,11 @@ def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
 
 
 def absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
-    """What silence, or another call than this one, means, and what to do; None for an error of another kind."""
+    """Return what a timeout, or a mismatch of collectives, means, and what to do; None for an error of another kind."""
     others = listing(positions, own)
     order = f"The ranks disagree about what comes next: {others}. Every rank must make the same collective calls in the same order."
     if ELSEWHERE in text:
-        return "another rank makes another collective call at this point", order
+        return "collective mismatch: another rank makes another collective call at this point", order
     if late := behind(positions, own):
         return (
             f"waited {timeout:g} s for {names(late)}, which never reached this collective",
@@ -174,12 +287,12 @@ def absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tu
     if "timed out" not in text.lower():
         return None
     if differing(positions, own):
-        return f"waited {timeout:g} s although every rank has come this far", order
+        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", order
     return f"waited {timeout:g} s for a rank that came too late", f"{others}. Find out what held it up; {_SLOW}."
 
 
 def too_many_mapped(error: MappingRefused, here: str) -> MeshError:
-    """The MeshError for a segment that may not be mapped any more."""
+    """Return the MeshError for a shared segment that may not be mapped."""
     return MeshError(
         "the ranks of this host share too many pieces of memory",
         where=here,
@@ -190,13 +303,13 @@ def too_many_mapped(error: MappingRefused, here: str) -> MeshError:
 
 
 def gave_up(positions: Positions, rank: int, own: int) -> bool:
-    """Whether ``rank`` has raised an error of its own at a collective that ``own`` had not entered before."""
+    """Say whether ``rank`` raised an error of its own at a collective that ``own`` had not entered before."""
     at, mine = positions[rank], positions[own]
     return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
 
 
 def differing(positions: Positions, own: int) -> list[int]:
-    """The ranks whose last collective has the same number as ``own``'s and another name. One that is further on has passed this one."""
+    """Return the ranks whose last collective has the number of ``own``'s and another name. A rank that is further on has passed this one."""
     mine = positions[own]
     if mine is None:
         return []
@@ -208,15 +321,15 @@ def differing(positions: Positions, own: int) -> list[int]:
 
 
 def behind(positions: Positions, own: int) -> list[int]:
-    """The ranks that have entered fewer collectives than ``own``, or have said nothing at all."""
-    mine = positions[own]
+    """Return the ranks that have entered fewer collectives than ``own``, or have published nothing."""
+    mine = positions.get(own)
     reached = mine.sequence if mine is not None else 0
     return [rank for rank, at in positions.items() if rank != own and (at is None or at.sequence < reached)]
 
 
 def names(ranks: Iterable[int]) -> str:
-    """``rank 1, rank 2``."""
-    return ", ".join(f"rank {rank}" for rank in ranks)
+    """``rank 1, rank 2``; of many ranks the first ones and how many more there are."""
+    return _first_ones([f"rank {rank}" for rank in ranks], ", ")
 
 
 def listing(positions: Positions, own: int, only: list[int] | None = None) -> str:
@@ -226,41 +339,9 @@ def listing(positions: Positions, own: int, only: list[int] | None = None) -> st
     for rank in chosen:
         at = positions[rank]
         texts.append(f"rank {rank} {at.describe() if at is not None else 'has reported nothing'}")
-    return "; ".join(texts) or "no other rank"
+    return _first_ones(texts, "; ") or "no other rank"
 
 
-# How a rank waits on one axis: where it stands is on the heartbeat, time is bounded, and silence becomes an error that names who is missing.
-
-
-class Watchdog:
-    """Waits for works among ``ranks`` for at most ``timeout`` seconds."""
-
-    def __init__(self, heartbeat: Heartbeat, ranks: tuple[int, ...], timeout: float) -> None:
-        self.heartbeat = heartbeat
-        self.ranks = ranks
-        self.timeout = timeout
-
-    @staticmethod
-    def on_host(values: torch.Tensor) -> bool:
-        """Whether ``values`` are in the host's memory. A collective of any others runs on their device, in the order of its streams."""
-        return values.device.type == "cpu"
-
-    def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None, *, on_host: bool = True) -> None:
-        """Waits for ``work`` (of torch.distributed, or waited for like one). Raises MeshError, about ``among`` or all ranks.
-
-        ``on_host``: what :meth:`on_host` says of its tensors. Then the work is done when this returns; otherwise what this rank
-        launches next comes after it on the device, and the host goes on.
-        """
-        self.heartbeat.waiting(name)
-        try:
-            if on_host:
-                work.wait(timedelta(seconds=self.timeout))
-            else:
-                work.wait()  # with a time limit NCCL would block the host; its own watchdog bounds the work
-        except (RuntimeError, OSError) as error:
-            self.fail(name, error, among)
-        self.heartbeat.leave()
-
-    def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
-        """Raises the MeshError that ``error`` in operation ``name`` means."""
-        raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
+def _first_ones(texts: list[str], separator: str) -> str:
+    more = len(texts) - MOST_NAMED
+    return separator.join(texts[:MOST_NAMED]) + (f"{separator}and {more} more ranks" if more > 0 else "")

@@ -488,7 +488,7 @@ class Buffers:
         """Returns when no peer reads any more where ``tensor`` lies. Raises MeshError where one does not come to read."""
         home = self._home_of(tensor)
         if home is not None and not home.settled:
-            self._watch.heartbeat.waiting(self._name)
+            self._watch.heartbeat.waiting(self._name, self._watch.ranks)
             try:
                 home.settle(self._watch.timeout)
             except RuntimeError as error:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
+import subprocess
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
-from zero_trial.comm.health import Heartbeat, RankPosition
+from tests.support.pool import Pools
+from zero_trial.comm import MeshShape, build_mesh, health
+from zero_trial.comm.health import Heartbeat, RankPosition, names
 
 PATIENCE = 30.0
 
@@ -30,6 +38,11 @@ class FakeStore:
             self.values[key] = value
             self.writes += 1
             self.changed.notify_all()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            self.values[key] = str(int(self.values.get(key, 0)) + amount)
+            return int(self.values[key])
 
     def get(self, key: str) -> bytes:
         return self.values[key].encode()
@@ -158,3 +171,107 @@ def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 110.5
     board.leave()
     assert board.waited == 2.5
+
+
+def moving(heartbeat: Heartbeat, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        heartbeat.enter("step")
+        heartbeat.leave()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("world_size", "seconds"), [(2, health.PERIOD_SECONDS), (1000, 10.0), (4096, 40.96)])
+def test_writes_of_all_ranks_together_are_bounded(world_size: int, seconds: float) -> None:
+    store = FakeStore()
+    heartbeat = Heartbeat(store, 0, world_size)
+    heartbeat.close()
+    assert heartbeat._interval == seconds
+    assert world_size / heartbeat._interval <= health.WRITES_PER_SECOND
+
+
+def test_a_rank_that_moves_publishes_at_its_interval_and_one_that_stands_still_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "PERIOD_SECONDS", 0.02)
+    store = FakeStore()
+    heartbeat = Heartbeat(store, 0, 100_000)
+    moving(heartbeat, 0.5)
+    assert store.writes == 1, "the start"
+    monkeypatch.setattr(health, "STILL_SECONDS", 0.2)
+    assert store.until(lambda: store.writes == 2)
+    heartbeat.enter("all_reduce(x)")
+    heartbeat.give_up()
+    assert store.until(lambda: store.writes == 3)
+    assert json.loads(store.values["zero_trial/position/0"])["gave_up"]
+    heartbeat.close()
+
+
+def test_one_of_the_ranks_that_wait_long_names_the_late_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(health, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(health, "SLOW_SECONDS", 0.3)
+    store = FakeStore()
+    all_ranks = [Heartbeat(store, rank, 4) for rank in range(4)]
+    with caplog.at_level(logging.WARNING, "zero_trial"):
+        for heartbeat in all_ranks:
+            heartbeat._report_after = 0.3
+            heartbeat.enter("before", (0, 1, 2))
+            heartbeat.leave()
+        for rank in (0, 2):
+            all_ranks[rank].enter("all_reduce(norm) over data", (0, 1, 2))
+        deadline = time.monotonic() + PATIENCE
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(caplog.messages) == 1
+        assert (
+            "step 0, all_reduce(norm) over data: has waited 0 s for rank 1. rank 1 at step 0, after before"
+            in caplog.messages[0]
+        )
+        for rank in (0, 2):
+            all_ranks[rank].leave()
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "goes on: all_reduce(norm) over data took" in caplog.messages[1]
+    for heartbeat in all_ranks:
+        heartbeat.close()
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def stopped_for_a_while(seconds: float) -> list[str]:
+    lines = Lines()
+    logging.getLogger("zero_trial").addHandler(lines)
+    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
+    slow, health.SLOW_SECONDS = health.SLOW_SECONDS, 0.5
+    mesh.heartbeat._report_after = 0.5
+    mesh.shard.barrier("before")
+    time.sleep(2 * health.PERIOD_SECONDS)
+    if mesh.rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    mesh.shard.barrier("training goes on")
+    time.sleep(4 * health.PERIOD_SECONDS)
+    health.SLOW_SECONDS = slow
+    mesh.heartbeat._report_after = slow
+    return lines.lines
+
+
+def test_a_rank_that_was_stopped_is_named_here_and_there(ranks: Pools) -> None:
+    waiting, stopped = ranks(2).run(stopped_for_a_while, 2.0)
+    assert any("training goes on" in line and "for rank 1. rank 1 at step" in line for line in waiting), waiting
+    assert any("goes on: all_reduce(training goes on)" in line for line in waiting), waiting
+    assert any(line.startswith("rank 1 did not run for") for line in stopped), stopped
+
+
+def test_of_many_ranks_the_first_are_named() -> None:
+    assert names(range(3)) == "rank 0, rank 1, rank 2"
+    assert names(range(100)).endswith("rank 7, and 92 more ranks")

@@ -12,8 +12,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
+from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.sections import ActivationCheckpointingSection, DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""Which test fails when a honoured ds_config key is ignored. Checked by doing it: python -m tests.ds_config.exercised [KEY ...]
+"""Which test fails when a supported ds_config key is ignored. Checked by doing it: python -m tests.ds_config.exercised [KEY ...]
 
 For each key its field is held at the default in every process, and its test is run: a test that passes all the same is reported.
 """
@@ -168,21 +168,18 @@ BY_THE_READER = frozenset({"data_types.param_dtype"})
 """Honoured by being refused where it contradicts the precision mode; no part reads its field."""
 
 
-def honoured() -> list[str]:
+def supported_keys() -> list[str]:
     """The keys that change something and have a value of their own."""
-    return [row.path for row in TABLE.values() if row.answer is Support.HONOURED and not row.is_section]
+    return [row.path for row in TABLE.values() if row.support is Support.SUPPORTED and not row.is_section]
 
 
 # Runs in every process that Python starts below the test, the ranks of a pool too.
 IGNORE = """
-import dataclasses, os, typing
-from zero_trial.config.sections import DsConfig
-from zero_trial.config.table import section_class
+import dataclasses, os
+from zero_trial.ds_config.table import TABLE, DsConfig
 
 *above, name = os.environ["IGNORED_KEY"].split(".")
-kind = DsConfig
-for part in above:
-    kind = section_class(typing.get_type_hints(kind)[part])
+kind = TABLE[".".join(above)].section if above else DsConfig
 field = next(item for item in dataclasses.fields(kind) if item.name == name)
 if field.default is not dataclasses.MISSING:
     default = field.default
@@ -228,7 +225,7 @@ def main(keys: Iterable[str]) -> int:
     """The command line: how many tests did not notice."""
     unnoticed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for key in list(keys) or [key for key in honoured() if key not in BY_THE_READER]:
+        for key in list(keys) or [key for key in supported_keys() if key not in BY_THE_READER]:
             noticed = not passes_all_the_same(key, Path(folder))
             unnoticed += not noticed
             print(f"{'noticed' if noticed else 'NOT NOTICED'}  {key}  {EXERCISED[key]}", flush=True)

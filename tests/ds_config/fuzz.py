@@ -35,7 +35,7 @@ JUNK: list[Any] = [
     "true", "0", "64", "cpu", "fp16", "bf16", "AdamW", "\u0000", "ü" * 40, "x" * 5000, [], {}, [1, 2], [None], [[]], [{}], ["auto"],
     {"enabled": True}, {"enabled": "auto"}, {"": 1}, {"type": "Adam"}, {"params": {}}, {"a": {"b": {"c": 1}}}, {"stage": 3},
 ]  # fmt: skip
-ROWS = [row for row in TABLE.values() if row.answer is not Support.REFUSED]
+ROWS = [row for row in TABLE.values() if row.support is not Support.REFUSED]
 NAMES = sorted({row.name for row in TABLE.values()} | {alias for row in TABLE.values() for alias in row.aliases})
 
 YAML = """name: fuzz

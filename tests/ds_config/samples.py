@@ -10,7 +10,7 @@ from zero_trial.schema.types import AnyOf, Bool, DType, Float, Int, Names, Numbe
 
 def other_value(row: Key) -> Any:
     """A legal value that differs from the default."""
-    return next(value for value in _candidates(row.kind, row) if value != row.default and value not in row.harmless)
+    return next(value for value in _candidates(row.type, row) if value != row.default and value not in row.harmless)
 
 
 def _candidates(kind: Type, row: Key) -> list[Any]:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from zero_trial.ds_config.batch import derive_triple, nearest_triples, solve_batch
+from zero_trial.ds_config.keys_zero import MeshSection
 from zero_trial.ds_config.reconcile import solve_axes
-from zero_trial.ds_config.sections import DsConfig, MeshSection
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -1,4 +1,4 @@
-"""Every honoured key has a test that fails if the key is ignored; here are those that have no better home.
+"""Every supported key has a test that fails if the key is ignored; here are those that have no better home.
 
 ``wire`` is where the engine takes a ds_config's values from; what it does with them is tested where it is done.
 """
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import zero_trial
-from tests.ds_config.exercised import EXERCISED, ROOT, honoured, ignoring
+from tests.ds_config.exercised import EXERCISED, ROOT, ignoring, supported_keys
 from tests.support.pool import Pools
 from zero_trial.comm import build_mesh
 from zero_trial.ds_config.reader import read_ds_config
@@ -30,10 +30,10 @@ from zero_trial.errors import ConfigError
 FP16 = {"fp16": {"enabled": True}}
 
 
-def test_no_honoured_key_is_without_a_test():
-    """If this fails for a key that became honoured: name its test in exercised.py, and run that file for the key."""
-    assert set(honoured()) - set(EXERCISED) == set()
-    assert set(EXERCISED) - set(honoured()) == set(), "these are honoured no more"
+def test_no_supported_key_is_without_a_test():
+    """If this fails for a key that became supported: name its test in exercised.py, and run that file for the key."""
+    assert set(supported_keys()) - set(EXERCISED) == set()
+    assert set(EXERCISED) - set(supported_keys()) == set(), "these are no longer supported"
 
 
 @cache
@@ -49,7 +49,7 @@ def test_every_named_test_exists_and_its_file_speaks_of_the_key(key: str):
     file, name = EXERCISED[key].split("::")
     path = ROOT / "tests" / file
     assert name in functions_of(path)
-    row_names = {key.rpartition(".")[2], *honoured_aliases(key)}
+    row_names = {key.rpartition(".")[2], *aliases_of(key)}
     assert any(word in path.read_text("utf-8") or word in support() for word in row_names)
 
 
@@ -59,7 +59,7 @@ def support() -> str:
     return "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "support").glob("*.py")))
 
 
-def honoured_aliases(key: str) -> tuple[str, ...]:
+def aliases_of(key: str) -> tuple[str, ...]:
     from zero_trial.ds_config.table import TABLE
 
     return TABLE[key].aliases
@@ -206,7 +206,7 @@ def test_the_dtype_of_parameters_is_that_of_the_precision_mode():
 def test_a_key_can_be_ignored_in_every_process(tmp_path: Path):
     """What exercised.py does to a test: the key's field is at its default, whoever makes the section, and no other is."""
     code = (
-        "from zero_trial.ds_config import read_ds_config; from zero_trial.ds_config.sections import Fp16Section; "
+        "from zero_trial.ds_config import read_ds_config; from zero_trial.ds_config.keys_training import Fp16Section; "
         "config = read_ds_config({'gradient_clipping': 0.5, 'fp16': {'enabled': True, 'hysteresis': 7}}); "
         "print(config.gradient_clipping, config.fp16.hysteresis, Fp16Section(hysteresis=9).hysteresis)"
     )

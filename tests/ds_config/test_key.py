@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
-from zero_trial.ds_config.key import Key, Origin, Support, alike, ignored, refused
-from zero_trial.schema.types import Bool, Int, Opaque, Section
+from zero_trial.ds_config.key import DECLARED, Key, Support, refused, section, supported
+from zero_trial.schema.types import Bool, Int, Opaque, Section, Text
 
 
 def test_a_row_knows_its_place():
-    row = Key("a.b.c", Int(), Support.HONOURED, "why")
+    row = Key("a.b.c", Int(), Support.SUPPORTED, "why")
     assert (row.parent, row.name, row.is_section) == ("a.b", "c", False)
-    assert Key("a", Section(), Support.HONOURED, "why").parent == ""
-    assert Key("a", Section(), Support.HONOURED, "why").is_section
+    assert Key("a", Section(), Support.SUPPORTED, "why").parent == ""
+    assert Key("a", Section(), Support.SUPPORTED, "why").is_section
 
 
 @pytest.mark.parametrize(
@@ -38,19 +40,33 @@ def test_asking(value: Any, asks: bool):
 
 
 def test_false_is_not_zero():
-    row = Key("k", Opaque(), Support.HONOURED, "why", harmless=(False, -1))
+    row = Key("k", Opaque(), Support.SUPPORTED, "why", harmless=(False, -1))
     assert row.is_harmless(False) and row.is_harmless(-1)
     assert not row.is_harmless(0) and not row.is_harmless(-1.0) and not row.is_harmless(True)
 
 
-def test_rows_that_are_alike():
-    rows = alike("s", Support.NOT_YET, "later", a=Bool(), b=Int())
-    assert [row.path for row in rows] == ["s.a", "s.b"]
-    assert {row.answer for row in rows} == {Support.NOT_YET}
+@dataclass(frozen=True)
+class Inner:
+    level: int = supported(3, Int(0), "how much")
+    old: ClassVar = refused(False, Bool(), "it is gone", instead="Remove the key.")
 
 
-def test_short_forms():
-    assert ignored("x", "gone").answer is Support.NO_EFFECT
-    assert refused("x", "gone").answer is Support.REFUSED
-    assert refused("x", "gone").instead == "Set enabled: false, or remove the section."
-    assert refused("x", "gone", origin=Origin.DEEPSPEED).origin is Origin.DEEPSPEED
+@dataclass(frozen=True)
+class Outer:
+    name: str = supported(None, Text(), "what it is called", required=True)
+    params: dict[str, Any] = supported({}, Opaque(), "anything")
+    inner: Inner | None = section(Inner, "more", optional=True, switch="level")
+    always: Inner = section(Inner, "more")
+
+
+def test_a_declaration_is_a_field_and_a_row():
+    made = Outer("x")
+    assert (made.inner, made.always.level, made.params) == (None, 3, {})
+    assert made.params is not Outer("y").params
+    with pytest.raises(TypeError):
+        Outer()  # type: ignore[call-arg]
+    row = Outer.__dataclass_fields__["inner"].metadata[DECLARED]
+    assert (row.section, row.is_section, row.support) == (Inner, True, Support.SUPPORTED)
+    old = Inner.__dataclass_fields__["old"].metadata[DECLARED]
+    assert (old.support, old.instead) == (Support.REFUSED, "Remove the key.")
+    assert [item.name for item in dataclasses.fields(Inner)] == ["level"]

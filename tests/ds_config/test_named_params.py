@@ -12,7 +12,7 @@ from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS
 def test_defaults_are_of_their_kind(named: KnownParams):
     for param in named.params.values():
         if param.default is not None:
-            assert param.kind.read(param.default).value == param.default
+            assert param.type.read(param.default).value == param.default
         assert not (param.required and param.default is not None)
 
 

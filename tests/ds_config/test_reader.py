@@ -16,8 +16,7 @@ from zero_trial.ds_config.canonical import translate, translate_amp
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.reader import as_invalid_hp, read_ds_config
 from zero_trial.ds_config.report import config_report
-from zero_trial.ds_config.sections import DsConfig
-from zero_trial.ds_config.table import FIELDS, TABLE
+from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.types import Opaque
 
@@ -72,7 +71,7 @@ def test_nothing_is_the_default():
     assert read_ds_config({}) == DsConfig(sources=read_ds_config({}).sources)
 
 
-ANSWERED = [row for row in LEAVES if row.answer is not Support.MAPPED]
+ANSWERED = [row for row in LEAVES if row.support is not Support.MAPPED]
 
 
 @pytest.mark.parametrize("row", ANSWERED, ids=lambda row: row.path)
@@ -80,19 +79,19 @@ def test_every_key_is_answered(row: Key):
     """Honoured: the value arrives. Refused: an error that names the key. Else: the report says why it has no effect."""
     value = other_value(row)
     config = merged(row.path, value)
-    if row.answer is Support.REFUSED:
+    if row.support is Support.REFUSED:
         with pytest.raises(ConfigError) as error:
             read_ds_config(config)
-        assert row.path in str(error.value) and row.says in str(error.value) and row.instead in str(error.value)
+        assert row.path in str(error.value) and row.meaning in str(error.value) and row.instead in str(error.value)
         return
     read = read_ds_config(config)
     assert read.sources[row.path] == "given"
     if row.path in FIELDS:
-        inside = row.kind.read(value).value
+        inside = row.type.read(value).value
         assert value_at(read, row.path) == inside != row.default
     entry = next(entry for entry in config_report(read) if entry.key == row.path)
-    if row.answer in (Support.NO_EFFECT, Support.NOT_YET):
-        assert entry.remark == f"{row.answer.value}: {row.says}"
+    if row.support in (Support.NO_EFFECT, Support.NOT_YET):
+        assert entry.remark == f"{row.support.value}: {row.meaning}"
     else:
         assert entry.remark == ""
 
@@ -102,7 +101,7 @@ def test_every_alias_is_the_same_key(row: Key):
     value = other_value(row)
     for alias in row.aliases:
         path = f"{row.parent}.{alias}" if row.parent else alias
-        if row.answer is not Support.REFUSED:
+        if row.support is not Support.REFUSED:
             read = read_ds_config(nested(path, value))
             assert read.sources[row.path] == "given"
         with pytest.raises(ConfigError, match="the same key as"):
@@ -114,7 +113,7 @@ def test_every_alias_is_the_same_key(row: Key):
             read_ds_config(both)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not isinstance(row.kind, Opaque)], ids=lambda row: row.path)
+@pytest.mark.parametrize("row", [row for row in ROWS if not isinstance(row.type, Opaque)], ids=lambda row: row.path)
 def test_every_key_refuses_what_is_not_of_its_kind(row: Key):
     wrong: Any = 3.5 if row.is_section else {"x": 1}
     config = merged(row.path, wrong)
@@ -190,7 +189,7 @@ def test_old_spellings_are_translated_and_said():
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in LEAVES if row.answer is Support.MAPPED and row.parent != "amp"], ids=lambda row: row.path
+    "row", [row for row in LEAVES if row.support is Support.MAPPED and row.parent != "amp"], ids=lambda row: row.path
 )
 def test_every_mapped_key_becomes_another(row: Key):
     asked = other_value(row)
@@ -328,7 +327,7 @@ def test_a_file_of_the_kinds_that_people_have(name: str):
         row = TABLE[entry.key]
         written = not entry.source.startswith("default")
         assert f"{name}.json" in entry.source or not written
-        if written and row.answer is not Support.HONOURED and row.asks(entry.value):
+        if written and row.support is not Support.SUPPORTED and row.asks(entry.value):
             assert entry.remark, f"{entry.key} has no effect, and the report does not say so"
 
 

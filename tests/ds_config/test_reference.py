@@ -21,7 +21,7 @@ def test_every_key_is_on_it():
     page = reference_markdown()
     for row in TABLE.values():
         assert f"| `{row.path}`" in page
-        assert row.says in page
+        assert row.meaning in page
     assert "### `optimizer.type: AdamW`" in page and "### `scheduler.type: OneCycle`" in page
 
 

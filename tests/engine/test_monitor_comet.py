@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.sections import CometSection
+from zero_trial.ds_config.keys_running import CometSection
 from zero_trial.engine.monitors import Comet
 
 

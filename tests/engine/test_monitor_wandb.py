@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_trial.ds_config.sections import WandbSection
+from zero_trial.ds_config.keys_running import WandbSection
 from zero_trial.engine.monitors import Wandb
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import zero_trial
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.pipeline.layers import LayerSpec, TiedLayerSpec
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.preflight.live_bytes import LiveBytes

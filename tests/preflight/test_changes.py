@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, DoesNotFit
 from zero_trial.preflight.compare import Planner, comparison_table, describe_change, does_not_fit, smallest_change
 from zero_trial.preflight.plan import Figures

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zero_trial.ds_config.sections import AioSection
+from zero_trial.ds_config.keys_zero import AioSection
 from zero_trial.preflight.fake_comm import FAKE_SWAP
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapSpace
 

@@ -76,9 +76,9 @@ SUMMARY = {
 }
 RESOLVED = {
     "values": [
-        {"key": "optimizer.type", "value": "AdamW", "source": "ds_config.json:4", "answer": "honoured", "remark": ""},
-        {"key": "overlap", "value": None, "source": "default", "answer": "honoured", "remark": ""},
-        {"key": "bucket", "value": 5, "source": "default", "answer": "honoured", "remark": ""},
+        {"key": "optimizer.type", "value": "AdamW", "source": "ds_config.json:4", "answer": "supported", "remark": ""},
+        {"key": "overlap", "value": None, "source": "default", "answer": "supported", "remark": ""},
+        {"key": "bucket", "value": 5, "source": "default", "answer": "supported", "remark": ""},
         {"key": "nothing", "value": 5, "source": "default", "answer": "no effect", "remark": ""},
     ],
     "batch": [{"name": "ranks", "value": 2, "source": "launcher", "remark": ""}],

@@ -83,7 +83,7 @@ def test_reads(kind: Type, value: Any, inside: Any):
 def test_refuses(kind: Type, value: Any):
     with pytest.raises(ValidationError) as problem:
         kind.read(value)
-    assert problem.value.expected == kind.says
+    assert problem.value.expected == kind.describe()
 
 
 @pytest.mark.parametrize(
@@ -114,23 +114,30 @@ def test_what_was_meant_by_a_bool(value: Any, fix: str | None):
 
 
 def test_words_of_ranges():
-    assert Int(0, 3).says == "an integer from 0 to 3"
-    assert Int(1, unit="elements").says == "a positive integer (elements)"
+    assert Int(0, 3).describe() == "an integer from 0 to 3"
+    assert Int(1, unit="elements").describe() == "a positive integer (elements)"
     assert (
-        Int(0).says == "a non-negative integer"
-        and Int(-1).says == "an integer of at least -1"
-        and Int().says == "an integer"
+        Int(0).describe() == "a non-negative integer"
+        and Int(-1).describe() == "an integer of at least -1"
+        and Int().describe() == "an integer"
     )
-    assert Float(low=0).says == "a number of at least 0" and Float(low=2).says == "a number of at least 2"
-    assert Float(above=0, high=1).says == "a positive number, at most 1" and Float(above=2).says == "a number above 2"
-    assert Text(("a", "b")).says == 'one of "a", "b"'
-    assert Text(("a",), synonyms=(("b", "a"),), starts=("c:",)).says == 'one of "a", "c:..."'
-    assert Names(also=("auto",)).says == 'a list of strings, or "auto"'
-    assert Numbers().says == "a list of numbers" and Section().says == "an object" and Opaque().says == "any value"
+    assert Float(low=0).describe() == "a number of at least 0" and Float(low=2).describe() == "a number of at least 2"
+    assert (
+        Float(above=0, high=1).describe() == "a positive number, at most 1"
+        and Float(above=2).describe() == "a number above 2"
+    )
+    assert Text(("a", "b")).describe() == 'one of "a", "b"'
+    assert Text(("a",), synonyms=(("b", "a"),), starts=("c:",)).describe() == 'one of "a", "c:..."'
+    assert Names(also=("auto",)).describe() == 'a list of strings, or "auto"'
+    assert (
+        Numbers().describe() == "a list of numbers"
+        and Section().describe() == "an object"
+        and Opaque().describe() == "any value"
+    )
 
 
 def test_the_base_has_to_be_filled_in():
     with pytest.raises(NotImplementedError):
-        _ = Type().says
+        _ = Type().describe()
     with pytest.raises(NotImplementedError):
         Type().read(1)

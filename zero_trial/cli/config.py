@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_trial.ds_config.reconcile import Reconciliation
-    from zero_trial.ds_config.sections import DsConfig
+    from zero_trial.ds_config.table import DsConfig
 
 
 def add_parser(subparsers: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_trial.ds_config.sections import DsConfig
+    from zero_trial.ds_config.table import DsConfig
     from zero_trial.errors import DoesNotFit
     from zero_trial.launch.experiment import CheckedRun
     from zero_trial.preflight.compare import Planner

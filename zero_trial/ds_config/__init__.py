@@ -1,1 +1,6 @@
-"""Configuration: ds_config and the experiment YAML, read strictly into frozen dataclasses. Imports no torch."""
+"""ds_config: read strictly into frozen dataclasses, with every value's source. Imports no torch."""
+
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.ds_config.table import DsConfig
+
+__all__ = ["DsConfig", "read_ds_config"]

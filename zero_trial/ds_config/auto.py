@@ -197,13 +197,13 @@ def _autos(section: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tupl
 
 def _takes_auto(path: str) -> bool:
     row = TABLE[path]
-    if not row.aliases and row.kind.says == "any value":
+    if not row.aliases and row.type.describe() == "any value":
         return True
     try:
-        row.kind.read(AUTO)
+        row.type.read(AUTO)
     except ValidationError:
         return False
-    return row.kind.says != "a string"
+    return row.type.describe() != "a string"
 
 
 def _may_default(path: str) -> bool:
@@ -215,7 +215,7 @@ def _may_default(path: str) -> bool:
     is_size = (
         row.path.startswith("zero_optimization.") and isinstance(row.default, int) and not isinstance(row.default, bool)
     )
-    return decided_here or is_size or row.answer in (Support.NO_EFFECT, Support.NOT_YET)
+    return decided_here or is_size or row.support in (Support.NO_EFFECT, Support.NOT_YET)
 
 
 def _search(rule: AutoRule, hints: Hints, document: Document) -> AutoValue | None:
@@ -227,7 +227,7 @@ def _same(given: Any, hint: Any, path: str) -> bool:
     row = TABLE.get(path)
     try:
         if row is not None:
-            return bool(row.kind.read(given).value == row.kind.read(hint).value)
+            return bool(row.type.read(given).value == row.type.read(hint).value)
         return float(given) == float(hint)
     except (ValidationError, TypeError, ValueError):
         return True  # a value that cannot be read is the reader's fault to name
@@ -236,10 +236,10 @@ def _same(given: Any, hint: Any, path: str) -> bool:
 def _no_source(where: str, path: str, rule: AutoRule) -> ConfigError:
     what = "a number"
     row = TABLE.get(path)
-    if row is not None and row.kind.says == "true or false":
+    if row is not None and row.type.describe() == "true or false":
         what = "true or false"
-    elif row is not None and row.kind.says.startswith(("one of", "a string", "a dtype")):
-        what = row.kind.says
+    elif row is not None and row.type.describe().startswith(("one of", "a string", "a dtype")):
+        what = row.type.describe()
     elif path.endswith(".betas"):
         what = "two numbers, such as [0.9, 0.999]"
     name = rule.names[-1] if rule.names else ""

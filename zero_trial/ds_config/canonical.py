@@ -110,9 +110,9 @@ def _walk(document: Document, section: Mapping[str, Any], raw: Path, parent: str
             continue
         elif row.path == "amp":
             _amp(document, value, raw_path, result)
-        elif row.answer is Support.MAPPED:
+        elif row.support is Support.MAPPED:
             _map(row, value, place, raw_path, result)
-        elif isinstance(row.kind, Section):
+        elif isinstance(row.type, Section):
             _enter(document, row, value, raw_path, result)
         else:
             _leaf(document, row, value, raw_path, result)
@@ -120,7 +120,7 @@ def _walk(document: Document, section: Mapping[str, Any], raw: Path, parent: str
 
 def _enter(document: Document, row: Key, value: Any, raw_path: Path, result: Canonical) -> None:
     place = document.at(raw_path)
-    kind = row.kind
+    kind = row.type
     if isinstance(value, bool) and isinstance(kind, Section) and kind.switch:
         result.put(
             f"{row.path}.{kind.switch}",
@@ -188,7 +188,7 @@ def _amp(document: Document, value: Any, raw_path: Path, result: Canonical) -> N
         row = lookup("amp", str(name))
         if row is None:
             result.faults.append(unknown_key(document.at(path), path, "amp", str(name)))
-        elif row.answer is not Support.MAPPED:
+        elif row.support is not Support.MAPPED:
             _leaf(document, row, inner, path, result)
         elif inner is not None and inner != "auto":
             levels[row.name] = _checked(row, inner, document.at(path), row.path, result)
@@ -200,7 +200,7 @@ def _amp(document: Document, value: Any, raw_path: Path, result: Canonical) -> N
 def _checked(row: Key, value: Any, place: Location, dotted: str, result: Canonical) -> Any:
     """The value in its inside form; None, and a fault, if it is not of its kind."""
     try:
-        return row.kind.read(value).value
+        return row.type.read(value).value
     except ValidationError as problem:
         result.faults.append(
             ConfigError(

@@ -1,19 +1,29 @@
-"""A row of the table: one ds_config key, what it may be, what it is when nothing is said, and what it does here."""
+"""How a ds_config key is declared: one line in its section, which makes the field and its row in the table.
+
+    stage: int = supported(0, Int(0, 3), "0 shards nothing, 1 the optimizer state, ...")
+
+The functions are named after what zero_trial does with the key. A key whose value nothing reads is declared as a
+``ClassVar``: it is checked and listed, and the section does not keep it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from zero_trial.schema.types import Opaque, Section, Type
+from zero_trial.schema.types import Section, Type
+
+DECLARED = "ds_config key"
+"""Under this name a field's metadata holds its Key."""
 
 
 class Support(Enum):
-    """What zero_trial does with a key. Every known key has exactly one answer."""
+    """What zero_trial does with a key. Every known key has exactly one of these."""
 
-    HONOURED = "honoured"
+    SUPPORTED = "supported"
     NO_EFFECT = "no effect"  # read and checked; what it asks for does not exist in this design, or happens anyway
     NOT_YET = "no effect yet"  # only speed, memory or monitoring: the trained weights are the same without it
     REFUSED = "refused"  # asking for it is an error, because training would not be what was asked for
@@ -30,16 +40,22 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One row. ``path`` is dotted and canonical; ``says`` is the meaning, or the reason of the answer; ``instead`` is what to write.
+    """One row of the table. ``path`` is dotted and canonical.
 
-    ``aliases`` are other last parts of the path that are equally valid; ``harmless`` are values that people write for "nothing" and that
-    are read as if the key were not there; ``was`` is the default of older DeepSpeed where it changed.
+    Args:
+        meaning: what the key does, or the reason for its support.
+        instead: for a refused key, what to write.
+        aliases: other last parts of the path that are equally valid.
+        harmless: values that people write for "nothing"; they are read as if the key were absent.
+        becomes: for a mapped key, the key of today.
+        was: the default of older DeepSpeed where it changed.
+        section: for a section, the dataclass that declares its keys.
     """
 
     path: str
-    kind: Type
-    answer: Support
-    says: str
+    type: Type
+    support: Support
+    meaning: str
     default: Any = None
     aliases: tuple[str, ...] = ()
     instead: str | None = None
@@ -48,6 +64,7 @@ class Key:
     origin: Origin = Origin.DEEPSPEED
     was: str | None = None
     required: bool = False
+    section: Any = None
 
     @property
     def parent(self) -> str:
@@ -59,10 +76,13 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        return isinstance(self.kind, Section)
+        return isinstance(self.type, Section)
 
     def asks(self, value: Any) -> bool:
-        """Whether ``value`` asks for what this key does: not the default, not harmless, and, for a section, something in it enabled."""
+        """Return True if ``value`` asks for what this key does.
+
+        A default, a harmless value and a section in which everything is switched off ask for nothing.
+        """
         if value is None or value == self.default or self.is_harmless(value):
             return False
         if isinstance(value, Mapping):
@@ -70,12 +90,64 @@ class Key:
         return True
 
     def is_harmless(self, value: Any) -> bool:
-        """Whether ``value`` is one that stands for nothing; False is not 0."""
+        """Return True if ``value`` stands for nothing. False is not 0."""
         return any(type(value) is type(nothing) and value == nothing for nothing in self.harmless)
 
 
+def supported(default: Any, type: Type, meaning: str, **more: Any) -> Any:
+    """Declare a key that does what it says."""
+    return _declare(Key("", type, Support.SUPPORTED, meaning, default, **more))
+
+
+def no_effect(default: Any, type: Type, meaning: str, **more: Any) -> Any:
+    """Declare a key that is read and checked, and changes nothing in this design."""
+    return _declare(Key("", type, Support.NO_EFFECT, meaning, default, **more))
+
+
+def not_yet(default: Any, type: Type, meaning: str, **more: Any) -> Any:
+    """Declare a key without effect so far; training gives the same weights without it."""
+    return _declare(Key("", type, Support.NOT_YET, meaning, default, **more))
+
+
+def refused(default: Any, type: Type, meaning: str, **more: Any) -> Any:
+    """Declare a key that is an error wherever it asks for something; ``instead`` says what to write."""
+    return _declare(Key("", type, Support.REFUSED, meaning, default, **more))
+
+
+def mapped(default: Any, type: Type, meaning: str, **more: Any) -> Any:
+    """Declare an old spelling; ``canonical.translate`` says how it is read."""
+    return _declare(Key("", type, Support.MAPPED, meaning, default, **more))
+
+
+def section(
+    cls: Any,
+    meaning: str,
+    *,
+    optional: bool = False,
+    switch: str | None = None,
+    support: Support = Support.SUPPORTED,
+    **more: Any,
+) -> Any:
+    """Declare a section whose keys are those of the dataclass ``cls``.
+
+    ``optional``: None where it is not written, else a ``cls`` with all defaults. ``switch``: a bare true or false
+    stands for the section with this key set.
+    """
+    row = Key("", Section(switch=switch), support, meaning, section=cls, **more)
+    return dataclasses.field(default=None if optional else cls(), metadata={DECLARED: row})
+
+
+def _declare(row: Key) -> Any:
+    metadata = {DECLARED: row}
+    if row.required:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(row.default, dict):
+        return dataclasses.field(default_factory=row.default.copy, metadata=metadata)
+    return dataclasses.field(default=row.default, metadata=metadata)
+
+
 def _enabled(section: Mapping[str, Any]) -> bool:
-    """A section asks for something unless it, or everything in it that can be switched, is switched off."""
+    """Return False if the section, or everything in it that has a switch, is switched off."""
     switches = [inner for key, inner in section.items() if key == "enabled"]
     if switches:
         return any(switch is not False for switch in switches)
@@ -83,20 +155,3 @@ def _enabled(section: Mapping[str, Any]) -> bool:
     if inner:
         return any(_enabled(value) for value in inner)
     return bool(section)
-
-
-def alike(section: str, answer: Support, says: str, **kinds: Type) -> tuple[Key, ...]:
-    """Rows of one section that share answer and reason."""
-    return tuple(Key(f"{section}.{name}", kind, answer, says) for name, kind in kinds.items())
-
-
-def ignored(name: str, says: str) -> Key:
-    """A row for an old section of which nothing is read."""
-    return Key(name, Opaque(), Support.NO_EFFECT, says, origin=Origin.LEGACY)
-
-
-def refused(
-    name: str, says: str, instead: str = "Set enabled: false, or remove the section.", origin: Origin = Origin.LEGACY
-) -> Key:
-    """A row for a section that is refused where it is enabled: what is trained would not be what was asked for."""
-    return Key(name, Opaque(), Support.REFUSED, says, instead=instead, origin=origin)

@@ -1,403 +1,374 @@
-"""Rows of the table for zero_optimization and the mesh: what is sharded, in which sizes, over which axes."""
+"""ds_config keys: what is sharded, in which sizes, over which axes, and what is offloaded.
+
+A key is declared once: its field, default, type and meaning. A ``ClassVar`` is read and checked, and not kept.
+"""
 
 from __future__ import annotations
 
-from zero_trial.ds_config.key import Key, Origin, Support
-from zero_trial.schema.types import Bool, Float, Int, Names, Opaque, Section, Text
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
-HONOURED, NO_EFFECT, NOT_YET, REFUSED = Support.HONOURED, Support.NO_EFFECT, Support.NOT_YET, Support.REFUSED
+from zero_trial.ds_config.key import Origin, mapped, no_effect, not_yet, refused, section, supported
+from zero_trial.schema.types import Bool, Float, Int, Names, Opaque, Text
 
 _NO_UPLOAD = "parameters are not offloaded from a GPU"
 _QUANTIZED = "quantised communication does not exist here yet, and it changes results"
 
 
-_Z = "zero_optimization"
+@dataclass(frozen=True)
+class LeafModuleSection:
+    """``zero_optimization.leaf_module``: modules that are gathered and freed as one unit, by class, name or end of name."""
 
-STAGE = (
-    Key(
-        _Z, Section(switch="stage"), HONOURED, "what is sharded over the data-parallel ranks; a bare true means stage 1"
-    ),
-    Key(
-        f"{_Z}.stage",
+    classes: tuple[str, ...] = supported((), Names(), "class names, bare or with their module")
+    names: tuple[str, ...] = supported((), Names(), "dotted module names")
+    name_suffixes: tuple[str, ...] = supported((), Names(), "ends of dotted module names")
+
+
+@dataclass(frozen=True)
+class OffloadOptimizerSection:
+    """``zero_optimization.offload_optimizer``: where optimizer state lives between steps."""
+
+    device: str = supported(
+        "none",
+        Text(("none", "cpu", "nvme")),
+        "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU "
+        "ranks have them anyway. Updates run on the CPU",
+    )
+    nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
+    buffer_count: int = supported(
+        4,
+        Int(1),
+        "buffers through which offloaded state passes; 3 let reading, updating and writing overlap",
+    )
+    pin_memory: bool = supported(
+        True,
+        Bool(),
+        "the buffers between a GPU and its host are pinned; there are none where ranks compute on the CPU",
+        was="false",
+    )
+    pipeline_read: bool = no_effect(False, Bool(), "reads always run ahead of the update")
+    pipeline_write: bool = no_effect(False, Bool(), "writes always run behind the update")
+    fast_init: bool = no_effect(False, Bool(), "masters go to NVMe while the model is built")
+    ratio: float = supported(
+        1.0,
+        Float(low=0, high=1),
+        "nvme: at most this part of the state goes to the file, unit by unit; on a GPU all of it leaves",
+    )
+    super_offload: bool = no_effect(False, Bool(), "there is one way of offloading")
+    cpuadam_cores_perc: float = no_effect(
+        0.8,
+        Float(high=1, above=0),
+        "it tunes super_offload; updates use the threads that torch has",
+    )
+    pipeline: ClassVar = no_effect(False, Bool(), "DeepSpeed derives it from pipeline_read and pipeline_write")
+
+
+@dataclass(frozen=True)
+class OffloadParamSection:
+    """``zero_optimization.offload_param``: where parameter shards live between uses."""
+
+    device: str = supported(
+        "none",
+        Text(("none", "cpu", "nvme")),
+        "nvme: the shards of ZeRO stage 3 live in a file; cpu: in host memory, where CPU "
+        "ranks have them anyway. From a GPU both are refused",
+    )
+    nvme_path: str | None = supported(None, Text(), "the folder of the files, one for each rank")
+    buffer_count: int = supported(5, Int(1), "buffers into which shards are read ahead of their use")
+    buffer_size: int = supported(
+        100_000_000,
+        Int(1, unit="elements"),
+        "at most so many elements in a buffer; fewer where shards are smaller, or all "
+        "buffers would hold more than a quarter of them",
+    )
+    max_in_cpu: int = supported(
+        1_000_000_000,
+        Int(0, unit="elements"),
+        "so many elements of a rank's shards stay in memory; with 0 all leave that are freed between uses",
+    )
+    pin_memory: bool = not_yet(True, Bool(), _NO_UPLOAD, was="false")
+
+
+@dataclass(frozen=True)
+class ZeroSection:
+    """``zero_optimization``: the ZeRO stage and its sizes."""
+
+    stage: int = supported(
+        0,
         Int(0, 3),
-        HONOURED,
         "0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters",
-    ),
-    Key(f"{_Z}.contiguous_gradients", Bool(), NO_EFFECT, "gradients always land in flat buffers"),
-    Key(f"{_Z}.reduce_scatter", Bool(), NO_EFFECT, "gradients are always reduce-scattered, never all-reduced and cut"),
-    Key(
-        f"{_Z}.reduce_bucket_size",
+    )
+    contiguous_gradients: bool = no_effect(True, Bool(), "gradients always land in flat buffers")
+    reduce_scatter: bool = no_effect(True, Bool(), "gradients are always reduce-scattered, never all-reduced and cut")
+    reduce_bucket_size: int = supported(
+        500_000_000,
         Int(1, unit="elements"),
-        HONOURED,
         "an upper limit; the buffer is never larger than the model needs",
-    ),
-    Key(
-        f"{_Z}.allgather_bucket_size",
+    )
+    allgather_bucket_size: int = not_yet(
+        500_000_000,
         Int(1, unit="elements"),
-        NOT_YET,
         "parameters are gathered unit by unit, and a unit is limited by reduce_bucket_size",
-    ),
-    Key(f"{_Z}.use_multi_rank_bucket_allreduce", Bool(), NO_EFFECT, "there is no all-reduce to bucket", default=True),
-    Key(
-        f"{_Z}.allgather_partitions",
+    )
+    use_multi_rank_bucket_allreduce: ClassVar = no_effect(True, Bool(), "there is no all-reduce to bucket")
+    allgather_partitions: ClassVar = no_effect(
+        True,
         Bool(),
-        NO_EFFECT,
         "parameters are always all-gathered; DeepSpeed ignores it as well",
-        default=True,
-    ),
-    Key(
-        f"{_Z}.overlap_comm",
+    )
+    overlap_comm: bool | None = supported(
+        None,
         Bool(),
-        HONOURED,
         "communication runs beside computation; null means true at ZeRO stage 3, as in DeepSpeed",
-    ),
-    Key(
-        f"{_Z}.compute_grad_norm",
+    )
+    compute_grad_norm: bool = not_yet(
+        True,
         Bool(),
-        NOT_YET,
         "the norm is always computed: it costs one pass that the overflow check needs anyway",
-    ),
-    Key(
-        f"{_Z}.load_from_fp32_weights",
+    )
+    load_from_fp32_weights: bool = refused(
+        True,
         Bool(),
-        REFUSED,
         "loading takes the fp32 master weights of the checkpoint",
         instead="Remove the key.",
-    ),
-    Key(
-        f"{_Z}.elastic_checkpoint", Bool(), NO_EFFECT, "checkpoints do not depend on the number of ranks", default=False
-    ),
-    Key(
-        f"{_Z}.prefetch_bucket_size",
+    )
+    elastic_checkpoint: ClassVar = no_effect(False, Bool(), "checkpoints do not depend on the number of ranks")
+    prefetch_bucket_size: int = supported(
+        50_000_000,
         Int(0, unit="elements"),
-        HONOURED,
         "how much is gathered ahead of need",
         aliases=("stage3_prefetch_bucket_size",),
-    ),
-    Key(
-        f"{_Z}.param_persistence_threshold",
+    )
+    param_persistence_threshold: int = supported(
+        100_000,
         Int(0, unit="elements"),
-        HONOURED,
         "parameters up to this size stay gathered",
         aliases=("stage3_param_persistence_threshold",),
-    ),
-    Key(
-        f"{_Z}.model_persistence_threshold",
+    )
+    model_persistence_threshold: int = supported(
+        sys.maxsize,
         Int(0, unit="elements"),
-        HONOURED,
         "the most that stays gathered in all",
         aliases=("stage3_model_persistence_threshold",),
-    ),
-    Key(
-        f"{_Z}.max_live_parameters",
+    )
+    max_live_parameters: int = supported(
+        1_000_000_000,
         Int(0, unit="elements"),
-        HONOURED,
         "the most that is gathered at one time",
         aliases=("stage3_max_live_parameters",),
-    ),
-    Key(
-        f"{_Z}.max_reuse_distance",
+    )
+    max_reuse_distance: int = supported(
+        1_000_000_000,
         Int(0, unit="elements"),
-        HONOURED,
         "a parameter that is used again within this distance is not freed",
         aliases=("stage3_max_reuse_distance",),
-    ),
-    Key(
-        f"{_Z}.gather_16bit_weights_on_model_save",
+    )
+    gather_16bit_weights_on_model_save: bool = not_yet(
+        False,
         Bool(),
-        NOT_YET,
         "checkpoints hold every weight whole or in ranges at any stage",
         aliases=("stage3_gather_16bit_weights_on_model_save",),
-    ),
-    Key(
-        f"{_Z}.stage3_gather_fp16_weights_on_model_save",
+    )
+    stage3_gather_fp16_weights_on_model_save: ClassVar = mapped(
+        False,
         Bool(),
-        Support.MAPPED,
         "the old spelling",
-        default=False,
-        becomes=f"{_Z}.gather_16bit_weights_on_model_save",
         aliases=("gather_fp16_weights_on_model_save",),
+        becomes="zero_optimization.gather_16bit_weights_on_model_save",
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.module_granularity_threshold",
+    )
+    module_granularity_threshold: int = supported(
+        0,
         Int(0, unit="elements"),
-        HONOURED,
-        "the smallest unit at ZeRO stage 3: smaller neighbouring blocks are put together; 0 means 131072, 1 makes every block a unit",
+        "the smallest unit at ZeRO stage 3: smaller neighbouring blocks are put together; "
+        "0 means 131072, 1 makes every block a unit",
         aliases=("stage3_module_granularity_threshold",),
-    ),
-    Key(
-        f"{_Z}.use_all_reduce_for_fetch_params",
+    )
+    use_all_reduce_for_fetch_params: ClassVar = no_effect(
+        False,
         Bool(),
-        NO_EFFECT,
         "parameters are fetched by all-gather",
-        default=False,
         aliases=("stage3_use_all_reduce_for_fetch_params",),
-    ),
-    Key(
-        f"{_Z}.allgather_sequential",
+    )
+    allgather_sequential: ClassVar = no_effect(
+        False,
         Bool(),
-        NO_EFFECT,
         "one all-gather per unit",
-        default=False,
         aliases=("stage3_allgather_sequential",),
-    ),
-    Key(
-        f"{_Z}.ignore_unused_parameters",
+    )
+    ignore_unused_parameters: bool = not_yet(
+        True,
         Bool(),
-        NOT_YET,
         "unused parameters are always allowed; their gradient is zero",
-    ),
-    Key(
-        f"{_Z}.legacy_stage1",
+    )
+    legacy_stage1: ClassVar = refused(
+        False,
         Bool(),
-        REFUSED,
         "the old stage 1 is gone; DeepSpeed raises as well",
-        default=False,
         instead="Remove the key.",
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.round_robin_gradients", Bool(), NO_EFFECT, "every rank owns an equal part of every buffer", default=False
-    ),
-    Key(f"{_Z}.parameter_alignment", Bool(), NOT_YET, "alignment is chosen by the layout"),
-    Key(f"{_Z}.memory_efficient_linear", Bool(), NO_EFFECT, "torch.nn.Linear is used as it is", default=True),
-    Key(f"{_Z}.pipeline_loading_checkpoint", Bool(), NO_EFFECT, "ranks read only what they need", default=False),
-    Key(f"{_Z}.override_module_apply", Bool(), NO_EFFECT, "Module.apply is left as it is", default=True),
-    Key(f"{_Z}.log_trace_cache_warnings", Bool(), NO_EFFECT, "there is no trace cache", default=False),
-    Key(f"{_Z}.enable_sanity_checks", Bool(), NOT_YET, "the order of collectives is not compared between ranks"),
-    Key(f"{_Z}.save_muon_momentum_buffer_in_memory", Bool(), NOT_YET, "it belongs to Muon"),
-    Key(
-        f"{_Z}.leaf_module",
-        Section(),
-        HONOURED,
-        "modules that are gathered as one unit; DeepSpeed lists three mixture-of-experts classes by default, zero_trial none",
-    ),
-    Key(f"{_Z}.leaf_module.classes", Names(), HONOURED, "class names, bare or with their module"),
-    Key(f"{_Z}.leaf_module.names", Names(), HONOURED, "dotted module names"),
-    Key(f"{_Z}.leaf_module.name_suffixes", Names(), HONOURED, "ends of dotted module names"),
-    Key(
-        f"{_Z}.reduce_every",
+    )
+    round_robin_gradients: ClassVar = no_effect(False, Bool(), "every rank owns an equal part of every buffer")
+    parameter_alignment: bool = not_yet(False, Bool(), "alignment is chosen by the layout")
+    memory_efficient_linear: ClassVar = no_effect(True, Bool(), "torch.nn.Linear is used as it is")
+    pipeline_loading_checkpoint: ClassVar = no_effect(False, Bool(), "ranks read only what they need")
+    override_module_apply: ClassVar = no_effect(True, Bool(), "Module.apply is left as it is")
+    log_trace_cache_warnings: ClassVar = no_effect(False, Bool(), "there is no trace cache")
+    enable_sanity_checks: bool = not_yet(False, Bool(), "the order of collectives is not compared between ranks")
+    save_muon_momentum_buffer_in_memory: bool = not_yet(False, Bool(), "it belongs to Muon")
+    leaf_module: LeafModuleSection = section(
+        LeafModuleSection,
+        "modules that are gathered as one unit; DeepSpeed lists three mixture-of-experts "
+        "classes by default, zero_trial none",
+    )
+    reduce_every: str = supported(
+        "auto",
         Text(("auto", "micro", "boundary")),
-        HONOURED,
-        "when gradients are reduced: after every micro-batch (least memory) or at the accumulation boundary (least traffic)",
+        "when gradients are reduced: after every micro-batch (least memory) or at the "
+        "accumulation boundary (least traffic)",
         origin=Origin.OURS,
-    ),
-    Key(
-        f"{_Z}.reshard_after",
+    )
+    reshard_after: str = supported(
+        "auto",
         Text(("auto", "forward", "step")),
-        HONOURED,
-        "ZeRO stage 3: when gathered parameters are freed: after each use (least memory) or after the step (least traffic)",
+        "ZeRO stage 3: when gathered parameters are freed: after each use (least memory) "
+        "or after the step (least traffic)",
         origin=Origin.OURS,
-    ),
-)
-
-HYBRID = (
-    Key(
-        f"{_Z}.mics_shard_size",
+    )
+    mics_shard_size: int | None = supported(
+        None,
         Int(-1, unit="ranks"),
-        HONOURED,
         "the size of the shard axis; the other ranks are replicas. -1 means no limit",
         harmless=(-1,),
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.mics_hierarchical_params_gather",
+    )
+    mics_hierarchical_params_gather: bool = no_effect(
+        False,
         Bool(),
-        NO_EFFECT,
         "parameters are gathered over the shard axis in one step",
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.zero_hpz_partition_size",
+    )
+    zero_hpz_partition_size: int = not_yet(
+        1,
         Int(1, unit="ranks"),
-        NOT_YET,
         "parameters are gathered over the whole shard axis; use mics_shard_size or mesh.shard for hybrid sharding",
-    ),
-    Key(f"{_Z}.zero_quantized_weights", Bool(), REFUSED, _QUANTIZED, instead="Remove the key."),
-    Key(f"{_Z}.zero_quantized_nontrainable_weights", Bool(), REFUSED, _QUANTIZED, instead="Remove the key."),
-    Key(f"{_Z}.zero_quantized_gradients", Bool(), REFUSED, _QUANTIZED, instead="Remove the key."),
-    Key(
-        f"{_Z}.zeropp_loco_param",
+    )
+    zero_quantized_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
+    zero_quantized_nontrainable_weights: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
+    zero_quantized_gradients: bool = refused(False, Bool(), _QUANTIZED, instead="Remove the key.")
+    zeropp_loco_param: ClassVar = no_effect(
+        None,
         Opaque(),
-        NO_EFFECT,
         "it corrects quantised gradients, which are refused",
         origin=Origin.LEGACY,
-    ),
-    Key("mesh", Section(), HONOURED, "the sizes of the axes that the ranks live on", origin=Origin.OURS),
-    Key(
-        "mesh.shard",
-        Int(1, unit="ranks"),
-        HONOURED,
-        "ranks that share one copy of the state; null means all data-parallel ranks (1 at ZeRO stage 0)",
-        origin=Origin.OURS,
-    ),
-    Key(
-        "mesh.replica",
-        Int(1, unit="ranks"),
-        HONOURED,
-        "copies of the sharded state; null is derived",
-        origin=Origin.OURS,
-    ),
-    Key(
-        "mesh.pipe",
-        Int(1, unit="pipeline stages"),
-        HONOURED,
-        "stages that the layers of a PipelineModule are cut into; each stage has the other axes' ranks",
-        origin=Origin.OURS,
-    ),
-    Key(
-        "mesh.model",
-        Int(1, unit="ranks"),
-        HONOURED,
-        "ranks of a model-parallel group, which see the same data",
-        origin=Origin.OURS,
-    ),
-)
-
-
-_DEVICES = Text(("none", "cpu", "nvme"))
-
-OFFLOADS = (
-    Key(f"{_Z}.offload_optimizer", Section(), HONOURED, "where optimizer state lives between steps"),
-    Key(
-        f"{_Z}.offload_optimizer.device",
-        _DEVICES,
-        HONOURED,
-        "nvme: fp32 masters and moments live in a file; cpu: in host memory, where CPU ranks have them anyway. Updates run on the CPU",
-    ),
-    Key(f"{_Z}.offload_optimizer.nvme_path", Text(), HONOURED, "the folder of the files, one for each rank"),
-    Key(
-        f"{_Z}.offload_optimizer.buffer_count",
-        Int(1),
-        HONOURED,
-        "buffers through which offloaded state passes; 3 let reading, updating and writing overlap",
-    ),
-    Key(
-        f"{_Z}.offload_optimizer.pin_memory",
-        Bool(),
-        HONOURED,
-        "the buffers between a GPU and its host are pinned; there are none where ranks compute on the CPU",
-        was="false",
-    ),
-    Key(f"{_Z}.offload_optimizer.pipeline_read", Bool(), NO_EFFECT, "reads always run ahead of the update"),
-    Key(f"{_Z}.offload_optimizer.pipeline_write", Bool(), NO_EFFECT, "writes always run behind the update"),
-    Key(f"{_Z}.offload_optimizer.fast_init", Bool(), NO_EFFECT, "masters go to NVMe while the model is built"),
-    Key(
-        f"{_Z}.offload_optimizer.ratio",
-        Float(low=0, high=1),
-        HONOURED,
-        "nvme: at most this part of the state goes to the file, unit by unit; on a GPU all of it leaves",
-    ),
-    Key(f"{_Z}.offload_optimizer.super_offload", Bool(), NO_EFFECT, "there is one way of offloading"),
-    Key(
-        f"{_Z}.offload_optimizer.cpuadam_cores_perc",
-        Float(above=0, high=1),
-        NO_EFFECT,
-        "it tunes super_offload; updates use the threads that torch has",
-    ),
-    Key(
-        f"{_Z}.offload_optimizer.pipeline",
-        Bool(),
-        NO_EFFECT,
-        "DeepSpeed derives it from pipeline_read and pipeline_write",
-        default=False,
-    ),
-    Key(f"{_Z}.offload_param", Section(), HONOURED, "where parameter shards live between uses"),
-    Key(
-        f"{_Z}.offload_param.device",
-        _DEVICES,
-        HONOURED,
-        "nvme: the shards of ZeRO stage 3 live in a file; cpu: in host memory, where CPU ranks have them anyway. From a GPU both are refused",
-    ),
-    Key(f"{_Z}.offload_param.nvme_path", Text(), HONOURED, "the folder of the files, one for each rank"),
-    Key(f"{_Z}.offload_param.buffer_count", Int(1), HONOURED, "buffers into which shards are read ahead of their use"),
-    Key(
-        f"{_Z}.offload_param.buffer_size",
+    )
+    offload_optimizer: OffloadOptimizerSection | None = section(
+        OffloadOptimizerSection,
+        "where optimizer state lives between steps",
+        optional=True,
+    )
+    offload_param: OffloadParamSection | None = section(
+        OffloadParamSection,
+        "where parameter shards live between uses",
+        optional=True,
+    )
+    sub_group_size: int = supported(
+        1_000_000_000,
         Int(1, unit="elements"),
-        HONOURED,
-        "at most so many elements in a buffer; fewer where shards are smaller, or all buffers would hold more than a quarter of them",
-    ),
-    Key(
-        f"{_Z}.offload_param.max_in_cpu",
-        Int(0, unit="elements"),
-        HONOURED,
-        "so many elements of a rank's shards stay in memory; with 0 all leave that are freed between uses",
-    ),
-    Key(f"{_Z}.offload_param.pin_memory", Bool(), NOT_YET, _NO_UPLOAD, was="false"),
-    Key(
-        f"{_Z}.sub_group_size",
-        Int(1, unit="elements"),
-        HONOURED,
-        "at most so many elements of offloaded state in a buffer; smaller where all buffers would hold more than a quarter of it",
-    ),
-    Key(
-        f"{_Z}.cpu_offload",
+        "at most so many elements of offloaded state in a buffer; smaller where all "
+        "buffers would hold more than a quarter of it",
+    )
+    cpu_offload: ClassVar = mapped(
+        False,
         Bool(),
-        Support.MAPPED,
         "the old spelling",
-        default=False,
-        becomes=f"{_Z}.offload_optimizer",
+        becomes="zero_optimization.offload_optimizer",
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.cpu_offload_param",
+    )
+    cpu_offload_param: ClassVar = mapped(
+        False,
         Bool(),
-        Support.MAPPED,
         "the old spelling",
-        default=False,
-        becomes=f"{_Z}.offload_param",
+        becomes="zero_optimization.offload_param",
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.cpu_offload_params",
+    )
+    cpu_offload_params: ClassVar = mapped(
+        False,
         Bool(),
-        Support.MAPPED,
         "the old spelling",
-        default=False,
-        becomes=f"{_Z}.offload_param",
+        becomes="zero_optimization.offload_param",
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.cpu_offload_use_pin_memory",
+    )
+    cpu_offload_use_pin_memory: ClassVar = no_effect(
+        False,
         Bool(),
-        NO_EFFECT,
         "pin_memory stands in the offload sections",
-        default=False,
         origin=Origin.LEGACY,
-    ),
-    Key(
-        f"{_Z}.zenflow",
+    )
+    zenflow: ClassVar = refused(
+        None,
         Opaque(),
-        REFUSED,
         "ZenFlow updates with stale gradients; it does not exist here",
         instead="Remove the section.",
-    ),
-    Key("aio", Section(), HONOURED, "it tunes reads and writes of NVMe offload"),
-    Key("aio.block_size", Int(1, unit="bytes"), HONOURED, "bytes of one request; rounded up to blocks of 4096"),
-    Key(
-        "aio.queue_depth",
-        Int(1, high=1024),
-        HONOURED,
-        "requests of a rank under way at once, each in a thread of its own",
-    ),
-    Key(
-        "aio.intra_op_parallelism",
-        Int(1),
-        NO_EFFECT,
-        "queue_depth says how many threads there are",
-        default=1,
-        aliases=("thread_count",),
-    ),
-    Key("aio.single_submit", Bool(), NO_EFFECT, "every request is a call of its own", default=False),
-    Key("aio.overlap_events", Bool(), NO_EFFECT, "requests are always under way while others are made", default=True),
-    Key(
-        "aio.use_gds",
-        Bool(),
-        NO_EFFECT,
-        "the update runs on the CPU, so nothing goes from the disk to a GPU",
-        default=False,
-    ),
-)
+    )
 
-ZERO = STAGE + HYBRID + OFFLOADS
+
+@dataclass(frozen=True)
+class MeshSection:
+    """``mesh`` (zero_trial's own): axis sizes; ``None`` is derived from the number of ranks and the ZeRO stage."""
+
+    shard: int | None = supported(
+        None,
+        Int(1, unit="ranks"),
+        "ranks that share one copy of the state; null means all data-parallel ranks (1 at ZeRO stage 0)",
+        origin=Origin.OURS,
+    )
+    replica: int | None = supported(
+        None,
+        Int(1, unit="ranks"),
+        "copies of the sharded state; null is derived",
+        origin=Origin.OURS,
+    )
+    pipe: int = supported(
+        1,
+        Int(1, unit="pipeline stages"),
+        "stages that the layers of a PipelineModule are cut into; each stage has the other axes' ranks",
+        origin=Origin.OURS,
+    )
+    model: int = supported(
+        1,
+        Int(1, unit="ranks"),
+        "ranks of a model-parallel group, which see the same data",
+        origin=Origin.OURS,
+    )
+
+
+@dataclass(frozen=True)
+class AioSection:
+    """``aio``: reads and writes of state that lives on an NVMe disk."""
+
+    block_size: int = supported(1_048_576, Int(1, unit="bytes"), "bytes of one request; rounded up to blocks of 4096")
+    queue_depth: int = supported(8, Int(1, 1024), "requests of a rank under way at once, each in a thread of its own")
+    intra_op_parallelism: ClassVar = no_effect(
+        1,
+        Int(1),
+        "queue_depth says how many threads there are",
+        aliases=("thread_count",),
+    )
+    single_submit: ClassVar = no_effect(False, Bool(), "every request is a call of its own")
+    overlap_events: ClassVar = no_effect(True, Bool(), "requests are always under way while others are made")
+    use_gds: ClassVar = no_effect(False, Bool(), "the update runs on the CPU, so nothing goes from the disk to a GPU")
+
+
+@dataclass(frozen=True)
+class ZeroKeys:
+    """What is sharded, in which sizes, over which axes, and what is offloaded."""
+
+    zero_optimization: ZeroSection = section(
+        ZeroSection,
+        "what is sharded over the data-parallel ranks; a bare true means stage 1",
+        switch="stage",
+    )
+    mesh: MeshSection = section(MeshSection, "the sizes of the axes that the ranks live on", origin=Origin.OURS)
+    aio: AioSection = section(AioSection, "it tunes reads and writes of NVMe offload")

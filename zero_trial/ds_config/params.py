@@ -15,7 +15,7 @@ class Param:
     """One keyword argument; ``default`` is DeepSpeed 0.19.8's, and ``required`` means that there is none. ``only``: why no other value than
     the default can be had."""
 
-    kind: Type
+    type: Type
     default: Any = None
     required: bool = False
     only: str = ""

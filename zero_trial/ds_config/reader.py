@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +22,11 @@ from zero_trial.ds_config.params import (
     KnownParams,
 )
 from zero_trial.ds_config.rules import cross_faults
-from zero_trial.ds_config.sections import DsConfig
-from zero_trial.ds_config.table import REPORT_FIELDS, TABLE, section_class
+from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.schema.document import Document, shown
 from zero_trial.schema.source import Source, open_source
-from zero_trial.schema.types import Float, Section, ValidationError, as_number
+from zero_trial.schema.types import Float, ValidationError, as_number
 
 _NUMBERS = {"lr": Float(low=0), "weight_decay": Float(low=0), "momentum": Float(low=0)}
 
@@ -75,14 +73,16 @@ def read_params(section: str, name: str, given: Mapping[str, Any], document: Doc
         if named is not None and named.params[key].required and given.get(key) is None:
             where = document.at((section,)).where(f"{section}.params.{key}")
             found.faults.append(
-                ConfigError(f"{named.name} needs it", where=where, expected=named.params[key].kind.says, fix="Add it.")
+                ConfigError(
+                    f"{named.name} needs it", where=where, expected=named.params[key].type.describe(), fix="Add it."
+                )
             )
     return found
 
 
 def _checked(key: str, value: Any, where: str, named: KnownParams, found: Params) -> None:
     try:
-        reading = named.params[key].kind.read(value)
+        reading = named.params[key].type.read(value)
     except ValidationError as problem:
         found.faults.append(
             ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
@@ -214,14 +214,14 @@ def _read_values(document: Document, skip: set[str | None]) -> tuple[dict[str, A
             values[path] = {}
             continue
         try:
-            reading = row.kind.read(value)
+            reading = row.type.read(value)
         except ValidationError as problem:
             faults.append(
                 ConfigError("wrong value", where=where, got=shown(value), expected=problem.expected, fix=problem.fix)
             )
             continue
-        if row.answer is Support.REFUSED and row.asks(reading.value):
-            faults.append(ConfigError(row.says, where=where, got=shown(value), fix=row.instead))
+        if row.support is Support.REFUSED and row.asks(reading.value):
+            faults.append(ConfigError(row.meaning, where=where, got=shown(value), fix=row.instead))
             continue
         warnings += [f"{where}: {reading.warning}"] if reading.warning else []
         values[path] = reading.value
@@ -268,25 +268,22 @@ def _leaves(section: Mapping[str, Any], above: tuple[str, ...]) -> list[tuple[tu
         path = (*above, key)
         found.append((path, value))
         row: Key = TABLE[".".join(path)]
-        if isinstance(row.kind, Section) and isinstance(value, Mapping):
+        if row.is_section and isinstance(value, Mapping):
             found += _leaves(value, path)
     return found
 
 
 def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    """The frozen dataclass of a section; what is not in ``values`` takes its default."""
-    hints = typing.get_type_hints(cls)
+    """Build the frozen dataclass of a section; what is not in ``values`` takes its default."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         path = f"{prefix}{item.name}"
-        inner = section_class(hints[item.name])
-        if cls is DsConfig and item.name in REPORT_FIELDS:
-            continue
-        if inner is None:
-            if path in values:
-                found[item.name] = values[path]
-        elif path in values or any(key.startswith(f"{path}.") for key in values):
-            found[item.name] = _build(inner, f"{path}.", values)
+        inner = TABLE[path].section if path in FIELDS else None
+        if inner is not None:
+            if path in values or any(key.startswith(f"{path}.") for key in values):
+                found[item.name] = _build(inner, f"{path}.", values)
+        elif path in values:
+            found[item.name] = values[path]
     return cls(**found)
 
 
@@ -296,7 +293,7 @@ def _sources(document: Document) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, row in TABLE.items():
         parts = tuple(path.split("."))
-        if row.is_section or (row.answer is Support.MAPPED and parts not in given):
+        if row.is_section or (row.support is Support.MAPPED and parts not in given):
             continue
         place = document.at(parts)
         if parts not in given:

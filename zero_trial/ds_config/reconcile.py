@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.report import Row, render_rows
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 
 

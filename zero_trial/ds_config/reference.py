@@ -14,13 +14,13 @@ from zero_trial.schema.types import Opaque
 
 _HEAD = """# ds_config reference
 
-Written from the table in `zero_trial/config/` by `python -m zero_trial.ds_config.reference`; do not edit.
+Written from the keys declared in `zero_trial/ds_config/` by `python -m zero_trial.ds_config.reference`; do not edit.
 
 Every key that DeepSpeed 0.19.8 and older releases know is read, and has one answer:
 
 | answer | meaning |
 |---|---|
-| honoured | it does what it says |
+| supported | it does what it says |
 | no effect | read and checked; what it asks for does not exist in this design, or happens anyway |
 | no effect yet | read and checked; only speed, memory or monitoring would change |
 | refused | asking for it is an error, because training would not be what was asked for |
@@ -56,17 +56,17 @@ def _table(rows: list[Key]) -> str:
 
 def _line(row: Key) -> str:
     names = f"`{row.path}`" + "".join(f", `{alias}`" for alias in row.aliases)
-    default = "" if row.is_section or row.required or isinstance(row.kind, Opaque) else f"`{shown(row.default)}`"
+    default = "" if row.is_section or row.required or isinstance(row.type, Opaque) else f"`{shown(row.default)}`"
     if row.was is not None:
         default += f" (was `{row.was}`)"
-    says = row.says
-    if row.answer is Support.REFUSED and row.instead:
+    says = row.meaning
+    if row.support is Support.REFUSED and row.instead:
         says += f". {row.instead}"
     if row.becomes:
         says += f"; becomes `{row.becomes}`"
     if row.origin is not Origin.DEEPSPEED:
         says += f" *({row.origin.value})*"
-    return f"| {names} | {row.kind.says} | {default} | {row.answer.value} | {says} |"
+    return f"| {names} | {row.type.describe()} | {default} | {row.support.value} | {says} |"
 
 
 def _params(section: str, table: Mapping[str, KnownParams]) -> str:
@@ -75,7 +75,7 @@ def _params(section: str, table: Mapping[str, KnownParams]) -> str:
         lines += [f"### `{section}.type: {named.name}`\n", "| parameter | value | default |", "|---|---|---|"]
         for name, param in named.params.items():
             default = "required" if param.required else f"`{shown(param.default)}`"
-            lines.append(f"| `{name}` | {param.kind.says} | {default} |")
+            lines.append(f"| `{name}` | {param.type.describe()} | {default} |")
         lines.append("")
     return "\n".join(lines)
 

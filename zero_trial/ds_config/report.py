@@ -6,12 +6,11 @@ import copy
 import json
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zero_trial.ds_config.key import Key, Support
-from zero_trial.ds_config.sections import DsConfig
-from zero_trial.ds_config.table import FIELDS, TABLE
+from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.schema.document import shown
 
 
@@ -62,12 +61,12 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
     for path, row in TABLE.items():
         source = config.sources.get(path, "default")
         given = not source.startswith("default")
-        if row.is_section or row.answer is Support.MAPPED or (path not in FIELDS and not given):
+        if row.is_section or row.support is Support.MAPPED or (path not in FIELDS and not given):
             continue
         exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
         if not exists:
             continue
-        found.append(ReportEntry(path, value, source, row.answer.value, _remark(row, value, given)))
+        found.append(ReportEntry(path, value, source, row.support.value, _remark(row, value, given)))
     return tuple(found)
 
 
@@ -90,7 +89,7 @@ def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
     """
     listed = list(entries)
     off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
-    own = [entry for entry in listed if not _is_file(entry.source) and entry.answer == Support.HONOURED.value]
+    own = [entry for entry in listed if not _is_file(entry.source) and entry.answer == Support.SUPPORTED.value]
     counts = [e for e in own if e.value not in (None, False, (), []) and e.key.rpartition(".")[0] not in off]
     defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.startswith("default")]
     filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if not e.source.startswith("default")]
@@ -135,7 +134,9 @@ def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
 
 def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
     """The entries of a report that was written as JSON."""
-    return tuple(ReportEntry(**value) for value in body["values"])
+    entries = (ReportEntry(**value) for value in body["values"])
+    # Reports of older releases say "honoured".
+    return tuple(replace(each, answer="supported") if each.answer == "honoured" else each for each in entries)
 
 
 def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
@@ -161,8 +162,8 @@ def _is_file(source: str) -> bool:
 def _remark(row: Key, value: Any, given: bool) -> str:
     if row.was is not None and not given:
         return f"{row.was} before DeepSpeed 0.19.8"
-    if given and row.asks(value) and row.answer in (Support.NO_EFFECT, Support.NOT_YET):
-        return f"{row.answer.value}: {row.says}"
+    if given and row.asks(value) and row.support in (Support.NO_EFFECT, Support.NOT_YET):
+        return f"{row.support.value}: {row.meaning}"
     return ""
 
 

@@ -1,73 +1,78 @@
-"""The table of every known ds_config key: the one place from which checks, hints, the report and the reference page are derived.
+"""The whole ds_config: DsConfig, and the table of every known key.
 
-To change what a key does here, change ``answer`` in its row.
+The checks, the hints, the report and the reference page are derived from the table; its rows are declared in
+``keys_training``, ``keys_zero``, ``keys_running`` and ``keys_legacy``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from zero_trial.ds_config.key import Key
-from zero_trial.ds_config.keys_legacy import LEGACY
-from zero_trial.ds_config.keys_running import RUNNING
-from zero_trial.ds_config.keys_training import TRAINING
-from zero_trial.ds_config.keys_zero import ZERO
+from zero_trial.ds_config.key import DECLARED, Key
+from zero_trial.ds_config.keys_legacy import LegacyKeys
+from zero_trial.ds_config.keys_running import RunningKeys
+from zero_trial.ds_config.keys_training import TrainingKeys
+from zero_trial.ds_config.keys_zero import ZeroKeys
 from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS
-from zero_trial.ds_config.sections import DsConfig
-from zero_trial.schema.types import Section
-
-REPORT_FIELDS = frozenset({"sources", "warnings", "raw"})  # fields of DsConfig that are not keys
 
 
-def section_class(hint: Any) -> Any:
-    """The dataclass in a field's type, through ``| None``; None for plain values."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+# The last base comes first in the table.
+@dataclass(frozen=True)
+class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
+    """A whole ds_config after checking, with the defaults of DeepSpeed 0.19.8.
+
+    Buckets, thresholds and limits are numbers of elements, not bytes; dtypes are the strings "fp32", "fp16", "bf16".
+    None means that the user said nothing and the component decides. Batch sizes stay as given (``solve_batch``
+    completes them).
+
+    Args:
+        sources: dotted key -> where its value came from.
+        warnings: sentences that the user should read once.
+        raw: the checked input with canonical key names, from which an equal DsConfig can be read again.
+    """
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict)
 
 
-def field_defaults(cls: Any = DsConfig, prefix: str = "") -> dict[str, Any]:
-    """Dotted path of every field of the frozen dataclasses, sections included, to its default; the default of a section is None."""
-    hints = typing.get_type_hints(cls)
-    found: dict[str, Any] = {}
+def _rows(cls: Any, parent: str = "") -> Iterator[Key]:
+    """The rows that ``cls`` and the sections in it declare, in order."""
+    for name, declared in cls.__dataclass_fields__.items():  # not dataclasses.fields: it leaves out the ClassVars
+        row = declared.metadata.get(DECLARED)
+        if row is not None:
+            path = f"{parent}.{name}" if parent else name
+            yield dataclasses.replace(row, path=path)
+            if row.section is not None:
+                yield from _rows(row.section, path)
+
+
+def _kept(cls: Any, parent: str = "") -> Iterator[str]:
+    """Dotted paths of the fields of ``cls`` and of the sections in it."""
     for item in dataclasses.fields(cls):
-        if cls is DsConfig and item.name in REPORT_FIELDS:
-            continue
-        path = f"{prefix}{item.name}"
-        inner = section_class(hints[item.name])
-        if inner is not None:
-            found[path] = None
-            found.update(field_defaults(inner, f"{path}."))
-        elif item.default is not dataclasses.MISSING:
-            found[path] = item.default
-        elif item.default_factory is not dataclasses.MISSING:
-            found[path] = item.default_factory()
-        else:
-            found[path] = None
-    return found
+        row = item.metadata.get(DECLARED)
+        if row is not None:
+            path = f"{parent}.{item.name}" if parent else item.name
+            yield path
+            if row.section is not None:
+                yield from _kept(row.section, path)
 
 
-def _assemble() -> Mapping[str, Key]:
-    fields = field_defaults()
-    rows: dict[str, Key] = {}
-    for row in (*TRAINING, *ZERO, *RUNNING, *LEGACY):
-        rows[row.path] = dataclasses.replace(row, default=fields[row.path]) if row.path in fields else row
-    return types.MappingProxyType(rows)
-
-
-TABLE: Mapping[str, Key] = _assemble()
-FIELDS: frozenset[str] = frozenset(field_defaults())
+TABLE: Mapping[str, Key] = MappingProxyType({row.path: row for row in _rows(DsConfig)})
+FIELDS: frozenset[str] = frozenset(_kept(DsConfig))
+"""Keys whose values DsConfig keeps."""
 
 
 def _spellings() -> dict[str, dict[str, Key]]:
     """Parent path -> every spelling that is valid in it -> row."""
     found: dict[str, dict[str, Key]] = {"": {}}
     for row in TABLE.values():
-        if isinstance(row.kind, Section):
+        if row.is_section:
             found.setdefault(row.path, {})
         for name in (row.name, *row.aliases):
             found.setdefault(row.parent, {})[name] = row

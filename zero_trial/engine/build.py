@@ -27,9 +27,10 @@ from zero_trial.comm import (
     world_size,
 )
 from zero_trial.comm.mesh import mesh_around
+from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import filled_line
-from zero_trial.ds_config.sections import ActivationCheckpointingSection, DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import hints_of
 from zero_trial.engine.engine import Engine, ParameterCheck
 from zero_trial.engine.lr_schedules import choose_schedule

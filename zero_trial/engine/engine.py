@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.compat import EngineMpu, sharded_loader
 from zero_trial.engine.monitors import Monitor
 from zero_trial.engine.observe import COLLECTOR_PAUSE, StepReporter

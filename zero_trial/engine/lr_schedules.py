@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError, ConfigError
 
 __all__ = ["CurveScheduler", "build_scheduler"]

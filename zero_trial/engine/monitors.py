@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from zero_trial.ds_config.sections import CometSection, DsConfig, WandbSection
+from zero_trial.ds_config.keys_running import CometSection, WandbSection
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 
 __all__ = ["Monitor", "build_monitor"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_trial.ds_config.report import render_report
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.monitors import Monitor, build_monitor
 from zero_trial.engine.profile import Phases, StepProfiler, Timers, make_timers, watch_with
 from zero_trial.sharding.param_group import ParamGroup

@@ -12,7 +12,8 @@ import torch
 
 from zero_trial.comm import Mesh
 from zero_trial.comm.failures import fail_together
-from zero_trial.ds_config.sections import AioSection, DsConfig, OffloadOptimizerSection, OffloadParamSection
+from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, StorageError
 from zero_trial.sharding.dtypes import has_own_master, living_dtype
 from zero_trial.sharding.layout import ALIGN, round_up

@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm, Mesh, open_direction_groups, part_of_pipe, use_ring_channels_if_possible
 from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.generators import RECIPES, build

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zero_trial.ds_config.sections import FlopsProfilerSection
+from zero_trial.ds_config.keys_running import FlopsProfilerSection
 from zero_trial.engine.flop_count import FlopCount, Flops, Peak, peak_of
 from zero_trial.errors import ConfigError
 

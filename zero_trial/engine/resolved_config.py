@@ -9,7 +9,7 @@ import torch
 from zero_trial.comm import MeshShape
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.precision import DtypePolicy, autocast_dtype, dtype_from_name, dtype_policy, fp16_loss_scale
 from zero_trial.sharding.grouping import GroupingLimits, LeafRules, ShardingSettings, UnshardLimits

@@ -20,7 +20,7 @@ from typing import Any
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import Reconciliation, reconcile
 from zero_trial.ds_config.report import REPORT, report_json, resolved_ds_config
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram

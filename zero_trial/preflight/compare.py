@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.sections import DsConfig, OffloadOptimizerSection
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config
 from zero_trial.errors import ConfigError, DoesNotFit, TrialError
 from zero_trial.preflight.dry_run import MOST_ACCUMULATION, ModelSubject, Subject, variant, with_state_at

@@ -17,16 +17,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zero_trial.ds_config.sections import (
+from zero_trial.ds_config.keys_running import (
     CometSection,
     CommsLoggerSection,
     CsvMonitorSection,
-    DsConfig,
     FlopsProfilerSection,
-    OffloadOptimizerSection,
     TensorBoardSection,
     WandbSection,
 )
+from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import Reconciliation, reconcile
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
 from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.experiment.hyperparameters import is_range

@@ -28,7 +28,7 @@ from zero_trial.comm.health import Heartbeat
 from zero_trial.comm.mesh import AXES
 from zero_trial.comm.shm.lending import WORTH_BYTES
 from zero_trial.comm.shm.segments import HEADER, SMALLEST, capacity_for
-from zero_trial.ds_config.sections import AioSection
+from zero_trial.ds_config.keys_zero import AioSection
 from zero_trial.engine.offload_config import OffloadBackends
 from zero_trial.sharding.layout import round_up
 from zero_trial.sharding.offload.host import BlockingCopier

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
 from zero_trial.engine.build import build_engine
 from zero_trial.engine.resolved_config import mesh_shape, resolve_config

@@ -11,7 +11,7 @@ import torch
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import AxisSizes, Reconciliation, reconcile
-from zero_trial.ds_config.sections import DsConfig
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
 
 

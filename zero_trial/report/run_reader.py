@@ -273,7 +273,7 @@ def _counts(entry: Any) -> bool:
     if not isinstance(entry, Mapping) or "key" not in entry:
         return False
     default = str(entry.get("source", "default")).startswith("default")
-    return not default or (entry.get("value") is not None and entry.get("answer") == "honoured")
+    return not default or (entry.get("value") is not None and entry.get("answer") in ("supported", "honoured"))
 
 
 def _setting(entry: Record) -> Setting:

@@ -74,8 +74,7 @@ class Reading:
 class Type:
     """Base of the kinds; ``says`` is what stands in messages and in the reference page."""
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         raise NotImplementedError
 
     def read(self, value: object) -> Reading:
@@ -87,8 +86,7 @@ class Type:
 class Bool(Type):
     """true or false; 0, 1 and strings are refused."""
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         return "true or false"
 
     def read(self, value: object) -> Reading:
@@ -105,7 +103,7 @@ class Bool(Type):
             "0": "false",
         }
         meant = truth.get(str(value).lower()) if isinstance(value, str | int) else None
-        raise ValidationError(self.says, f"Write {meant}." if meant else None)
+        raise ValidationError(self.describe(), f"Write {meant}." if meant else None)
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,7 @@ class Int(Type):
     unit: str = ""
     infinite: bool = False
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         if self.low is not None and self.high is not None:
             text = f"an integer from {self.low} to {self.high}"
         elif self.low is not None:
@@ -130,14 +127,14 @@ class Int(Type):
         return f"{text} ({self.unit})" if self.unit else text
 
     def read(self, value: object) -> Reading:
-        number, warning = as_number(value, self.says)
+        number, warning = as_number(value, self.describe())
         if self.infinite and number == math.inf:
             return Reading(None)
         if not math.isfinite(number) or number != int(number):
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         whole = int(number)
         if (self.low is not None and whole < self.low) or (self.high is not None and whole > self.high):
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         if warning:
             warning = f"'{value}' is a string in YAML 1.1. Write {whole}."
         return Reading(whole, warning)
@@ -151,8 +148,7 @@ class Float(Type):
     high: float | None = None
     above: float | None = None
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         if self.above is not None:
             limit = "a positive number" if self.above == 0 else f"a number above {self.above:g}"
         elif self.low is not None:
@@ -162,7 +158,7 @@ class Float(Type):
         return f"{limit}, at most {self.high:g}" if self.high is not None else limit
 
     def read(self, value: object) -> Reading:
-        number, warning = as_number(value, self.says)
+        number, warning = as_number(value, self.describe())
         fits = (
             math.isfinite(number)
             and (self.above is None or number > self.above)
@@ -170,7 +166,7 @@ class Float(Type):
             and (self.high is None or number <= self.high)
         )
         if not fits:
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         return Reading(float(number), warning)
 
 
@@ -185,8 +181,7 @@ class Text(Type):
     synonyms: tuple[tuple[str, str], ...] = ()
     starts: tuple[str, ...] = ()
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         if not self.choices:
             return "a string"
         words = [*self.choices, *(f"{start}..." for start in self.starts)]
@@ -194,7 +189,7 @@ class Text(Type):
 
     def read(self, value: object) -> Reading:
         if not isinstance(value, str):
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         if not self.choices:
             return Reading(value)
         meant = {choice.lower(): choice for choice in self.choices}
@@ -203,21 +198,20 @@ class Text(Type):
             return Reading(meant[value.lower()])
         if value.lower().startswith(self.starts):
             return Reading(value)
-        raise ValidationError(self.says)
+        raise ValidationError(self.describe())
 
 
 @dataclass(frozen=True)
 class DType(Type):
     """A floating dtype by name; torch's and numpy's spellings are understood."""
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         return 'a dtype: "fp32", "fp16" or "bf16"'
 
     def read(self, value: object) -> Reading:
         name = DTYPES.get(value.lower()) if isinstance(value, str) else None
         if name is None:
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         return Reading(name)
 
 
@@ -227,8 +221,7 @@ class Names(Type):
 
     also: tuple[str, ...] = ()
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         return "a list of strings" + "".join(f', or "{word}"' for word in self.also)
 
     def read(self, value: object) -> Reading:
@@ -236,7 +229,7 @@ class Names(Type):
             return Reading((value,))
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return Reading(tuple(value))
-        raise ValidationError(self.says)
+        raise ValidationError(self.describe())
 
 
 @dataclass(frozen=True)
@@ -247,8 +240,7 @@ class Numbers(Type):
     low: float | None = None
     below: float | None = None
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         text = f"a list of {self.count} numbers" if self.count else "a list of numbers"
         if self.low is not None and self.below is not None:
             text += f", each at least {self.low:g} and below {self.below:g}"
@@ -256,17 +248,17 @@ class Numbers(Type):
 
     def read(self, value: object) -> Reading:
         if not isinstance(value, list | tuple) or (self.count is not None and len(value) != self.count):
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         warnings = []
         numbers = []
         for item in value:
-            number, warning = as_number(item, self.says)
+            number, warning = as_number(item, self.describe())
             if (
                 not math.isfinite(number)
                 or (self.low is not None and number < self.low)
                 or (self.below is not None and number >= self.below)
             ):
-                raise ValidationError(self.says)
+                raise ValidationError(self.describe())
             numbers.append(float(number))
             warnings += [warning] if warning else []
         return Reading(tuple(numbers), " ".join(warnings) or None)
@@ -278,9 +270,8 @@ class AnyOf(Type):
 
     kinds: tuple[Type, ...]
 
-    @property
-    def says(self) -> str:
-        return ", or ".join(kind.says for kind in self.kinds)
+    def describe(self) -> str:
+        return ", or ".join(kind.describe() for kind in self.kinds)
 
     def read(self, value: object) -> Reading:
         for kind in self.kinds:
@@ -288,7 +279,7 @@ class AnyOf(Type):
                 return kind.read(value)
             except ValidationError:
                 continue
-        raise ValidationError(self.says)
+        raise ValidationError(self.describe())
 
 
 @dataclass(frozen=True)
@@ -297,13 +288,12 @@ class Section(Type):
 
     switch: str | None = None
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         return "an object"
 
     def read(self, value: object) -> Reading:
         if not isinstance(value, Mapping):
-            raise ValidationError(self.says)
+            raise ValidationError(self.describe())
         return Reading(value)
 
 
@@ -311,8 +301,7 @@ class Section(Type):
 class Opaque(Type):
     """Anything at all, kept as it is: what stands inside is not looked at."""
 
-    @property
-    def says(self) -> str:
+    def describe(self) -> str:
         return "any value"
 
     def read(self, value: object) -> Reading:

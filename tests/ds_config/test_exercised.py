@@ -98,7 +98,7 @@ WIRED: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "zero_optimization.module_granularity_threshold": (
         99,
         {},
-        lambda wiring: wiring.sharding.limits.smallest_unit == 99,
+        lambda wiring: wiring.sharding.limits.smallest_group == 99,
     ),
     "zero_optimization.leaf_module.classes": (["Block"], {}, lambda wiring: wiring.sharding.leaf.classes == ("Block",)),
     "zero_optimization.leaf_module.names": (["body"], {}, lambda wiring: wiring.sharding.leaf.names == ("body",)),

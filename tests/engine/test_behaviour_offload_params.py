@@ -36,13 +36,13 @@ def engine_of(stage: str, config: dict[str, Any], folder: str | None, state: str
 
 
 def shelf_of(engine: Any) -> ParamSwapper:
-    found = next(unit.away for unit in engine.sharded.units if unit.away is not None)
+    found = next(unit.away for unit in engine.sharded.groups if unit.away is not None)
     assert isinstance(found, SwappedShard)
     return found.shelf
 
 
 def away(engine: Any) -> list[Any]:
-    return [unit for unit in engine.sharded.units if unit.away is not None]
+    return [unit for unit in engine.sharded.groups if unit.away is not None]
 
 
 def edit(engine: Any) -> None:
@@ -169,9 +169,9 @@ def test_what_the_section_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("most", "stay"), [(8 * 91 * 91, True), (2 * (8384 + 96) + 10, False), (0, False)])
 def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) -> None:
     engine = engine_of("zero3-free", {}, str(tmp_path), max_in_cpu=most)
-    here = [unit for unit in engine.sharded.units if unit.away is None]
+    here = [unit for unit in engine.sharded.groups if unit.away is None]
     kept = sum(unit.layout.shard_numel for unit in here)
-    assert kept <= most and (len(here) == len(engine.sharded.units)) == stay
+    assert kept <= most and (len(here) == len(engine.sharded.groups)) == stay
     line = offload_line(engine)
     assert line is not None and line.endswith(f"{kept:,} elements of this rank's shards stay in memory")
     assert ("all parameters stay in memory" in line) == stay
@@ -186,7 +186,7 @@ def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) 
 def test_small_parameters_stay(tmp_path: Path) -> None:
     """Below stage3_param_persistence_threshold they always live, and there is nothing to read."""
     engine = engine_of("zero3", {"bf16": {"enabled": True}}, str(tmp_path))
-    here = [unit for unit in engine.sharded.units if unit.away is None]
+    here = [unit for unit in engine.sharded.groups if unit.away is None]
     assert len(here) == 1 and all(slot.numel < 20 for slot in here[0].layout.slots)
     assert len(away(engine)) > 3
 
@@ -199,7 +199,7 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
 
     def fetch(shard: SwappedShard, into: torch.Tensor) -> None:
         parts = shard.parts
-        ahead.append((shard.unit.block, bool(parts) and parts[0].low == 0 and parts[-1].high == shard.numel))
+        ahead.append((shard.group.block, bool(parts) and parts[0].low == 0 and parts[-1].high == shard.numel))
         once(shard, into)
 
     monkeypatch.setattr(SwappedShard, "fetch", fetch)
@@ -207,7 +207,7 @@ def test_blocks_are_read_ahead_of_their_use(tmp_path: Path, monkeypatch: pytest.
     seen = len(ahead)
     assert seen == 2 * (5 + 3)
     monkeypatch.setattr(
-        SwappedShard, "expect", lambda shard, once=SwappedShard.expect: shard.unit.block and once(shard)
+        SwappedShard, "expect", lambda shard, once=SwappedShard.expect: shard.group.block and once(shard)
     )
     train(engine, range(1, 2))
     assert [block for block, _ in ahead[seen : seen + 2]] == ["", ""], "the root, trained and frozen, was not announced"

@@ -26,7 +26,7 @@ def module_of(placement: ChunkPlacement, stage: int) -> PipelineModule:
 class Told:
     def __init__(self) -> None:
         self.words: list[str] = []
-        self.gatherer: Any = SimpleNamespace(
+        self.unsharder: Any = SimpleNamespace(
             start=lambda domain: self.words.append(f"start {domain}"),
             ensure=lambda domain, record: self.words.append(f"ensure {domain}"),
             release=lambda domain: self.words.append(f"release {domain}"),

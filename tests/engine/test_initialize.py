@@ -78,7 +78,7 @@ def test_every_form_of_parameters(kind: str):
         "filter": filter(lambda param: param.requires_grad, model.parameters()),
     }[kind]
     engine = zero_trial.initialize(model=model, config=CONFIG, model_parameters=given)[0]
-    assert sum(unit.layout.payload for unit in engine.sharded.units if unit.trainable) == 8
+    assert sum(unit.layout.payload for unit in engine.sharded.groups if unit.trainable) == 8
 
 
 def test_a_collate_function_is_used():
@@ -188,8 +188,8 @@ def inference(stage: str) -> tuple[bool, int, bool]:
     alike = alike and torch.equal(engine(x).detach(), expected)
     return (
         alike,
-        sum(unit.persistent_bytes() for unit in engine.sharded.units),
-        all(not unit.trainable for unit in engine.sharded.units),
+        sum(unit.persistent_bytes() for unit in engine.sharded.groups),
+        all(not unit.trainable for unit in engine.sharded.groups),
     )
 
 

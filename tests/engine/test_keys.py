@@ -85,7 +85,7 @@ def test_buffer_dtype(asked: str | None, dtype: torch.dtype) -> None:
 )
 def test_grad_accum_dtype(asked: str | None, dtype: torch.dtype) -> None:
     engine = engine_of(bf16={"enabled": True}, data_types={"grad_accum_dtype": asked})
-    assert {landing.shard.dtype for landing in engine.sharded.landings} == {dtype}
+    assert {landing.shard.dtype for landing in engine.sharded.grad_buffers} == {dtype}
 
 
 # --- what crosses the wire --------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_the_proof_sees_who_reads():
         engine.backward(loss(engine, Turn(0, 0, 0)))
         return on_device(engine, verdict, what)
 
-    master = engine.sharded.units[0].master
+    master = engine.sharded.groups[0].master
     assert read(lambda: master.sum().item()) == ["aten::_local_scalar_dense"]
     assert read(lambda: bool((master * 2).isnan().any()))[-1:] == ["aten::_local_scalar_dense"]
     assert read(lambda: verdict.courier._here.copy_(verdict.courier.there)) == ["aten::copy_ to the host"]

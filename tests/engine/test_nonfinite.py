@@ -94,15 +94,15 @@ def test_evidence_after_something_else_has_landed(stage: int) -> None:
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.sharded.reducer.ensure_reduced()
     sums, sharded = dict(engine.sharded.reducer.square_sums), engine.sharded
-    assert len(sharded.units) > 1
+    assert len(sharded.groups) > 1
     (row,) = local_culprits(sharded, [], sums)
     assert row == local_culprits(sharded, [])[0]
     number = row[2]
     assert row == (2, 0, number, "2.weight")
-    for landing in sharded.landings:
+    for landing in sharded.grad_buffers:
         landing.shard.zero_()
     assert local_culprits(sharded, []) == []
-    unit = sharded.units[number]
+    unit = sharded.groups[number]
     assert local_culprits(sharded, [], sums) == [(3, 0, number, unit.name)]
     assert agree_on_culprit(sharded, 4, [(3, 0, number, unit.name)], lambda block: True) == NonFiniteStep(
         4, None, unit.name

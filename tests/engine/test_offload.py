@@ -89,7 +89,7 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, each: int)
     """2 x 12 bytes per 16-bit parameter with Adam, 2 x 8 per fp32 one, which is its own master."""
     engine = engine_of("zero2", PRECISIONS[precision], str(tmp_path))
     file = spill_file(engine)
-    count = sum(unit.layout.shard_numel for unit in engine.sharded.units if unit.trainable)
+    count = sum(unit.layout.shard_numel for unit in engine.sharded.groups if unit.trainable)
     train(engine, range(1))
     before = file.bytes_read, file.bytes_written
     train(engine, range(1, 4))
@@ -156,7 +156,7 @@ def test_a_part_of_the_state_goes_to_the_file(tmp_path: Path, stage: str, precis
             staying = engine.persistent_bytes()["optimizer"] - sum(
                 buffer.numel() for buffer in engine.optimizer.store.buffers
             )
-            count = sum(unit.layout.shard_numel for unit in engine.sharded.units if unit.trainable)
+            count = sum(unit.layout.shard_numel for unit in engine.sharded.groups if unit.trainable)
             moments = found[ratio] * 8 // each
             assert staying == 8 * count - moments, "what is not in the file is in memory"
     assert all(trace[0] == traces[0][0] and differing(trace[1], traces[0][1]) == [] for trace in traces)

@@ -14,9 +14,9 @@ def test_configuration_and_units():
     assert "zero_optimization.reduce_bucket_size" in text  # defaults too
     assert "batch: 8 = 8 x 1 x 1 ranks" in text
     assert "parameters bfloat16, gradients bfloat16, wire bfloat16, masters float32, buffers bfloat16" in text
-    rows = units_table(engine.sharded.units).splitlines()
+    rows = units_table(engine.sharded.groups).splitlines()
     assert rows[0].split() == ["unit", "parameters", "elements", "shard", "dtype", "lives"]
-    assert len(rows) == 1 + len(engine.sharded.units) and text.endswith("\n".join(rows))
+    assert len(rows) == 1 + len(engine.sharded.groups) and text.endswith("\n".join(rows))
     assert sum(int(row.split()[2].replace(",", "")) for row in rows[1:]) >= sum(
         p.numel() for p in engine.module.parameters()
     )

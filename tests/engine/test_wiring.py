@@ -60,10 +60,10 @@ def test_sizes_reach_their_parts():
     }
     found = wired(zero_optimization=zero).sharding
     assert (found.limits.bucket, found.limits.persistence, found.limits.model_persistence) == (1000, 10, 20)
-    assert found.limits.smallest_unit == SMALLEST_UNIT
+    assert found.limits.smallest_group == SMALLEST_UNIT
     assert (found.live.prefetch, found.live.max_live, found.live.max_reuse_distance) == (30, 40, 50)
     assert (found.leaf.classes, found.leaf.names, found.leaf.name_suffixes) == (("Expert",), (), ("moe",))
-    assert wired(zero_optimization=zero | {"module_granularity_threshold": 7}).sharding.limits.smallest_unit == 7
+    assert wired(zero_optimization=zero | {"module_granularity_threshold": 7}).sharding.limits.smallest_group == 7
 
 
 @pytest.mark.parametrize(

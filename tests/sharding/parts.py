@@ -1,4 +1,4 @@
-"""Small units, landings and models to test the pieces of zero_trial/zero with: on one rank without a world, on several with the pool's."""
+"""Small groups, gradient buffers and models to test the pieces of zero_trial/zero with: on one rank without a world, on several with the pool's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters(
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def make_unit(
+def make_group(
     params: Sequence[nn.Parameter],
     stage: int = 1,
     *,
@@ -56,7 +56,7 @@ def make_unit(
     plan = plan_for_stage(stage, reduce_every=kwargs.pop("reduce_every", "auto"))
     rest: dict[str, Any] = {"runs": {0: (0, layout.numel)}, "device": torch.device("cpu")} | kwargs
     return ParamGroup(
-        kwargs.pop("name", "unit"),
+        kwargs.pop("name", "group"),
         layout,
         params,
         plan=plan,
@@ -66,13 +66,13 @@ def make_unit(
     )
 
 
-def make_landing(
-    unit: ParamGroup, dtype: torch.dtype | None = None, shard_dtype: torch.dtype | None = None
+def make_grad_buffer(
+    group: ParamGroup, dtype: torch.dtype | None = None, shard_dtype: torch.dtype | None = None
 ) -> tuple[GradBuffer, list[GradBuffer]]:
-    """A landing and the list of its completions."""
+    """A gradient buffer and the list of its completions."""
     done: list[GradBuffer] = []
-    dtype = dtype or unit.dtype
-    return GradBuffer(unit, dtype=dtype, shard_dtype=shard_dtype or dtype, on_complete=done.append), done
+    dtype = dtype or group.dtype
+    return GradBuffer(group, dtype=dtype, shard_dtype=shard_dtype or dtype, on_complete=done.append), done
 
 
 def make_model(
@@ -82,14 +82,14 @@ def make_model(
     precision: str = "fp32",
     accumulation: int = 1,
     mesh: Mesh | None = None,
-    groups: Sequence[Sequence[nn.Parameter]] | None = None,
+    opt_groups: Sequence[Sequence[nn.Parameter]] | None = None,
     settings: ShardingSettings | None = None,
     plan: Mapping[str, str] = {},
 ) -> ShardedModel:
     """``module`` sharded as a ZeRO stage does it, without an engine."""
     return ShardedModel(
         module,
-        groups if groups is not None else [[p for p in module.parameters() if p.requires_grad]],
+        opt_groups if opt_groups is not None else [[p for p in module.parameters() if p.requires_grad]],
         plan_for_stage(stage, **plan),
         mesh if mesh is not None else mesh_for(stage),
         dtype_policy(precision, accumulation_steps=accumulation),
@@ -100,7 +100,7 @@ def make_model(
 def add_optimizer(
     model: ShardedModel, base: type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any
 ) -> ShardedOptimizer:
-    pieces = cut_pieces(model.landings, whole_tensors=False)
+    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
     model.optimizer = ShardedOptimizer(base([piece.weight for piece in pieces], **kwargs), pieces, scale=lambda: 1.0)  # type: ignore[call-arg]
     return model.optimizer
 

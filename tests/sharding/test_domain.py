@@ -33,29 +33,29 @@ def told(stage: int) -> list[object]:
         [ManualGroup("a", halves[0]), ManualGroup("b", halves[1])],
     )
     found: list[object] = []
-    for unit in model.units:
-        owners = {index for index, half in enumerate(halves) for param in unit.params if id(param) in half}
+    for group in model.groups:
+        owners = {index for index, half in enumerate(halves) for param in group.params if id(param) in half}
         found.append(len(owners))
     x = torch.ones(2, 8) * (mesh.rank + 1)
     for name, layers in (("a", module[:2]), ("b", module[2:])):
-        model.gatherer.start(name)
-        model.gatherer.ensure(name, record=False)
+        model.unsharder.start(name)
+        model.unsharder.ensure(name, record=False)
         for layer in layers:
             x = torch.tanh(layer(x))
-    found.append([unit.live for unit in model.units])
+    found.append([group.live for group in model.groups])
     x.sum().backward()
     for name in ("b", "a"):
         model.landed(name)
         model.reduce(name)
-        model.gatherer.release(name)
+        model.unsharder.release(name)
     model.reducer.land()
-    found.append([unit.live for unit in model.units])
+    found.append([group.live for group in model.groups])
     found.append(torch.stack(model.owned_square_sums()).sum().item())
     model.remove_hooks()
     return found
 
 
-def test_no_unit_spans_two_domains_and_all_are_told(ranks: Pools) -> None:
+def test_no_group_spans_two_domains_and_all_are_told(ranks: Pools) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     for scale in (1, 2):

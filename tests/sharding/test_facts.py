@@ -39,21 +39,21 @@ def test_all_names_of_every_parameter() -> None:
     assert names["layers.1.bias"] == ("layers.1.bias",)
 
 
-def groups(module: nn.Module) -> dict[int, int]:
+def opt_groups(module: nn.Module) -> dict[int, int]:
     return {id(param): 0 for param in module.parameters()}
 
 
 def test_members_know_block_group_and_kind() -> None:
     module = Tied()
-    numbers = groups(module) | {id(module.layers[1].bias): 1}
+    numbers = opt_groups(module) | {id(module.layers[1].bias): 1}
     module.layers[2].weight.requires_grad_(False)
     members, params, blocks = collect_params(module, numbers, LeafRules(), dtype=torch.bfloat16, with_frozen=True)
     found = {member.name: member for member in members}
     assert blocks == ["layers.0", "layers.1", "layers.2"]
     assert found["embed.weight"].block == ""
     assert found["layers.1.bias"].block == "layers.1"
-    assert found["layers.1.bias"].group == 1
-    assert found["layers.2.weight"].group == -1
+    assert found["layers.1.bias"].opt_group == 1
+    assert found["layers.2.weight"].opt_group == -1
     assert found["layers.2.weight"].key != found["layers.1.weight"].key
     assert found["layers.1.weight"].key[0] is torch.bfloat16
     assert params["embed.weight"] is module.embed.weight
@@ -62,7 +62,7 @@ def test_members_know_block_group_and_kind() -> None:
 def test_frozen_parameters_and_strangers() -> None:
     """A frozen one is sharded only where parameters are; one that trains but is in no group is nobody's."""
     module = Tied()
-    numbers = groups(module)
+    numbers = opt_groups(module)
     del numbers[id(module.layers[0].bias)]
     module.layers[2].weight.requires_grad_(False)
     for with_frozen in (False, True):
@@ -77,6 +77,9 @@ def test_a_complex_parameter_is_refused_by_name() -> None:
     module = nn.Module()
     module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained: got torch\.complex64"):
-        collect_params(module, groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
+        collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
     module.phase.requires_grad_(False)
-    assert collect_params(module, groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)[0][0].group == -1
+    assert (
+        collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)[0][0].opt_group
+        == -1
+    )

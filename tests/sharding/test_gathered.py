@@ -57,10 +57,12 @@ def edit(zero: dict[str, Any], bf16: bool, modifier: int | None) -> list[float]:
         weight.fill_(0.5 + engine.global_rank)
     with GatheredParameters([weight, other]):
         first, same = weight.float().unique().tolist(), torch.equal(other, before)
-    unit, index = engine.sharded.unit_of(weight)
-    name = unit.layout.slots[index].name
+    group, index = engine.sharded.group_of(weight)
+    name = group.layout.slots[index].name
     own = [
-        unit.master[p.offset : p.offset + p.numel] for p in unit.layout.pieces(unit.comm.index) if p.slot.name == name
+        group.master[p.offset : p.offset + p.numel]
+        for p in group.layout.pieces(group.comm.index)
+        if p.slot.name == name
     ]
     masters = torch.cat(own).unique().tolist() if own else first
     train_engine(engine, range(1))  # the edit is where training goes on from

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 @dataclass
 class Watch:
-    """The units that live, or are on their way, while each block computes."""
+    """The groups that live, or are on their way, while each block computes."""
 
     model: ShardedModel
     forward: list[tuple[str, set[str]]] = field(default_factory=list)
@@ -58,18 +58,18 @@ class Watch:
 
     def note(self, where: list[tuple[str, set[str]]], name: str) -> None:
         where.append((name, self.live()))
-        self.most = max(self.most, self.model.gatherer.live_numel())
+        self.most = max(self.most, self.model.unsharder.live_numel())
 
     def live(self) -> set[str]:
-        return {unit.name for unit in self.model.units if unit.live or unit.gathering}
+        return {group.name for group in self.model.groups if group.live or group.gathering}
 
 
 AT_NEED = UnshardLimits(prefetch=0)
 
 
-def build(reshard: str = "auto", live: UnshardLimits = AT_NEED, smallest_unit: int = 0) -> tuple[ShardedModel, Watch]:
+def build(reshard: str = "auto", live: UnshardLimits = AT_NEED, smallest_group: int = 0) -> tuple[ShardedModel, Watch]:
     torch.manual_seed(0)
-    settings = ShardingSettings(limits=GroupingLimits(persistence=0, smallest_unit=smallest_unit), live=live)
+    settings = ShardingSettings(limits=GroupingLimits(persistence=0, smallest_group=smallest_group), live=live)
     model = make_model(Net(), 3, settings=settings, plan={"reshard_after": reshard})
     return model, Watch(model)
 
@@ -149,7 +149,7 @@ def test_a_larger_budget_fetches_further_ahead() -> None:
 
 
 def test_small_neighbours_come_and_go_together() -> None:
-    model, watch = build("forward", smallest_unit=2 * (WIDTH * WIDTH + WIDTH))
+    model, watch = build("forward", smallest_group=2 * (WIDTH * WIDTH + WIDTH))
     step(model)
     pairs = ["blocks.0..blocks.1", "blocks.0..blocks.1", "blocks.2..blocks.3", "blocks.2..blocks.3"]
     assert [live for _, live in watch.forward] == [{"root", pair} for pair in pairs]
@@ -212,12 +212,12 @@ def test_evaluation_is_no_part_of_the_order_and_keeps_no_root() -> None:
 
 def test_everything_and_nothing() -> None:
     model, watch = build()
-    model.gatherer.ensure_all()
+    model.unsharder.ensure_all()
     assert len(watch.live()) == BLOCKS + 1
-    assert model.gatherer.live_numel() == ROOT + BLOCKS * BLOCK
-    model.gatherer.free_all()
+    assert model.unsharder.live_numel() == ROOT + BLOCKS * BLOCK
+    model.unsharder.free_all()
     assert watch.live() == set()
-    model.gatherer.remove_hooks()
+    model.unsharder.remove_hooks()
     assert model.module(torch.ones(1, WIDTH)).isnan()
 
 
@@ -281,12 +281,12 @@ def test_a_backward_pass_through_a_backward_pass(reshard: str) -> None:
         loss.backward()
         model.end_backward()
         assert loss.item() == expected.item()
-        for landing in model.landings:
-            for piece in landing.unit.layout.pieces(0):
+        for grad_buffer in model.grad_buffers:
+            for piece in grad_buffer.group.layout.pieces(0):
                 grad = plain.get_parameter(piece.slot.name).grad
                 assert grad is not None
                 assert torch.allclose(
-                    landing.shard[piece.offset : piece.offset + piece.numel], grad.reshape(-1), atol=1e-7
+                    grad_buffer.shard[piece.offset : piece.offset + piece.numel], grad.reshape(-1), atol=1e-7
                 )
         model.settle()
         model.reducer.reset()

@@ -51,7 +51,7 @@ def rooms(most: int = 2) -> tuple[BufferPool, Any]:
     return BufferPool(comm, most), comm  # type: ignore[arg-type]
 
 
-def test_units_take_one_room_in_turn() -> None:
+def test_groups_take_one_room_in_turn() -> None:
     pool, comm = rooms()
     first, second = PooledGrads(LAYOUT, torch.float32, pool), PooledGrads(LAYOUT, torch.float32, pool)
     place = first.borrow()
@@ -91,7 +91,7 @@ def test_a_room_that_peers_still_read_is_waited_for_only_where_there_are_enough(
     assert comm.waited == [first.buffer.data_ptr()]
 
 
-def test_units_of_other_sizes_have_other_rooms_and_dtypes_share() -> None:
+def test_groups_of_other_sizes_have_other_rooms_and_dtypes_share() -> None:
     pool, _ = rooms(most=4)
     small = pool.take(100)
     pool.give_back(small)

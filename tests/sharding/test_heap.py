@@ -70,7 +70,7 @@ def test_pages_between_living_blocks_go_back() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_allocator_is_set_only_where_host_memory_is_freed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to the process; on a GPU torch's own allocator keeps what a unit frees."""
+    """It belongs to the process; on a GPU torch's own allocator keeps what a group frees."""
     calls: list[str] = []
     monkeypatch.setattr("zero_trial.sharding.model.keep_freed_memory", lambda: calls.append(device))
     model = nn.Linear(300, 300, device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import address, make_landing, make_unit, parameters
+from tests.sharding.parts import address, make_grad_buffer, make_group, parameters
 from zero_trial.sharding.grad_buffer import SMALL, GradBuffer
 
 LARGE = (SMALL // 64, 64)
@@ -19,41 +19,41 @@ def loss_of(params: list[nn.Parameter], factor: float = 1.0) -> torch.Tensor:
     return torch.stack([factor * (index + 1) * param.sum() for index, param in enumerate(params)]).sum()
 
 
-def gather(landing: GradBuffer) -> None:
-    landing.unit.start_gather()
-    landing.unit.finish_gather()
+def gather(grad_buffer: GradBuffer) -> None:
+    grad_buffer.group.start_gather()
+    grad_buffer.group.finish_gather()
 
 
-def backward(landing: GradBuffer, params: list[nn.Parameter], factor: float = 1.0) -> None:
-    gather(landing)
-    landing.begin_pass()
+def backward(grad_buffer: GradBuffer, params: list[nn.Parameter], factor: float = 1.0) -> None:
+    gather(grad_buffer)
+    grad_buffer.begin_pass()
     loss_of(params, factor).backward()
-    landing.end_pass()
+    grad_buffer.end_pass()
 
 
 def test_gradients_land_in_views_of_one_buffer_without_staying_behind() -> None:
     """The claim of the design: ``.grad`` and the buffer that is reduced are the same storage."""
     params = parameters([LARGE, (3,), LARGE])
-    landing, done = make_landing(make_unit(params))
-    backward(landing, params)
-    assert {address(param.grad) for param in params} == {address(landing.full)}  # type: ignore[arg-type]
-    for index, (param, slot) in enumerate(zip(params, landing.unit.layout.slots, strict=True)):
-        assert landing.full[slot.offset : slot.offset + slot.numel].eq(index + 1).all()
-        assert param.grad is landing.views[index]
-    assert done == [landing]
+    grad_buffer, done = make_grad_buffer(make_group(params))
+    backward(grad_buffer, params)
+    assert {address(param.grad) for param in params} == {address(grad_buffer.full)}  # type: ignore[arg-type]
+    for index, (param, slot) in enumerate(zip(params, grad_buffer.group.layout.slots, strict=True)):
+        assert grad_buffer.full[slot.offset : slot.offset + slot.numel].eq(index + 1).all()
+        assert param.grad is grad_buffer.views[index]
+    assert done == [grad_buffer]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shape", [LARGE, BELOW])
 def test_accumulation_adds_in_place(stage: int, shape: tuple[int, ...]) -> None:
     params = parameters([shape, shape])
-    landing, done = make_landing(make_unit(params, stage, reduce_every="boundary"))
+    grad_buffer, done = make_grad_buffer(make_group(params, stage, reduce_every="boundary"))
     for turn in range(3):
-        backward(landing, params, factor=10.0**turn)
-        assert address(params[0].grad) == address(landing.full)  # type: ignore[arg-type]
+        backward(grad_buffer, params, factor=10.0**turn)
+        assert address(params[0].grad) == address(grad_buffer.full)  # type: ignore[arg-type]
     assert len(done) == 3
-    full = landing.close()
-    for index, slot in enumerate(landing.unit.layout.slots):
+    full = grad_buffer.close()
+    for index, slot in enumerate(grad_buffer.group.layout.slots):
         assert full[slot.offset : slot.offset + slot.numel].eq(111.0 * (index + 1)).all()
     assert all(param.grad is None for param in params)
 
@@ -62,116 +62,116 @@ def test_accumulation_adds_in_place(stage: int, shape: tuple[int, ...]) -> None:
 def test_sixteen_bit_gradients_are_accumulated_in_fp32(shape: tuple[int, ...]) -> None:
     """256 + 1 is 256 in bf16: only an fp32 sum sees the small micro-batches."""
     params = parameters([shape])
-    landing, _ = make_landing(make_unit(params, dtype=torch.bfloat16), dtype=torch.float32)
+    grad_buffer, _ = make_grad_buffer(make_group(params, dtype=torch.bfloat16), dtype=torch.float32)
     for factor in (256.0, 1.0, 1.0, 1.0):
-        backward(landing, params, factor)
+        backward(grad_buffer, params, factor)
         assert params[0].grad is None, "a 16-bit gradient is dropped once it is added"
-    full = landing.close()
-    slot = landing.unit.layout.slots[0]
+    full = grad_buffer.close()
+    slot = grad_buffer.group.layout.slots[0]
     assert full.dtype == torch.float32
     assert full[: slot.numel].eq(259.0).all()
 
 
 def test_padding_and_parameters_without_a_gradient_are_zeros() -> None:
     params = parameters([(5,), LARGE, (7,)])
-    landing, done = make_landing(make_unit(params))
-    landing.full.fill_(float("nan"))  # whatever an earlier step left
-    landing.live = False
-    landing.begin_pass()
+    grad_buffer, done = make_grad_buffer(make_group(params))
+    grad_buffer.full.fill_(float("nan"))  # whatever an earlier step left
+    grad_buffer.live = False
+    grad_buffer.begin_pass()
     params[0].sum().backward()
-    landing.end_pass()
-    full = landing.close()
-    assert done == [], "the unit never became complete"
+    grad_buffer.end_pass()
+    full = grad_buffer.close()
+    assert done == [], "the group never became complete"
     assert full[:5].eq(1).all()
     assert full[5:].eq(0).all()
 
 
 def test_what_did_not_land_this_time_is_not_what_landed_last_time() -> None:
     params = parameters([(5,), LARGE])
-    landing, _ = make_landing(make_unit(params, 1))
-    backward(landing, params)
-    landing.close()
-    landing.reset()
-    landing.begin_pass()
+    grad_buffer, _ = make_grad_buffer(make_group(params, 1))
+    backward(grad_buffer, params)
+    grad_buffer.close()
+    grad_buffer.reset()
+    grad_buffer.begin_pass()
     params[0].sum().backward()
-    landing.end_pass()
-    full = landing.close()
+    grad_buffer.end_pass()
+    full = grad_buffer.close()
     assert full[:5].eq(1).all()
     assert full[32:].eq(0).all()
 
 
 def test_complete_means_every_parameter_once_per_pass() -> None:
     params = parameters([(5,), (6,), LARGE])
-    landing, done = make_landing(make_unit(params))
-    landing.begin_pass()
+    grad_buffer, done = make_grad_buffer(make_group(params))
+    grad_buffer.begin_pass()
     params[0].sum().backward()
     params[0].sum().backward()
     params[1].sum().backward()
     assert done == []
     params[2].sum().backward()
-    assert done == [landing]
-    landing.begin_pass()
+    assert done == [grad_buffer]
+    grad_buffer.begin_pass()
     params[2].sum().backward()
     assert len(done) == 1
 
 
-def test_a_gradient_after_completion_marks_the_unit_as_late() -> None:
+def test_a_gradient_after_completion_marks_the_group_as_late() -> None:
     params = parameters([(5,), (6,)])
-    landing, done = make_landing(make_unit(params))
-    landing.begin_pass()
+    grad_buffer, done = make_grad_buffer(make_group(params))
+    grad_buffer.begin_pass()
     loss_of(params).backward()
-    assert not landing.late
+    assert not grad_buffer.late
     params[0].sum().backward()
-    landing.end_pass()
-    assert landing.late
+    grad_buffer.end_pass()
+    assert grad_buffer.late
     assert len(done) == 1
-    assert landing.close()[:5].eq(2.0).all()
+    assert grad_buffer.close()[:5].eq(2.0).all()
 
 
 @pytest.mark.parametrize("shape", [LARGE, BELOW])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_sealed_buffer_is_not_written_and_late_gradients_wait(stage: int, shape: tuple[int, ...]) -> None:
     params = parameters([shape])
-    landing, _ = make_landing(make_unit(params, stage))
-    backward(landing, params)
-    full = landing.close()
-    assert not landing.touched
+    grad_buffer, _ = make_grad_buffer(make_group(params, stage))
+    backward(grad_buffer, params)
+    full = grad_buffer.close()
+    assert not grad_buffer.touched
     params[0].sum().backward()
     params[0].sum().backward()
     assert full[: params[0].numel()].eq(1).all(), "being reduced: hands off"
-    assert landing.touched
+    assert grad_buffer.touched
     assert params[0].grad is not None
     assert address(params[0].grad) != address(full)
-    again = landing.close()
+    again = grad_buffer.close()
     assert again[: params[0].numel()].eq(2).all()
-    assert not landing.touched
+    assert not grad_buffer.touched
 
 
 def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
-    """Another engine's loss reaches this unit (a GAN's generator loss through the discriminator)."""
+    """Another engine's loss reaches this group (a GAN's generator loss through the discriminator)."""
     params = parameters([(5,), LARGE])
-    landing, done = make_landing(make_unit(params))
+    grad_buffer, done = make_grad_buffer(make_group(params))
     loss_of(params).backward()
     assert done == []
-    assert landing.touched
-    assert landing.close()[:5].eq(1).all()
+    assert grad_buffer.touched
+    assert grad_buffer.close()[:5].eq(1).all()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_reset_forgets_everything(stage: int) -> None:
     params = parameters([(5,), LARGE])
-    landing, _ = make_landing(make_unit(params, stage))
-    backward(landing, params)
-    landing.close()
+    grad_buffer, _ = make_grad_buffer(make_group(params, stage))
+    backward(grad_buffer, params)
+    grad_buffer.close()
     params[0].sum().backward()
-    landing.shard_filled = True
-    landing.reset()
-    assert not landing.touched
-    assert not landing.sealed
-    assert not landing.shard_filled
+    grad_buffer.shard_filled = True
+    grad_buffer.reset()
+    assert not grad_buffer.touched
+    assert not grad_buffer.sealed
+    assert not grad_buffer.shard_filled
     assert all(param.grad is None for param in params)
-    backward(landing, params, 3.0)
-    full = landing.close()
+    backward(grad_buffer, params, 3.0)
+    full = grad_buffer.close()
     assert full[:5].eq(3).all()
     assert full[32:].eq(6).all()
 
@@ -179,40 +179,40 @@ def test_reset_forgets_everything(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_full_gradients_live_as_long_as_the_plan_says(stage: int) -> None:
     params = parameters([(5,), LARGE])
-    landing, _ = make_landing(make_unit(params, stage, reduce_every="boundary"))
-    whole = landing.full.numel() * 4
+    grad_buffer, _ = make_grad_buffer(make_group(params, stage, reduce_every="boundary"))
+    whole = grad_buffer.full.numel() * 4
     kept = stage < 2
-    assert landing.full.untyped_storage().nbytes() == (whole if kept else 0)
-    assert landing.in_place is kept
-    assert (address(landing.shard) == address(landing.full)) is kept
-    backward(landing, params)
-    assert landing.full.untyped_storage().nbytes() == whole
-    landing.close()
-    landing.free()
-    assert landing.full.untyped_storage().nbytes() == (whole if kept else 0)
-    landing.reset()
-    assert landing.full.untyped_storage().nbytes() == (whole if kept else 0)
-    assert landing.persistent_bytes() == whole
+    assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
+    assert grad_buffer.in_place is kept
+    assert (address(grad_buffer.shard) == address(grad_buffer.full)) is kept
+    backward(grad_buffer, params)
+    assert grad_buffer.full.untyped_storage().nbytes() == whole
+    grad_buffer.close()
+    grad_buffer.free()
+    assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
+    grad_buffer.reset()
+    assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
+    assert grad_buffer.persistent_bytes() == whole
 
 
 def test_gradients_that_user_code_sets_or_clears_between_passes() -> None:
     params = parameters([(5,), LARGE])
-    landing, _ = make_landing(make_unit(params, 1))
-    backward(landing, params)
+    grad_buffer, _ = make_grad_buffer(make_group(params, 1))
+    backward(grad_buffer, params)
     for param in params:
         assert param.grad is not None
         param.grad.mul_(2.0)  # user code may scale what it sees: it is the buffer
-    full = landing.close()
+    full = grad_buffer.close()
     assert full[:5].eq(2).all()
     assert full[32:].eq(4).all()
 
 
 def test_without_its_hooks_gradients_stay_with_the_parameters() -> None:
     params = parameters([(5,)])
-    landing, done = make_landing(make_unit(params))
-    landing.remove_hooks()
-    landing.begin_pass()
+    grad_buffer, done = make_grad_buffer(make_group(params))
+    grad_buffer.remove_hooks()
+    grad_buffer.begin_pass()
     params[0].sum().backward()
     assert done == []
-    assert not landing.touched
+    assert not grad_buffer.touched
     assert params[0].grad is not None

@@ -60,8 +60,8 @@ def persistent(stage: int, precision: str, accumulation: int, shard: int | None)
     optimizer = add_optimizer(model)
     step(model)
     said = sum(model.persistent_bytes().values()) + optimizer.persistent_bytes()
-    tensors = [t for unit in model.units for t in (unit.full, unit.shard, unit.master)]
-    tensors += [t for landing in model.landings for t in (landing.full, landing.shard)]
+    tensors = [t for group in model.groups for t in (group.full, group.shard, group.master)]
+    tensors += [t for grad_buffer in model.grad_buffers for t in (grad_buffer.full, grad_buffer.shard)]
     tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()
@@ -110,15 +110,15 @@ def test_persistent_bytes_with_accumulation_and_hybrid_sharding(ranks: Pools) ->
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
-def test_every_trained_parameter_is_in_one_unit() -> None:
+def test_every_trained_parameter_is_in_one_group() -> None:
     model = make_model(TinyLM(), 3, settings=FREE_ALL)
-    held = [id(param) for unit in model.units for param in unit.params]
+    held = [id(param) for group in model.groups for param in group.params]
     assert sorted(held) == sorted(id(param) for param in model.module.parameters())
-    unit, index = model.unit_of(model.module.embed.weight)  # type: ignore[union-attr, arg-type]
-    assert unit.layout.slots[index].name == "embed.weight"
-    assert model.landing_of(unit) is not None
-    with pytest.raises(TrialError, match="in no unit"):
-        model.unit_of(torch.zeros(3))
+    group, index = model.group_of(model.module.embed.weight)  # type: ignore[union-attr, arg-type]
+    assert group.layout.slots[index].name == "embed.weight"
+    assert model.grad_buffer_of(group) is not None
+    with pytest.raises(TrialError, match="in no group"):
+        model.group_of(torch.zeros(3))
 
 
 def taken_apart() -> list[bool]:
@@ -137,7 +137,7 @@ def taken_apart() -> list[bool]:
         loss.item() == expected.item(),
         all(same),
         all(grads),
-        not any(landing.touched for landing in model.landings),
+        not any(grad_buffer.touched for grad_buffer in model.grad_buffers),
     ]
 
 

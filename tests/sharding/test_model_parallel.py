@@ -25,7 +25,7 @@ def test_marks_of_megatron_and_deepspeed(mark: str) -> None:
     assert not is_model_parallel(param)
 
 
-def test_no_unit_holds_parts_and_copies() -> None:
+def test_no_group_holds_parts_and_copies() -> None:
     params = {name: nn.Parameter(torch.zeros(2)) for name in "abcd"}
     for name in "bd":
         params[name].model_parallel = True  # type: ignore[attr-defined]

@@ -17,10 +17,10 @@ def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:
     model = build(1)
     optimizer = add_optimizer(model, torch.optim.SGD, lr=1.0)
     piece = optimizer.pieces[0]
-    assert address(piece.weight) == address(piece.unit.master)
+    assert address(piece.weight) == address(piece.group.master)
     before = piece.weight.detach().clone()
-    for landing in model.landings:
-        landing.shard.fill_(2.0)
+    for grad_buffer in model.grad_buffers:
+        grad_buffer.shard.fill_(2.0)
     optimizer.step(multiplier=0.25)
     assert torch.allclose(piece.weight, before - 0.5)
     assert piece.weight.grad is None
@@ -34,19 +34,23 @@ def test_a_step_past_the_engine_is_refused() -> None:
         ShardedOptimizer(FusedLamb([{"params": []}]), [], scale=lambda: 1.0).step(lambda: 1.0)  # type: ignore[arg-type]
 
 
-def test_tensors_are_numbered_over_all_units_also_where_a_rank_has_no_piece() -> None:
-    """Otherwise a rank whose part of a unit is padding would add its squares to other tensors than its peers."""
+def test_tensors_are_numbered_over_all_groups_also_where_a_rank_has_no_piece() -> None:
+    """Otherwise a rank whose part of a group is padding would add its squares to other tensors than its peers."""
     model = build(0)
-    landings = model.landings
-    pieces = cut_pieces(landings[-1:], whole_tensors=False)
-    groups = [{"params": [piece.weight for piece in pieces if piece.group == index]} for index in (0, 1)]
-    optimizer = ShardedOptimizer(FusedLamb(groups), pieces, scale=lambda: 1.0)
-    names = {slot.name for landing in landings for slot in landing.unit.layout.slots}
+    grad_buffers = model.grad_buffers
+    pieces = cut_pieces(grad_buffers[-1:], whole_tensors=False)
+    opt_groups = [{"params": [piece.weight for piece in pieces if piece.opt_group == index]} for index in (0, 1)]
+    optimizer = ShardedOptimizer(FusedLamb(opt_groups), pieces, scale=lambda: 1.0)
+    names = {slot.name for grad_buffer in grad_buffers for slot in grad_buffer.group.layout.slots}
     asked: list[tuple[int, ...]] = []
-    optimizer.bind_tensors([landing.unit for landing in landings], lambda sums: asked.append(tuple(sums.shape)))
+    optimizer.bind_tensors(
+        [grad_buffer.group for grad_buffer in grad_buffers], lambda sums: asked.append(tuple(sums.shape))
+    )
     optimizer.step(1.0)
-    assert asked == [(2, len(names))] and len(names) > len(pieces[0].unit.layout.slots)
+    assert asked == [(2, len(names))] and len(names) > len(pieces[0].group.layout.slots)
     nothing = ShardedOptimizer(FusedLamb([{"params": []}]), [], scale=lambda: 1.0)
-    nothing.bind_tensors([landing.unit for landing in landings], lambda sums: asked.append(tuple(sums.shape)))
+    nothing.bind_tensors(
+        [grad_buffer.group for grad_buffer in grad_buffers], lambda sums: asked.append(tuple(sums.shape))
+    )
     nothing.step(1.0)
     assert asked == [(2, len(names))] * 2  # also a rank without any piece takes part

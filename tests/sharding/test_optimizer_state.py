@@ -59,7 +59,7 @@ def state_travels(stage: int) -> list[bool]:
     train(model, 2)
     kept = {(v.kind, v.name, v.start): v.tensor.clone() for v in optimizer.views()}
     scalars = optimizer.scalars()
-    shapes = {slot.name: slot.shape for unit in model.units for slot in unit.layout.slots}
+    shapes = {slot.name: slot.shape for group in model.groups for slot in group.layout.slots}
     train(model, 1)
     expected = {(v.kind, v.name, v.start): v.tensor.clone() for v in optimizer.views()}
 
@@ -69,8 +69,8 @@ def state_travels(stage: int) -> list[bool]:
     fresh.make_state(["exp_avg", "exp_avg_sq"], scalars, lambda kind, name: shapes.get(name))
     for view in fresh.views():
         view.tensor.copy_(kept[view.kind, view.name, view.start])
-    for unit in other.units:
-        pending = unit.publish()
+    for group in other.groups:
+        pending = group.publish()
         if pending is not None:
             pending.wait()
     loss = other.module(torch.linspace(-1, 1, 33).view(3, 11))
@@ -91,24 +91,24 @@ def test_made_state_takes_a_checkpoint_in(ranks: Pools, stage: int) -> None:
 def shards_of_state() -> list[bool]:
     model = build(2)
     optimizer = add_optimizer(model, torch.optim.AdamW, lr=1e-3)
-    unit = model.units[0]
-    out = [optimizer.state_shard(unit, "exp_avg") is None]
+    group = model.groups[0]
+    out = [optimizer.state_shard(group, "exp_avg") is None]
     train(model, 1)
-    shard = optimizer.state_shard(unit, "exp_avg")
+    shard = optimizer.state_shard(group, "exp_avg")
     assert shard is not None
-    out.append(shard.numel() == unit.layout.shard_numel)
-    optimizer.set_state_shard(unit, "exp_avg", torch.full_like(shard, 3.0))
-    again = optimizer.state_shard(unit, "exp_avg")
+    out.append(shard.numel() == group.layout.shard_numel)
+    optimizer.set_state_shard(group, "exp_avg", torch.full_like(shard, 3.0))
+    again = optimizer.state_shard(group, "exp_avg")
     assert again is not None
     out.append(bool(again.eq(3).all()))
-    others = [optimizer.state_shard(other, "exp_avg") for other in model.units[1:]]
+    others = [optimizer.state_shard(other, "exp_avg") for other in model.groups[1:]]
     out.append(not any(bool(value.eq(3).any()) for value in others if value is not None))
-    out.append(optimizer.state_shard(unit, "step") is None)
-    out.append(optimizer.state_shard(unit, "nothing") is None)
+    out.append(optimizer.state_shard(group, "step") is None)
+    out.append(optimizer.state_shard(group, "nothing") is None)
     return out
 
 
-def test_the_state_of_a_unit_as_one_shard(ranks: Pools) -> None:
+def test_the_state_of_a_group_as_one_shard(ranks: Pools) -> None:
     assert ranks(2).run(shards_of_state) == [[True] * 6] * 2
 
 
@@ -117,7 +117,7 @@ def sizes(stage: int) -> tuple[int, int]:
     optimizer = add_optimizer(model, torch.optim.AdamW, lr=1e-3)
     assert optimizer.persistent_bytes() == 0
     train(model, 1)
-    return optimizer.persistent_bytes(), sum(unit.layout.shard_numel for unit in model.units)
+    return optimizer.persistent_bytes(), sum(group.layout.shard_numel for group in model.groups)
 
 
 def test_adam_keeps_eight_bytes_per_element_of_the_shard(ranks: Pools) -> None:

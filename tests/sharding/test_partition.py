@@ -117,8 +117,8 @@ def test_owner_of(names: list[str], owner: str) -> None:
     assert block_of(names, ["h.1", "h.10", "h.1.inner"]) == owner
 
 
-def members(*sizes: int, key: object = "fp32", block: str = ROOT, group: int = 0) -> list[ParamFacts]:
-    return [ParamFacts(f"p{index}", size, (key,), group, block) for index, size in enumerate(sizes)]
+def members(*sizes: int, key: object = "fp32", block: str = ROOT, opt_group: int = 0) -> list[ParamFacts]:
+    return [ParamFacts(f"p{index}", size, (key,), opt_group, block) for index, size in enumerate(sizes)]
 
 
 def names(grouping: object) -> list[str]:
@@ -153,7 +153,8 @@ sizes = st.lists(
 
 def mixed(rows: list[tuple[int, str, int, str]]) -> list[ParamFacts]:
     return [
-        ParamFacts(f"p{i}", numel, (key, group >= 0), group, block) for i, (numel, key, group, block) in enumerate(rows)
+        ParamFacts(f"p{i}", numel, (key, opt_group >= 0), opt_group, block)
+        for i, (numel, key, opt_group, block) in enumerate(rows)
     ]
 
 
@@ -164,8 +165,8 @@ def test_every_parameter_is_in_one_bucket_of_its_own_kind(rows: list[tuple[int, 
     assert sorted(name for bucket in made for name in names(bucket)) == sorted(member.name for member in given_members)
     for bucket in made:
         assert len({member.key for member in bucket.members}) == 1
-        groups = [member.group for member in bucket.members]
-        assert groups == sorted(groups), "each optimizer group is one run"
+        opt_groups = [member.opt_group for member in bucket.members]
+        assert opt_groups == sorted(opt_groups), "each optimizer group is one run"
         assert len(bucket.members) == 1 or sum(member.numel for member in bucket.members) <= limit
     assert len({bucket.name for bucket in made}) == len(made)
 
@@ -176,14 +177,14 @@ def test_every_parameter_is_in_one_block_or_persists(
 ) -> None:
     given_members = mixed(rows)
     made = into_blocks(given_members, GroupingLimits(persistence=threshold, model_persistence=budget))
-    assert sorted(name for unit in made for name in names(unit)) == sorted(member.name for member in given_members)
-    assert sum(member.numel for unit in made if unit.always for member in unit.members) <= budget
-    for unit in made:
-        assert len({member.key for member in unit.members}) == 1
-        if unit.always:
-            assert all(member.numel < threshold for member in unit.members)
+    assert sorted(name for group in made for name in names(group)) == sorted(member.name for member in given_members)
+    assert sum(member.numel for group in made if group.always for member in group.members) <= budget
+    for group in made:
+        assert len({member.key for member in group.members}) == 1
+        if group.always:
+            assert all(member.numel < threshold for member in group.members)
         else:
-            assert {member.block for member in unit.members} == {unit.block}
+            assert {member.block for member in group.members} == {group.block}
 
 
 def test_blocks_come_as_backward_reaches_them_with_root_and_small_ones_last() -> None:
@@ -191,7 +192,7 @@ def test_blocks_come_as_backward_reaches_them_with_root_and_small_ones_last() ->
     made = into_blocks(
         [ParamFacts(name, numel, ("fp32",), 0, block) for name, numel, block in rows], GroupingLimits(persistence=100)
     )
-    assert [(unit.name, names(unit), unit.always) for unit in made] == [
+    assert [(group.name, names(group), group.always) for group in made] == [
         ("h.1", ["h.1.w"], False),
         ("h.0", ["h.0.w"], False),
         ("root", ["wte", "head"], False),
@@ -242,10 +243,10 @@ def test_persistent_members_are_the_small_ones_within_the_budget(
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=10))
 def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None:
-    ordered = sorted((group for _, group in rows))
+    ordered = sorted((opt_group for _, opt_group in rows))
     offsets, end = [], 0
-    for (blocks, _), group in zip(rows, ordered, strict=True):
-        offsets.append((end, group))
+    for (blocks, _), opt_group in zip(rows, ordered, strict=True):
+        offsets.append((end, opt_group))
         end += 32 * blocks
     runs = runs_of_groups(offsets, end + 64)
     assert set(runs) == set(ordered)
@@ -253,5 +254,5 @@ def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None
     assert edges[0][0] == 0
     assert edges[-1][1] == end + 64
     assert all(before[1] == after[0] for before, after in pairwise(edges))
-    for offset, group in offsets:
-        assert runs[group][0] <= offset < runs[group][1]
+    for offset, opt_group in offsets:
+        assert runs[opt_group][0] <= offset < runs[opt_group][1]

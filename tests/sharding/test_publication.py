@@ -24,19 +24,19 @@ class LionNoFusion(FusedLion):
     fuses = False
 
 
-def test_units_go_in_the_models_order_as_soon_as_they_are_done() -> None:
+def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     model = build(1)
     optimizer = add_optimizer(model, FusedAdam, lr=0.1)
     published: list[str] = []
-    for unit in model.units:
-        unit.publish = lambda rounded=False, lend=True, unit=unit: published.append(unit.name)  # type: ignore[method-assign]
-    publication = ParamPublisher(model.units, optimizer.pieces, [])
-    names = [unit.name for unit in model.units]
+    for group in model.groups:
+        group.publish = lambda rounded=False, lend=True, group=group: published.append(group.name)  # type: ignore[method-assign]
+    publication = ParamPublisher(model.groups, optimizer.pieces, [])
+    names = [group.name for group in model.groups]
     assert len(names) > 2
-    of_first = [piece for piece in optimizer.pieces if piece.unit is model.units[0]]
-    rest = [piece for piece in optimizer.pieces if piece.unit is not model.units[0]]
+    of_first = [piece for piece in optimizer.pieces if piece.group is model.groups[0]]
+    rest = [piece for piece in optimizer.pieces if piece.group is not model.groups[0]]
     publication.updated(rest, True)
-    assert published == [], "the first unit is not done, so none may go: another rank's order is the same"
+    assert published == [], "the first group is not done, so none may go: another rank's order is the same"
     publication.updated(of_first[:1], True)
     publication.updated(of_first[1:], True)
     assert published == names
@@ -44,13 +44,13 @@ def test_units_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     assert published == names
 
 
-def test_a_unit_without_pieces_goes_in_its_turn() -> None:
+def test_a_group_without_pieces_goes_in_its_turn() -> None:
     model = build(1)
     published: list[str] = []
-    for unit in model.units:
-        unit.publish = lambda rounded=False, lend=True, unit=unit: published.append(f"{unit.name} {rounded}")  # type: ignore[method-assign]
-    ParamPublisher(model.units, (), []).finish()
-    assert published == [f"{unit.name} False" for unit in model.units]
+    for group in model.groups:
+        group.publish = lambda rounded=False, lend=True, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
+    ParamPublisher(model.groups, (), []).finish()
+    assert published == [f"{group.name} False" for group in model.groups]
 
 
 def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         model.update(0.5 / model.mesh.data.size)
         model.reducer.reset()
         model.wait()
-    return [unit.master.clone() for unit in model.units] + [unit.shard.clone() for unit in model.units]
+    return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]
 
 
 def run_both(stage: int, precision: str, fused: type, plain: type) -> tuple[bool, int]:

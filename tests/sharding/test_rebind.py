@@ -17,14 +17,18 @@ from zero_trial.sharding.pieces import cut_pieces, rebind
 def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:
     torch.manual_seed(0)
     module = Small()
-    groups = by_decay(module)
-    base = torch.optim.AdamW([{"params": groups[0], "lr": 0.5}, {"params": groups[1], "lr": 0.25, "weight_decay": 0.0}])
-    model = make_model(module, 1, groups=groups)
-    pieces = cut_pieces(model.landings, whole_tensors=False)
+    opt_groups = by_decay(module)
+    base = torch.optim.AdamW(
+        [{"params": opt_groups[0], "lr": 0.5}, {"params": opt_groups[1], "lr": 0.25, "weight_decay": 0.0}]
+    )
+    model = make_model(module, 1, opt_groups=opt_groups)
+    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
     rebind(base, pieces)
-    assert [group["lr"] for group in base.param_groups] == [0.5, 0.25]
-    for index, group in enumerate(base.param_groups):
-        assert [id(p) for p in group["params"]] == [id(piece.weight) for piece in pieces if piece.group == index]
+    assert [opt_group["lr"] for opt_group in base.param_groups] == [0.5, 0.25]
+    for index, opt_group in enumerate(base.param_groups):
+        assert [id(p) for p in opt_group["params"]] == [
+            id(piece.weight) for piece in pieces if piece.opt_group == index
+        ]
     optimizer = ShardedOptimizer(base, pieces, scale=lambda: 8.0)
     base.param_groups[0]["lr"] = 0.125  # a scheduler holds the base
     assert optimizer.param_groups[0]["lr"] == 0.125
@@ -48,7 +52,7 @@ def test_a_client_optimizer_must_be_fresh(kind: Any, options: dict[str, Any]) ->
             module(torch.ones(2, 11)).backward()
             base.step()
         model = make_model(module, 0)
-        pieces = cut_pieces(model.landings, whole_tensors=False)
+        pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
         if stepped:
             with pytest.raises(ConfigError, match="has stepped before"):
                 rebind(base, pieces)

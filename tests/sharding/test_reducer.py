@@ -23,7 +23,7 @@ SHAPES = [[(6, 10), (6,)], [(200, 90)], [(3,), (40, 3)]]
 
 
 class Rig:
-    """Three units, their landings and a reducer, without a model around them."""
+    """Three groups, their gradient buffers and a reducer, without a model around them."""
 
     def __init__(
         self,
@@ -38,55 +38,55 @@ class Rig:
         plan = plan_for_stage(stage, reduce_every=every)
         self.params = [parameters(shapes, dtype, seed=index) for index, shapes in enumerate(SHAPES)]
         self.launched: list[str] = []
-        self.landings = []
+        self.grad_buffers = []
         for index, params in enumerate(self.params):
             layout = lay_out(
                 [(f"u{index}.p{number}", tuple(p.shape)) for number, p in enumerate(params)],
                 self.mesh.shard.size,
                 self.mesh.replica.size,
             )
-            unit = ParamGroup(
+            group = ParamGroup(
                 f"u{index}", layout, params, plan=plan.persistent(), dtype=dtype, device=torch.device("cpu"),
                 comm=self.mesh.shard, runs={0: (0, layout.numel)},
             )  # fmt: skip
-            self.landings.append(GradBuffer(unit, dtype=dtype, shard_dtype=dtype, on_complete=self._complete))
-        self.reducer = GradReducer(self.landings, self.mesh.shard, self.mesh.replica, **kwargs)
+            self.grad_buffers.append(GradBuffer(group, dtype=dtype, shard_dtype=dtype, on_complete=self._complete))
+        self.reducer = GradReducer(self.grad_buffers, self.mesh.shard, self.mesh.replica, **kwargs)
         launch = self.reducer._launch
 
-        def watched(landing: GradBuffer) -> None:
-            self.launched.append(landing.unit.name)
-            launch(landing)
+        def watched(grad_buffer: GradBuffer) -> None:
+            self.launched.append(grad_buffer.group.name)
+            launch(grad_buffer)
 
         self.reducer._launch = watched  # type: ignore[method-assign]
 
-    def _complete(self, landing: GradBuffer) -> None:
-        self.reducer.offer(landing)
+    def _complete(self, grad_buffer: GradBuffer) -> None:
+        self.reducer.offer(grad_buffer)
 
     @property
     def rank(self) -> int:
         return self.mesh.rank
 
     def backward(self, order: list[int], *, reduce: bool = True, factor: float = 1.0) -> None:
-        """A pass in which the units get gradients one after the other: (rank + 1) * (unit + 1) * factor everywhere."""
-        for landing in self.landings:
-            landing.begin_pass()
+        """A pass in which the groups get gradients one after the other: (rank + 1) * (group + 1) * factor everywhere."""
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.begin_pass()
         if reduce:
             self.reducer.begin()
         for index in order:
             scale = (self.rank + 1) * (index + 1) * factor
             torch.stack([(scale * p).sum() for p in self.params[index]]).sum().backward()
-        for landing in self.landings:
-            landing.end_pass()
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.end_pass()
         self.reducer.finish()
 
     def sums(self) -> list[float]:
-        """The value that fills each unit's reduced gradient; NaN if it is not one value with zeros in the padding."""
+        """The value that fills each group's reduced gradient; NaN if it is not one value with zeros in the padding."""
         found = []
-        for landing in self.landings:
-            inside = torch.zeros(landing.shard.numel(), dtype=torch.bool)
-            for piece in landing.unit.layout.pieces(self.mesh.shard.index):
+        for grad_buffer in self.grad_buffers:
+            inside = torch.zeros(grad_buffer.shard.numel(), dtype=torch.bool)
+            for piece in grad_buffer.group.layout.pieces(self.mesh.shard.index):
                 inside[piece.offset : piece.offset + piece.numel] = True
-            payload, padding = landing.shard[inside], landing.shard[~inside]
+            payload, padding = grad_buffer.shard[inside], grad_buffer.shard[~inside]
             same = payload.numel() == 0 or bool(payload.eq(payload[0]).all())
             clean = bool(padding.eq(0).all())
             found.append(
@@ -131,7 +131,7 @@ def test_on_one_rank_nothing_is_added() -> None:
 
 
 def orders() -> dict[str, Any]:
-    """The second rank's units become complete in another order."""
+    """The second rank's groups become complete in another order."""
     rig = Rig(2)
     own = [2, 1, 0] if rig.rank == 0 else [0, 2, 1]
     out: dict[str, Any] = {"before": rig.reducer.order_by_name()}
@@ -145,7 +145,7 @@ def orders() -> dict[str, Any]:
     return out
 
 
-def test_units_go_in_one_order_on_all_ranks_and_from_the_second_step_in_that_of_rank_0(ranks: Pools) -> None:
+def test_groups_go_in_one_order_on_all_ranks_and_from_the_second_step_in_that_of_rank_0(ranks: Pools) -> None:
     for found in ranks(2).run(orders):
         assert found["before"] is None
         assert found["first"] == ["u0", "u1", "u2"]
@@ -153,7 +153,7 @@ def test_units_go_in_one_order_on_all_ranks_and_from_the_second_step_in_that_of_
         assert fits(found["sums"], [3.0, 6.0, 9.0])
 
 
-def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_units() -> None:
+def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_groups() -> None:
     rig = Rig(2)
     rig.reducer.take_order(["u1", "u2", "u0"])
     assert rig.reducer.order_by_name() == ["u1", "u2", "u0"]
@@ -163,7 +163,7 @@ def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_units() -> None:
 
 
 def unused() -> list[list[float]]:
-    """Unit 1 gets nothing on any rank, unit 2 nothing on rank 0; nobody waits for ever."""
+    """Group 1 gets nothing on any rank, group 2 nothing on rank 0; nobody waits for ever."""
     rig = Rig(2)
     rig.backward([0, 2] if rig.rank == 1 else [0])
     first = rig.sums()
@@ -195,15 +195,15 @@ def test_accumulation(ranks: Pools, stage: int, every: str) -> None:
 
 
 def flying(in_flight: int, shard: int | None = None) -> int:
-    """How many full gradient buffers live at most while units complete one after the other."""
+    """How many full gradient buffers live at most while groups complete one after the other."""
     rig = Rig(2, in_flight=in_flight, shard=shard)
     most = 0
     offer = rig.reducer.offer
 
-    def watched(landing: GradBuffer) -> None:
+    def watched(grad_buffer: GradBuffer) -> None:
         nonlocal most
-        offer(landing)
-        most = max(most, sum(landing.live for landing in rig.landings))
+        offer(grad_buffer)
+        most = max(most, sum(grad_buffer.live for grad_buffer in rig.grad_buffers))
 
     rig.reducer.offer = watched  # type: ignore[method-assign]
     rig.backward([0, 1, 2])
@@ -316,7 +316,9 @@ def scaled(dtype: torch.dtype | None, scale: float) -> tuple[list[float], int]:
 
 
 def test_dtype_and_scale_on_the_wire(ranks: Pools) -> None:
-    numel = sum(landing.unit.layout.numel for landing in Rig(2).landings)  # on one rank; two need no more padding
+    numel = sum(
+        grad_buffer.group.layout.numel for grad_buffer in Rig(2).grad_buffers
+    )  # on one rank; two need no more padding
     for found, moved in ranks(2).run(scaled, None, 0.5):
         assert fits(found, [1.5, 3.0, 4.5])
         assert moved == pytest.approx(numel * 4 / 2, abs=4 * 64 * 3)
@@ -341,7 +343,7 @@ def square_sums(stage: int, passes: int, replicated: bool) -> tuple[float, int, 
     total = torch.stack(list(rig.reducer.square_sums.values())).sum().reshape(1)
     for axis in (rig.mesh.shard, rig.mesh.replica):
         axis.all_reduce_small(total, "norm")
-    return float(total), sum(read), sum(landing.unit.layout.numel for landing in rig.landings)
+    return float(total), sum(read), sum(grad_buffer.group.layout.numel for grad_buffer in rig.grad_buffers)
 
 
 SIZES = [66, 18000, 123]
@@ -376,8 +378,8 @@ def test_square_sums_of_a_second_sum_on_top_are_those_of_both(
 def culprits(stage: int, every: str, bad_rank: int, position: int, value: float) -> list[tuple[int | None, str]]:
     """One element of one rank's gradient is ``value``."""
     rig = Rig(stage, every=every)
-    for landing in rig.landings:
-        landing.begin_pass()
+    for grad_buffer in rig.grad_buffers:
+        grad_buffer.begin_pass()
     rig.reducer.begin()
     weight = torch.ones(200 * 90)
     if rig.rank == bad_rank:
@@ -385,8 +387,8 @@ def culprits(stage: int, every: str, bad_rank: int, position: int, value: float)
     torch.stack([p.sum() for p in rig.params[2]]).sum().backward()
     (rig.params[1][0] * weight.view(200, 90)).sum().backward()
     torch.stack([p.sum() for p in rig.params[0]]).sum().backward()
-    for landing in rig.landings:
-        landing.end_pass()
+    for grad_buffer in rig.grad_buffers:
+        grad_buffer.end_pass()
     rig.reducer.finish()
     return [(culprit.rank, culprit.parameter()) for culprit in rig.reducer.culprits]
 
@@ -415,7 +417,7 @@ def test_resetting_forgets_sums_and_culprits() -> None:
     rig.reducer.reset()
     assert rig.reducer.culprits == []
     assert rig.reducer.square_sums == {}
-    assert not any(landing.shard_filled or landing.touched for landing in rig.landings)
+    assert not any(grad_buffer.shard_filled or grad_buffer.touched for grad_buffer in rig.grad_buffers)
     rig.backward([2, 1, 0])
     assert rig.sums() == [1.0, 2.0, 3.0]
 
@@ -423,8 +425,8 @@ def test_resetting_forgets_sums_and_culprits() -> None:
 def interrupted() -> list[float]:
     """A backward pass that ended in an exception of the user's, on all ranks, while reductions were under way."""
     rig = Rig(2)
-    for landing in rig.landings:
-        landing.begin_pass()
+    for grad_buffer in rig.grad_buffers:
+        grad_buffer.begin_pass()
     rig.reducer.begin()
     for index in (0, 1):
         torch.stack([p.sum() for p in rig.params[index]]).sum().backward()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.sharding.late_shelf import LateShelf, LateTicket
-from tests.sharding.parts import make_landing, make_unit, parameters
+from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, StateColumn, SwappedStore, state_columns
@@ -25,39 +25,48 @@ from zero_trial.sharding.publish import ParamPublisher
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
 
 
-def units(dtype: torch.dtype, groups: int = 1) -> list[ParamGroup]:
-    """Two units; with two groups the first ends inside a block of the disk."""
+def groups(dtype: torch.dtype, opt_groups: int = 1) -> list[ParamGroup]:
+    """Two groups; with two groups the first ends inside a block of the disk."""
     found = []
     for seed in (1, 2):
         params = parameters(SIZES, seed=seed)
         first = -(-SIZES[0][0] // 32) * 32
-        unit = make_unit(params, stage=2, dtype=dtype)
-        if groups == 2:
-            unit.runs = {0: (0, first), 1: (first, unit.layout.numel)}  # type: ignore[assignment]
-        found.append(unit)
+        group = make_group(params, stage=2, dtype=dtype)
+        if opt_groups == 2:
+            group.runs = {0: (0, first), 1: (first, group.layout.numel)}  # type: ignore[assignment]
+        found.append(group)
     return found
 
 
 class Training:
-    """Some steps of an optimizer on units, in memory or through a file."""
+    """Some steps of an optimizer on groups, in memory or through a file."""
 
     def __init__(
-        self, build: Any, dtype: torch.dtype, folder: Path | LateShelf | None = None, *, slots: int = 3, groups: int = 1
+        self,
+        build: Any,
+        dtype: torch.dtype,
+        folder: Path | LateShelf | None = None,
+        *,
+        slots: int = 3,
+        opt_groups: int = 1,
     ) -> None:
-        self.units = units(dtype, groups)
-        self.landings = [make_landing(unit)[0] for unit in self.units]
+        self.groups = groups(dtype, opt_groups)
+        self.grad_buffers = [make_grad_buffer(group)[0] for group in self.groups]
         self.file: Any = None
         if folder is not None:
             late = isinstance(folder, LateShelf)
             self.file = folder if late else SwapFile(folder, 1 << 16, block_size=1 << 14)
             masters = MasterSwap(self.file)
-            for unit in self.units:
-                masters.take(unit)
-        pieces = cut_pieces(self.landings, whole_tensors=False, most=CUT if folder is not None else None)
+            for group in self.groups:
+                masters.take(group)
+        pieces = cut_pieces(self.grad_buffers, whole_tensors=False, most=CUT if folder is not None else None)
         self.base = build(
             [
-                {"params": [piece.weight for piece in pieces if piece.group == group], "lr": 0.01 * (1 + group)}
-                for group in range(groups)
+                {
+                    "params": [piece.weight for piece in pieces if piece.opt_group == opt_group],
+                    "lr": 0.01 * (1 + opt_group),
+                }
+                for opt_group in range(opt_groups)
             ]
         )
         store = None
@@ -69,9 +78,9 @@ class Training:
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
-        for landing in self.landings:
-            landing.shard.copy_(torch.randn(landing.shard.shape, generator=generator))
-        publication = ParamPublisher(self.units, self.optimizer.pieces, [])
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.shard.copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
+        publication = ParamPublisher(self.groups, self.optimizer.pieces, [])
         self.optimizer.step(0.5, publication.updated)
         publication.finish()
 
@@ -79,11 +88,15 @@ class Training:
         with self.optimizer.lent():
             states = [
                 state.clone()
-                for unit in self.units
+                for group in self.groups
                 for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
-                if (state := self.optimizer.state_shard(unit, kind)) is not None
+                if (state := self.optimizer.state_shard(group, kind)) is not None
             ]
-            return [unit.shard.clone() for unit in self.units] + [unit.master.clone() for unit in self.units] + states
+            return (
+                [group.shard.clone() for group in self.groups]
+                + [group.master.clone() for group in self.groups]
+                + states
+            )
 
 
 def equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
@@ -91,24 +104,24 @@ def equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 BUILDS = {
-    "torch": lambda groups: torch.optim.AdamW(groups, weight_decay=0.1),
-    "fused": lambda groups: FusedAdam(groups, weight_decay=0.1),
-    "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+    "torch": lambda opt_groups: torch.optim.AdamW(opt_groups, weight_decay=0.1),
+    "fused": lambda opt_groups: FusedAdam(opt_groups, weight_decay=0.1),
+    "momentum": lambda opt_groups: torch.optim.SGD(opt_groups, momentum=0.9),
     "eager": torch.optim.Adagrad,
 }
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("opt_groups", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_the_same_bits_as_in_memory(tmp_path: Path, name: str, dtype: torch.dtype, groups: int) -> None:
-    here = Training(BUILDS[name], dtype, groups=groups)
-    away = Training(BUILDS[name], dtype, tmp_path, groups=groups)
+def test_the_same_bits_as_in_memory(tmp_path: Path, name: str, dtype: torch.dtype, opt_groups: int) -> None:
+    here = Training(BUILDS[name], dtype, opt_groups=opt_groups)
+    away = Training(BUILDS[name], dtype, tmp_path, opt_groups=opt_groups)
     for number in range(3):
         here.step(number)
         away.step(number)
     assert equal(here.values(), away.values())
-    assert len(away.optimizer.pieces) == (16 if groups == 1 else 18)
+    assert len(away.optimizer.pieces) == (16 if opt_groups == 1 else 18)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 40])
@@ -140,7 +153,7 @@ def test_nothing_is_used_before_it_is_there(name: str, slots: int) -> None:
 def test_what_a_step_reads_and_writes(tmp_path: Path, dtype: torch.dtype, masters: int) -> None:
     """Adam: 2 x 8 bytes per fp32 parameter, 2 x 12 per 16-bit one; there are no moments to read in the first step."""
     away = Training(BUILDS["fused"], dtype, tmp_path)
-    count = sum(unit.layout.shard_numel for unit in away.units)
+    count = sum(group.layout.shard_numel for group in away.groups)
     file = away.file
     assert file is not None
     assert (file.bytes_read, file.bytes_written) == (0, masters * count)
@@ -155,13 +168,13 @@ def test_what_a_step_reads_and_writes(tmp_path: Path, dtype: torch.dtype, master
 def test_between_steps_nothing_but_the_buffers_is_in_memory(tmp_path: Path) -> None:
     away = Training(BUILDS["torch"], torch.bfloat16, tmp_path, slots=2)
     away.step(0)
-    assert all(is_absent(unit.master) and unit.master.isnan().all() for unit in away.units)
+    assert all(is_absent(group.master) and group.master.isnan().all() for group in away.groups)
     states = [value for state in away.base.state.values() for value in state.values() if value.dim()]
     assert len(states) == 2 * 16 and all(is_absent(value) and value.isnan().all() for value in states)
     store = away.store
     assert store is not None and away.optimizer.persistent_bytes() == store.buffer_bytes == 2 * 3 * (4 * CUT + 4096)
-    full = sum(unit.full.numel() * 2 for unit in away.units)
-    assert sum(unit.persistent_bytes() for unit in away.units) == full
+    full = sum(group.full.numel() * 2 for group in away.groups)
+    assert sum(group.persistent_bytes() for group in away.groups) == full
 
 
 def test_lent_values_can_be_edited_and_nested(tmp_path: Path) -> None:
@@ -169,11 +182,11 @@ def test_lent_values_can_be_edited_and_nested(tmp_path: Path) -> None:
     for training in (here, away):
         training.step(0)
         with training.optimizer.lent():
-            training.units[0].master[5:9] = 3.0
-            shard = training.optimizer.state_shard(training.units[1], "exp_avg")
+            training.groups[0].master[5:9] = 3.0
+            shard = training.optimizer.state_shard(training.groups[1], "exp_avg")
             assert shard is not None
-            training.optimizer.set_state_shard(training.units[1], "exp_avg", shard * 2)
-            assert training.units[0].master[5] == 3.0, "still at hand"
+            training.optimizer.set_state_shard(training.groups[1], "exp_avg", shard * 2)
+            assert training.groups[0].master[5] == 3.0, "still at hand"
         training.step(1)
     assert equal(here.values(), away.values())
 
@@ -188,7 +201,7 @@ def test_state_is_replaced_where_it_lives(tmp_path: Path) -> None:
     assert equal(here.values(), away.values())
     with away.optimizer.lent():
         away.optimizer.make_state([], {}, lambda kind, name: None)
-    assert away.optimizer.state_shard(away.units[0], "exp_avg") is None
+    assert away.optimizer.state_shard(away.groups[0], "exp_avg") is None
     away.step(2)
 
 
@@ -280,7 +293,7 @@ def test_what_is_read_ahead_of_a_step(tmp_path: Path, slots: int, between: str) 
             assert training.file.bytes_read - before == sum(each[:slots])
         if between in ("looked at", "edited"):
             with training.optimizer.lent():
-                training.units[0].master.add_(1.0 if between == "edited" else 0.0)
+                training.groups[0].master.add_(1.0 if between == "edited" else 0.0)
         if between == "broken off":
             batches = training.store.batches() if training.store is not None else iter(())
             if training.store is not None:
@@ -344,9 +357,9 @@ def test_columns_of_one_byte(tmp_path: Path) -> None:
     away = Training(BUILDS["momentum"], torch.bfloat16)
     file = SwapFile(tmp_path, 1 << 16)
     masters = MasterSwap(file)
-    for unit in away.units:
-        masters.take(unit)
-    pieces = cut_pieces(away.landings, whole_tensors=False, most=CUT)
+    for group in away.groups:
+        masters.take(group)
+    pieces = cut_pieces(away.grad_buffers, whole_tensors=False, most=CUT)
     state: dict[torch.Tensor, dict[str, Any]] = {piece.weight: {} for piece in pieces}
     store = SwappedStore(
         masters, pieces, state, {torch.float32: [StateColumn("q", torch.uint8)]}, slot_numel=CUT, slots=2

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sharding.parts import make_unit, parameters
+from tests.sharding.parts import make_group, parameters
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap
 from zero_trial.sharding.offload.swap_file import SwapFile
 from zero_trial.sharding.param_group import ParamGroup, is_absent
 
 
-def unit(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = True) -> ParamGroup:
-    return make_unit(parameters([(numel,)]), dtype=dtype, trainable=trainable)
+def group(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = True) -> ParamGroup:
+    return make_group(parameters([(numel,)]), dtype=dtype, trainable=trainable)
 
 
 def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
     shelf = MasterSwap(SwapFile(tmp_path))
-    narrow, wide, frozen = unit(64), unit(64, torch.float32), unit(64, trainable=False)
+    narrow, wide, frozen = group(64), group(64, torch.float32), group(64, trainable=False)
     values = narrow.master.clone()
     for each in (narrow, wide, frozen):
         shelf.take(each)
@@ -34,18 +34,18 @@ def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("budget", "chosen"), [(None, [0, 1, 2]), (0, []), (96, [0, 2]), (127, [0, 2]), (160, [0, 1]), (1000, [0, 1, 2])]
 )
-def test_units_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: list[int]) -> None:
+def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: list[int]) -> None:
     shelf = MasterSwap(SwapFile(tmp_path), budget)
-    units = [unit(64), unit(96), unit(32)]
-    for each in units:
+    groups = [group(64), group(96), group(32)]
+    for each in groups:
         shelf.take(each)
-    assert [index for index, each in enumerate(units) if shelf.keeps_state_of(each)] == chosen
-    assert [index for index, each in enumerate(units) if is_absent(each.master)] == chosen
+    assert [index for index, each in enumerate(groups) if shelf.keeps_state_of(each)] == chosen
+    assert [index for index, each in enumerate(groups) if is_absent(each.master)] == chosen
 
 
 def test_what_is_not_trained_takes_nothing_of_the_budget(tmp_path: Path) -> None:
     shelf = MasterSwap(SwapFile(tmp_path), 64)
-    shelf.take(unit(64, trainable=False))
-    trained = unit(64)
+    shelf.take(group(64, trainable=False))
+    trained = group(64)
     shelf.take(trained)
     assert shelf.keeps_state_of(trained)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import make_landing, make_unit, parameters
+from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from zero_trial.sharding.offload.nvme_optimizer import RoundedBuffers, SwappedPiece
 
 
 def piece_of(outbox: RoundedBuffers, away: Any = None) -> SwappedPiece:
-    unit = make_unit(parameters([(64,)]), dtype=torch.bfloat16)
-    unit.away = away
-    return SwappedPiece(unit, make_landing(unit)[0], 0, 32, 64, nn.Parameter(unit.master[32:64]), outbox)
+    group = make_group(parameters([(64,)]), dtype=torch.bfloat16)
+    group.away = away
+    return SwappedPiece(group, make_grad_buffer(group)[0], 0, 32, 64, nn.Parameter(group.master[32:64]), outbox)
 
 
 def test_new_values_lie_in_the_outbox_during_the_update() -> None:
@@ -33,7 +33,7 @@ def test_new_values_lie_in_the_outbox_during_the_update() -> None:
 def test_a_shard_in_memory_takes_them_itself() -> None:
     piece = piece_of(RoundedBuffers())
     rounded = piece.rounded
-    assert rounded is not None and rounded.data_ptr() == piece.unit.shard[32:].data_ptr()
+    assert rounded is not None and rounded.data_ptr() == piece.group.shard[32:].data_ptr()
 
 
 def test_a_step_that_was_broken_off_leaves_nothing() -> None:

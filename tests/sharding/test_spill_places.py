@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.sharding.late_shelf import LateShelf
-from tests.sharding.parts import make_landing, make_unit, parameters
+from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from zero_trial.sharding.offload.nvme_optimizer import MASTER, ROUNDED, MasterSwap, StateColumn, places_of, regions_of
 from zero_trial.sharding.offload.nvme_params import ParamSwapper
 from zero_trial.sharding.offload.swap_file import BLOCK, CUT
@@ -22,15 +22,15 @@ COLUMNS = {torch.float32: [StateColumn("exp_avg", torch.float32), StateColumn("e
 def regions(
     dtype: torch.dtype, *, state: bool, params: bool, budget: int | None = None
 ) -> tuple[ParamGroup, dict[str, Any], list[Any]]:
-    """Of a unit of 5000 elements; with the shelves of state and of parameters."""
-    unit = make_unit(parameters([(5000,)]), stage=3, dtype=dtype)
+    """Of a group of 5000 elements; with the shelves of state and of parameters."""
+    group = make_group(parameters([(5000,)]), stage=3, dtype=dtype)
     masters = MasterSwap(LateShelf(), budget) if state else None
     shards = ParamSwapper(LateShelf(), most=CUT, count=1) if params else None
     for keeper in (masters, shards):
         if keeper is not None:
-            keeper.take(unit)
+            keeper.take(group)
     shelves = [keeper.shelf if keeper is not None else None for keeper in (masters, shards)]
-    return unit, regions_of(unit, COLUMNS if state else {}, masters, shards), shelves
+    return group, regions_of(group, COLUMNS if state else {}, masters, shards), shelves
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_state_beyond_the_budget_is_in_no_file() -> None:
 
 def test_a_piece_that_begins_inside_a_block() -> None:
     """Files and buffers agree about where in a block it begins, so that the middle of a transfer goes past the page cache."""
-    unit, found, _ = regions(torch.bfloat16, state=True, params=True)
-    piece = ShardPiece(unit, make_landing(unit)[0], 0, 100, 4500, nn.Parameter(torch.zeros(4400)))
+    group, found, _ = regions(torch.bfloat16, state=True, params=True)
+    piece = ShardPiece(group, make_grad_buffer(group)[0], 0, 100, 4500, nn.Parameter(torch.zeros(4400)))
     places, size = places_of(piece, found, 2 * CUT)
     assert all(place.offset % BLOCK == place.start % BLOCK == 100 * place.dtype.itemsize for place in places.values())
     ends = [place.start + place.numel * place.dtype.itemsize for place in places.values()]

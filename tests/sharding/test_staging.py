@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.parts import make_landing, make_unit, parameters
+from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from tests.support.strict_mover import StrictMover
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.offload.host import StagedPiece, StagedStore, StagingBuffers, master_to_host
@@ -23,26 +23,26 @@ BUILDS: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW}
 
 
 class Training:
-    """Three steps on two units; ``buffers``: of a desk between the units and masters of their own; ``folder``: masters behind it in a file."""
+    """Three steps on two groups; ``buffers``: of a desk between the groups and masters of their own; ``folder``: masters behind it in a file."""
 
     def __init__(self, build: Any, dtype: torch.dtype, *, buffers: int = 0, folder: Path | None = None) -> None:
-        self.units = [
-            make_unit(parameters([(2 * CUT + 77,), (50,)], seed=seed), stage=2, dtype=dtype) for seed in (1, 2)
+        self.groups = [
+            make_group(parameters([(2 * CUT + 77,), (50,)], seed=seed), stage=2, dtype=dtype) for seed in (1, 2)
         ]
-        landings = [make_landing(unit)[0] for unit in self.units]
+        grad_buffers = [make_grad_buffer(group)[0] for group in self.groups]
         self.mover = StrictMover()
         desk = StagingBuffers(self.mover)
         behind = None
         if buffers:
-            for unit in self.units:
-                master_to_host(unit)
+            for group in self.groups:
+                master_to_host(group)
         if folder is not None:
             masters = MasterSwap(SwapFile(folder, 1 << 16))
-            for unit in self.units:
-                masters.take(unit)
+            for group in self.groups:
+                masters.take(group)
         make = functools.partial(StagedPiece, desk=desk) if buffers else None
         given = {"most": CUT, "make": make} if make else {}
-        pieces = cut_pieces(landings, whole_tensors=False, **given)
+        pieces = cut_pieces(grad_buffers, whole_tensors=False, **given)
         base = build([piece.weight for piece in pieces], lr=0.01)
         if folder is not None:
             columns = {torch.float32: state_columns(base)}
@@ -51,17 +51,19 @@ class Training:
         self.store = store
         self.optimizer = ShardedOptimizer(base, pieces, scale=lambda: 1.0, store=store)
         for number in range(3):
-            for landing in landings:
-                landing.shard.copy_(torch.randn(landing.shard.shape, generator=torch.Generator().manual_seed(number)))
-            publication = ParamPublisher(self.units, pieces, [])
+            for grad_buffer in grad_buffers:
+                grad_buffer.shard.copy_(
+                    torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
+                )
+            publication = ParamPublisher(self.groups, pieces, [])
             self.optimizer.step(0.5, publication.updated)
             publication.finish()
 
     def values(self) -> list[torch.Tensor]:
         with self.optimizer.lent():
-            states = [self.optimizer.state_shard(unit, "exp_avg_sq") for unit in self.units]
-            masters = [unit.master.clone() for unit in self.units]
-        return [unit.shard for unit in self.units] + masters + [state for state in states if state is not None]
+            states = [self.optimizer.state_shard(group, "exp_avg_sq") for group in self.groups]
+            masters = [group.master.clone() for group in self.groups]
+        return [group.shard for group in self.groups] + masters + [state for state in states if state is not None]
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["host", "file"])
@@ -82,13 +84,13 @@ def test_the_same_bits_through_a_desk(tmp_path: Path, name: str, dtype: torch.dt
 
 
 def test_masters_leave_the_device_also_where_they_are_the_shard() -> None:
-    (unit,) = (make_unit(parameters([(64,)]), stage=2),)
-    assert unit.master is unit.shard
-    master_to_host(unit)
-    assert unit.master is not unit.shard and torch.equal(unit.master, unit.shard)
-    unit.master.add_(1)
-    unit.publish()
-    assert torch.equal(unit.master, unit.shard)
+    (group,) = (make_group(parameters([(64,)]), stage=2),)
+    assert group.master is group.shard
+    master_to_host(group)
+    assert group.master is not group.shard and torch.equal(group.master, group.shard)
+    group.master.add_(1)
+    group.publish()
+    assert torch.equal(group.master, group.shard)
 
 
 def test_a_step_that_is_broken_off_leaves_the_desk_usable() -> None:

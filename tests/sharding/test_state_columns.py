@@ -32,10 +32,13 @@ def weights() -> list[nn.Parameter]:
 )
 def test_the_state_that_an_optimizer_will_have(build: Any, kinds: list[str]) -> None:
     base = build(weights())
-    state, values = dict(base.state), [weight.clone() for group in base.param_groups for weight in group["params"]]
+    state, values = (
+        dict(base.state),
+        [weight.clone() for opt_group in base.param_groups for weight in opt_group["params"]],
+    )
     assert state_columns(base) == [StateColumn(kind, torch.float32) for kind in kinds]
     assert dict(base.state) == state, "nothing is left behind"
-    after = [weight for group in base.param_groups for weight in group["params"]]
+    after = [weight for opt_group in base.param_groups for weight in opt_group["params"]]
     assert all(torch.equal(a, b) for a, b in zip(after, values, strict=True))
 
 
@@ -60,8 +63,8 @@ def test_state_of_another_width() -> None:
             super().__init__(params, {})
 
         def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for weight in group["params"]:
+            for opt_group in self.param_groups:
+                for weight in opt_group["params"]:
                     self.state[weight] = {"q": torch.zeros_like(weight, dtype=torch.uint8), "rows": torch.zeros(3)}
 
     assert state_columns(Small(weights())) == [StateColumn("q", torch.uint8)]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import address, make_landing, make_unit, parameters
+from tests.sharding.parts import address, make_grad_buffer, make_group, parameters
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece
 
 
 def piece(numel: int = 64, dtype: torch.dtype = torch.float32) -> ShardPiece:
-    unit = make_unit(parameters([(numel,)]), dtype=dtype)
-    landing, _ = make_landing(unit)
-    return ShardPiece(unit, landing, 0, 0, numel, nn.Parameter(unit.master[:numel]))
+    group = make_group(parameters([(numel,)]), dtype=dtype)
+    grad_buffer, _ = make_grad_buffer(group)
+    return ShardPiece(group, grad_buffer, 0, 0, numel, nn.Parameter(group.master[:numel]))
 
 
 def test_a_step_borrows_every_piece_once() -> None:
@@ -30,22 +30,22 @@ def test_a_step_borrows_every_piece_once() -> None:
 
 def test_gradients_need_no_copy_where_dtypes_agree() -> None:
     own = piece()
-    own.landing.shard.fill_(2.0)
-    assert address(own.gradient()) == address(own.landing.shard)
+    own.grad_buffer.shard.fill_(2.0)
+    assert address(own.gradient()) == address(own.grad_buffer.shard)
     other = piece(dtype=torch.bfloat16)
-    other.landing.shard.fill_(2.0)
+    other.grad_buffer.shard.fill_(2.0)
     gradient = other.gradient()
     assert gradient.dtype == torch.float32
     assert gradient.eq(2).all()
 
 
 def test_a_gradient_has_the_weights_shape() -> None:
-    unit = make_unit(parameters([(4, 16)]))
-    landing, _ = make_landing(unit)
-    landing.shard.copy_(torch.arange(64.0))
-    whole = ShardPiece(unit, landing, 0, 0, 64, nn.Parameter(unit.master.view(4, 16)))
+    group = make_group(parameters([(4, 16)]))
+    grad_buffer, _ = make_grad_buffer(group)
+    grad_buffer.shard.copy_(torch.arange(64.0))
+    whole = ShardPiece(group, grad_buffer, 0, 0, 64, nn.Parameter(group.master.view(4, 16)))
     assert torch.equal(whole.gradient(), torch.arange(64.0).view(4, 16))
-    part = ShardPiece(unit, landing, 0, 32, 64, nn.Parameter(unit.master[32:64]))
+    part = ShardPiece(group, grad_buffer, 0, 32, 64, nn.Parameter(group.master[32:64]))
     assert part.gradient().tolist() == list(range(32, 64))
     assert part.numel == 32
 

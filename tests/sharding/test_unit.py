@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.sharding.parts import address, make_unit, mesh_for, parameters
+from tests.sharding.parts import address, make_group, mesh_for, parameters
 from tests.support.pool import Pools
 from zero_trial.sharding.param_group import ParamGroup
 
@@ -18,10 +18,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_parameters_become_views_of_one_buffer() -> None:
     params = parameters(SHAPES)
     before = [param.detach().clone() for param in params]
-    unit = make_unit(params)
-    assert {address(param) for param in params} == {address(unit.full)}
+    group = make_group(params)
+    assert {address(param) for param in params} == {address(group.full)}
     assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
-    unit.full.zero_()
+    group.full.zero_()
     assert all(param.eq(0).all() for param in params)
 
 
@@ -29,32 +29,32 @@ def test_parameters_become_views_of_one_buffer() -> None:
 def test_first_values_are_rounded_for_the_parameters_and_not_for_the_masters(dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
     before = [param.detach().clone() for param in params]
-    unit = make_unit(params, stage=1, dtype=dtype)
-    for param, value, slot in zip(params, before, unit.layout.slots, strict=True):
+    group = make_group(params, stage=1, dtype=dtype)
+    for param, value, slot in zip(params, before, group.layout.slots, strict=True):
         assert torch.equal(param, value.to(dtype))
         assert param.dtype == dtype
-        assert torch.equal(unit.master[slot.offset : slot.offset + slot.numel], value.reshape(-1))
-    assert (unit.master is unit.shard) is (dtype == torch.float32)
-    padding = torch.ones(unit.layout.numel, dtype=torch.bool)
-    for slot in unit.layout.slots:
+        assert torch.equal(group.master[slot.offset : slot.offset + slot.numel], value.reshape(-1))
+    assert (group.master is group.shard) is (dtype == torch.float32)
+    padding = torch.ones(group.layout.numel, dtype=torch.bool)
+    for slot in group.layout.slots:
         padding[slot.offset : slot.offset + slot.numel] = False
-    assert unit.full[padding].eq(0).all()
+    assert group.full[padding].eq(0).all()
 
 
 def test_strided_first_values_keep_their_places() -> None:
     param = nn.Parameter(torch.arange(12.0).view(3, 4).t())
-    unit = make_unit([param])
+    group = make_group([param])
     assert torch.equal(param, torch.arange(12.0).view(3, 4).t())
     assert param.is_contiguous()
-    assert unit.layout.slots[0].shape == (4, 3)
+    assert group.layout.slots[0].shape == (4, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_freed_parameters_keep_their_shape_and_read_as_nan(dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
-    unit = make_unit(params, stage=3, dtype=dtype)
-    assert not unit.live
-    assert unit.full.untyped_storage().nbytes() == 0
+    group = make_group(params, stage=3, dtype=dtype)
+    assert not group.live
+    assert group.full.untyped_storage().nbytes() == 0
     for param, shape in zip(params, SHAPES, strict=True):
         assert tuple(param.shape) == shape
         assert param.isnan().all()
@@ -65,17 +65,17 @@ def test_freed_parameters_keep_their_shape_and_read_as_nan(dtype: torch.dtype) -
 def test_gathering_brings_back_the_same_bits(dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
     before = [param.detach().to(dtype) for param in params]
-    unit = make_unit(params, stage=3, dtype=dtype)
+    group = make_group(params, stage=3, dtype=dtype)
     for _ in range(2):
-        unit.start_gather()
-        unit.start_gather()
-        assert unit.gathering
-        unit.finish_gather()
-        unit.finish_gather()
-        assert unit.live
+        group.start_gather()
+        group.start_gather()
+        assert group.gathering
+        group.finish_gather()
+        group.finish_gather()
+        assert group.live
         assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
-        unit.free()
-        unit.free()
+        group.free()
+        group.free()
         assert all(param.isnan().all() for param in params)
 
 
@@ -83,23 +83,23 @@ def test_tensors_that_autograd_saved_see_the_refilled_storage() -> None:
     """Freed between forward and backward: the saved weight is a view of the storage that the next gather fills."""
     (weight,) = parameters([(4, 4)])
     value = weight.detach().clone()
-    unit = make_unit([weight], stage=3)
-    unit.start_gather()
-    unit.finish_gather()
+    group = make_group([weight], stage=3)
+    group.start_gather()
+    group.finish_gather()
     x = torch.ones(2, 4, requires_grad=True)
     y = x @ weight
-    unit.free()
-    unit.start_gather()
-    unit.finish_gather()
+    group.free()
+    group.start_gather()
+    group.finish_gather()
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 4) @ value.t())  # type: ignore[arg-type]
 
 
 def test_parameters_that_always_live_are_not_freed() -> None:
     params = parameters(SHAPES)
-    unit = make_unit(params, stage=2)
-    unit.free()
-    assert unit.live
+    group = make_group(params, stage=2)
+    group.free()
+    assert group.live
     assert not any(param.isnan().any() for param in params)
 
 
@@ -107,13 +107,13 @@ def test_parameters_that_always_live_are_not_freed() -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_publishing_rounds_the_masters_into_the_parameters(stage: int, dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
-    unit = make_unit(params, stage=stage, dtype=dtype)
-    wanted = torch.randn(unit.layout.numel)
-    unit.master.copy_(wanted)
-    assert unit.publish() is None
-    unit.start_gather()
-    unit.finish_gather()
-    for param, slot in zip(params, unit.layout.slots, strict=True):
+    group = make_group(params, stage=stage, dtype=dtype)
+    wanted = torch.randn(group.layout.numel)
+    group.master.copy_(wanted)
+    assert group.publish() is None
+    group.start_gather()
+    group.finish_gather()
+    for param, slot in zip(params, group.layout.slots, strict=True):
         assert torch.equal(param, wanted[slot.offset : slot.offset + slot.numel].view(slot.shape).to(dtype))
 
 
@@ -121,16 +121,16 @@ def test_publishing_rounds_the_masters_into_the_parameters(stage: int, dtype: to
 @pytest.mark.parametrize("stage", [1, 3])
 def test_taking_an_edited_copy(stage: int, dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
-    unit = make_unit(params, stage=stage, dtype=dtype)
-    unit.start_gather()
-    unit.finish_gather()
+    group = make_group(params, stage=stage, dtype=dtype)
+    group.start_gather()
+    group.finish_gather()
     with torch.no_grad():
         params[0].fill_(1.5)
-    unit.take_full()
-    unit.free()
-    assert unit.master[:60].eq(1.5).all()
-    unit.start_gather()
-    unit.finish_gather()
+    group.take_full()
+    group.free()
+    assert group.master[:60].eq(1.5).all()
+    group.start_gather()
+    group.finish_gather()
     assert params[0].eq(1.5).all()
 
 
@@ -138,11 +138,11 @@ def test_taking_an_edited_copy(stage: int, dtype: torch.dtype) -> None:
 def test_frozen_parameters_that_are_no_floats(dtype: torch.dtype) -> None:
     """Quantized weights: they cannot read as NaN, but they are freed and come back as they were."""
     param = nn.Parameter(torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype), requires_grad=False)
-    unit = make_unit([param], stage=3, dtype=dtype, trainable=False, runs={})
+    group = make_group([param], stage=3, dtype=dtype, trainable=False, runs={})
     assert param.shape == (2, 3)
-    assert unit.full.untyped_storage().nbytes() == 0
-    unit.start_gather()
-    unit.finish_gather()
+    assert group.full.untyped_storage().nbytes() == 0
+    group.start_gather()
+    group.finish_gather()
     assert torch.equal(param, torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype))
 
 
@@ -150,40 +150,40 @@ def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
     mesh = mesh_for(3)
     params = parameters(SHAPES, seed=mesh.rank)
     first = [param.detach().clone() for param in parameters(SHAPES, seed=0)]
-    unit = make_unit(
+    group = make_group(
         params, stage, comm=mesh.shard, dtype=dtype, agree=lambda values: mesh.data.broadcast(values, "values")
     )
-    low, high = unit.layout.shard_range(mesh.rank)
-    flat = torch.zeros(unit.layout.numel)
-    for value, slot in zip(first, unit.layout.slots, strict=True):
+    low, high = group.layout.shard_range(mesh.rank)
+    flat = torch.zeros(group.layout.numel)
+    for value, slot in zip(first, group.layout.slots, strict=True):
         flat[slot.offset : slot.offset + slot.numel] = value.reshape(-1)
     mesh.counters.reset()
-    unit.start_gather()
-    unit.finish_gather()
+    group.start_gather()
+    group.finish_gather()
     gathered = mesh.counters.get("all_gather", "shard").elements
-    whole = torch.equal(unit.full, flat.to(dtype))
-    unit.settle()
-    unit.master.add_(1.0)
+    whole = torch.equal(group.full, flat.to(dtype))
+    group.settle()
+    group.master.add_(1.0)
     mesh.counters.reset()
-    pending = unit.publish()
+    pending = group.publish()
     if pending is not None:
         pending.wait()
     published = mesh.counters.get("all_gather", "shard").elements
-    unit.start_gather()
-    unit.finish_gather()
+    group.start_gather()
+    group.finish_gather()
     result: dict[str, object] = {
-        "master": torch.equal(unit.master, flat[low:high] + 1.0),
+        "master": torch.equal(group.master, flat[low:high] + 1.0),
         "whole": whole,
-        "updated": torch.equal(unit.full, (flat + 1.0).to(dtype)),
+        "updated": torch.equal(group.full, (flat + 1.0).to(dtype)),
         "gathered": gathered,
         "published": published,
-        "once": unit.layout.numel * (mesh.shard.size - 1) // mesh.shard.size,
-        "bytes": unit.persistent_bytes(),
-        "numel": unit.layout.numel,
-        "shard": unit.layout.shard_numel,
-        "alias": address(unit.shard) == address(unit.full),
+        "once": group.layout.numel * (mesh.shard.size - 1) // mesh.shard.size,
+        "bytes": group.persistent_bytes(),
+        "numel": group.layout.numel,
+        "shard": group.layout.shard_numel,
+        "alias": address(group.shard) == address(group.full),
     }
-    unit.free()
+    group.free()
     return result
 
 
@@ -207,4 +207,4 @@ def test_shards_on_three_ranks(ranks: Pools, stage: int, dtype: torch.dtype) -> 
 
 def test_the_world_is_not_needed_for_one_rank() -> None:
     assert not dist.is_initialized()
-    assert isinstance(make_unit(parameters([(2, 2)])), ParamGroup)
+    assert isinstance(make_group(parameters([(2, 2)])), ParamGroup)

@@ -21,59 +21,61 @@ FREE_ALL = ShardingSettings(limits=GroupingLimits(persistence=0))
 
 
 def make(
-    module: nn.Module, stage: int, domains: Sequence[ManualGroup] = (), housed: list[str] | None = None
+    module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = (), housed: list[str] | None = None
 ) -> ParamGroups:
-    def house(unit: ParamGroup) -> None:
+    def house(group: ParamGroup) -> None:
         if housed is not None:
-            housed.append(unit.name)
+            housed.append(group.name)
 
-    groups = [[param for param in module.parameters() if param.requires_grad]]
+    opt_groups = [[param for param in module.parameters() if param.requires_grad]]
     plan, policy = plan_for_stage(stage), dtype_policy("fp32")
-    return build_param_groups(module, groups, plan, mesh_for(stage), policy, FREE_ALL, ManualGroups(domains), house)
+    return build_param_groups(
+        module, opt_groups, plan, mesh_for(stage), policy, FREE_ALL, ManualGroups(manual_groups), house
+    )
 
 
-def test_units_that_are_freed_know_the_modules_that_they_stand_for() -> None:
+def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.LayerNorm(8))
-    units = make(module, 3)
-    assert set(units.freed) == set(units.modules)
-    assert {id(unit) for chosen in units.freed.values() for unit in chosen} == {id(unit) for unit in units.all}
-    assert {tuple(map(id, block)) for block in units.modules.values()} == {
+    groups = make(module, 3)
+    assert set(groups.freed) == set(groups.modules)
+    assert {id(group) for chosen in groups.freed.values() for group in chosen} == {id(group) for group in groups.all}
+    assert {tuple(map(id, block)) for block in groups.modules.values()} == {
         *((id(part),) for part in module[:3]),
         (id(module),),
     }
     assert make(nn.Linear(8, 8), 1).freed == {}
 
 
-def test_each_unit_is_housed_in_its_turn() -> None:
+def test_each_group_is_housed_in_its_turn() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].requires_grad_(False)
     housed: list[str] = []
-    units = make(module, 3, housed=housed)
-    assert housed == [unit.name for unit in units.all]
-    assert len({unit.trainable for unit in units.all}) == 2
+    groups = make(module, 3, housed=housed)
+    assert housed == [group.name for group in groups.all]
+    assert len({group.trainable for group in groups.all}) == 2
 
 
-def test_where_a_schedule_tells_no_module_stands_for_a_unit() -> None:
+def test_where_a_schedule_tells_no_module_stands_for_a_group() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     halves = [
         ManualGroup(name, frozenset(map(id, layer.parameters()))) for name, layer in zip("ab", module, strict=True)
     ]
-    units = make(module, 3, halves)
-    assert set(units.freed) == {"a", "b"}
-    assert units.modules == {}
+    groups = make(module, 3, halves)
+    assert set(groups.freed) == {"a", "b"}
+    assert groups.modules == {}
 
 
 def bits(stage: int, precision: str) -> bool:
-    """Each rank builds other values; the units hold rank 0's, and so do their masters, unrounded."""
+    """Each rank builds other values; the groups hold rank 0's, and so do their masters, unrounded."""
     mesh = mesh_for(stage)
     torch.manual_seed(mesh.rank)
     model = make_model(TinyLM(), stage, precision=precision, mesh=mesh, settings=FREE_ALL)
     torch.manual_seed(0)
     plain = dict(TinyLM().named_parameters())
-    for unit in model.units:
-        for piece in unit.layout.pieces(mesh.shard.index):
+    for group in model.groups:
+        for piece in group.layout.pieces(mesh.shard.index):
             expected = plain[piece.slot.name].detach().reshape(-1)[piece.start : piece.stop]
-            if not torch.equal(unit.master[piece.offset : piece.offset + piece.numel], expected):
+            if not torch.equal(group.master[piece.offset : piece.offset + piece.numel], expected):
                 return False
     return True
 
@@ -84,14 +86,14 @@ def test_masters_are_rank_0s_values_unrounded(ranks: Pools, stage: int, precisio
     assert ranks(2).run(bits, stage, precision) == [True, True]
 
 
-def test_the_units_of_stage_3_follow_the_models_blocks() -> None:
+def test_the_groups_of_stage_3_follow_the_models_blocks() -> None:
     settings = ShardingSettings(limits=GroupingLimits(persistence=100, bucket=1))
     model = make_model(TinyLM(), 3, settings=settings)
-    blocks = {unit.block for unit in model.units if not unit.name.startswith("small")}
+    blocks = {group.block for group in model.groups if not group.name.startswith("small")}
     assert "" in blocks
     assert {f"blocks.{index}" for index in range(3)} <= {block for known in blocks for block in (known,)} or len(
         blocks
     ) > 1
-    small = [slot.name for unit in model.units if unit.name.startswith("small") for slot in unit.layout.slots]
+    small = [slot.name for group in model.groups if group.name.startswith("small") for slot in group.layout.slots]
     assert small
     assert all(name.endswith(("norm.weight", "norm.bias", "down.bias")) for name in small)

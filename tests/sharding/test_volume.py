@@ -29,7 +29,7 @@ def volume(
     engine.mesh.counters.reset()
     train_engine(engine, range(2, 3), 16)
     table = engine.mesh.counters.table()
-    return sum(unit.layout.numel for unit in engine.sharded.units), {
+    return sum(group.layout.numel for group in engine.sharded.groups), {
         name: (row["calls"], row["elements"], row["bytes"]) for name, row in table.items()
     }
 

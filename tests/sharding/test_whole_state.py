@@ -23,7 +23,7 @@ def engine(stage: int = 3) -> zero_trial.Engine:
 
 
 def live(found: zero_trial.Engine) -> list[bool]:
-    return [unit.live for unit in found.sharded.units]
+    return [group.live for group in found.sharded.groups]
 
 
 def test_a_part_hands_out_whole_tensors_of_its_own():
@@ -90,9 +90,9 @@ def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch)
     most = 0
     finish = ParamGroup.finish_gather
 
-    def watched(unit: ParamGroup) -> None:
+    def watched(group: ParamGroup) -> None:
         nonlocal most
-        finish(unit)
+        finish(group)
         most = max(most, sum(live(found)))
 
     state = found.module.state_dict()
@@ -101,5 +101,5 @@ def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch)
         found.module.state_dict()
     else:
         found.module.load_state_dict(state)
-    assert len(found.sharded.units) > 1
+    assert len(found.sharded.groups) > 1
     assert most == 1

@@ -39,7 +39,7 @@ def build(stage: int, **kwargs: Any) -> ShardedModel:
     return make_model(
         module,
         stage,
-        groups=by_decay(module),
+        opt_groups=by_decay(module),
         settings=ShardingSettings(limits=GroupingLimits(bucket=100, persistence=10)),
         **kwargs,
     )

@@ -73,9 +73,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def on_device(engine: zero_trial.Engine, verdict: DeferredStepOutcome, act: Callable[[], Any]) -> list[str]:
     """What ``act()`` read of gradients, their norm, masters and parameters."""
-    units = engine.sharded.units
+    units = engine.sharded.groups
     tensors = [unit.full for unit in units] + [unit.shard for unit in units] + [unit.master for unit in units]
-    tensors += [landing.shard for landing in engine.sharded.landings] + list(
+    tensors += [landing.shard for landing in engine.sharded.grad_buffers] + list(
         engine.sharded.reducer.square_sums.values()
     )
     courier: PinnedReadback = verdict.courier

@@ -378,7 +378,7 @@ def _build_optimizer(
 ) -> ShardedOptimizer | None:
     if not _optimizes(optimizer, settings):
         return None
-    landings = engine.sharded.landings
+    landings = engine.sharded.grad_buffers
     if isinstance(optimizer, torch.optim.Optimizer):
         base = optimizer
         pieces = cut_pieces(
@@ -407,6 +407,6 @@ def _build_optimizer(
     wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale, store=store)
     comm = engine.mesh.shard
     wrapped.bind_tensors(
-        [landing.unit for landing in landings], lambda sums: comm.all_reduce_small(sums, "tensor norms")
+        [landing.group for landing in landings], lambda sums: comm.all_reduce_small(sums, "tensor norms")
     )
     return wrapped

@@ -472,7 +472,9 @@ class Engine(EngineSurface):
 
     def _require_gradients(self) -> None:
         """Of this engine's own losses since the last step, or of another's."""
-        if not self._pending and not any(landing.touched or landing.shard_filled for landing in self.sharded.landings):
+        if not self._pending and not any(
+            landing.touched or landing.shard_filled for landing in self.sharded.grad_buffers
+        ):
             raise TrialError(
                 "there are no gradients to step with",
                 where="engine.step",

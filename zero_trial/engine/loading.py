@@ -188,7 +188,7 @@ class StateLoader:
             reader.require(mine, prefix, allow_missing=not strict, allow_extra=not strict)
         slices: list[Slice] = []
         managed: set[int] = set()
-        for unit in engine.sharded.units:
+        for unit in engine.sharded.groups:
             managed.update(id(param) for param in unit.params)
             for piece in unit.layout.pieces(unit.comm.index):
                 part = unit.master[piece.offset : piece.offset + piece.numel]

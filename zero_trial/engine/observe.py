@@ -336,7 +336,7 @@ def describe_state(engine: Engine) -> str:
             f"batch: {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation} x {engine.dp_world_size} ranks",
             f"plan: {engine.wiring.plan.describe()}",
             f"dtypes: {dtypes}",
-            units_table(engine.sharded.units),
+            units_table(engine.sharded.groups),
         ]
     )
 

@@ -259,7 +259,7 @@ def offload_line(engine: Engine) -> str | None:
 
 
 def _of_parameters(engine: Engine) -> str:
-    units = engine.sharded.units
+    units = engine.sharded.groups
     here = sum(unit.layout.shard_numel for unit in units if unit.away is None)
     away = [unit.away for unit in units if isinstance(unit.away, SwappedShard)]
     stay = f"{here:,} elements of this rank's shards stay in memory"

@@ -64,7 +64,7 @@ def groups_over(pieces: Sequence[ShardPiece], groups: Groups) -> Groups:
     """The same groups with the same settings, over pieces of masters instead of parameters."""
     return [
         {key: value for key, value in group.items() if key != "params"}
-        | {"params": [p.weight for p in pieces if p.group == index]}
+        | {"params": [p.weight for p in pieces if p.opt_group == index]}
         for index, group in enumerate(groups)
     ]
 

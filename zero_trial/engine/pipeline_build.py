@@ -194,17 +194,17 @@ class ChunkShards:
     def unshard(self, chunk: int) -> None:
         self._open.add(chunk)
         for domain in self._domains(chunk):
-            self._model.gatherer.start(domain)
+            self._model.unsharder.start(domain)
 
     def need(self, chunk: int) -> None:
         for domain in self._domains(chunk):
-            self._model.gatherer.ensure(domain, record=False)
+            self._model.unsharder.ensure(domain, record=False)
 
     def reshard(self, chunk: int) -> None:
         self._open.discard(chunk)
         for domain in self._domains(chunk):
             if not self._holders.get(domain, set()) & self._open:
-                self._model.gatherer.release(domain)
+                self._model.unsharder.release(domain)
 
     def landed(self, chunk: int) -> None:
         for domain in self._domains(chunk):

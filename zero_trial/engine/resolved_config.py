@@ -64,7 +64,7 @@ def resolve_config(config: DsConfig, data_parallel_size: int) -> ResolvedConfig:
                 bucket=zero.reduce_bucket_size,
                 persistence=zero.param_persistence_threshold,
                 model_persistence=zero.model_persistence_threshold,
-                smallest_unit=zero.module_granularity_threshold or SMALLEST_UNIT,
+                smallest_group=zero.module_granularity_threshold or SMALLEST_UNIT,
             ),
             live=UnshardLimits(zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size),
             leaf=LeafRules(

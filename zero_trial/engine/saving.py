@@ -109,7 +109,7 @@ class StateSaver:
             slices += [
                 Slice.whole(self._contents.buffer(name), buffer)
                 for name, buffer in self._contents.buffers()
-                if not engine.sharded.domains.is_copy(name)
+                if not engine.sharded.manual_groups.is_copy(name)
             ]
         world = {
             "zero_stage": engine.zero_optimization_stage(),
@@ -162,9 +162,9 @@ class StateSaver:
         if engine.mesh.coordinates["replica"] != 0:
             return
         managed: set[int] = set()
-        for unit in engine.sharded.units:
+        for unit in engine.sharded.groups:
             managed.update(id(param) for param in unit.params)
-            if (without_frozen and not unit.trainable) or not engine.sharded.domains.owns(unit):
+            if (without_frozen and not unit.trainable) or not engine.sharded.manual_groups.owns(unit):
                 continue
             source = unit.master
             for piece in unit.layout.pieces(unit.comm.index):
@@ -176,7 +176,7 @@ class StateSaver:
                         yield Slice(names.param(slot.name), slot.shape, 0, 0, source[:0])
         if self._contents.twins.index == 0:
             for name, (param, _) in parameter_names(engine.module).items():
-                left_out = (without_frozen and not param.requires_grad) or engine.sharded.domains.is_copy(name)
+                left_out = (without_frozen and not param.requires_grad) or engine.sharded.manual_groups.is_copy(name)
                 if id(param) not in managed and not left_out:
                     yield Slice.whole(names.param(name), param.detach())
 
@@ -185,7 +185,7 @@ class StateSaver:
         if engine.optimizer is None or engine.mesh.coordinates["replica"] != 0:
             return
         for view in engine.optimizer.views():
-            if view.kind != "master" and not engine.sharded.domains.is_copy(view.name):
+            if view.kind != "master" and not engine.sharded.manual_groups.is_copy(view.name):
                 yield Slice(names.state(view.kind, view.name), view.shape, view.start, view.stop, view.tensor)
 
     def _state(self, client_state: dict[str, Any]) -> dict[str, Any]:

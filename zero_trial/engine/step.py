@@ -56,7 +56,7 @@ Row = tuple[int, int, int, str]
 
 def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
     """The first culprit in rank order, the same answer on every rank. Collective over data, model and pipe; only called when there is one."""
-    return agree_on_culprit(model, step, local_culprits(model, model.reducer.culprits), model.gatherer.was_used)
+    return agree_on_culprit(model, step, local_culprits(model, model.reducer.culprits), model.unsharder.was_used)
 
 
 def local_culprits(
@@ -69,17 +69,17 @@ def local_culprits(
     found: list[Row] = []
     for culprit in culprits:
         doubt = 2 if culprit.rank is None else 0 if culprit.exact else 1
-        found.append((doubt, culprit.rank or 0, model.units.index(culprit.landing.unit), culprit.parameter()))
-    for index, landing in enumerate([] if culprits else model.landings):
-        unit, total = landing.unit, (sums or {}).get(index)
+        found.append((doubt, culprit.rank or 0, model.groups.index(culprit.grad_buffer.group), culprit.parameter()))
+    for index, landing in enumerate([] if culprits else model.grad_buffers):
+        unit, total = landing.group, (sums or {}).get(index)
         if total is not None and bool(torch.isfinite(total)):
             continue
         position = first_nonfinite(landing.shard)
         if position is not None:
             slot = unit.layout.slot_at(unit.layout.shard_range(unit.comm.index)[0] + position)
-            found.append((2, 0, model.units.index(unit), slot.name if slot is not None else unit.name))
+            found.append((2, 0, model.groups.index(unit), slot.name if slot is not None else unit.name))
         elif total is not None:
-            found.append((3, 0, model.units.index(unit), unit.name))
+            found.append((3, 0, model.groups.index(unit), unit.name))
     return found
 
 
@@ -95,7 +95,7 @@ def agree_on_culprit(
     if everyone:
         # the unit built last comes first in the model, and a bad value spreads from there towards the input
         doubt, rank, index, parameter = min(everyone)
-        block = model.units[index].block
+        block = model.groups[index].block
         answer = [doubt, rank, parameter, "" if was_used(block) else _OUTSIDE.format(block=block)]
     parts = [answer for answer in model.mesh.model.gather_json(answer, "non-finite gradients") if answer]
     answer = min(parts, default=[])
@@ -416,7 +416,7 @@ class DeferredStepOutcome(StepOutcome):
         gate = self._gate(unscale)
         self.courier.send()
         reducer = model.reducer
-        unused = {unit.block for unit in model.units if not model.gatherer.was_used(unit.block)}
+        unused = {unit.block for unit in model.groups if not model.unsharder.was_used(unit.block)}
         go_back = [self._optimizer.take_back]
         opened = _Open(step, unscale, go_back, list(reducer.culprits), dict(reducer.square_sums), frozenset(unused))
         self._update(lambda: model.update(1.0, gate, defer=self._wiring.defer_publish))

@@ -130,8 +130,8 @@ class MemoryWatch:
         live = self._live = LiveBytes(engine.device.type)
         model = engine.sharded
         live.follow(model.buffers)
-        live.hold(unit.master for unit in model.units)
-        live.hold(landing.shard for landing in model.landings)
+        live.hold(unit.master for unit in model.groups)
+        live.hold(landing.shard for landing in model.grad_buffers)
         live.hold([*engine.module.parameters(), *engine.module.buffers(), *_tensors(inputs)])
         if engine.optimizer is not None:
             live.hold(engine.optimizer.store.buffers)

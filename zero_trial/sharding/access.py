@@ -13,18 +13,18 @@ from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
 
 
-def full_of_shard(unit: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
     """The full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
-    shard = shard.to(unit.shard.device)  # where the ranks exchange
-    full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-    unit.comm.all_gather(full, shard.contiguous(), f"full value from {unit.name}").wait()
-    slot = unit.layout.slots[index]
+    shard = shard.to(group.shard.device)  # where the ranks exchange
+    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
+    slot = group.layout.slots[index]
     return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
 
 
-def write_to_shard(unit: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
     """Writes this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
-    slot = unit.layout.slots[index]
+    slot = group.layout.slots[index]
     if tuple(value.shape) != slot.shape:
         raise TrialError(
             "the value does not have the parameter's shape",
@@ -33,7 +33,7 @@ def write_to_shard(unit: ParamGroup, index: int, shard: torch.Tensor, value: tor
             expected=slot.shape,
         )
     flat = value.reshape(-1)
-    for piece in unit.layout.pieces(unit.comm.index):
+    for piece in group.layout.pieces(group.comm.index):
         if piece.slot is slot:
             shard[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
 
@@ -46,7 +46,7 @@ def _find(param: torch.Tensor) -> tuple[ShardedModel, ParamGroup, int]:
             got=tuple(param.shape),
             fix="Pass a parameter of a model given to initialize().",
         )
-    return holder, *holder.unit_of(param)
+    return holder, *holder.group_of(param)
 
 
 def _optimizer_of(model: ShardedModel) -> ShardedOptimizer:
@@ -64,69 +64,69 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The fp32 master weight, whole. Collective over shard: every rank must call."""
-    _, unit, index = _find(param)
-    with unit.lend():
-        return _wide(full_of_shard(unit, index, unit.master))
+    _, group, index = _find(param)
+    with group.lend():
+        return _wide(full_of_shard(group, index, group.master))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
-    _, unit, index = _find(param)
-    unit.settle()  # a gather under way reads the shard, and so may peers
-    with unit.lend():
-        write_to_shard(unit, index, unit.master, value)
-    pending = unit.publish()
+    _, group, index = _find(param)
+    group.settle()  # a gather under way reads the shard, and so may peers
+    with group.lend():
+        write_to_shard(group, index, group.master, value)
+    pending = group.publish()
     if pending is not None:
         pending.wait()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The averaged, unscaled gradient of this step, whole, after backward at the boundary; None before. Collective over shard."""
-    model, unit, index = _find(param)
-    landing = model.landing_of(unit)
-    if landing is None or not landing.shard_filled:
+    model, group, index = _find(param)
+    grad_buffer = model.grad_buffer_of(group)
+    if grad_buffer is None or not grad_buffer.shard_filled:
         return None
-    return _wide(full_of_shard(unit, index, landing.shard)) * model.gradient_multiplier()
+    return _wide(full_of_shard(group, index, grad_buffer.shard)) * model.gradient_multiplier()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """State ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...), whole; None before the first step. Collective over shard."""
-    model, unit, index = _find(param)
-    shard = _optimizer_of(model).state_shard(unit, optim_state_key)
-    return None if shard is None else full_of_shard(unit, index, shard)
+    model, group, index = _find(param)
+    shard = _optimizer_of(model).state_shard(group, optim_state_key)
+    return None if shard is None else full_of_shard(group, index, shard)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
-    model, unit, index = _find(param)
-    shard = _optimizer_of(model).state_shard(unit, optim_state_key)
+    model, group, index = _find(param)
+    shard = _optimizer_of(model).state_shard(group, optim_state_key)
     if shard is None:
         raise TrialError("the optimizer has no such state yet", where=optim_state_key, fix="Take a step first.")
-    write_to_shard(unit, index, shard, value)
-    _optimizer_of(model).set_state_shard(unit, optim_state_key, shard)
+    write_to_shard(group, index, shard, value)
+    _optimizer_of(model).set_state_shard(group, optim_state_key, shard)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """This rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
-    _, unit, index = _find(param)
-    with unit.lend():
-        return _wide(_local(unit, index, unit.master))
+    _, group, index = _find(param)
+    with group.lend():
+        return _wide(_local(group, index, group.master))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the averaged, unscaled gradient, flat; None before the boundary. Local."""
-    model, unit, index = _find(param)
-    landing = model.landing_of(unit)
-    if landing is None or not landing.shard_filled:
+    model, group, index = _find(param)
+    grad_buffer = model.grad_buffer_of(group)
+    if grad_buffer is None or not grad_buffer.shard_filled:
         return None
-    return _wide(_local(unit, index, landing.shard)) * model.gradient_multiplier()
+    return _wide(_local(group, index, grad_buffer.shard)) * model.gradient_multiplier()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of a state tensor, flat; None before the first step. Local."""
-    model, unit, index = _find(param)
-    shard = _optimizer_of(model).state_shard(unit, optim_state_key)
-    return None if shard is None else _local(unit, index, shard)
+    model, group, index = _find(param)
+    shard = _optimizer_of(model).state_shard(group, optim_state_key)
+    return None if shard is None else _local(group, index, shard)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -134,8 +134,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     while it computes. A block's weight that another module uses belongs into ``zero_optimization.leaf_module``."""
 
 
-def _local(unit: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+def _local(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
     """The elements of slot ``index`` in ``shard``, a copy."""
-    slot = unit.layout.slots[index]
-    parts = [shard[p.offset : p.offset + p.numel] for p in unit.layout.pieces(unit.comm.index) if p.slot is slot]
+    slot = group.layout.slots[index]
+    parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
     return torch.cat(parts) if parts else shard.new_empty(0)

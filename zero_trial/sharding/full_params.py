@@ -1,4 +1,4 @@
-"""Which unit holds a parameter: the way from a bare ``nn.Parameter`` to its shard.
+"""Which group holds a parameter: the way from a bare ``nn.Parameter`` to its shard.
 
 GatheredParameters and the safe_get_* functions are given parameters and nothing else, as in DeepSpeed's API. The directory is weak in both
 directions: it keeps neither parameters nor engines alive, and it stores nothing on the tensor.
@@ -62,61 +62,61 @@ def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
     """Parameters grouped by holder, in the order of first sight; ordinary ones are left out."""
-    groups: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
+    opt_groups: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
     for param in params:
         holder = owner_of_param(param)
         if holder is not None:
-            groups.setdefault(id(holder), (holder, []))[1].append(param)
-    return list(groups.values())
+            opt_groups.setdefault(id(holder), (holder, []))[1].append(param)
+    return list(opt_groups.values())
 
 
 # Visits of user code to full parameters: blocks of GatheredParameters, one inside the other, that find them whole and may edit them.
 
 
 class SummonedParams:
-    """To ``units``. ``wait`` returns when what was published is whole; edits are passed on over ``data``."""
+    """To ``groups``. ``wait`` returns when what was published is whole; edits are passed on over ``data``."""
 
-    def __init__(self, units: Sequence[ParamGroup], wait: Callable[[], object], data: AxisComm) -> None:
-        self._units = units
+    def __init__(self, groups: Sequence[ParamGroup], wait: Callable[[], object], data: AxisComm) -> None:
+        self._groups = groups
         self._wait = wait
         self._data = data
-        # For each open() without its close(), innermost last: the units that it brought to life.
+        # For each open() without its close(), innermost last: the groups that it brought to life.
         self._opened: list[list[ParamGroup]] = []
 
     def open(self, params: list[nn.Parameter]) -> None:
         """See :class:`Holder`."""
         self._wait()
         visited = self._holding(params)
-        opened = [unit for unit in visited if not unit.live]
-        for unit in opened:
-            unit.start_gather()
-        for unit in opened:
-            unit.finish_gather()
-        for unit in visited:
-            unit.pins += 1
+        opened = [group for group in visited if not group.live]
+        for group in opened:
+            group.start_gather()
+        for group in opened:
+            group.finish_gather()
+        for group in visited:
+            group.pins += 1
         self._opened.append(opened)
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
         """See :class:`Holder`. Raises TrialError when the optimizer has freed what was being edited."""
         opened, visited = self._opened.pop(), self._holding(params)
-        for unit in visited:
-            unit.pins -= 1
-        for unit in visited:
+        for group in visited:
+            group.pins -= 1
+        for group in visited:
             if source is not None:
-                if not unit.live:
+                if not group.live:
                     raise TrialError(
                         "the optimizer stepped inside a block that edits parameters",
                         where=f"GatheredParameters(modifier_rank={source})",
                         fix="Leave the block before engine.step().",
                     )
-                self._data.broadcast(unit.full, f"edited {unit.name}", source)
-                unit.take_edits()
-            if unit in opened:
-                unit.free()
+                self._data.broadcast(group.full, f"edited {group.name}", source)
+                group.take_edits()
+            if group in opened:
+                group.free()
 
     def _holding(self, params: list[nn.Parameter]) -> list[ParamGroup]:
         wanted = {id(param) for param in params}
-        return [unit for unit in self._units if any(id(param) in wanted for param in unit.params)]
+        return [group for group in self._groups if any(id(param) in wanted for param in group.params)]
 
 
 # state_dict() and load_state_dict() of a sharded module, and of any part of it: whole tensors out, whole tensors in.
@@ -131,17 +131,17 @@ class StateDictHooks:
     Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank of the axis.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[ParamGroup], wait: Callable[[], object]) -> None:
+    def __init__(self, module: nn.Module, groups: Sequence[ParamGroup], wait: Callable[[], object]) -> None:
         self._wait = wait
         self._scope: nn.Module | None = None  # the part that was asked
         self._loading = False
         self._opened: list[ParamGroup] = []
         self.handles: list[Any] = []
-        self._copies = any(unit.plan.params is not Lifetime.ALWAYS for unit in units)
-        unit_of = {id(param): unit for unit in units for param in unit.params}
+        self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
+        group_of = {id(param): group for group in groups for param in group.params}
         for part in module.modules():
-            if inside := _units_of(part.parameters(), unit_of):
-                self._install(part, inside, _units_of(part.parameters(recurse=False), unit_of))
+            if inside := _groups_of(part.parameters(), group_of):
+                self._install(part, inside, _groups_of(part.parameters(recurse=False), group_of))
 
     def _install(self, part: nn.Module, inside: list[ParamGroup], own: list[ParamGroup]) -> None:
         self.handles += [
@@ -159,18 +159,18 @@ class StateDictHooks:
         self.handles.clear()
 
     def _open(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
-        """Gathers the units of the part's own parameters, in place of those of the part before it."""
+        """Gathers the groups of the part's own parameters, in place of those of the part before it."""
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
             self._wait()
             self._loading = False  # what an earlier call left open when it failed is dropped
             self._close(())
             self._scope, self._loading = part, loading
         self._close(own)
-        closed = [unit for unit in own if not unit.live]
-        for unit in closed:
-            unit.start_gather()
-        for unit in closed:
-            unit.finish_gather()
+        closed = [group for group in own if not group.live]
+        for group in closed:
+            group.start_gather()
+        for group in closed:
+            group.finish_gather()
         self._opened += closed
 
     def _given(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
@@ -186,29 +186,29 @@ class StateDictHooks:
     def _taken(self, part: nn.Module, inside: list[ParamGroup]) -> None:
         if part is self._scope:
             loaded = _ids(part)
-            for unit in inside:
-                if unit.live and unit not in self._opened:
-                    unit.take_full(loaded)
+            for group in inside:
+                if group.live and group not in self._opened:
+                    group.take_full(loaded)
             self._close(())
             self._scope, self._loading = None, False
 
     def _close(self, keep: Collection[ParamGroup]) -> None:
-        """Frees the units that were gathered here, but for ``keep``; what was loaded into them goes to the shards before."""
+        """Frees the groups that were gathered here, but for ``keep``; what was loaded into them goes to the shards before."""
         loaded = _ids(self._scope) if self._loading and self._scope is not None else None
-        for unit in [unit for unit in self._opened if unit not in keep]:
-            if loaded is not None and unit.live:
-                unit.take_full(loaded)
-            unit.free()
-            self._opened.remove(unit)
+        for group in [group for group in self._opened if group not in keep]:
+            if loaded is not None and group.live:
+                group.take_full(loaded)
+            group.free()
+            self._opened.remove(group)
 
 
 def _ids(module: nn.Module) -> set[int]:
     return {id(param) for param in module.parameters()}
 
 
-def _units_of(params: Iterable[nn.Parameter], unit_of: Mapping[int, ParamGroup]) -> list[ParamGroup]:
-    """The units that hold any of ``params``, in the order of first sight."""
-    found = [unit for param in params if (unit := unit_of.get(id(param))) is not None]
+def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup]) -> list[ParamGroup]:
+    """The groups that hold any of ``params``, in the order of first sight."""
+    found = [group for param in params if (group := group_of.get(id(param))) is not None]
     return list(dict.fromkeys(found))
 
 

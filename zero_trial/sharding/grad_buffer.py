@@ -1,8 +1,8 @@
-"""Where the full gradients of a unit are while they live: kept for good, freed and revived, or in rooms that units take in turn.
+"""Where the full gradients of a group are while they live: kept for good, freed and revived, or in rooms that groups take in turn.
 
-    Kept      always: one buffer per unit, n elements
+    Kept      always: one buffer per group, n elements
     Revived   until reduced, in ordinary or device memory: the buffer's storage is resized to nothing and back
-    Taken     until reduced, where peers read in place: rooms for what is in flight, one being filled and one spare, used by all units in turn
+    Taken     until reduced, where peers read in place: rooms for what is in flight, one being filled and one spare, used by all groups in turn
 
 Freeing means nothing for memory that peers have mapped, which is why the third kind passes it on instead. Between steps its rooms of at most
 LARGEST_KEPT bytes stay, as freed memory of that size does anyway (:mod:`zero_trial.sharding.param_group`); larger ones are given back.
@@ -43,7 +43,7 @@ def cut(full: torch.Tensor, layout: Layout) -> FlatGrads:
 
 
 class GradientMemory(Protocol):
-    """The full gradients' memory of one unit."""
+    """The full gradients' memory of one group."""
 
     @property
     def place(self) -> FlatGrads | None:
@@ -60,7 +60,7 @@ class GradientMemory(Protocol):
 
 
 class PersistentGrads:
-    """A buffer that is the unit's own for good."""
+    """A buffer that is the group's own for good."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, comm: AxisComm) -> None:
         self._comm = comm
@@ -121,7 +121,7 @@ class PooledGrads:
 
 @dataclass(eq=False)
 class PooledBuffer:
-    """A buffer (bytes), and the places that units have made of it: they come again in every step."""
+    """A buffer (bytes), and the places that groups have made of it: they come again in every step."""
 
     buffer: torch.Tensor
     _places: dict[Hashable, FlatGrads] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class PooledBuffer:
 
 
 class BufferPool:
-    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a unit, unless more are in use at once."""
+    """Buffers of ``comm`` for the gradients in flight. At most ``most`` that fit a group, unless more are in use at once."""
 
     def __init__(self, comm: AxisComm, most: int) -> None:
         self._comm = comm
@@ -190,28 +190,28 @@ def gradient_memory(
     return PooledGrads(layout, dtype, rooms) if rooms is not None else ResizedGrads(layout, dtype, device)
 
 
-# Where the gradients of one unit land: views of one flat buffer, filled by autograd's hooks.
+# Where the gradients of one group land: views of one flat buffer, filled by autograd's hooks.
 #
 #     micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad becomes the view
 #     micro-batch 2+  autograd adds into .grad, that is into the view, by itself
 #     other dtype     (16-bit gradients, fp32 accumulation) every gradient is added into its view and dropped
 #
 # Compared with zeroing the buffer and letting autograd add from the start, this moves 12 instead of 20 bytes per fp32 element. Gradients below
-# SMALL elements are copied together by one foreach call when the unit is complete: one dispatch instead of one per tensor.
+# SMALL elements are copied together by one foreach call when the group is complete: one dispatch instead of one per tensor.
 
 
 SMALL = 1 << 14
 
 
 class GradBuffer:
-    """The full-gradient buffer of a unit, this rank's shard of it, and the count of what is still to come.
+    """The full-gradient buffer of a group, this rank's shard of it, and the count of what is still to come.
 
-    ``on_complete(landing)`` is called when every parameter of the unit has got its gradient in the running backward pass.
+    ``on_complete(gradient buffer)`` is called when every parameter of the group has got its gradient in the running backward pass.
     """
 
     def __init__(
         self,
-        unit: ParamGroup,
+        group: ParamGroup,
         *,
         dtype: torch.dtype,
         shard_dtype: torch.dtype,
@@ -219,15 +219,17 @@ class GradBuffer:
         comm: AxisComm | None = None,
         rooms: BufferPool | None = None,
     ) -> None:
-        self.unit = unit
+        self.group = group
         self.dtype = dtype
-        layout, device = unit.layout, unit.full.device
-        kept = unit.plan.grads is not Lifetime.USE
-        self._memory = gradient_memory(layout, dtype, device, unit.plan, comm if comm is not None else unit.comm, rooms)
+        layout, device = group.layout, group.full.device
+        kept = group.plan.grads is not Lifetime.USE
+        self._memory = gradient_memory(
+            layout, dtype, device, group.plan, comm if comm is not None else group.comm, rooms
+        )
         self._nothing = torch.empty(0, dtype=dtype, device=device)
         self.views = [self._nothing] * len(layout.slots)  # of the full buffer, while there is one
-        low, high = layout.shard_range(unit.comm.index)
-        self.in_place = kept and unit.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
+        low, high = layout.shard_range(group.comm.index)
+        self.in_place = kept and group.plan.reduce_at is ReduceAt.BOUNDARY and shard_dtype == dtype
         self.shard = (
             self.full[low:high] if self.in_place else torch.zeros(layout.shard_numel, dtype=shard_dtype, device=device)
         )
@@ -236,8 +238,8 @@ class GradBuffer:
         self._owned = False  # nobody else reads the full buffer
         self._stale = False  # padding may hold anything
         self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
-        self.late = False  # a gradient came after the unit was complete (re-entrant checkpointing): reduce only when backward has ended
-        count = len(unit.params)
+        self.late = False  # a gradient came after the group was complete (re-entrant checkpointing): reduce only when backward has ended
+        count = len(group.params)
         self.landed = [False] * count  # the view holds a gradient of this accumulation
         self._waiting: list[int] = []  # small gradients, to be copied together
         self._queued = [False] * count
@@ -246,10 +248,10 @@ class GradBuffer:
         self._missing = 0
         self._counting = False
         self._on_complete = on_complete
-        self._shares = unit.dtype == dtype  # .grad can be the view itself
+        self._shares = group.dtype == dtype  # .grad can be the view itself
         self.handles: list[Any] = [
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
-            for index, param in enumerate(unit.params)
+            for index, param in enumerate(group.params)
         ]
 
     @property
@@ -261,7 +263,7 @@ class GradBuffer:
     @property
     def own(self) -> torch.Tensor:
         """This rank's part of the full buffer; only while live."""
-        low, high = self.unit.layout.shard_range(self.unit.comm.index)
+        low, high = self.group.layout.shard_range(self.group.comm.index)
         return self.full[low:high]
 
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
@@ -270,24 +272,24 @@ class GradBuffer:
         seen, queued, waiting = self._seen, self._queued, self._waiting
 
         def land(param: nn.Parameter) -> None:
-            landing = me()
-            if landing is None:
+            grad_buffer = me()
+            if grad_buffer is None:
                 return
-            if small or landing.sealed:
+            if small or grad_buffer.sealed:
                 if not queued[index]:
                     queued[index] = True
                     waiting.append(index)
-            elif param.grad is not landing.views[index]:
-                landing._take(index, param)
-            if not landing._counting:
+            elif param.grad is not grad_buffer.views[index]:
+                grad_buffer._take(index, param)
+            if not grad_buffer._counting:
                 return
-            if seen[index] != landing._pass:
-                seen[index] = landing._pass
-                landing._missing -= 1
-                if not landing._missing:
-                    landing._on_complete(landing)
-            elif not landing._missing:
-                landing.late = True
+            if seen[index] != grad_buffer._pass:
+                seen[index] = grad_buffer._pass
+                grad_buffer._missing -= 1
+                if not grad_buffer._missing:
+                    grad_buffer._on_complete(grad_buffer)
+            elif not grad_buffer._missing:
+                grad_buffer.late = True
 
         return land
 
@@ -314,7 +316,7 @@ class GradBuffer:
         if not waiting or self.sealed:
             return
         self.materialise()
-        params, views, landed = self.unit.params, self.views, self.landed
+        params, views, landed = self.group.params, self.views, self.landed
         targets, sources, again = [], [], []
         for index in waiting:
             grad = params[index].grad
@@ -346,7 +348,7 @@ class GradBuffer:
     def begin_pass(self) -> None:
         """A new backward pass: every parameter may come once more."""
         self._pass += 1
-        self._missing = len(self.unit.params)
+        self._missing = len(self.group.params)
         self._counting = True
 
     def end_pass(self) -> None:
@@ -389,14 +391,14 @@ class GradBuffer:
 
     def detach(self) -> None:
         """Takes the views away from the parameters: from now on a gradient that comes is a new one."""
-        for param in self.unit.params:
+        for param in self.group.params:
             param.grad = None
         count = len(self.landed)
         self.landed[:] = [False] * count
 
     def free(self) -> None:
         """Gives the full buffer's memory back, where full gradients do not live until the step (the shard has its own)."""
-        if self.unit.plan.grads is Lifetime.USE and self.live:
+        if self.group.plan.grads is Lifetime.USE and self.live:
             self.views[:] = [self._nothing] * len(self.views)
             self._memory.give_back()
             self.live = self._owned = False
@@ -417,7 +419,7 @@ class GradBuffer:
 
     def persistent_bytes(self) -> int:
         """Bytes of gradients that outlive a backward pass on this rank; without the rooms of what is in flight."""
-        full = self.unit.layout.numel * self.dtype.itemsize if self.unit.plan.grads is not Lifetime.USE else 0
+        full = self.group.layout.numel * self.dtype.itemsize if self.group.plan.grads is not Lifetime.USE else 0
         return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())
 
 

@@ -105,18 +105,18 @@ def _innermost_block(name: str, blocks: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """One parameter as partitioning sees it. ``key`` separates what may not share a unit: dtype, device, trainable or not."""
+    """One parameter as partitioning sees it. ``key`` separates what may not share a group: dtype, device, trainable or not."""
 
     name: str
     numel: int
     key: tuple[object, ...]
-    group: int  # optimizer group; -1 when frozen
+    opt_group: int  # optimizer group; -1 when frozen
     block: str = ROOT
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One unit to be: its members in layout order (sorted by optimizer group, so that each group is one run), and whether it always lives."""
+    """One group to be: its members in layout order (sorted by optimizer group, so that each group is one run), and whether it always lives."""
 
     name: str
     members: tuple[ParamFacts, ...]
@@ -132,7 +132,7 @@ class GroupingLimits:
     persistence: int = 100_000
     model_persistence: int = 9_223_372_036_854_775_807
     buckets_wanted: int = field(default=4)
-    smallest_unit: int = 0  # neighbouring blocks are put together until they have as many elements
+    smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
 
 
 def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
@@ -149,7 +149,7 @@ def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[
     def close(key: tuple[object, ...]) -> None:
         chosen = open_.pop(key)
         chosen.reverse()  # back into the model's order
-        out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.group)), True))
+        out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.opt_group)), True))
 
     for member in reversed(members):
         bucket = open_.setdefault(member.key, [])
@@ -177,7 +177,7 @@ def persistent_members(
 
 
 def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Units for parameters that live while their block computes: one per block and key; small ones always live, in buckets.
+    """Groups for parameters that live while their block computes: one per block and key; small ones always live, in buckets.
 
     A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
     Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
@@ -186,12 +186,12 @@ def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[G
     grouped: dict[tuple[str, tuple[object, ...]], list[ParamFacts]] = {}
     for member in kept:
         grouped.setdefault((member.block, member.key), []).append(member)
-    units = [
-        GroupSpec(block or "root", tuple(sorted(chosen, key=lambda m: m.group)), False, block)
+    groups = [
+        GroupSpec(block or "root", tuple(sorted(chosen, key=lambda m: m.opt_group)), False, block)
         for (block, _), chosen in reversed(grouped.items())
     ]
-    units.sort(key=lambda unit: unit.block == ROOT)
-    return units + [GroupSpec(f"small.{unit.name}", unit.members, True) for unit in into_buckets(small, limits)]
+    groups.sort(key=lambda group: group.block == ROOT)
+    return groups + [GroupSpec(f"small.{group.name}", group.members, True) for group in into_buckets(small, limits)]
 
 
 def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
@@ -231,11 +231,11 @@ def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[in
     Padding goes with the group before it, so that every run starts and ends at an aligned element.
     """
     starts: dict[int, int] = {}
-    for offset, group in offsets:
-        starts.setdefault(group, offset)
+    for offset, opt_group in offsets:
+        starts.setdefault(opt_group, offset)
     ordered = sorted(starts.items(), key=lambda item: item[1])
     stops = [start for _, start in ordered[1:]] + [numel]
-    return {group: (start, stop) for (group, start), stop in zip(ordered, stops, strict=True)}
+    return {opt_group: (start, stop) for (opt_group, start), stop in zip(ordered, stops, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class UnshardLimits:
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """``wire_scale`` multiplies gradients before their sum; ``overlap``: units are reduced while others still compute."""
+    """``wire_scale`` multiplies gradients before their sum; ``overlap``: groups are reduced while others still compute."""
 
     limits: GroupingLimits = field(default_factory=GroupingLimits)
     live: UnshardLimits = field(default_factory=UnshardLimits)
@@ -262,11 +262,11 @@ class ShardingSettings:
 
     @property
     def in_flight(self) -> int:
-        """How many units' reductions may be under way at once."""
+        """How many groups' reductions may be under way at once."""
         return 2 if self.overlap else 0
 
 
-# A domain: parameters that are gathered, freed and reduced together, when they are told to, such as those of one chunk of a pipeline.
+# A manual group: parameters that are gathered, freed and reduced together, when they are told to, such as those of one chunk of a pipeline.
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def is_model_parallel(param: torch.Tensor) -> bool:
 
 
 def split_parts_from_copies(members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter]) -> list[ParamFacts]:
-    """The same members, so keyed that no unit holds parts and copies."""
+    """The same members, so keyed that no group holds parts and copies."""
     return [replace(member, key=(*member.key, is_model_parallel(params[member.name]))) for member in members]
 
 
@@ -344,7 +344,7 @@ def parameter_names(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[st
 
 def collect_params(
     module: nn.Module,
-    groups: Mapping[int, int],
+    opt_groups: Mapping[int, int],
     rules: LeafRules,
     *,
     dtype: torch.dtype,
@@ -358,8 +358,8 @@ def collect_params(
     blocks = find_blocks(module_facts(module), rules)
     members, params = [], {}
     for name, (param, names) in parameter_names(module).items():
-        trained = param.requires_grad and id(param) in groups
-        if not trained and (not with_frozen or (param.requires_grad and groups)):
+        trained = param.requires_grad and id(param) in opt_groups
+        if not trained and (not with_frozen or (param.requires_grad and opt_groups)):
             continue
         if trained and param.is_complex():
             raise ConfigError(
@@ -374,7 +374,7 @@ def collect_params(
                 name,
                 param.numel(),
                 (living_dtype(param.dtype, dtype), param.device, trained),
-                groups[id(param)] if trained else -1,
+                opt_groups[id(param)] if trained else -1,
                 block_of(names, blocks),
             )
         )
@@ -382,10 +382,10 @@ def collect_params(
 
 
 def by_manual_group(
-    members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter], domains: Sequence[ManualGroup]
+    members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter], manual_groups: Sequence[ManualGroup]
 ) -> list[ParamFacts]:
-    """The same members with their domains as blocks; no unit spans two of them. Every parameter must be in one."""
-    name_of = {param: domain.name for domain in domains for param in domain.params}
+    """The same members with their manual groups as blocks; no group spans two of them. Every parameter must be in one."""
+    name_of = {param: manual_group.name for manual_group in manual_groups for param in manual_group.params}
     found = []
     for member in members:
         name = name_of[id(params[member.name])]

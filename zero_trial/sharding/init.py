@@ -172,7 +172,7 @@ class Init:
                 where="zero.Init(remote_device)",
                 got=remote_device,
                 expected="None",
-                fix="Remove it; zero_optimization.offload_param takes them to NVMe, one unit after the other, when the engine is built.",
+                fix="Remove it; zero_optimization.offload_param takes them to NVMe, one group after the other, when the engine is built.",
             )
         self._dtype = dtype
         self._mesh = mesh

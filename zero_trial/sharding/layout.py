@@ -8,7 +8,7 @@ Every tensor starts at a multiple of ALIGN elements, and a shard is a multiple o
 
 Why aligned: 64 bytes for 16-bit and 128 bytes for fp32 keep vector loads whole, so that an element's bits do not depend on where its shard was cut
 (a scalar tail may round differently from the vector body), and any ALIGN-sized row belongs to one tensor. Price: at most ALIGN-1 elements per
-tensor, and at most ALIGN * shards - 1 per unit.
+tensor, and at most ALIGN * shards - 1 per group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for its pieces, seen by logical tensor, by unit, or as numbers: for checkpoints and for whoever asks."""
+"""What an optimizer keeps for its pieces, seen by logical tensor, by group, or as numbers: for checkpoints and for whoever asks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OptimizerState:
                 if not is_elementwise_state(value, piece) and (
                     isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
                 ):
-                    found.setdefault(str(piece.group), {})[key] = float(value)
+                    found.setdefault(str(piece.opt_group), {})[key] = float(value)
         return found
 
     def make(
@@ -90,10 +90,10 @@ class OptimizerState:
         self._base.state.clear()
         for piece in self._pieces:
             weight, slot = piece.weight.detach(), whole_slot(piece)
-            start, stop = piece.unit.runs[piece.group]
+            start, stop = piece.group.runs[piece.opt_group]
             names = [
                 part.name
-                for part in ([slot] if slot is not None else piece.unit.layout.slots)
+                for part in ([slot] if slot is not None else piece.group.layout.slots)
                 if start <= part.offset < stop
             ]
             state: dict[str, Any] = {}
@@ -103,29 +103,29 @@ class OptimizerState:
                     own_shape = slot is not None and shape != slot.shape
                     kept = None if own_shape else self._store.zeros(piece, kind)
                     state[kind] = weight.new_zeros(shape if own_shape else weight.shape) if kept is None else kept
-            for key, value in scalars.get(str(piece.group), {}).items():
+            for key, value in scalars.get(str(piece.opt_group), {}).items():
                 state[key] = torch.tensor(
                     value, dtype=torch.float32, device=weight.device if _fused(self._base) else "cpu"
                 )
             if state:
                 self._base.state[piece.weight] = state
 
-    def shard(self, unit: ParamGroup, kind: str) -> torch.Tensor | None:
-        """The unit's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
+    def shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
+        """The group's shard of state ``kind`` (shard_numel,), put together from its pieces; None if there is no such state yet."""
         out: torch.Tensor | None = None
         with self._store.lent():
             for piece in self._pieces:
-                value = self._base.state.get(piece.weight, {}).get(kind) if piece.unit is unit else None
+                value = self._base.state.get(piece.weight, {}).get(kind) if piece.group is group else None
                 if torch.is_tensor(value) and is_elementwise_state(value, piece):
-                    out = value.new_zeros(unit.layout.shard_numel) if out is None else out
+                    out = value.new_zeros(group.layout.shard_numel) if out is None else out
                     out[piece.low : piece.high].copy_(value.reshape(-1))
         return out
 
-    def set_shard(self, unit: ParamGroup, kind: str, shard: torch.Tensor) -> None:
+    def set_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
         """Writes ``shard`` (shard_numel,) back into the pieces' state ``kind``."""
         with self._store.lent():
             for piece in self._pieces:
-                if piece.unit is unit:
+                if piece.group is group:
                     self._base.state[piece.weight][kind].view(-1).copy_(shard[piece.low : piece.high])
 
     def resident_bytes(self) -> int:
@@ -141,7 +141,7 @@ class OptimizerState:
 
 def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterator[StateView]:
     """What of ``tensors``, alike with the piece in shape, belongs to which logical tensor."""
-    for part in piece.unit.layout.pieces(piece.unit.comm.index):
+    for part in piece.group.layout.pieces(piece.group.comm.index):
         low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
         if low < high:
             start = part.start + low - part.offset
@@ -152,11 +152,11 @@ def _by_tensor(piece: ShardPiece, tensors: Mapping[str, torch.Tensor]) -> Iterat
 
 def whole_slot(piece: ShardPiece) -> ParamSlot | None:
     """The tensor that ``piece`` is, if it is exactly one, in its shape."""
-    if piece.unit.comm.size > 1:
+    if piece.group.comm.size > 1:
         return None
     shape = tuple(piece.weight.shape)
     return next(
-        (slot for slot in piece.unit.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None
+        (slot for slot in piece.group.layout.slots if slot.offset == piece.low and (slot.shape or (1,)) == shape), None
     )
 
 
@@ -166,7 +166,7 @@ def is_elementwise_state(value: Any, piece: ShardPiece) -> bool:
 
 
 def _fused(base: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") or group.get("capturable") for group in base.param_groups)
+    return any(opt_group.get("fused") or opt_group.get("capturable") for opt_group in base.param_groups)
 
 
 # The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master weights.
@@ -181,12 +181,12 @@ def _known() -> None:
 
 
 def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
-    """How ``base`` wants its pieces: by unit, all at once (norms over tensors that lie in several pieces), or bounded by the casts' memory."""
+    """How ``base`` wants its pieces: by group, all at once (norms over tensors that lie in several pieces), or bounded by the casts' memory."""
     if not isinstance(base, ShardOptimizer):
         return {}
     if not base.elementwise:
         return {"cast_numel": math.inf}
-    return {"by_unit": True} if base.fuses else {}
+    return {"by_group": True} if base.fuses else {}
 
 
 class ShardedOptimizer:
@@ -232,7 +232,7 @@ class ShardedOptimizer:
         """Whether :meth:`step` can be told by ``device``, where the gradients are, without the host's reading anything there."""
         if not supports_device_scalars(self.base) or not isinstance(self._store, DeviceStore):
             return False
-        at_home = all(piece.weight.device == piece.landing.shard.device for piece in self.pieces)
+        at_home = all(piece.weight.device == piece.grad_buffer.shard.device for piece in self.pieces)
         return at_home and (device.type == "cpu" or not isinstance(self.base, ShardOptimizer) or native_on(device))
 
     @property
@@ -272,7 +272,7 @@ class ShardedOptimizer:
 
     def _update(self, batch: Sequence[ShardPiece], multiplier: float, gate: DeviceScalars | None) -> bool:
         if isinstance(self.base, ShardOptimizer) and self.base.fuses:
-            work = [ShardUpdate(piece.weight, piece.reduced, piece.rounded, piece.group) for piece in batch]
+            work = [ShardUpdate(piece.weight, piece.reduced, piece.rounded, piece.opt_group) for piece in batch]
             fused_step(self.base, work, multiplier, gate)
             return True
         for piece in batch:
@@ -290,7 +290,7 @@ class ShardedOptimizer:
         undo_step(self.base, self._stateful)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do here: gradients live in the units, and :meth:`Engine.zero_grad` forgets them."""
+        """Nothing to do here: gradients live in the groups, and :meth:`Engine.zero_grad` forgets them."""
 
     def lent(self) -> AbstractContextManager[None]:
         """Inside, masters and state can be read and written wherever they live; only between steps. May be nested."""
@@ -308,13 +308,13 @@ class ShardedOptimizer:
         """Class and hyperparameters' names, for a checkpoint: state is another optimizer's if the latter differ."""
         return {"class": type(self.base).__name__, "settings": sorted(set(self.base.defaults) - _HOW_NOT_WHAT)}
 
-    def bind_tensors(self, units: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
+    def bind_tensors(self, groups: Sequence[ParamGroup], sum_over_shards: Callable[[torch.Tensor], None]) -> None:
         """Tells an optimizer with norms per tensor (LAMB) which elements of each piece belong to which tensor.
 
-        ``units``: all of the model, the same on every rank (see :func:`segments_of`).
+        ``groups``: all of the model, the same on every rank (see :func:`segments_of`).
         """
         if isinstance(self.base, FusedLamb):
-            segments, count = segments_of(self.pieces, units)
+            segments, count = segments_of(self.pieces, groups)
             self.base.bind(segments, count, sum_over_shards)
 
     # --- what it keeps --------------------------------------------------------------------------------------------
@@ -339,15 +339,15 @@ class ShardedOptimizer:
         self.when_asked()
         self._kept.make(kinds, scalars, shape_of)
 
-    def state_shard(self, unit: ParamGroup, kind: str) -> torch.Tensor | None:
+    def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
         """See :meth:`OptimizerState.shard`."""
         self.when_asked()
-        return self._kept.shard(unit, kind)
+        return self._kept.shard(group, kind)
 
-    def set_state_shard(self, unit: ParamGroup, kind: str, shard: torch.Tensor) -> None:
+    def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
         """See :meth:`OptimizerState.set_shard`."""
         self.when_asked()
-        self._kept.set_shard(unit, kind, shard)
+        self._kept.set_shard(group, kind, shard)
 
     def persistent_bytes(self) -> int:
         """See :meth:`OptimizerState.resident_bytes`."""

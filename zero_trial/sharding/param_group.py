@@ -33,7 +33,7 @@ def is_absent(tensor: torch.Tensor) -> bool:
 #
 # glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25
 # microseconds of CPU per KiB on each use.
-# A plan that frees and revives whole units in every step pays that for all its parameters and gradients.
+# A plan that frees and revives whole groups in every step pays that for all its parameters and gradients.
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
@@ -75,9 +75,9 @@ def _glibc(name: str) -> Any:
 
 # Parameters that are gathered, freed and reduced together: a Layout plus its live buffers.
 #
-# Memory of one unit of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
+# Memory of one group of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
 #
-#     full     n p        always, or while the unit computes
+#     full     n p        always, or while the group computes
 #     shard    n/N p      part of full while full always lives
 #     master   4 n/N      fp32; the shard itself when parameters are fp32
 #
@@ -206,7 +206,7 @@ class ParamGroup:
         self._gathering = self.comm.all_gather(self.full, self.shard if self.away is None else self.own, self.name)
 
     def expect(self) -> bool:
-        """The unit is used soon. Whether it is time to :meth:`start_gather`; a shard that is away begins to come, and next time it is. The
+        """The group is used soon. Whether it is time to :meth:`start_gather`; a shard that is away begins to come, and next time it is. The
         answer depends on the order of calls alone, so that it is the same on all ranks of the axis."""
         if self.live or self._gathering is not None:
             return False
@@ -307,7 +307,7 @@ class ParamGroup:
         return low + (0 if elsewhere else self.master.numel() * 4)
 
 
-def swap_buffer_bytes(units: Sequence[ParamGroup]) -> int:
+def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
     """Bytes of the buffers through which shards come that live elsewhere."""
-    found = {id(one): one for unit in units if unit.away is not None for one in unit.away.buffers}
+    found = {id(one): one for group in groups if group.away is not None for one in group.away.buffers}
     return sum(one.numel() * one.element_size() for one in found.values())

@@ -18,11 +18,11 @@ from zero_trial.sharding.param_group import ParamGroup
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Elements [low, high) of a unit's shard that belong to one optimizer group; ``weight`` (high-low,) is that part of the master."""
+    """Elements [low, high) of a group's shard that belong to one optimizer group; ``weight`` (high-low,) is that part of the master."""
 
-    unit: ParamGroup
-    landing: GradBuffer
-    group: int
+    group: ParamGroup
+    grad_buffer: GradBuffer
+    opt_group: int
     low: int
     high: int
     weight: nn.Parameter
@@ -38,13 +38,13 @@ class ShardPiece:
     @property
     def reduced(self) -> torch.Tensor:
         """The reduced gradient as it lies there, (high-low,), in the dtype in which it was summed."""
-        return self.landing.shard[self.low : self.high]
+        return self.grad_buffer.shard[self.low : self.high]
 
     @property
     def rounded(self) -> torch.Tensor | None:
         """Where the weight's rounded copy belongs, (high-low,): this piece of the 16-bit shard; None where the weight is the shard itself."""
-        unit = self.unit
-        return None if unit.master is unit.shard else unit.shard[self.low : self.high]
+        group = self.group
+        return None if group.master is group.shard else group.shard[self.low : self.high]
 
 
 class StateStore(Protocol):
@@ -88,20 +88,20 @@ class DeviceStore:
     """Everything stays on the compute device. Price: K bytes per parameter and shard (12 for Adam: master, two moments), no traffic.
 
     Pieces go in one batch when their gradients need no cast; else in batches of at most ``cast_numel`` elements, which bounds the fp32 copies.
-    ``by_unit``: one batch per unit, for an optimizer that needs no casts and whose results can be published while it goes on.
+    ``by_group``: one batch per group, for an optimizer that needs no casts and whose results can be published while it goes on.
     """
 
-    def __init__(self, pieces: Sequence[ShardPiece], cast_numel: float = 1 << 26, *, by_unit: bool = False) -> None:
-        if by_unit:
-            units: dict[int, list[ShardPiece]] = {}
+    def __init__(self, pieces: Sequence[ShardPiece], cast_numel: float = 1 << 26, *, by_group: bool = False) -> None:
+        if by_group:
+            groups: dict[int, list[ShardPiece]] = {}
             for piece in pieces:
-                units.setdefault(id(piece.unit), []).append(piece)
-            self._batches = list(units.values())
+                groups.setdefault(id(piece.group), []).append(piece)
+            self._batches = list(groups.values())
             return
         self._batches = [[]]
         room = cast_numel
         for piece in pieces:
-            needs = 0 if piece.landing.shard.dtype == piece.weight.dtype else piece.numel
+            needs = 0 if piece.grad_buffer.shard.dtype == piece.weight.dtype else piece.numel
             if needs > room and self._batches[-1]:
                 self._batches.append([])
                 room = cast_numel
@@ -144,14 +144,14 @@ Make = Callable[..., ShardPiece]
 
 
 def cut_pieces(
-    landings: Sequence[GradBuffer], *, whole_tensors: bool, most: int | None = None, make: Make = ShardPiece
+    grad_buffers: Sequence[GradBuffer], *, whole_tensors: bool, most: int | None = None, make: Make = ShardPiece
 ) -> list[ShardPiece]:
-    """This rank's pieces: one per unit and optimizer group, or one per tensor, in its shape (a scalar as (1,)), for optimizers that need
+    """This rank's pieces: one per group and optimizer group, or one per tensor, in its shape (a scalar as (1,)), for optimizers that need
     whole tensors. ``most``: the former are cut at its multiples, counted from the shard's start. ``make`` builds each from ShardPiece's fields.
 
     The latter is possible only where nothing is sharded; otherwise ConfigError.
     """
-    if whole_tensors and any(landing.unit.comm.size > 1 for landing in landings):
+    if whole_tensors and any(grad_buffer.group.comm.size > 1 for grad_buffer in grad_buffers):
         raise ConfigError(
             "this optimizer needs whole tensors, and sharding cuts them",
             where="optimizer.type",
@@ -159,45 +159,47 @@ def cut_pieces(
         )
     return [
         piece
-        for landing in landings
-        for piece in (_tensors(landing, make) if whole_tensors else _runs(landing, most, make))
+        for grad_buffer in grad_buffers
+        for piece in (_tensors(grad_buffer, make) if whole_tensors else _runs(grad_buffer, most, make))
     ]
 
 
-def _tensors(landing: GradBuffer, make: Make) -> Iterator[ShardPiece]:
-    unit = landing.unit
-    for slot in unit.layout.slots:
+def _tensors(grad_buffer: GradBuffer, make: Make) -> Iterator[ShardPiece]:
+    group = grad_buffer.group
+    for slot in group.layout.slots:
         if slot.numel:
-            group = next(group for group, (start, stop) in unit.runs.items() if start <= slot.offset < stop)
+            opt_group = next(
+                opt_group for opt_group, (start, stop) in group.runs.items() if start <= slot.offset < stop
+            )
             end = slot.offset + slot.numel
-            view = unit.master[slot.offset : end].view(slot.shape or (1,))
-            yield make(unit, landing, group, slot.offset, end, nn.Parameter(view))
+            view = group.master[slot.offset : end].view(slot.shape or (1,))
+            yield make(group, grad_buffer, opt_group, slot.offset, end, nn.Parameter(view))
 
 
-def _runs(landing: GradBuffer, most: int | None, make: Make) -> Iterator[ShardPiece]:
-    unit = landing.unit
-    low, high = unit.layout.shard_range(unit.comm.index)
-    for group, (start, stop) in sorted(unit.runs.items()):
+def _runs(grad_buffer: GradBuffer, most: int | None, make: Make) -> Iterator[ShardPiece]:
+    group = grad_buffer.group
+    low, high = group.layout.shard_range(group.comm.index)
+    for opt_group, (start, stop) in sorted(group.runs.items()):
         a, b = max(start, low) - low, min(stop, high) - low
         while a < b:
             end = b if most is None else min((a // most + 1) * most, b)
-            yield make(unit, landing, group, a, end, nn.Parameter(unit.master[a:end]))
+            yield make(group, grad_buffer, opt_group, a, end, nn.Parameter(group.master[a:end]))
             a = end
 
 
 def segments_of(
-    pieces: Sequence[ShardPiece], units: Sequence[ParamGroup]
+    pieces: Sequence[ShardPiece], groups: Sequence[ParamGroup]
 ) -> tuple[dict[int, list[TensorSegment]], int]:
     """Which elements of each piece (by id of its weight) belong to which tensor, and how many tensors there are.
 
-    Tensors are numbered over all ``units``, which are the same on every rank: a rank may have no piece of some of them.
+    Tensors are numbered over all ``groups``, which are the same on every rank: a rank may have no piece of some of them.
     """
-    names = sorted({slot.name for unit in units for slot in unit.layout.slots})
+    names = sorted({slot.name for group in groups for slot in group.layout.slots})
     number = {name: index for index, name in enumerate(names)}
     segments: dict[int, list[TensorSegment]] = {}
     for piece in pieces:
         listed = segments.setdefault(id(piece.weight), [])
-        for part in piece.unit.layout.pieces(piece.unit.comm.index):
+        for part in piece.group.layout.pieces(piece.group.comm.index):
             low, high = max(part.offset, piece.low), min(part.offset + part.numel, piece.high)
             if low < high:
                 listed.append(TensorSegment(number[part.slot.name], low - piece.low, high - piece.low))
@@ -229,12 +231,12 @@ def rebind(base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> None:
             fix="Pass a fresh optimizer and load its state with engine.load_checkpoint.",
         )
     base.state.clear()
-    for index, group in enumerate(base.param_groups):
-        group["params"] = [piece.weight for piece in pieces if piece.group == index]
+    for index, opt_group in enumerate(base.param_groups):
+        opt_group["params"] = [piece.weight for piece in pieces if piece.opt_group == index]
     if eager:
-        for group in base.param_groups:
-            for weight in group["params"]:
+        for opt_group in base.param_groups:
+            for weight in opt_group["params"]:
                 base.state[weight] = {
                     "step": torch.tensor(0.0),
-                    "sum": torch.full_like(weight, group["initial_accumulator_value"]),
+                    "sum": torch.full_like(weight, opt_group["initial_accumulator_value"]),
                 }

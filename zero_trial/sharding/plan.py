@@ -5,7 +5,7 @@
 | 0          | always                          | always                | whole on every rank        |
 | 1          | always                          | always                | one shard per rank         |
 | 2          | always                          | until reduced         | one shard per rank         |
-| 3          | while their unit computes       | until reduced         | one shard per rank         |
+| 3          | while their group computes       | until reduced         | one shard per rank         |
 
 Gradients that always live keep one buffer, which every step fills anew.
 
@@ -29,7 +29,7 @@ class Lifetime(Enum):
     """How long the full copy of something lives."""
 
     ALWAYS = "always"  # from construction to the end
-    USE = "use"  # parameters: while their unit computes; gradients: until they are reduced
+    USE = "use"  # parameters: while their group computes; gradients: until they are reduced
 
 
 class ReduceAt(Enum):
@@ -43,9 +43,9 @@ class Reshard(Enum):
     """When parameters that do not always live are freed."""
 
     WITHIN_LIMITS = "auto"  # kept while max_live_parameters and max_reuse_distance allow
-    AFTER_FORWARD = "forward"  # after every forward and every backward of their unit
+    AFTER_FORWARD = "forward"  # after every forward and every backward of their group
     AFTER_STEP = "step"  # kept until the optimizer step
-    WHEN_TOLD = "told"  # gathered and freed by a schedule's actions, domain by domain
+    WHEN_TOLD = "told"  # gathered and freed by a schedule's actions, manual group by manual group
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The way of new values from the masters to the parameters, unit by unit, as soon as the optimizer is done with each."""
+"""The way of new values from the masters to the parameters, group by group, as soon as the optimizer is done with each."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from zero_trial.sharding.pieces import ShardPiece
 
 
 class ParamPublisher:
-    """One step's publication. Units go in the model's order on every rank, whatever order and share of them a rank updates.
+    """One step's publication. Groups go in the model's order on every rank, whatever order and share of them a rank updates.
 
-    A rank may have no piece of a unit at all (its part is padding): the unit goes when its turn comes.
+    A rank may have no piece of a group at all (its part is padding): the group goes when its turn comes.
     """
 
     def __init__(
-        self, units: Sequence[ParamGroup], pieces: Sequence[ShardPiece], pending: list[Pending], *, lend: bool = True
+        self, groups: Sequence[ParamGroup], pieces: Sequence[ShardPiece], pending: list[Pending], *, lend: bool = True
     ) -> None:
-        self._waiting = deque(units)
+        self._waiting = deque(groups)
         self._pending = pending
         self._lend = lend
         self._left: dict[int, int] = {}
         self._unrounded: set[int] = set()
         for piece in pieces:
-            self._left[id(piece.unit)] = self._left.get(id(piece.unit), 0) + 1
+            self._left[id(piece.group)] = self._left.get(id(piece.group), 0) + 1
 
     def updated(self, pieces: Sequence[ShardPiece], rounded: bool) -> None:
-        """These pieces' masters are new; ``rounded``: so are their 16-bit copies. Publishes every unit whose turn has come. Collective over shard."""
+        """These pieces' masters are new; ``rounded``: so are the 16-bit copies. Publishes each group in its turn. Collective over shard."""
         for piece in pieces:
-            self._left[id(piece.unit)] -= 1
+            self._left[id(piece.group)] -= 1
             if not rounded:
-                self._unrounded.add(id(piece.unit))
+                self._unrounded.add(id(piece.group))
         while self._waiting and not self._left.get(id(self._waiting[0])):
             self._publish(self._waiting.popleft())
 
@@ -46,12 +46,12 @@ class ParamPublisher:
         while self._waiting:
             self._publish(self._waiting.popleft())
 
-    def _publish(self, unit: ParamGroup) -> None:
-        if not unit.trainable:
-            unit.free()
+    def _publish(self, group: ParamGroup) -> None:
+        if not group.trainable:
+            group.free()
             return
-        rounded = id(unit) in self._left and id(unit) not in self._unrounded
-        if (pending := unit.publish(rounded=rounded, lend=self._lend)) is not None:
+        rounded = id(group) in self._left and id(group) not in self._unrounded
+        if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
             self._pending.append(pending)
 
 

@@ -45,10 +45,10 @@ class WireCasts:
             self._rooms.give_back(room)
 
 
-# Turns full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, unit by unit.
+# Turns full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, group by group.
 #
-# Units are reduced in one order on all ranks, whatever the order in which their gradients became complete: first the construction order, then, from
-# the second step on, the order that rank 0 saw in the first. A unit that never completes (unused parameters, another branch taken) is
+# Groups are reduced in one order on all ranks, whatever the order in which their gradients became complete: first the construction order, then, from
+# the second step on, the order that rank 0 saw in the first. A group that never completes (unused parameters, another branch taken) is
 # reduced with zeros when backward has ended: a missing gradient never leaves another rank waiting.
 
 
@@ -62,9 +62,9 @@ class _Phase(Enum):
 
 @dataclass(eq=False)
 class _Flight:
-    """One unit's reduction under way, and the tensors that it owns."""
+    """One group's reduction under way, and the tensors that it owns."""
 
-    landing: GradBuffer
+    grad_buffer: GradBuffer
     wire: torch.Tensor
     room: PooledBuffer | None  # in which the wire lies, if it is a cast that peers read in place
     out: torch.Tensor
@@ -80,32 +80,32 @@ class _Flight:
 
 @dataclass(frozen=True)
 class NonFiniteGradient:
-    """A non-finite gradient: whose (rank; None when only the sum is known), and the unit and position in its flat buffer.
+    """A non-finite gradient: whose (rank; None when only the sum is known), and the group and position in its flat buffer.
 
     ``exact`` is False when what is known to be bad is a sum over the shard axis to which ``rank`` belongs.
     """
 
     rank: int | None
-    landing: GradBuffer
+    grad_buffer: GradBuffer
     position: int
     exact: bool = True
 
     def parameter(self) -> str:
-        slot = self.landing.unit.layout.slot_at(self.position)
-        return slot.name if slot is not None else self.landing.unit.name
+        slot = self.grad_buffer.group.layout.slot_at(self.position)
+        return slot.name if slot is not None else self.grad_buffer.group.name
 
 
 class GradReducer:
-    """Reduces the landings of one model.
+    """Reduces the gradient buffers of one model.
 
-    ``wire_dtype``: dtype on the wire (None: the landing's own). ``wire_scale`` multiplies before the sum (prescaling against overflow).
-    ``in_flight`` bounds how many units wait at once in each phase, so that stage 2 and 3 hold at most that many full gradient buffers (three
+    ``wire_dtype``: dtype on the wire (None: the gradient buffer's own). ``wire_scale`` multiplies before the sum (prescaling against overflow).
+    ``in_flight`` bounds how many groups wait at once in each phase, so that stage 2 and 3 hold at most that many full gradient buffers (three
     times as many where gradients go over ``replica``, too).
     """
 
     def __init__(
         self,
-        landings: Sequence[GradBuffer],
+        grad_buffers: Sequence[GradBuffer],
         shard: AxisComm,
         replica: AxisComm,
         *,
@@ -113,22 +113,22 @@ class GradReducer:
         wire_scale: float = 1.0,
         in_flight: int = 2,
     ) -> None:
-        self.landings = list(landings)
+        self.grad_buffers = list(grad_buffers)
         self._shard = shard
         self._replica = replica
         self._wire_dtype = wire_dtype
         self._wire_scale = wire_scale
         self._in_flight = in_flight
         self._wires = WireCasts(shard if shard.size > 1 else replica, in_flight + 2)
-        self._order = list(range(len(self.landings)))
-        self._index = {id(landing): index for index, landing in enumerate(self.landings)}
+        self._order = list(range(len(self.grad_buffers)))
+        self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
         self._completed: list[int] = []
         self._learned = False
         self._cursor = 0
         self._ready: set[int] = set()
         self._flights: list[_Flight] = []
         self.active = False
-        # By unit index, of this rank's slices of the finished shards: the norm is their sum over shard and replica.
+        # By group index, of this rank's slices of the finished shards: the norm is their sum over shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
         self.culprits: list[NonFiniteGradient] = []
 
@@ -139,66 +139,66 @@ class GradReducer:
         self._cursor = 0
         self._ready.clear()
 
-    def offer(self, landing: GradBuffer) -> None:
-        """A unit's gradients are complete. Launches all units whose turn it is. Collective through the launched reductions."""
+    def offer(self, grad_buffer: GradBuffer) -> None:
+        """A group's gradients are complete. Launches all groups whose turn it is. Collective through the launched reductions."""
         if not self.active:
             return
-        index = self._index[id(landing)]
+        index = self._index[id(grad_buffer)]
         if not self._learned:
             self._completed.append(index)
-        if not landing.late:
+        if not grad_buffer.late:
             self._ready.add(index)
         while self._cursor < len(self._order) and self._order[self._cursor] in self._ready:
-            self._launch(self.landings[self._order[self._cursor]])
+            self._launch(self.grad_buffers[self._order[self._cursor]])
             self._cursor += 1
 
     def finish(self) -> None:
-        """Reduces what is left and waits for everything; then every unit's shard holds its sum. Collective: every rank must call."""
+        """Reduces what is left and waits for everything; then every group's shard holds its sum. Collective: every rank must call."""
         if self.active:
             self.active = False
             for index in self._order[self._cursor :]:
-                self._launch(self.landings[index])
+                self._launch(self.grad_buffers[index])
             self._cursor = len(self._order)
             self._land_all()
             if not self._learned:
                 self._learn()
 
-    def reduce(self, landings: Sequence[GradBuffer]) -> None:
+    def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
         """Starts to reduce these, whose gradients are complete: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
-        chosen = {id(landing) for landing in landings}
-        if any(id(flight.landing) in chosen for flight in self._flights):
+        chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
+        if any(id(flight.grad_buffer) in chosen for flight in self._flights):
             self.land()
-        for landing in landings:
-            self._launch(landing)
+        for grad_buffer in grad_buffers:
+            self._launch(grad_buffer)
 
     def land(self) -> None:
         """Waits for all reductions under way; then their shards hold their sums."""
         self._land_all()
 
-    def sum_copies(self, landing: GradBuffer, copies: AxisComm) -> None:
-        """Adds up the reduced shards of ``landing`` over the ranks that hold copies of it; then all have the sum, bit by bit the same.
+    def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
+        """Adds up the reduced shards of ``gradient buffer`` over the ranks that hold copies of it; then all have the sum, bit by bit the same.
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
-        landing.await_readers()
-        copies.all_reduce(landing.shard, landing.unit.name).wait()
-        self.square_sums[self._index[id(landing)]] = square_sum(self._counted(landing))
+        grad_buffer.await_readers()
+        copies.all_reduce(grad_buffer.shard, grad_buffer.group.name).wait()
+        self.square_sums[self._index[id(grad_buffer)]] = square_sum(self._counted(grad_buffer))
 
     def ensure_reduced(self) -> None:
-        """Before a step: reduces units whose gradients no reduced backward pass took along. Collective: every rank must call.
+        """Before a step: reduces groups whose gradients no reduced backward pass took along. Collective: every rank must call.
 
-        Those are gradients from another engine's loss, from ``no_sync``, or such as came after their unit was complete (re-entrant
-        checkpointing of shared weights); a unit that was reduced before gets a second sum on top of the first. A unit that has such gradients
+        Those are gradients from another engine's loss, from ``no_sync``, or such as came after their group was complete (re-entrant
+        checkpointing of shared weights); a group that was reduced before gets a second sum on top of the first. A group that has such gradients
         on one rank alone is reduced on all of them: the others add zeros.
         """
         self.land()
         for index in self._left_anywhere():
-            self._launch(self.landings[index])
+            self._launch(self.grad_buffers[index])
         self._land_all()
 
     def _left_anywhere(self) -> list[int]:
-        """The units that are still to be reduced on some rank, the same list on all. One number is exchanged when there are none."""
-        own = [not landing.shard_filled or landing.touched for landing in self.landings]
+        """The groups that are still to be reduced on some rank, the same list on all. One number is exchanged when there are none."""
+        own = [not grad_buffer.shard_filled or grad_buffer.touched for grad_buffer in self.grad_buffers]
         axes = [axis for axis in (self._shard, self._replica) if axis.size > 1]
         if axes:
             count = torch.tensor([sum(own)], dtype=torch.int32, device=axes[0].control_device)
@@ -214,15 +214,15 @@ class GradReducer:
     def reset(self) -> None:
         """Forgets all gradients and sums of this step; reductions under way (backward ended in an exception) are waited for."""
         self._land_all()
-        for landing in self.landings:
-            landing.reset()
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.reset()
         self.square_sums.clear()
         self.culprits.clear()
         self.active = False
 
     def _learn(self) -> None:
-        """From now on units go in the order that rank 0 saw, those that completed late or never at the end."""
-        seen = list(dict.fromkeys(index for index in self._completed if not self.landings[index].late))
+        """From now on groups go in the order that rank 0 saw, those that completed late or never at the end."""
+        seen = list(dict.fromkeys(index for index in self._completed if not self.grad_buffers[index].late))
         order = seen + [index for index in self._order if index not in seen]
         for axis in (self._shard, self._replica):
             order = axis.gather_json(order, "reduction order")[0]
@@ -232,29 +232,29 @@ class GradReducer:
 
     def order_by_name(self) -> list[str] | None:
         """The learned order, for a checkpoint; None before the first reduced step."""
-        return [self.landings[index].unit.name for index in self._order] if self._learned else None
+        return [self.grad_buffers[index].group.name for index in self._order] if self._learned else None
 
     def take_order(self, names: list[str] | None) -> None:
-        """Continues with a learned order, if it is one of these units. The order never changes results, only what overlaps."""
-        known = {landing.unit.name: index for index, landing in enumerate(self.landings)}
+        """Continues with a learned order, if it is one of these groups. The order never changes results, only what overlaps."""
+        known = {grad_buffer.group.name: index for index, grad_buffer in enumerate(self.grad_buffers)}
         if names is not None and sorted(names) == sorted(known):
             self._order = [known[name] for name in names]
             self._learned = True
 
-    def _launch(self, landing: GradBuffer) -> None:
-        stash = landing.shard.clone() if landing.in_place and landing.shard_filled else None
-        full = landing.close()
+    def _launch(self, grad_buffer: GradBuffer) -> None:
+        stash = grad_buffer.shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
+        full = grad_buffer.close()
         dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)
         wire, room = (full, None) if dtype == full.dtype else self._wires.cast(full, dtype)
         if self._wire_scale != 1.0:
             wire.mul_(self._wire_scale)
-        low, high = landing.unit.layout.shard_range(self._shard.index)
-        straight = not landing.in_place and not landing.shard_filled and landing.shard.dtype == dtype
-        out = landing.shard if straight and self._shard.size > 1 else wire[low:high]
+        low, high = grad_buffer.group.layout.shard_range(self._shard.index)
+        straight = not grad_buffer.in_place and not grad_buffer.shard_filled and grad_buffer.shard.dtype == dtype
+        out = grad_buffer.shard if straight and self._shard.size > 1 else wire[low:high]
         if stash is not None and self._shard.size > 1:
             out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
-        scatter = self._shard.reduce_scatter(wire, out, landing.unit.name)
-        flight = _Flight(landing, wire, room, out, stash, scatter)
+        scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name)
+        flight = _Flight(grad_buffer, wire, room, out, stash, scatter)
         self._flights.append(flight)
         if self._shard.size == 1:
             self._advance(flight)
@@ -290,7 +290,7 @@ class GradReducer:
                 found = {index: first_nonfinite(part) for index, part in contributions.items()}
                 flight.bad_replicas = {index: position for index, position in found.items() if position is not None}
 
-        flight.reduce = self._replica.all_reduce(flight.out, flight.landing.unit.name, look)
+        flight.reduce = self._replica.all_reduce(flight.out, flight.grad_buffer.group.name, look)
 
     def _land_all(self) -> None:
         for phase in _Phase:
@@ -298,49 +298,49 @@ class GradReducer:
                 self._advance(flight)
 
     def _store(self, flight: _Flight) -> None:
-        landing, out = flight.landing, flight.out
+        grad_buffer, out = flight.grad_buffer, flight.out
         total = flight.square_sum if self._holds_all_of(flight) else None
-        if landing.in_place:
-            if out.data_ptr() != landing.own.data_ptr():
-                landing.own.copy_(out)
+        if grad_buffer.in_place:
+            if out.data_ptr() != grad_buffer.own.data_ptr():
+                grad_buffer.own.copy_(out)
             if flight.stash is not None:
                 if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
-                    landing.await_readers()
-                landing.own.add_(flight.stash)
-        elif landing.shard_filled:
-            accumulate(landing.shard, out)
-        elif out.data_ptr() != landing.shard.data_ptr():
-            landing.shard.copy_(out)
-        landing.shard_filled = True
-        total = square_sum(self._counted(landing)) if total is None else total
-        self.square_sums[self._index[id(landing)]] = total
-        if self._shard.on_host(total) and not self._is_bad(landing) and not self._is_finite(landing, total):
+                    grad_buffer.await_readers()
+                grad_buffer.own.add_(flight.stash)
+        elif grad_buffer.shard_filled:
+            accumulate(grad_buffer.shard, out)
+        elif out.data_ptr() != grad_buffer.shard.data_ptr():
+            grad_buffer.shard.copy_(out)
+        grad_buffer.shard_filled = True
+        total = square_sum(self._counted(grad_buffer)) if total is None else total
+        self.square_sums[self._index[id(grad_buffer)]] = total
+        if self._shard.on_host(total) and not self._is_bad(grad_buffer) and not self._is_finite(grad_buffer, total):
             self.culprits.extend(self._find(flight))
         flight.scatter.received.release()
         self._wires.release(flight.room)
-        landing.free()
-        if landing.unit.plan.reduce_at is ReduceAt.MICRO:
-            landing.sealed = False
+        grad_buffer.free()
+        if grad_buffer.group.plan.reduce_at is ReduceAt.MICRO:
+            grad_buffer.sealed = False
 
     def _holds_all_of(self, flight: _Flight) -> bool:
         """Whether the shard will be this sum, and nothing else."""
-        added = flight.stash is not None if flight.landing.in_place else flight.landing.shard_filled
-        return not added and flight.out.dtype == flight.landing.shard.dtype
+        added = flight.stash is not None if flight.grad_buffer.in_place else flight.grad_buffer.shard_filled
+        return not added and flight.out.dtype == flight.grad_buffer.shard.dtype
 
-    def _counted(self, landing: GradBuffer) -> torch.Tensor:
+    def _counted(self, grad_buffer: GradBuffer) -> torch.Tensor:
         """What of the reduced shard this rank counts in the norm: replicas hold the same, so that each counts one slice."""
-        return landing.shard.view(self._replica.size, -1)[self._replica.index]
+        return grad_buffer.shard.view(self._replica.size, -1)[self._replica.index]
 
-    def _is_finite(self, landing: GradBuffer, total: torch.Tensor) -> bool:
+    def _is_finite(self, grad_buffer: GradBuffer, total: torch.Tensor) -> bool:
         """Whether this rank has nothing to say about a culprit. Where both axes reduce, a bad value in a slice that another replica counts may
         have come over this rank's shard axis, and only here it is known from whom: all of the shard is read."""
         if math.isfinite(total.item()) and self._replica.size > 1 and self._shard.size > 1:
-            total = square_sum(landing.shard)
+            total = square_sum(grad_buffer.shard)
         return math.isfinite(total.item())
 
-    def _is_bad(self, landing: GradBuffer) -> bool:
+    def _is_bad(self, grad_buffer: GradBuffer) -> bool:
         """An earlier micro-batch has spoilt it already: later ones are not to blame."""
-        return any(culprit.landing is landing for culprit in self.culprits)
+        return any(culprit.grad_buffer is grad_buffer for culprit in self.culprits)
 
     def _find(self, flight: _Flight) -> list[NonFiniteGradient]:
         """Whose contribution was not finite: seen where direct exchange still holds each rank's part; else only the place in the sum.
@@ -348,27 +348,27 @@ class GradReducer:
         Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same fault: the one on whose shard axis it
         happened sees the rank, the one that adds the replicas sees that axis (or the rank, where it is of size one).
         """
-        landing, shard, replica = flight.landing, self._shard, self._replica
-        low, _ = landing.unit.layout.shard_range(shard.index)
+        grad_buffer, shard, replica = flight.grad_buffer, self._shard, self._replica
+        low, _ = grad_buffer.group.layout.shard_range(shard.index)
         found = [
-            NonFiniteGradient(shard.ranks[index], landing, low + position)
+            NonFiniteGradient(shard.ranks[index], grad_buffer, low + position)
             for index, part in flight.scatter.received.items()
             if (position := first_nonfinite(part)) is not None
         ]
-        between = replica.on_host(landing.shard) and replica.size > 1
-        length = landing.unit.layout.shard_numel // replica.size
+        between = replica.on_host(grad_buffer.shard) and replica.size > 1
+        length = grad_buffer.group.layout.shard_numel // replica.size
         start = length * replica.index if between else 0
         if not found:
             found = [
-                NonFiniteGradient(replica.ranks[index], landing, low + start + position, exact=shard.size == 1)
+                NonFiniteGradient(replica.ranks[index], grad_buffer, low + start + position, exact=shard.size == 1)
                 for index, position in flight.bad_replicas.items()
             ]
         if not found:
-            position = first_nonfinite(landing.shard[start : start + length] if between else landing.shard)
+            position = first_nonfinite(grad_buffer.shard[start : start + length] if between else grad_buffer.shard)
             known = bool(between or flight.scatter.received) or shard.size == replica.size == 1
             if position is not None:
                 found.append(
-                    NonFiniteGradient(shard.ranks[shard.index] if known else None, landing, low + start + position)
+                    NonFiniteGradient(shard.ranks[shard.index] if known else None, grad_buffer, low + start + position)
                 )
         return found
 

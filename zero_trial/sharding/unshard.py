@@ -162,7 +162,7 @@ def _cannot_be_tensor(value: object) -> bool:
 
 
 class Unsharder:
-    """Keeps the blocks of one model alive while they are needed. ``units``: by block name, those whose parameters do not always live.
+    """Keeps the blocks of one model alive while they are needed. ``groups``: by block name, those whose parameters do not always live.
 
     ``modules``: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
     """
@@ -170,14 +170,14 @@ class Unsharder:
     def __init__(
         self,
         modules: Mapping[str, Sequence[nn.Module]],
-        units: Mapping[str, Sequence[ParamGroup]],
+        groups: Mapping[str, Sequence[ParamGroup]],
         reshard: Reshard,
         limits: UnshardLimits,
     ) -> None:
-        self._units = units
+        self._groups = groups
         self._reshard = reshard
         self._limits = limits
-        self._sizes = {block: sum(unit.layout.numel for unit in chosen) for block, chosen in units.items()}
+        self._sizes = {block: sum(group.layout.numel for group in chosen) for block, chosen in groups.items()}
         self._total = sum(self._sizes.values())
         self._order = UseOrder(self._sizes)
         self._cleaning = False
@@ -189,10 +189,10 @@ class Unsharder:
         self.handles: list[Any] = []
         if reshard is Reshard.WHEN_TOLD:
             return  # somebody else knows when a block computes
-        for block in units:
+        for block in groups:
             for module in modules[block]:
                 self._install(module, block, first=module is modules[block][0], last=module is modules[block][-1])
-        if ROOT in units:
+        if ROOT in groups:
             self._install_side_doors(modules[ROOT][0])
 
     def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
@@ -203,7 +203,7 @@ class Unsharder:
 
     def _install_side_doors(self, root: nn.Module) -> None:
         """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
-        held = {id(param) for unit in self._units[ROOT] for param in unit.params}
+        held = {id(param) for group in self._groups[ROOT] for param in group.params}
         for module in root.modules():
             if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
                 self.handles.append(module.register_forward_pre_hook(ModuleHook(self._enter_sideways), prepend=True))
@@ -232,58 +232,58 @@ class Unsharder:
         """
         if record:
             self._order.visit(block)
-        for unit in self._units.get(block, ()):
-            if unit.away is not None:
-                unit.expect()
-        for unit in self._units.get(block, ()):
-            unit.start_gather()
-        for unit in self._units.get(block, ()):
-            unit.finish_gather()
+        for group in self._groups.get(block, ()):
+            if group.away is not None:
+                group.expect()
+        for group in self._groups.get(block, ()):
+            group.start_gather()
+        for group in self._groups.get(block, ()):
+            group.finish_gather()
         if record:
             self._prefetch()
 
     def start(self, block: str) -> None:
         """The block's parameters are on their way: :meth:`ensure` waits for them. Collective over shard."""
-        for unit in self._units.get(block, ()):
-            unit.start_gather()
+        for group in self._groups.get(block, ()):
+            group.start_gather()
 
     def release(self, block: str) -> None:
         """The block's parameters are needed no more; a gather under way is waited for first."""
-        for unit in self._units.get(block, ()):
-            unit.finish_gather()
-            unit.free()
+        for group in self._groups.get(block, ()):
+            group.finish_gather()
+            group.free()
 
     def ensure_all(self) -> None:
         """Brings every block to life, outside the order of a step."""
-        for chosen in self._units.values():
-            for unit in chosen:
-                unit.start_gather()
-        for chosen in self._units.values():
-            for unit in chosen:
-                unit.finish_gather()
+        for chosen in self._groups.values():
+            for group in chosen:
+                group.start_gather()
+        for chosen in self._groups.values():
+            for group in chosen:
+                group.finish_gather()
 
     def free_all(self) -> None:
         """Frees every block; a gather under way is waited for first."""
-        for chosen in self._units.values():
-            for unit in chosen:
-                unit.finish_gather()
-                unit.free()
+        for chosen in self._groups.values():
+            for group in chosen:
+                group.finish_gather()
+                group.free()
 
     def was_used(self, block: str) -> bool:
         """Has the block's forward run, with gradients, since the last update? True for what always lives."""
         told = self._reshard is Reshard.WHEN_TOLD
-        return told or block not in self._units or self._order.seen(block)
+        return told or block not in self._groups or self._order.seen(block)
 
     def live_numel(self) -> int:
         """Elements of full parameters that live now or are on their way."""
         return sum(
-            unit.layout.numel for chosen in self._units.values() for unit in chosen if unit.live or unit.gathering
+            group.layout.numel for chosen in self._groups.values() for group in chosen if group.live or group.gathering
         )
 
-    def after_gradients(self, unit: ParamGroup) -> None:
-        """The unit's gradients are complete: its parameters are needed no more in this backward pass."""
-        if unit.block in self._units and not self._keeps_after_backward():
-            unit.free()
+    def after_gradients(self, group: ParamGroup) -> None:
+        """The group's gradients are complete: its parameters are needed no more in this backward pass."""
+        if group.block in self._groups and not self._keeps_after_backward():
+            group.free()
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -296,14 +296,14 @@ class Unsharder:
         fits = True
         for block in self._order.upcoming(self._limits.prefetch):
             fits = fits and (self._reshard is not Reshard.WITHIN_LIMITS or self._fits(self._sizes[block]))
-            for unit in self._units[block]:
-                if (unit.away is None or unit.expect()) and fits:
-                    unit.start_gather()
+            for group in self._groups[block]:
+                if (group.away is None or group.expect()) and fits:
+                    group.start_gather()
 
     def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside_root = self._inside_root or block == ROOT
         self.ensure(block, record=torch.is_grad_enabled())
-        frozen = [unit for unit in self._units[block] if not unit.trainable]
+        frozen = [group for group in self._groups[block] if not group.trainable]
         if frozen and first and torch.is_grad_enabled():
             self._free_when_reached(frozen, tensors_in((args, kwargs)))
 
@@ -315,13 +315,13 @@ class Unsharder:
             outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
             for tensor in outputs:
                 tensor.register_hook(functools.partial(self._before_backward, block))
-            if not outputs and any(unit.trainable for unit in self._units[block]):
+            if not outputs and any(group.trainable for group in self._groups[block]):
                 return  # the way back is not visible: stay until the step
         if not last or torch._C._current_graph_task_id() != -1:
             return  # its neighbours come next; or: recomputation inside a backward pass: its gradients follow at once
         if not self._keeps_after_forward(block):
-            for unit in self._units[block]:
-                unit.free()
+            for group in self._groups[block]:
+                group.free()
 
     def _before_backward(self, block: str, grad: torch.Tensor) -> None:
         self.ensure(block)
@@ -331,18 +331,18 @@ class Unsharder:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        """Frees what backward left behind: units whose parameters were not all used, and frozen ones. What is fetched ahead stays."""
+        """Frees what backward left behind: groups whose parameters were not all used, and frozen ones. What is fetched ahead stays."""
         self._cleaning = False
         if not self._keeps_after_backward():
-            for chosen in self._units.values():
-                for unit in chosen:
-                    unit.free()
+            for chosen in self._groups.values():
+                for group in chosen:
+                    group.free()
 
-    def _free_when_reached(self, units: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
+    def _free_when_reached(self, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
         def free(_: torch.Tensor) -> None:
             if not self._keeps_after_backward():
-                for unit in units:
-                    unit.free()
+                for group in groups:
+                    group.free()
 
         for tensor in inputs:
             if tensor.requires_grad:

@@ -109,9 +109,9 @@ def _nothing() -> None:
 # copy of the model; masters and moments lie where the store behind keeps them.
 
 
-def master_to_host(unit: ParamGroup) -> None:
-    """The unit's master lives in the host's memory from now on, beside the shard on the device, also where the shard is as wide."""
-    unit.master = unit.master.detach().to("cpu", copy=True)
+def master_to_host(group: ParamGroup) -> None:
+    """The group's master lives in the host's memory from now on, beside the shard on the device, also where the shard is as wide."""
+    group.master = group.master.detach().to("cpu", copy=True)
 
 
 @dataclass
@@ -133,8 +133,8 @@ class StagingBuffers:
 
     def furnish(self, pieces: Sequence[ShardPiece], count: int) -> None:
         """``count`` buffers in which every one of ``pieces`` has room."""
-        down = max((piece.numel * piece.landing.shard.element_size() for piece in pieces), default=0)
-        up = max((piece.numel * piece.unit.shard.element_size() for piece in pieces), default=0)
+        down = max((piece.numel * piece.grad_buffer.shard.element_size() for piece in pieces), default=0)
+        up = max((piece.numel * piece.group.shard.element_size() for piece in pieces), default=0)
         for _ in range(count if pieces else 0):
             self.free.append(_Buffer(self.mover.buffer(down), self.mover.buffer(up), _at_once))
 
@@ -169,15 +169,15 @@ class StagingBuffers:
         self._of.clear()
 
     def gradient(self, piece: StagedPiece) -> torch.Tensor:
-        return _view(self._of[id(piece)].gradient, piece.numel, piece.landing.shard.dtype)
+        return _view(self._of[id(piece)].gradient, piece.numel, piece.grad_buffer.shard.dtype)
 
     def out(self, piece: StagedPiece) -> torch.Tensor:
-        return _view(self._of[id(piece)].out, piece.numel, piece.unit.shard.dtype)
+        return _view(self._of[id(piece)].out, piece.numel, piece.group.shard.dtype)
 
 
 @dataclass(frozen=True)
 class StagedPiece(ShardPiece):
-    """A piece whose weight is on the host and whose unit is on a device; gradient and new values are in the desk's buffers during its update."""
+    """A piece whose weight is on the host and whose group is on a device; gradient and new values are in the desk's buffers during its update."""
 
     desk: StagingBuffers
 
@@ -188,15 +188,15 @@ class StagedPiece(ShardPiece):
     @property
     def rounded(self) -> torch.Tensor | None:
         """None where nothing is rounded: updates make copies of 16 bits only."""
-        return None if self.unit.shard.dtype == self.weight.dtype else self.desk.out(self)
+        return None if self.group.shard.dtype == self.weight.dtype else self.desk.out(self)
 
     @property
     def gradient_on_device(self) -> torch.Tensor:
-        return self.landing.shard[self.low : self.high]
+        return self.grad_buffer.shard[self.low : self.high]
 
     @property
     def values_on_device(self) -> torch.Tensor:
-        return self.unit.shard[self.low : self.high]
+        return self.group.shard[self.low : self.high]
 
 
 class StagedStore:

@@ -52,10 +52,10 @@ def _columns_of_twin(base: torch.optim.Optimizer, dtype: torch.dtype) -> list[St
     twin.__dict__.update({key: OrderedDict() for key in _HOOKS})
     twin.state = defaultdict(dict)
     twin.param_groups = []
-    for group in base.param_groups:
+    for opt_group in base.param_groups:
         weight = nn.Parameter(torch.zeros(_PROBE, dtype=dtype, device="cpu"))
         weight.grad = torch.zeros_like(weight)
-        twin.param_groups.append({**group, "params": [weight]})
+        twin.param_groups.append({**opt_group, "params": [weight]})
         if isinstance(base, torch.optim.Adagrad):  # the one that makes its state when it is built
             twin.state[weight] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(weight)}
     if twin.param_groups:
@@ -68,44 +68,44 @@ def _columns_of_twin(base: torch.optim.Optimizer, dtype: torch.dtype) -> list[St
     return [StateColumn(kind, dtype) for kind, dtype in found.items()]
 
 
-# Takes each unit's master away as soon as the unit is built, so that the masters of a model are never in memory together.
+# Takes each group's master away as soon as the group is built, so that the masters of a model are never in memory together.
 
 
 class MasterSwap:
-    """Masters on a ``shelf``, and which units have their optimizer state there too: those whose shards have ``budget`` elements together (None:
-    all). A unit goes as a whole, so that what stays may be more than was asked for, never less."""
+    """Masters on a ``shelf``, and which groups have their optimizer state there too: those whose shards have ``budget`` elements together (None:
+    all). A group goes as a whole, so that what stays may be more than was asked for, never less."""
 
     def __init__(self, shelf: SwapSpace, budget: int | None = None) -> None:
         self.shelf = shelf
-        self.offsets: dict[int, int] = {}  # by id of the unit
+        self.offsets: dict[int, int] = {}  # by id of the group
         self._budget = budget
         self._chosen: set[int] = set()
 
-    def take(self, unit: ParamGroup) -> None:
-        """The unit's master goes to the file, and reads as NaN. Units without one of their own (fp32, frozen) stay as they are."""
-        if not self._chooses(unit):
+    def take(self, group: ParamGroup) -> None:
+        """The group's master goes to the file, and reads as NaN. Groups without one of their own (fp32, frozen) stay as they are."""
+        if not self._chooses(group):
             return
-        self._chosen.add(id(unit))
-        master = unit.master
-        if master is unit.shard:
+        self._chosen.add(id(group))
+        master = group.master
+        if master is group.shard:
             return
-        offset = self.offsets[id(unit)] = self.shelf.reserve(master.numel() * master.element_size())
+        offset = self.offsets[id(group)] = self.shelf.reserve(master.numel() * master.element_size())
         self.shelf.write(offset, master).wait()
-        unit.master = absent(master.shape, master.dtype, master.device)
+        group.master = absent(master.shape, master.dtype, master.device)
         del master
         give_freed_memory_back()
 
-    def keeps_state_of(self, unit: ParamGroup) -> bool:
-        return id(unit) in self._chosen
+    def keeps_state_of(self, group: ParamGroup) -> bool:
+        return id(group) in self._chosen
 
-    def _chooses(self, unit: ParamGroup) -> bool:
-        if not unit.trainable:
+    def _chooses(self, group: ParamGroup) -> bool:
+        if not group.trainable:
             return False
         if self._budget is None:
             return True
-        if unit.layout.shard_numel > self._budget:
+        if group.layout.shard_numel > self._budget:
             return False
-        self._budget -= unit.layout.shard_numel
+        self._budget -= group.layout.shard_numel
         return True
 
 
@@ -137,14 +137,14 @@ class RoundedBuffers:
 
 @dataclass(frozen=True)
 class SwappedPiece(ShardPiece):
-    """A piece of a unit whose shard may lie in a file; then new values go to the outbox."""
+    """A piece of a group whose shard may lie in a file; then new values go to the outbox."""
 
     outbox: RoundedBuffers
 
     @property
     def rounded(self) -> torch.Tensor | None:
         """In the outbox during the piece's update, or in the shard, where that is in memory."""
-        return super().rounded if self.unit.away is None else self.outbox.room(self)
+        return super().rounded if self.group.away is None else self.outbox.room(self)
 
 
 # Where each piece's part of each column is: in a file, and in whichever buffer the piece is in.
@@ -176,31 +176,31 @@ class SwapSlot:
         return area[start : start + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
-# Where a column of a unit's shard begins: which file, at which byte, and how wide it is.
+# Where a column of a group's shard begins: which file, at which byte, and how wide it is.
 Region = tuple[SwapSpace, int, torch.dtype]
 
 
 def regions_of(
-    unit: ParamGroup,
+    group: ParamGroup,
     columns: Mapping[torch.dtype, Sequence[StateColumn]],
     masters: MasterSwap | None,
     shards: ParamSwapper | None,
 ) -> dict[str, Region]:
-    """Everything of the unit's that lies in a file, by kind; room for its state is reserved.
+    """Everything of the group's that lies in a file, by kind; room for its state is reserved.
 
     A shard that is its own master is the column MASTER; else MASTER and ROUNDED are two, in whatever file each is.
     """
     found: dict[str, Region] = {}
-    wide = unit.master.dtype
-    home = shards.offset_of(unit) if shards is not None else None
-    if masters is not None and id(unit) in masters.offsets:
-        found[MASTER] = masters.shelf, masters.offsets[id(unit)], wide
+    wide = group.master.dtype
+    home = shards.offset_of(group) if shards is not None else None
+    if masters is not None and id(group) in masters.offsets:
+        found[MASTER] = masters.shelf, masters.offsets[id(group)], wide
     if shards is not None and home is not None:
-        kind = MASTER if unit.master is unit.shard else ROUNDED
-        found[kind] = shards.shelf, home, unit.dtype
-    if masters is not None and masters.keeps_state_of(unit):
+        kind = MASTER if group.master is group.shard else ROUNDED
+        found[kind] = shards.shelf, home, group.dtype
+    if masters is not None and masters.keeps_state_of(group):
         for column in columns.get(wide, ()):
-            offset = masters.shelf.reserve(unit.layout.shard_numel * column.dtype.itemsize)
+            offset = masters.shelf.reserve(group.layout.shard_numel * column.dtype.itemsize)
             found[column.kind] = masters.shelf, offset, column.dtype
     return found
 
@@ -270,9 +270,9 @@ class SwappedStore:
         self._trouble = shards.trouble if shards is not None else DiskFailure()
         self._pieces = list(pieces)
         self._state = state
-        self._units = list({id(piece.unit): piece.unit for piece in pieces}.values())
-        regions = {id(unit): regions_of(unit, columns, masters, shards) for unit in self._units}
-        found = {id(piece): places_of(piece, regions[id(piece.unit)], slot_numel) for piece in self._pieces}
+        self._groups = list({id(piece.group): piece.group for piece in pieces}.values())
+        regions = {id(group): regions_of(group, columns, masters, shards) for group in self._groups}
+        found = {id(piece): places_of(piece, regions[id(piece.group)], slot_numel) for piece in self._pieces}
         self._outs = {key: out for key, (places, _) in found.items() if (out := places.pop(ROUNDED, None)) is not None}
         self._places = {key: places for key, (places, _) in found.items()}
         self._written: dict[int, list[DiskTransfer]] = {}  # by id of the piece: its writes that may be under way
@@ -294,9 +294,9 @@ class SwappedStore:
             self._put_away,
         )
         self.buffer_bytes = sum(slot.numel() for slot in self._free)
-        for unit in self._units:
-            if MASTER in regions[id(unit)] or ROUNDED in regions[id(unit)]:
-                unit.lend = self.lent
+        for group in self._groups:
+            if MASTER in regions[id(group)] or ROUNDED in regions[id(group)]:
+                group.lend = self.lent
         with self.lent():  # an optimizer that makes its state when it is built
             pass
 
@@ -309,7 +309,7 @@ class SwappedStore:
     def staying(self) -> int:
         """Elements whose optimizer state is in memory."""
         masters = self._masters
-        return sum(piece.numel for piece in self._pieces if masters is None or not masters.keeps_state_of(piece.unit))
+        return sum(piece.numel for piece in self._pieces if masters is None or not masters.keeps_state_of(piece.group))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -370,13 +370,13 @@ class SwappedStore:
         for kind in kinds:
             place = self._places[id(piece)][kind]
             tickets.append(place.shelf.write(place.offset, self._put(piece, kind, place.of_buffer(now.slot))))
-            if kind == MASTER and piece.unit.master is piece.unit.shard:
+            if kind == MASTER and piece.group.master is piece.group.shard:
                 of_shard.append(tickets[-1])
         if (out := self._outs.get(id(piece))) is not None:
             tickets.append(out.shelf.write(out.offset, self._outbox.take(piece)))
             of_shard.append(tickets[-1])
         if self._shards is not None and of_shard:
-            self._shards.wrote(piece.unit, of_shard)
+            self._shards.wrote(piece.group, of_shard)
         if is_new:  # the optimizer made its state outside of the buffer, in memory that has just been freed
             give_freed_memory_back()
         self._written[id(piece)] = tickets
@@ -462,10 +462,10 @@ class SwappedStore:
 
     def _lay_open(self, area: torch.Tensor | None) -> None:
         self._area = area
-        for unit in self._units:
-            if self._masters is not None and area is not None and id(unit) in self._masters.offsets:
-                start, dtype = self._masters.offsets[id(unit)], unit.master.dtype
-                unit.master = area[start : start + dtype.itemsize * unit.layout.shard_numel].view(dtype)
+        for group in self._groups:
+            if self._masters is not None and area is not None and id(group) in self._masters.offsets:
+                start, dtype = self._masters.offsets[id(group)], group.master.dtype
+                group.master = area[start : start + dtype.itemsize * group.layout.shard_numel].view(dtype)
         for piece in self._pieces:
             for kind, place in self._places[id(piece)].items():
                 if self._keeps(piece, kind):
@@ -478,9 +478,9 @@ class SwappedStore:
             for kind, place in self._places[id(piece)].items():
                 if self._has(piece, kind):
                     self._put(piece, kind, self._in_file(place))
-        for unit in self._units:
-            if self._masters is not None and id(unit) in self._masters.offsets:
-                unit.master = absent((unit.layout.shard_numel,), unit.master.dtype, unit.master.device)
+        for group in self._groups:
+            if self._masters is not None and id(group) in self._masters.offsets:
+                group.master = absent((group.layout.shard_numel,), group.master.dtype, group.master.device)
         self._area = None
 
     # --- one tensor -----------------------------------------------------------------------------------------------

@@ -43,10 +43,10 @@ class _Part:
 
 @dataclass(eq=False)
 class SwappedShard:
-    """One unit's shard in the file, from ``offset`` bytes on. See :class:`zero_trial.sharding.param_group.OffloadedShard`."""
+    """One group's shard in the file, from ``offset`` bytes on. See :class:`zero_trial.sharding.param_group.OffloadedShard`."""
 
     shelf: ParamSwapper
-    unit: ParamGroup
+    group: ParamGroup
     offset: int
     parts: deque[_Part] = field(default_factory=deque)  # that are read ahead
     written: list[DiskTransfer] = field(default_factory=list)  # writes that may be under way
@@ -69,27 +69,27 @@ class SwappedShard:
 
     @property
     def numel(self) -> int:
-        return self.unit.layout.shard_numel
+        return self.group.layout.shard_numel
 
     @property
     def itemsize(self) -> int:
-        return self.unit.dtype.itemsize
+        return self.group.dtype.itemsize
 
     def put(self, values: torch.Tensor) -> None:
-        """The unit's shard is ``values``, and so is its master where that is the same."""
-        if self.unit.master is self.unit.shard:
-            self.unit.master = values
-        self.unit.shard = values
+        """The group's shard is ``values``, and so is its master where that is the same."""
+        if self.group.master is self.group.shard:
+            self.group.master = values
+        self.group.shard = values
 
     def put_away(self) -> None:
-        self.put(absent((self.numel,), self.unit.dtype, self.unit.shard.device))
+        self.put(absent((self.numel,), self.group.dtype, self.group.shard.device))
 
 
 class ParamSwapper:
-    """The shards of a rank's units on ``shelf``, but for ``keep`` elements that stay in memory.
+    """The shards of a rank's groups on ``shelf``, but for ``keep`` elements that stay in memory.
 
     ``count`` buffers of at most ``most`` elements, and none larger than the largest shard; together at most a quarter of what is in the file.
-    Uses must come in the same order on all ranks of a unit's axis.
+    Uses must come in the same order on all ranks of a group's axis.
     """
 
     def __init__(self, shelf: SwapSpace, *, most: int, count: int, keep: int = 0) -> None:
@@ -99,35 +99,35 @@ class ParamSwapper:
         self._most = most
         self._count = count
         self._keep = keep
-        self._shards: dict[int, SwappedShard] = {}  # by id of the unit
+        self._shards: dict[int, SwappedShard] = {}  # by id of the group
         self._expected: list[SwappedShard] = []  # those with parts, in the order in which they were expected
         self._free: deque[torch.Tensor] | None = None  # None until all shards are known
         self._slot = 0  # elements of a buffer
         self._area: torch.Tensor | None = None
         self._opening = MappedAccess(self.shelf.mapped, self.trouble, self._settle, self._lay_open, self._put_away)
 
-    def take(self, unit: ParamGroup) -> None:
-        """The unit's shard goes to the file and reads as NaN; so does its master where that is the same. Units that always live stay."""
-        if unit.plan.params is Lifetime.ALWAYS:
+    def take(self, group: ParamGroup) -> None:
+        """The group's shard goes to the file and reads as NaN; so does its master where that is the same. Groups that always live stay."""
+        if group.plan.params is Lifetime.ALWAYS:
             return
-        if self.kept + unit.layout.shard_numel <= self._keep:
-            self.kept += unit.layout.shard_numel
+        if self.kept + group.layout.shard_numel <= self._keep:
+            self.kept += group.layout.shard_numel
             return
-        offset = self.shelf.reserve(unit.shard.numel() * unit.shard.element_size())
-        self.shelf.write(offset, unit.shard).wait()
-        shard = self._shards[id(unit)] = SwappedShard(self, unit, offset)
-        unit.away, unit.lend = shard, self.lent
+        offset = self.shelf.reserve(group.shard.numel() * group.shard.element_size())
+        self.shelf.write(offset, group.shard).wait()
+        shard = self._shards[id(group)] = SwappedShard(self, group, offset)
+        group.away, group.lend = shard, self.lent
         shard.put_away()
         give_freed_memory_back()
 
-    def offset_of(self, unit: ParamGroup) -> int | None:
-        """Where the unit's shard begins in the file, in bytes; None if it is in memory."""
-        shard = self._shards.get(id(unit))
+    def offset_of(self, group: ParamGroup) -> int | None:
+        """Where the group's shard begins in the file, in bytes; None if it is in memory."""
+        shard = self._shards.get(id(group))
         return shard.offset if shard is not None else None
 
-    def wrote(self, unit: ParamGroup, tickets: Sequence[DiskTransfer]) -> None:
-        """Writes to the unit's shard are under way."""
-        shard = self._shards[id(unit)]
+    def wrote(self, group: ParamGroup, tickets: Sequence[DiskTransfer]) -> None:
+        """Writes to the group's shard are under way."""
+        shard = self._shards[id(group)]
         shard.written = [ticket for ticket in shard.written if not ticket.done()] + list(tickets)
 
     @property
@@ -166,7 +166,7 @@ class ParamSwapper:
     def fetch(self, shard: SwappedShard, into: torch.Tensor) -> None:
         """Its values are in ``into`` (n,) when this returns. Raises StorageError."""
         if self._opening.is_open:
-            into.copy_(shard.unit.shard)
+            into.copy_(shard.group.shard)
             return
         self.trouble.require_none()
         if shard.parts and shard.parts[0].low:  # a fetch was broken off
@@ -255,7 +255,7 @@ class ParamSwapper:
         if area is None:
             return
         for shard in self._shards.values():
-            shard.put(area[shard.offset : shard.offset + shard.numel * shard.itemsize].view(shard.unit.dtype))
+            shard.put(area[shard.offset : shard.offset + shard.numel * shard.itemsize].view(shard.group.dtype))
 
     def _put_away(self, area: torch.Tensor | None) -> None:
         for shard in self._shards.values():
@@ -264,4 +264,4 @@ class ParamSwapper:
 
 
 def _values(part: _Part, shard: SwappedShard) -> torch.Tensor:
-    return part.buffer[: (part.high - part.low) * shard.itemsize].view(shard.unit.dtype)
+    return part.buffer[: (part.high - part.low) * shard.itemsize].view(shard.group.dtype)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: run test test-slow test-all lint format docs bench gpu-check setup clean help
+.PHONY: run test test-slow test-all durations lint format docs bench gpu-check setup clean help
 
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
@@ -17,6 +17,9 @@ test-slow: setup  ## Run the tests that `make test` leaves out
 	$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow  ## Run every test
+
+durations: setup  ## Run every test and record what each takes: `make test` is chosen from it
+	$(BIN)/python -m pytest --record-durations
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check .

@@ -25,10 +25,48 @@ from tests.support.cuda_fixtures import (  # noqa: F401
     kept_kernels,
 )
 from tests.support.pool import Pools
+from tests.support.tiers import function_of, group, read_durations, slow_cases, write_durations
 
 settings.register_profile("recorded", derandomize=True)
 settings.register_profile("explore", print_blob=True)
 settings.load_profile("recorded")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help="write what each test takes to tests/durations.json"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what the recorded durations say `make test` has no time for."""
+    durations = read_durations()
+    smoke = {function_of(item.nodeid) for item in items if item.get_closest_marker("smoke")}
+    slow: set[str] = set()
+    for name, cases in group((item.nodeid for item in items), durations).items():
+        slow |= slow_cases(cases, name in smoke)
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+
+
+class Recorder:
+    """Adds up what each test takes, set-up and teardown included, and writes it at the end of the run."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        write_durations(self.seconds)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 python benchmarks/engine.py --rounds 5
 python benchmarks/engine.py --contenders bare ddp ours-2 --dtypes fp32 --rounds 1 --steps 4     # quick
+python benchmarks/engine.py --contenders bare before-2 ours-2 --before ../other_checkout        # against a commit
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="engine", help="of the files in benchmarks/results")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, for contenders before-0 to before-3")
     args = parser.parse_args()
     workload = Workload("gpt", args.micro_batch, args.sequence, args.layers, args.width)
     jobs = [
@@ -59,9 +61,11 @@ def main() -> None:
         for dtype in args.dtypes
         for name in args.contenders
     ]
-    rows = run_rounds(jobs, args.rounds)
+    rows = run_rounds(jobs, args.rounds, args.before)
     above_bare(rows, "cpu_ms")
-    settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "dtypes", "name")}
+    settings = {
+        key: value for key, value in vars(args).items() if key not in ("contenders", "dtypes", "name", "before")
+    }
     save(args.name, settings | {"parameters": int(rows[0]["parameters"]) if rows else 0}, rows, COLUMNS, NOTE)
 
 

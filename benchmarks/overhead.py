@@ -45,19 +45,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="overhead", help="of the files in benchmarks/results")
+    parser.add_argument("--before", type=Path, help="a checkout of another commit, for contenders before-0 to before-3")
     args = parser.parse_args()
     workload = Workload("tiny", args.micro_batch, layers=args.tensors // 2, width=args.width)
     jobs = [
         Job(name, "fp32", workload, args.ranks, args.threads, args.accumulation, args.warmup, args.steps)
         for name in args.contenders
     ]
-    rows = run_rounds(jobs, args.rounds)
+    rows = run_rounds(jobs, args.rounds, args.before)
     for key in ("wall", "cpu", "main_thread"):
         above_bare(rows, f"{key}_ms")
         for row in rows:
             if f"{key}_ms_above_bare" in row:
                 row[f"{key}_us_per_tensor"] = 1e3 * row[f"{key}_ms_above_bare"] / row["parameter_tensors"]
-    settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "name")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("contenders", "name", "before")}
     save(args.name, settings, rows, COLUMNS, NOTE)
 
 

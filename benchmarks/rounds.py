@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,8 +41,11 @@ class Failed(Exception):
     """The ranks of a job did not all end well; the message is the end of what the first one wrote."""
 
 
-def run_rounds(jobs: Sequence[Job], rounds: int) -> list[dict[str, Any]]:
-    """Rows of medians over ``rounds``, in the order of ``jobs``. What cannot run is said and left out."""
+def run_rounds(jobs: Sequence[Job], rounds: int, before: Path | None = None) -> list[dict[str, Any]]:
+    """Return rows of medians over ``rounds``, in the order of ``jobs``. What cannot run is said and left out.
+
+    A job named ``before-N`` is ``ours-N`` of the checkout ``before``: the same measurement on another commit.
+    """
     results: dict[Job, list[dict[str, Any]]] = {}
     for job in jobs:
         reason = missing(job.name)
@@ -54,7 +57,10 @@ def run_rounds(jobs: Sequence[Job], rounds: int) -> list[dict[str, Any]]:
         for job in list(results):
             began = time.perf_counter()
             try:
-                result = run_once(job)
+                if job.name.startswith("before-"):
+                    result = run_once(replace(job, name=job.name.replace("before", "ours")), checkout_worker(before))
+                else:
+                    result = run_once(job)
             except Failed as error:
                 print(f"failed   {job.name} {job.dtype}: {error}", flush=True)
                 del results[job]
@@ -64,6 +70,13 @@ def run_rounds(jobs: Sequence[Job], rounds: int) -> list[dict[str, Any]]:
             line = f"round {turn + 1}/{rounds}  {job.name:22} {job.dtype}  {result['wall_ms']:9.2f} ms/step"
             print(f"{line}  ({took:.0f} s)", flush=True)
     return [_medians(job, rows) for job, rows in results.items() if rows]
+
+
+def checkout_worker(before: Path | None) -> Path:
+    """Find the worker of another checkout."""
+    if before is None:
+        raise Failed("a contender before-N needs --before CHECKOUT")
+    return before.resolve() / "benchmarks" / "worker.py"
 
 
 def run_once(job: Any, worker: Path = WORKER) -> dict[str, Any]:

@@ -280,8 +280,6 @@ def _saved(
 
 
 Told = Callable[[int], object]
-
-
 """Gets the number of bytes that were read since it was last called."""
 
 

@@ -108,8 +108,6 @@ REPLACED = ".old-"
 
 
 FORGOTTEN_SECONDS = 24 * 3600.0
-
-
 """A folder of another host, whose processes cannot be asked for, is given up when nothing was written into it for so long."""
 
 

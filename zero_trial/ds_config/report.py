@@ -39,8 +39,6 @@ def render_rows(rows: Iterable[Row]) -> str:
 
 
 REPORT = "resolved_config.json"
-
-
 """The report's name in a run's folder."""
 
 

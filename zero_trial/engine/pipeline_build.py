@@ -37,8 +37,6 @@ from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan, plan_for_stag
 from zero_trial.zero import ShardedModel
 
 ROOM = 0.75
-
-
 """The part of a rank's memory that states and full copies may take where the policy is open; the rest is for activations."""
 
 

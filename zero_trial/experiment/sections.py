@@ -237,8 +237,6 @@ STORAGE = Tagged(
 
 
 HARDWARE = ("cpu", "cuda", "rocm")
-
-
 """Images and environment variables differ by what a task runs on."""
 
 

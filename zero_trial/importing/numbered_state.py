@@ -22,8 +22,6 @@ from zero_trial.importing.torch_file import FileTensor, as_list, as_tensor
 from zero_trial.importing.zero_shards import one_number
 
 Fits = Callable[[str, int, int], int]
-
-
 """``(name, group, place)`` -> the next place if that parameter can be there, else -1."""
 
 

@@ -19,20 +19,14 @@ from zero_trial.importing.imported import ImportedState, ImportOptions, folder_n
 from zero_trial.importing.torch_file import FileTensor, TorchFile
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
 """What is looked for in a folder, the first that is there."""
 
 
 WRAPPERS = ("state_dict", "model", "module", "model_state_dict")
-
-
 """Entries below which a training script puts the weights."""
 
 
 BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
-
-
 """Names of buffers in floating point; whole numbers and truth values are buffers whatever their name."""
 
 

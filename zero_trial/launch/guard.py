@@ -29,20 +29,14 @@ from zero_trial.runs.layout import LOGS
 from zero_trial.runs.records import ErrorRecord, RankRecord, with_user_line, write_error, write_rank
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
-
-
 """Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
 
 
 RUN_DIR = "ZERO_TRIAL_RUN_DIR"
-
-
 """Environment variable in which a rank finds the run's folder, for a script that opens a run of its own."""
 
 
 ERROR_HEADER = "[zero_trial] this rank ends with an error:"
-
-
 """The line in a rank's log after which its traceback stands."""
 
 
@@ -161,10 +155,6 @@ def _exit_code(ending: SystemExit) -> int:
     return 1
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -192,3 +182,7 @@ def _watch_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="zero_trial-parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -156,8 +156,6 @@ def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSp
 
 
 Slots = dict[str, list[int]]
-
-
 """Slot numbers by host, in the order of the hostfile."""
 
 

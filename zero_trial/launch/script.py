@@ -22,8 +22,6 @@ from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
 from zero_trial.runs.layout import LOGS, given_run_folder, new_run_folder
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-
-
 """Where DeepSpeed's launcher looks when no hostfile is named."""
 
 

@@ -11,8 +11,6 @@ Event = Mapping[str, Any]
 
 
 COUNTERS = ("batches", "epochs")
-
-
 """Among validation metrics for the searcher's sake; the step says it already."""
 
 

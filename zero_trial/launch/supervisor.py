@@ -28,8 +28,6 @@ from zero_trial.runs.layout import LOGS
 from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
 
 MARK = "ZERO_TRIAL_RUN_MARK"
-
-
 """Environment variable that all processes of a run inherit; its value is unique to the run."""
 
 
@@ -79,8 +77,6 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 INFRASTRUCTURE = 5
-
-
 """The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost host."""
 
 

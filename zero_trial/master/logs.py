@@ -91,20 +91,14 @@ def end_of_lines(path: Path) -> int:
 
 
 FOLLOW_SECONDS = 0.2
-
-
 """How often a followed log is looked at."""
 
 
 SILENCE_SECONDS = 1.0
-
-
 """After so long without a line a follower is given a None."""
 
 
 MASTER = 0
-
-
 """The run under which the master's own lines about a trial are kept."""
 
 

@@ -192,8 +192,6 @@ def inference(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterat
 
 
 Generate = Callable[[int, int, int, int], Iterator[Action]]
-
-
 """(rank, pipeline stages, micro-batches, chunks per rank) -> the rank's computations."""
 
 

@@ -22,8 +22,6 @@ _logger = logging.getLogger("zero_trial")
 
 
 Layer = Any
-
-
 """A LayerSpec, a module, or a function of one argument."""
 
 

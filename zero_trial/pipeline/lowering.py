@@ -32,8 +32,6 @@ from zero_trial.pipeline.schedule import (
 from zero_trial.pipeline.simulate import RankReport
 
 Channels = dict[tuple[int, int], deque[Action]]
-
-
 """(from rank, to rank) -> the receives of what is sent, in the order of sending."""
 
 

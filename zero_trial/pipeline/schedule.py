@@ -16,8 +16,6 @@ from typing import NamedTuple
 from zero_trial.errors import ConfigError
 
 NONE = -1
-
-
 """The number of a chunk, micro-batch or tie in an action that has none."""
 
 

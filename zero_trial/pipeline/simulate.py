@@ -110,8 +110,6 @@ class SimulationReport:
 
 
 Item = tuple[int, int]
-
-
 """(chunk, micro-batch)."""
 
 

@@ -219,20 +219,14 @@ def _keeper(place: _Place) -> Any:
 
 
 Item = tuple[int, int]
-
-
 """(chunk, micro-batch)."""
 
 
 Run = Callable[[int, int, Any], Any]
-
-
 """(chunk, micro-batch, its input) -> its output."""
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
 """(output of the last chunk, label) -> a scalar."""
 
 

@@ -133,8 +133,6 @@ _CALLS = {
         "Leave it out; engine.step() does.",
     ),
 }
-
-
 """How a call's name ends -> why it is in vain, and what to write."""
 
 

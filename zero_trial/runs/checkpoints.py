@@ -35,8 +35,6 @@ _SEALED = b'{"sha256": "'  # how a manifest of ours begins
 
 
 SUMMED_BYTES = 1 << 26
-
-
 """Larger files are known by their size alone: a second reading of them would cost seconds at every save."""
 
 

@@ -18,8 +18,6 @@ CONFIG_LOCK = "config.lock.yaml"
 
 
 SECTION = "zero_trial"
-
-
 """The lock's own facts stand under ``data.zero_trial``: an experiment may hold anything under ``data``."""
 
 
@@ -93,8 +91,6 @@ MOST_FILES = 2000
 
 
 MOST_BYTES = 1 << 26
-
-
 """Of the model's code; beyond that it is no folder of code, and the certificate says that it is not complete."""
 
 

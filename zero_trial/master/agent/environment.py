@@ -38,8 +38,6 @@ class StartOrder:
 
 
 GAP = 16
-
-
 """Between the two ports of the training processes, as the harness has it: both are moved by the lowest slot."""
 
 
@@ -95,14 +93,10 @@ def _is_free(port: int) -> bool:
 
 
 MARK = "DET_ALLOCATION_ID"
-
-
 """The variable by which processes of an allocation are found when their shepherd is gone."""
 
 
 LARGEST = 32 * 4096
-
-
 """Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process (MAX_ARG_STRLEN)."""
 
 
@@ -142,8 +136,6 @@ NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
 
 
 RELOCATION = Path(__file__).parents[1] / "relocation"
-
-
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""
 
 

@@ -159,8 +159,6 @@ def waiting(run: Allocation, resources: Mapping[str, Any]) -> scheduler.Waiting:
 
 
 EARLY_EXIT_SECONDS = 60.0
-
-
 """How long a trial that said that it ends may take for it."""
 
 

@@ -82,8 +82,6 @@ def _concurrent(max_concurrent: int, divisor: float, trials: Sequence[int]) -> l
 
 
 WORST = sys.float_info.max
-
-
 """The metric of a trial that ended early: behind every trial that reported one."""
 
 

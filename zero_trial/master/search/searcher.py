@@ -145,8 +145,6 @@ class SearchTrials:
 
 
 MOST_INVALID_IN_A_ROW = 100
-
-
 """After so many samples without one that can be trained, no more are tried: a space with nothing valid in it would be searched for ever."""
 
 

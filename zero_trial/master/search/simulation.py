@@ -14,8 +14,6 @@ from zero_trial.master.search.adaptive_asha import AdaptiveAsha
 from zero_trial.master.search.searcher import Action, Create, ExitReason, Searcher, Stop
 
 Curve: TypeAlias = Callable[[float], float]
-
-
 """Fraction of the training (0 to 1) -> loss."""
 
 
@@ -48,8 +46,6 @@ CURVES: Mapping[str, Callable[[int], Curve]] = MappingProxyType({"power": power,
 
 
 Invalid = Callable[[Mapping[str, Any]], str | None]
-
-
 """Why a set of hyperparameters cannot be trained, or None."""
 
 

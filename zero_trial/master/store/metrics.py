@@ -16,8 +16,6 @@ from zero_trial.master.records import MetricReport
 from zero_trial.master.store.values import dumps, loads
 
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
 """How JSON clients write what JSON cannot."""
 
 

@@ -6,6 +6,39 @@ A user mistake ends in exactly one of these, printed as a few lines and turned i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """What a command of zero-trial, and a rank, ends with. A signal n ends a run with 128 + n."""
+
+    OK = 0
+    TRIAL_FAULT = 1
+    USER_ERROR = 2
+    DOES_NOT_FIT = 3
+    DIVERGED = 4
+    INFRASTRUCTURE = 5
+    PREEMPTED = 75
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+    @property
+    def meaning(self) -> str:
+        """A few words for help texts and the reference."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    ExitStatus.OK: "success",
+    ExitStatus.TRIAL_FAULT: "an error in the trial's code, or in zero_trial",
+    ExitStatus.USER_ERROR: "a mistake in the arguments, the experiment, the ds_config or the data",
+    ExitStatus.DOES_NOT_FIT: "the model does not fit into memory",
+    ExitStatus.DIVERGED: "training diverged: the loss or the gradients are not finite",
+    ExitStatus.INFRASTRUCTURE: "infrastructure: a lost rank, a failed disk, a damaged checkpoint",
+    ExitStatus.PREEMPTED: "preempted after saving: zero-trial resume goes on",
+    ExitStatus.INTERRUPTED: "interrupted with Ctrl-C",
+    ExitStatus.BROKEN_PIPE: "the reader of the output has gone",
+}
 
 
 class ZeroTrialError(Exception):
@@ -15,7 +48,7 @@ class ZeroTrialError(Exception):
     are short values; ``fix`` is a line that can be pasted or done. ``exit_code`` is what a command line ends with.
     """
 
-    exit_code = 1
+    exit_code: int = ExitStatus.TRIAL_FAULT
 
     def __init__(
         self,
@@ -51,7 +84,7 @@ class ZeroTrialError(Exception):
 class ConfigError(ZeroTrialError):
     """Something in ds_config, the experiment YAML or the hyperparameters cannot be used."""
 
-    exit_code = 2
+    exit_code: int = ExitStatus.USER_ERROR
 
     faults: tuple[ConfigError, ...] = ()
 
@@ -76,43 +109,43 @@ class InvalidHP(ConfigError):
 class DataError(ZeroTrialError):
     """A data loader or a batch is not what training needs."""
 
-    exit_code = 2
+    exit_code: int = ExitStatus.USER_ERROR
 
 
 class TrialError(ZeroTrialError):
     """The user's trial or loop broke a rule of the API (a loss that is not a scalar, a step without a backward ...)."""
 
-    exit_code = 2
+    exit_code: int = ExitStatus.USER_ERROR
 
 
 class DoesNotFit(ZeroTrialError):
     """The model, its state and its activations do not fit into the memory that there is."""
 
-    exit_code = 3
+    exit_code: int = ExitStatus.DOES_NOT_FIT
 
 
 class Diverged(ZeroTrialError):
     """Training cannot go on: the loss or the gradients are not finite."""
 
-    exit_code = 4
+    exit_code: int = ExitStatus.DIVERGED
 
 
 class MeshError(ZeroTrialError):
     """Ranks disagree, one is missing, or a collective did not finish in time."""
 
-    exit_code = 5
+    exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 class CheckpointError(ZeroTrialError):
     """A checkpoint cannot be written, verified or loaded into this model."""
 
-    exit_code = 5
+    exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 class StorageError(ZeroTrialError):
     """A disk failed: the one that holds offloaded state, or a run's folder."""
 
-    exit_code = 5
+    exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 class KernelUnavailable(ZeroTrialError):
@@ -122,4 +155,4 @@ class KernelUnavailable(ZeroTrialError):
 class Preempted(ZeroTrialError):
     """The run was asked to stop; it has saved and can be resumed."""
 
-    exit_code = 75
+    exit_code: int = ExitStatus.PREEMPTED

@@ -1,4 +1,4 @@
-"""Exported weights are the model's: loaded into a plain model they compute the same bits, whatever has written the checkpoint."""
+"""Export to safetensors: what is chosen, how it is cut, and that the files are other programs'."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model
 
 import zero_trial
+from tests.checkpoint.test_folder import saved_by_two
 from tests.engine.test_contents import saved_part
 from tests.engine.test_saving import FP16, Net, engine_of, train
 from tests.support import pipelines
@@ -23,16 +24,209 @@ from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader, Slice, save_checkpoint
 from zero_trial.checkpoint.export import (
     Exported,
+    Inventory,
     TensorStream,
     WeightSource,
+    describe_dtypes,
+    exported_dtype,
     file_names,
     plan_export,
     take_inventory,
     write_export,
+    write_weights,
 )
+from zero_trial.checkpoint.format import FileRecord, Manifest, StoredPiece, TensorEntry
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.pipeline import PipelineModule
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 8, 20, 1 << 20])
+def test_pieces_of_several_ranks_in_order(tmp_path: Path, chunk_bytes: int) -> None:
+    with TensorStream(CheckpointReader(saved_by_two(tmp_path)), chunk_bytes) as stream:
+        chunks = list(stream.chunks("param/w"))
+    assert torch.equal(torch.cat(chunks), torch.arange(10.0))
+    assert max(chunk.numel() for chunk in chunks) <= max(1, chunk_bytes // 4)
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    slices = [Slice.whole("param/s", torch.tensor(3.0)), Slice.whole("param/e", torch.zeros(0, 2))]
+    folder = save_checkpoint(tmp_path, "a", slices, step=1)
+    with TensorStream(CheckpointReader(folder)) as stream:
+        assert [chunk.tolist() for chunk in stream.chunks("param/s")] == [[3.0]]
+        assert list(stream.chunks("param/e")) == []
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_trial.checkpoint.export.OPEN_FILES", 1)
+    with TensorStream(CheckpointReader(saved_by_two(tmp_path)), 4) as stream:
+        for _ in range(2):
+            assert torch.cat(list(stream.chunks("param/w"))).tolist() == list(range(10))
+            assert len(stream._open) == 1
+    assert len(stream._open) == 0
+
+
+NAMES = (
+    "param/blocks.10.w",
+    "param/blocks.2.w",
+    "buffer/mean",
+    "state/exp_avg/blocks.2.w",
+    "state/max/blocks.2.w",
+    "rank0/x",
+)
+
+
+def manifest(names: tuple[str, ...] = NAMES, dtype: str = "float32", **state: Any) -> Manifest:
+    tensors = {name: TensorEntry(dtype, (2, 3), (StoredPiece("a.safetensors", name, 0, 6),)) for name in names}
+    return Manifest(3, tensors, {"a.safetensors": FileRecord(1, "0" * 64)}, state=state)
+
+
+def test_parameters_buffers_and_their_state() -> None:
+    found = take_inventory(manifest(aliases={"head.w": "blocks.2.w"}, dtypes={"blocks.2.w": "bfloat16"}))
+    assert [(held.name, held.stored) for held in found.params] == [
+        ("blocks.2.w", "param/blocks.2.w"),
+        ("blocks.10.w", "param/blocks.10.w"),
+    ]
+    assert [held.name for held in found.buffers] == ["mean"]
+    assert found.params[0].states == {"exp_avg": "float32", "max": "float32"} and found.params[1].states == {}
+    assert [held.lives for held in found.params] == ["bfloat16", "float32"]
+    assert [held.is_master for held in (*found.params, *found.buffers)] == [True, False, False]
+    assert (found.elements, found.parts, dict(found.aliases)) == (12, 1, {"head.w": "blocks.2.w"})
+
+
+@pytest.mark.parametrize(
+    ("state", "lives"),
+    [
+        ({"ds_config": {"bf16": {"enabled": True}}}, "bfloat16"),
+        ({"ds_config": {"fp16": {"enabled": True}, "bf16": {"enabled": False}}}, "float16"),
+        ({"ds_config": {}}, "float32"),
+        ({}, None),
+    ],
+)
+def test_checkpoints_that_do_not_note_dtypes(state: dict[str, Any], lives: str | None) -> None:
+    assert {held.lives for held in take_inventory(manifest(**state)).params} == {lives}
+
+
+def test_whole_numbers_are_no_masters() -> None:
+    (held,) = take_inventory(manifest(("param/n",), dtype="int64", dtypes={})).params
+    assert held.lives == "int64" and not held.is_master
+
+
+def test_parts() -> None:
+    found = take_inventory(manifest(("part0of2/param/w", "part1of2/param/w", "part1of2/buffer/b")))
+    assert found.parts == 2
+    assert [[held.stored for held in found.in_part(part)] for part in (0, 1)] == [
+        ["part0of2/param/w"],
+        ["part1of2/param/w", "part1of2/buffer/b"],
+    ]
+
+
+BF16 = {"dtypes": {"blocks.2.w": "bfloat16", "blocks.10.w": "bfloat16"}}
+
+
+def inventory(**state: object) -> Inventory:
+    return take_inventory(manifest(**state))
+
+
+def test_masters_are_what_is_taken_unless_the_models_weights_are_asked_for() -> None:
+    plan = plan_export(inventory(**BF16))
+    assert [(item.name, item.dtype) for item in plan.items] == [
+        ("blocks.2.w", torch.float32),
+        ("blocks.10.w", torch.float32),
+        ("mean", torch.float32),
+    ]
+    assert plan.took == "float32 masters of 2 of 2 parameters; the model computes in bfloat16"
+    plan = plan_export(inventory(**BF16), weights=WeightSource.MODEL)
+    assert {item.name: item.dtype for item in plan.items} == {
+        "blocks.2.w": torch.bfloat16,
+        "blocks.10.w": torch.bfloat16,
+        "mean": torch.float32,
+    }
+    assert plan.took == "weights as the model computes with them, bfloat16, rounded from their masters"
+    assert describe_dtypes(plan.items) == "bfloat16, float32"
+    assert plan_export(inventory(dtypes={})).took == (
+        "weights as they are stored, float32; there are no masters beside them"
+    )
+    assert "does not say in which dtype" in plan_export(inventory()).took
+    assert plan_export(inventory(without_frozen=True)).took.endswith(
+        "; frozen parameters were left out when it was saved"
+    )
+
+
+def test_a_dtype_for_all_comes_last() -> None:
+    plan = plan_export(inventory(**BF16), weights=WeightSource.MODEL, dtype=torch.float32)
+    assert {(item.through, item.dtype) for item in plan.items if item.name != "mean"} == {
+        (torch.bfloat16, torch.float32)
+    }
+    whole = take_inventory(manifest(("buffer/n",), dtype="int64"))
+    assert plan_export(whole, dtype=torch.bfloat16).items[0].dtype == torch.int64
+
+
+def test_tied_names_of_what_is_written() -> None:
+    aliases = {"head": "blocks.2.w", "gone": "left.out", "mean": "blocks.2.w"}
+    assert plan_export(inventory(aliases=aliases)).aliases == {"head": "blocks.2.w"}
+
+
+@pytest.mark.parametrize(("limit", "counts"), [(None, [3]), (1, [1, 1, 1]), (48, [2, 1]), (71, [2, 1]), (72, [3])])
+def test_shards_hold_at_most_the_limit_or_one_tensor(limit: int | None, counts: list[int]) -> None:
+    plan = plan_export(inventory(), shard_bytes=limit)  # 24 bytes each
+    assert [len(shard) for shard in plan.shards] == counts and plan.bytes == 72
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_elements_size() -> None:
+    plan = plan_export(inventory(dtypes={"blocks.2.w": "bfloat16"}), weights=WeightSource.MODEL)
+    assert [item.name for item in plan.shards[0]] == ["blocks.10.w", "mean", "blocks.2.w"]
+
+
+def test_parts_are_exported_one_by_one() -> None:
+    parted = take_inventory(manifest(("part0of2/param/w", "part1of2/param/w")))
+    with pytest.raises(
+        ConfigError, match=r"parallel itself.*got 2 parts\. Export each by itself: --part 0 to --part 1"
+    ):
+        plan_export(parted)
+    assert [plan_export(parted, part=part).items[0].stored for part in (0, 1)] == [
+        "part0of2/param/w",
+        "part1of2/param/w",
+    ]
+    for part, found in ((2, parted), (-1, parted), (1, inventory())):
+        with pytest.raises(ConfigError, match="no such part"):
+            plan_export(found, part=part)
+
+
+def test_nothing_to_write() -> None:
+    with pytest.raises(CheckpointError, match="no weights"):
+        plan_export(take_inventory(manifest(("rank0/x",))))
+
+
+def test_dtypes_by_name() -> None:
+    words = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {word: exported_dtype(word) for word in words} == words
+    with pytest.raises(ConfigError, match="expected keep, fp32"):
+        exported_dtype("int8")
+
+
+def test_written_and_replaced(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    for value in (1.0, 2.0):
+        write_weights(path, {"w": torch.full((3,), value)}, {"format": "pt"})
+        assert load_file(path)["w"].tolist() == [value] * 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "model.safetensors"
+    write_weights(path, {"w": torch.ones(3)}, {})
+
+    def full(tensors: object, target: str, metadata: object) -> None:
+        Path(target).write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("zero_trial.checkpoint.export.save_file", full)
+    with pytest.raises(SafetensorError):
+        write_weights(path, {"w": torch.zeros(3)}, {})
+    assert load_file(path)["w"].tolist() == [1, 1, 1] and [entry.name for entry in tmp_path.iterdir()] == [
+        "model.safetensors"
+    ]
 
 
 def export(folder: Path, out: Path, chunk_bytes: int = 64, **options: Any) -> Exported:

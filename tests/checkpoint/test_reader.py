@@ -1,16 +1,99 @@
-"""Reading: any ranges out of any cut, and every damage found and named."""
+"""Reading any ranges out of any cut, and every damage found and named."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
+from zero_trial.checkpoint.format import StoredPiece, TensorEntry
+from zero_trial.checkpoint.reader import ReadCopy, ReadRequest, compare_tensors, plan_copies, require_match
 from zero_trial.errors import CheckpointError
+
+STORED = {"wte": (50257, 768), "ln": (768,), "old": (3,)}
+WANTED = {"wte": (50304, 768), "ln": (768,), "head.weight": (2, 2), "head.bias": (2,)}
+
+
+def test_the_message() -> None:
+    assert compare_tensors(STORED, WANTED).describe() == (
+        "checkpoint has 3 tensors, model has 4. Missing: head.bias, head.weight. Not in the model: old. "
+        "Shape differs: wte (50257, 768) vs (50304, 768)"
+    )
+
+
+def test_equal_is_silent() -> None:
+    require_match(STORED, STORED, where="x")
+
+
+@pytest.mark.parametrize("allow", [{}, {"allow_missing": True}, {"allow_extra": True}])
+def test_what_is_not_allowed_is_raised(allow: dict[str, bool]) -> None:
+    with pytest.raises(CheckpointError, match=r"folder: checkpoint has 2 tensors, model has 2"):
+        require_match({"a": (1,), "b": (1,)}, {"a": (1,), "c": (1,)}, where="folder", **allow)
+
+
+def test_allowed_differences_pass_but_never_shapes() -> None:
+    require_match({"a": (1,), "b": (1,)}, {"a": (1,), "c": (1,)}, where="x", allow_missing=True, allow_extra=True)
+    with pytest.raises(CheckpointError, match="Shape differs"):
+        require_match({"a": (1,)}, {"a": (2,)}, where="x", allow_missing=True, allow_extra=True)
+
+
+def test_long_lists_are_shortened() -> None:
+    wanted = {f"layer.{i:02}": (1,) for i in range(20)}
+    assert "layer.07 and 12 more" in compare_tensors({}, wanted).describe()
+
+
+def entry(numel: int, *cuts: int) -> TensorEntry:
+    ends = [0, *sorted(cuts), numel]
+    pieces = [StoredPiece(f"f{i}", "k", a, b) for i, (a, b) in enumerate(itertools.pairwise(ends)) if a < b]
+    return TensorEntry("float32", (numel,), tuple(pieces))
+
+
+def test_a_range_over_three_pieces() -> None:
+    assert plan_copies({"w": entry(10, 3, 5)}, [ReadRequest("w", 2, 8, target=1)]) == [
+        ReadCopy("f0", "k", 2, 3, target=1, offset=0),
+        ReadCopy("f1", "k", 0, 2, target=1, offset=1),
+        ReadCopy("f2", "k", 0, 3, target=1, offset=3),
+    ]
+
+
+def test_in_the_order_of_files() -> None:
+    tensors = {"a": entry(4, 2), "b": entry(4, 2)}
+    copies = plan_copies(tensors, [ReadRequest("a", 0, 4, 0), ReadRequest("b", 0, 4, 1)])
+    assert [copy.file for copy in copies] == ["f0", "f0", "f1", "f1"]
+
+
+def test_nothing_wanted() -> None:
+    assert plan_copies({"w": entry(4)}, []) == []
+    assert plan_copies({"w": entry(4)}, [ReadRequest("w", 2, 2, 0)]) == []
+
+
+@pytest.mark.parametrize("want", [ReadRequest("x", 0, 1, 0), ReadRequest("w", 0, 5, 0), ReadRequest("w", -1, 2, 0)])
+def test_what_is_not_there(want: ReadRequest) -> None:
+    with pytest.raises(CheckpointError, match="not in the checkpoint"):
+        plan_copies({"w": entry(4)}, [want])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 30), st.lists(st.integers(0, 30), max_size=6), st.lists(st.integers(0, 30), max_size=6))
+def test_any_cut_into_any_cut(numel: int, stored: list[int], wanted: list[int]) -> None:
+    tensor = entry(numel, *(min(cut, numel) for cut in stored))
+    files = {piece.file: list(range(piece.start, piece.stop)) for piece in tensor.pieces}
+    ends = [0, *sorted(min(cut, numel) for cut in wanted), numel]
+    wants = [ReadRequest("w", a, b, i) for i, (a, b) in enumerate(itertools.pairwise(ends))]
+    filled: list[list[int | None]] = [[None] * (want.stop - want.start) for want in wants]
+    for copy in plan_copies({"w": tensor}, wants):
+        for i in range(copy.source_stop - copy.source_start):
+            assert filled[copy.target][copy.offset + i] is None
+            filled[copy.target][copy.offset + i] = files[copy.file][copy.source_start + i]
+    assert filled == [list(range(want.start, want.stop)) for want in wants]
+
 
 SHAPES = {"param/wte": (7, 5), "param/ln": (5,), "state/exp_avg/wte": (7, 5), "param/s": (), "param/none": (0, 3)}
 

@@ -1,22 +1,174 @@
-"""Saving: round trips over ranks, what is refused, and what is left after a fault or a kill at every single step."""
+"""Saving: files, folders, kills at every moment, and ranks that disagree."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.checkpoint.rank_threads import ThreadRank, on_ranks
 from zero_trial.checkpoint import CheckpointReader, Slice, latest_checkpoint, save_checkpoint
 from zero_trial.checkpoint.folder import checkpoint_folder
 from zero_trial.checkpoint.format import FileRecord
-from zero_trial.checkpoint.writer import DurableFiles, begin, commit, merge, publish, write_manifest, write_rank
+from zero_trial.checkpoint.reader import read_digest
+from zero_trial.checkpoint.writer import (
+    FORGOTTEN_SECONDS,
+    TEMPORARY,
+    DurableFiles,
+    Ranks,
+    SingleRank,
+    begin,
+    commit,
+    is_abandoned,
+    merge,
+    piece_key,
+    publish,
+    shard_chunks,
+    temporary_name,
+    write_manifest,
+    write_rank,
+)
 from zero_trial.errors import CheckpointError
+
+
+def test_alone() -> None:
+    ranks: Ranks = SingleRank()
+    assert (ranks.index, ranks.size) == (0, 1)
+    assert ranks.gather_json({"a": 1}, "x") == [{"a": 1}]
+
+
+def test_write_gives_size_and_sum_of_what_is_on_the_disk(tmp_path: Path) -> None:
+    record = DurableFiles().write(tmp_path / "f", [b"ab", memoryview(b"cd"), memoryview(bytearray(6)).cast("B")])
+    content = (tmp_path / "f").read_bytes()
+    assert content == b"abcd" + bytes(6)
+    assert (record.bytes, record.sha256) == (10, hashlib.sha256(content).hexdigest())
+    assert read_digest(tmp_path / "f", block=3) == record
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        DurableFiles().write(tmp_path / "f", [b"new"])
+    assert (tmp_path / "f").read_bytes() == b"old"
+
+
+def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        DurableFiles().make_folder(tmp_path / "deep" / name)
+    with pytest.raises(FileExistsError):
+        DurableFiles().rename(tmp_path / "deep" / "a", tmp_path / "deep" / "b")
+    with pytest.raises(FileExistsError):
+        DurableFiles().make_folder(tmp_path / "deep" / "a")
+    DurableFiles().rename(tmp_path / "deep" / "a", tmp_path / "deep" / "c")
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["b", "c"]
+
+
+def test_removing_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
+    DurableFiles().remove_folder(tmp_path / "absent")
+    DurableFiles().sync_folder(tmp_path)
+
+
+def of(tmp_path: Path, pid: int, host: str = "") -> Path:
+    own, _, ending = temporary_name("a").partition(TEMPORARY)[2].split("-")
+    folder = tmp_path / f"a{TEMPORARY}{host or own}-{pid}-{ending}"
+    folder.mkdir()
+    return folder
+
+
+def dead_pid() -> int:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_names_are_new_every_time():
+    first, second = temporary_name("a"), temporary_name("a")
+    assert first != second and first.startswith("a.tmp-") and str(os.getpid()) in first
+
+
+def test_a_living_process_finishes_its_own(tmp_path: Path):
+    assert not is_abandoned(of(tmp_path, os.getppid()))
+    assert is_abandoned(of(tmp_path, os.getpid())), "this process begins anew"
+    assert is_abandoned(of(tmp_path, dead_pid())) and is_abandoned(of(tmp_path, 2**80))
+
+
+def test_another_host_is_given_time(tmp_path: Path):
+    folder = of(tmp_path, 1, host="0" * 8)
+    (folder / "rank-00000.safetensors").write_bytes(b"x")
+    assert not is_abandoned(folder)
+    for path in (folder / "rank-00000.safetensors", folder):
+        os.utime(path, (1, path.stat().st_mtime - FORGOTTEN_SECONDS - 60))
+    assert is_abandoned(folder)
+    assert not is_abandoned(tmp_path / f"a{TEMPORARY}00000000-1-{'0' * 12}"), "it has got its name just now"
+
+
+def test_two_runs_that_save_under_one_tag_leave_each_other_alone(tmp_path: Path):
+    theirs = of(tmp_path, os.getppid())
+    (theirs / "rank-00000.safetensors").write_bytes(b"half")
+    killed = of(tmp_path, dead_pid())
+    save_checkpoint(tmp_path, "a", [Slice.whole("w", torch.ones(3))], step=1)
+    assert (theirs / "rank-00000.safetensors").read_bytes() == b"half" and not killed.exists()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None and found.tag == "a"
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    raw = torch.arange(48, dtype=torch.uint8).remainder(2)
+    slices = [Slice.whole(f"t/{dtype}", raw.to(dtype).view(6, 8)) for dtype in DTYPES]
+    record = DurableFiles().write(tmp_path / "x.safetensors", shard_chunks(slices))
+    assert record == read_digest(tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {piece_key(part) for part in slices}
+        for part in slices:
+            read = file.get_tensor(piece_key(part))
+            assert read.dtype == part.dtype
+            assert torch.equal(read, part.flat)
+
+
+@pytest.mark.parametrize("pattern", [float("nan"), float("inf"), -0.0, 1e-45])
+def test_odd_floats_keep_their_bits(tmp_path: Path, pattern: float) -> None:
+    part = Slice.whole("t", torch.full((3,), pattern))
+    DurableFiles().write(tmp_path / "x.safetensors", shard_chunks([part]))
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("t[0:3]").view(torch.int32), part.flat.view(torch.int32))
+
+
+def test_parts_of_one_tensor_have_different_keys(tmp_path: Path) -> None:
+    flat = torch.arange(10.0)
+    slices = [Slice("w", (20,), 0, 4, flat[:4]), Slice("w", (20,), 10, 16, flat[4:])]
+    DurableFiles().write(tmp_path / "x.safetensors", shard_chunks(slices))
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.get_slice("w[10:16]")[1:3].tolist() == [5.0, 6.0]
+
+
+def test_names_with_any_characters(tmp_path: Path) -> None:
+    part = Slice.whole('a "quoted" é/名\\', torch.ones(2))
+    DurableFiles().write(tmp_path / "x.safetensors", shard_chunks([part]))
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.get_tensor(piece_key(part)).tolist() == [1.0, 1.0]
+
+
+def test_memory_is_not_copied() -> None:
+    tensor = torch.zeros(1000)
+    chunks = shard_chunks([Slice.whole("t", tensor)])
+    next(chunks)
+    view = next(chunks)
+    tensor[0] = 1.0
+    assert bytes(view[:4]) == b"\x00\x00\x80\x3f"
+
 
 WTE = torch.arange(24.0).view(4, 6)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.test_run_record import LOCK, certificate, make, train
+from tests.report.test_difference import LOCK, certificate, make, train
 from zero_trial.cli.main import main
 
 START = {"kind": "start", "step": 0}

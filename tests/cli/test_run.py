@@ -1,13 +1,18 @@
-"""The options of ``run``; whole runs are in tests/launch/test_end_to_end.py."""
+"""``zero-trial run`` and ``resume``: what is asked for; whole runs are in tests/launch/test_end_to_end.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from zero_trial.cli.main import build_parser
-from zero_trial.cli.run import request_from
+import pytest
+
+from zero_trial.cli import run
+from zero_trial.cli.main import build_parser, main
+from zero_trial.cli.run import newest_run, request_from
 from zero_trial.launch.experiment import RunRequest
 from zero_trial.launch.placement import PlacementRequest
+from zero_trial.runs.provenance import CONFIG_LOCK
 
 
 def parse(line: str) -> RunRequest:
@@ -27,3 +32,71 @@ def test_all_options():
     assert (request.slots, request.seed, request.run_dir) == (4, 9, Path("r"))
     assert request.placement == PlacementRequest(slots=4, nnodes="2", node_rank=1, master_addr="h", master_port=7)
     assert parse("--resume runs/0001").resume == Path("runs/0001")
+
+
+def make_run(folder: Path, end: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / CONFIG_LOCK).write_text("")
+    if end:
+        (folder / "summary.json").write_text(json.dumps({"end": end}))
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunRequest]:
+    """What ``run`` would have been asked; it does nothing."""
+    requests: list[RunRequest] = []
+    monkeypatch.setattr(run, "_train", lambda request, *, as_json: requests.append(request) or 0)
+    return requests
+
+
+def test_the_newest_run_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("0002", "0010", "0009", "report"):
+        make_run(tmp_path / "runs" / name)
+    assert newest_run(Path("runs")) == Path("runs/0010")
+    assert main(["resume"]) == 0
+    assert (asked[0].resume, asked[0].experiment, asked[0].slots) == (Path("runs/0010"), None, None)
+
+
+def test_a_named_run_on_other_slots(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "mine", "preempted")
+    assert main(["resume", str(folder), "--slots", "4"]) == 0
+    assert (asked[0].resume, asked[0].slots) == (folder, 4)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_was_complete(tmp_path: Path, asked: list, capsys: pytest.CaptureFixture[str]) -> None:
+    """It trains nothing; how to train longer is said."""
+    folder = make_run(tmp_path / "mine", "completed")
+    assert main(["resume", str(folder)]) == 0
+    assert "complete already" in (said := capsys.readouterr().out) and f"--resume {folder}" in said
+
+
+@pytest.mark.parametrize("place", [".", "nowhere"])
+def test_no_run(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", place]) == 2
+    assert f"got {place}, expected a run's folder, such as runs/0001" in capsys.readouterr().err
+    assert main(["resume"]) == 2
+    assert "there is no run here: got no folder runs/NNNN" in capsys.readouterr().err
+
+
+def test_names_that_are_nearly_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``int`` does not read a superscript, which ``isdigit`` takes for a digit."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("0002", "\u00b2"):
+        make_run(tmp_path / "runs" / name)
+    assert newest_run(Path("runs")) == Path("runs/0002")
+
+
+def test_the_newest_folder_without_a_run_is_said_and_no_older_one_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "0001")
+    (tmp_path / "runs" / "0002").mkdir()
+    assert main(["resume"]) == 2 and not asked
+    assert "there is no run in this folder: got runs/0002" in capsys.readouterr().err

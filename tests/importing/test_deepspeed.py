@@ -1,7 +1,4 @@
-"""Real checkpoints of DeepSpeed 0.19.8, imported: training goes on with the losses with which DeepSpeed went on.
-
-DeepSpeed is not needed here: see ``make_deepspeed_checkpoints.py``.
-"""
+"""DeepSpeed's checkpoints, resumed by our engine."""
 
 from __future__ import annotations
 
@@ -12,23 +9,90 @@ import pytest
 import torch
 
 from tests.importing.checkpoints import CASES, TOLERANCE, go_on, losses, resumed, unpack
+from tests.importing.synthetic import model_content
 from tests.importing.traveller import batch
 from tests.support.pool import Pools
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError
-from zero_trial.importing.deepspeed import read_deepspeed
-from zero_trial.importing.deepspeed_files import find_deepspeed
-from zero_trial.importing.imported import ImportedState, ImportOptions, write_imported
+from zero_trial.importing.deepspeed import read_deepspeed, read_universal
+from zero_trial.importing.deepspeed_files import ModelStates, find_deepspeed
+from zero_trial.importing.imported import ImportedState, ImportOptions, fresh_state, write_imported
 
 
-def read(source: Path, **wishes: Any) -> ImportedState:
+def put(zero: Path, name: str, **kinds: Any) -> None:
+    (zero / name).mkdir(parents=True)
+    for kind, value in kinds.items():
+        torch.save(value, zero / name / f"{kind}.pt")
+
+
+def read(zero: Path, with_optimizer: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    content = model_content({"a": torch.zeros(2, 2), "b": torch.zeros(3)}, param_shapes=[{"a": (2, 2)}, {"b": (3,)}])
+    wishes, state = ImportOptions(with_optimizer), fresh_state()
+    state["counters"]["global_steps"] = 7
+    found = read_universal(zero, ModelStates([content], wishes, "test.pt"), wishes, state, [])
+    return {part.name: part.tensor for part in found}, state
+
+
+def test_both_ways_of_writing_a_tensor(tmp_path: Path) -> None:
+    """In a dict with the axis of its parts, and, from stage 3, flat and bare."""
+    put(
+        tmp_path,
+        "a",
+        fp32={"cat_dim": 0, "param": torch.ones(2, 2)},
+        exp_avg={"param": torch.full((2, 2), 2.0)},
+        step=torch.tensor(4.0),
+    )
+    put(tmp_path, "b", fp32=torch.arange(3.0), exp_avg=torch.zeros(3))
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "step": 5, "params": [1]}]
+    torch.save({"param_groups": groups}, tmp_path / "optimizer_state.pt")
+    found, state = read(tmp_path)
+    assert found.keys() == {"param/a", "state/exp_avg/a", "param/b", "state/exp_avg/b"}
+    assert torch.equal(found["state/exp_avg/a"], torch.full((2, 2), 2.0)) and torch.equal(
+        found["param/b"], torch.arange(3.0)
+    )
+    assert state["scalars"] == {"0": {"step": 4.0}, "1": {"step": 5.0}} and state["kinds"] == ["exp_avg"]
+    assert [group["lr"] for group in state["groups"]] == [0.1, 0.2]
+    assert read(tmp_path, with_optimizer=False)[0].keys() == {"param/a", "param/b"}
+
+
+def test_a_step_that_stands_nowhere_is_the_number_of_steps(tmp_path: Path) -> None:
+    put(tmp_path, "a", fp32=torch.zeros(4), exp_avg=torch.zeros(4))
+    put(tmp_path, "b", fp32=torch.zeros(3), exp_avg=torch.zeros(3))
+    _, state = read(tmp_path)
+    assert state["scalars"] == {"0": {"step": 7.0}, "1": {"step": 7.0}} and len(state["groups"]) == 2
+
+
+def test_folders_with_a_prefix(tmp_path: Path) -> None:
+    put(tmp_path, "module.a", fp32=torch.ones(2))
+    put(tmp_path, "b", fp32=torch.zeros(1))
+    content = model_content(
+        {"module.a": torch.zeros(2), "b": torch.zeros(1)}, param_shapes=[{"module.a": (2,), "b": (1,)}]
+    )
+    wishes, state = ImportOptions(strip="module."), fresh_state()
+    found = read_universal(tmp_path, ModelStates([content], wishes, "test.pt"), wishes, state, [])
+    assert {part.name for part in found} == {"param/a", "param/b"}
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    put(tmp_path, "a", fp32=torch.zeros(4))
+    with pytest.raises(CheckpointError, match=r"b: there are no values of a parameter: got no fp32\.pt"):
+        read(tmp_path)
+    put(tmp_path, "b", fp32=torch.zeros(4))
+    with pytest.raises(CheckpointError, match=r"not this parameter's state: got shape \(4,\), expected \(3,\)"):
+        read(tmp_path)
+    torch.save([1], tmp_path / "optimizer_state.pt")
+    with pytest.raises(CheckpointError, match="not a dict"):
+        read(tmp_path)
+
+
+def read_folder(source: Path, **wishes: Any) -> ImportedState:
     folder = find_deepspeed(source, None)
     assert folder is not None
     return read_deepspeed(folder, ImportOptions(**wishes))
 
 
 def imported(name: str, folder: Path, **wishes: Any) -> Path:
-    return write_imported(read(unpack(name, folder), **wishes), folder / "out", "new")
+    return write_imported(read_folder(unpack(name, folder), **wishes), folder / "out", "new")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,7 +175,7 @@ def test_all_stages_hold_the_same_tensors(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_says(tmp_path: Path) -> None:
-    findings = read(unpack("bf16-stage1-ranks3", tmp_path))
+    findings = read_folder(unpack("bf16-stage1-ranks3", tmp_path))
     assert (
         findings.kind == "DeepSpeed 0.19.8, ZeRO stage 1, 3 ranks"
         and findings.step == 5
@@ -153,7 +217,7 @@ def test_stage_2_without_its_optimizer_files(tmp_path: Path) -> None:
     source = unpack("fp32-stage2-ranks3", tmp_path)
     for path in source.rglob("*optim*"):
         path.unlink()
-    findings = read(source)
+    findings = read_folder(source)
     assert any("no files *_optim_states.pt" in line for line in findings.left_out) and not findings.state["kinds"]
     assert len(findings.names(lambda name: name.startswith("param/"))) == 9
 
@@ -163,7 +227,7 @@ def test_stage_3_without_its_optimizer_files(tmp_path: Path) -> None:
     for path in source.rglob("*optim*"):
         path.unlink()
     with pytest.raises(CheckpointError, match="ZeRO stage 3 without its optimizer files"):
-        read(source)
+        read_folder(source)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -171,12 +235,12 @@ def test_a_missing_rank(rank: int, tmp_path: Path) -> None:
     source = unpack("fp32-stage3-ranks2", tmp_path)
     next(source.rglob(f"*rank_{rank}_*optim*")).unlink()
     with pytest.raises(CheckpointError, match=r"a rank's file is missing|some ranks' files are missing"):
-        read(source)
+        read_folder(source)
 
 
 def test_names_with_a_prefix(tmp_path: Path) -> None:
     """Taken off wherever a name stands: here one that the model has itself."""
-    findings = read(unpack("fp32-stage2-ranks3", tmp_path), strip="body.")
+    findings = read_folder(unpack("fp32-stage2-ranks3", tmp_path), strip="body.")
     assert {"param/weight", "param/bias", "state/exp_avg/weight"} <= set(findings.names(lambda name: True))
 
 
@@ -197,7 +261,7 @@ def test_the_elastic_form_has_one_step_for_all(tmp_path: Path) -> None:
     }
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": optimizer}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    findings = read(tmp_path)
+    findings = read_folder(tmp_path)
     assert findings.state["scalars"] == {"0": {"step": 7.0}} and findings.state["groups"] == [{}]
     assert findings.state["optimizer"] is None and findings.kind == "DeepSpeed None, ZeRO stage 2, 1 rank"
 
@@ -205,7 +269,7 @@ def test_the_elastic_form_has_one_step_for_all(tmp_path: Path) -> None:
 def test_files_that_are_not_deepspeeds(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="not a file of DeepSpeed"):
-        read(tmp_path)
+        read_folder(tmp_path)
     torch.save({"module": None}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="no weights in the file of model states"):
-        read(tmp_path)
+        read_folder(tmp_path)

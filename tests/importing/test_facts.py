@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from tests.importing.test_values import through_pickle
+from tests.importing.test_torch_file import through_pickle
 from zero_trial.checkpoint.state_tree import encode_state
 from zero_trial.importing import facts
 from zero_trial.importing.torch_file import UnknownObject

@@ -22,7 +22,7 @@ def test_a_whole_summary():
         "peak_memory_bytes": [60 * 2**20, 61 * 2**20],
     }
     assert summary_lines(summary, REPEAT) == [
-        "done    41 s · val_bits_per_byte 8.04 -> 3.123 (unigram 4.61, xz 2.31) · 9.8k tok/s · peak 61.0 MiB/rank · 2 ranks · ZeRO-2 · seed 7",
+        "done    41 s · val_bits_per_byte 8.04 -> 3.123 (unigram 4.61, xz 2.31) · 9.81k tok/s · peak 61.0 MiB/rank · 2 ranks · ZeRO-2 · seed 7",
         f"repeat  {REPEAT}",
     ]
 

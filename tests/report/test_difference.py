@@ -1,7 +1,8 @@
-"""Two runs compared: settings, and the first step at which their values part."""
+"""Two runs compared."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,159 @@ from typing import Any
 
 import pytest
 
-from zero_trial.report.difference import ABSENT, RunRecord, SettingChange, Trace, changes, compare_runs
+from zero_trial.errors import ConfigError
+from zero_trial.report.difference import (
+    ABSENT,
+    RunRecord,
+    SettingChange,
+    Trace,
+    changes,
+    compare_runs,
+    flatten,
+    read_run,
+)
+
+LOCK = """
+searcher: {name: single, metric: loss, max_length: {batches: 9}}
+hyperparameters: {lr: 0.1, sizes: [1, 2], empty: {}}
+data: {zero_trial: {model_dir: ../m, versions: {torch: 2.13.0}}}
+"""
+
+
+def train(step: int, losses: list[Any], **more: Any) -> dict[str, Any]:
+    """The event of an exchange at ``step``: rank 0's losses of the steps since the last one."""
+    return {"kind": "train", "step": step, "loss": 0.0, "each": {"loss": losses}, **more}
+
+
+def make(
+    folder: Path,
+    events: list[dict[str, Any]],
+    metrics: list[dict[str, Any]] | None = None,
+    lock: str | None = LOCK,
+    **files: Any,
+) -> Path:
+    """A run's folder; ``files``: certificate, summary, resolved_config."""
+    folder.mkdir(parents=True)
+    for name, lines in (("events", events), ("metrics", metrics or [])):
+        timed = [{"time": float(index), **line} for index, line in enumerate(lines)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed))
+    if lock is not None:
+        (folder / "config.lock.yaml").write_text(lock)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def certificate(seed: int = 7, **files: str) -> dict[str, Any]:
+    code = {"sha256": "x", "files": files, "complete": True}
+    return {
+        "starts": [
+            {
+                "seed": seed,
+                "ranks": 2,
+                "hyperparameters": {"lr": 0.1},
+                "code": code,
+                "package": "p",
+                "versions": {"torch": "2"},
+            }
+        ]
+    }
+
+
+def test_everything_that_a_run_leaves(tmp_path: Path) -> None:
+    run = read_run(
+        make(
+            tmp_path / "r",
+            [{"kind": "start", "step": 0}, train(1, [5.0], lr=0.1), train(4, [4.0, "inf", 2], lr=0.2, grad_norm=1)],
+            [
+                {"group": "training", "step": 4, "metrics": {"loss": 3.5}},
+                {"group": "validation", "step": 4, "metrics": {"acc": 1, "batches": 9}},
+            ],
+            certificate=certificate(**{"a.py": "1"}),
+            summary={"end": "completed", "data": {"sha256": "d", "files": 3}},
+            resolved_config={"batch": [{"name": "ranks", "value": 2}]},
+        )
+    )
+    assert {trace.name: dict(trace.steps) for trace in run.traces} == {
+        "loss of rank 0": {1: 5.0, 2: 4.0, 3: "inf", 4: 2.0},
+        "lr": {1: 0.1, 4: 0.2},
+        "gradient norm": {4: 1.0},
+        "mean loss of all ranks": {4: 3.5},
+        "acc": {4: 1.0},
+    }
+    assert [trace.name for trace in run.traces if trace.local] == ["loss of rank 0"]
+    assert run.settings == {
+        "searcher.name": "single",
+        "searcher.metric": "loss",
+        "searcher.max_length.batches": 9,
+        "hyperparameters.lr": 0.1,
+        "hyperparameters.sizes": [1, 2],
+        "hyperparameters.empty": {},
+        "batch: ranks": 2,
+    }
+    assert (run.code, run.data) == ({"a.py": "1"}, {"sha256": "d", "files": 3})
+    assert run.made_with == {"package": "p", "versions.torch": "2"}
+    assert (run.end, run.starts, run.last_step) == ("completed", 1, 4)
+
+
+def test_steps_that_were_trained_again_count_as_they_were_the_last_time(tmp_path: Path) -> None:
+    events = [{"kind": "start", "step": 0}, train(2, [1.0, 2.0]), train(4, [3.0, 4.0])]
+    events += [{"kind": "start", "step": 2}, train(3, [30.0])]
+    (trace,) = read_run(make(tmp_path / "r", events)).traces
+    assert trace.steps == {1: 1.0, 2: 2.0, 3: 30.0}
+
+
+def test_a_scripts_run_has_the_settings_of_its_certificate(tmp_path: Path) -> None:
+    run = read_run(make(tmp_path / "r", [], lock=None, certificate=certificate()))
+    assert run.settings == {"hyperparameters.lr": 0.1, "seed": 7, "ranks": 2}
+
+
+def test_a_run_that_has_left_little(tmp_path: Path) -> None:
+    run = read_run(make(tmp_path / "r", [{"kind": "train", "step": 1, "loss": 2.0}], certificate=["odd"]))
+    assert (run.code, run.data, run.end, list(run.traces), run.last_step) == (None, None, None, [], 0)
+
+
+ODD: list[Any] = [None, 3, "x", [1], {"a": 1}, True, [[]], {"loss": 3}, {"loss": [None, "nan", {}]}, 1e400]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_contents_are_no_reason_to_give_up(tmp_path: Path, odd: Any) -> None:
+    events = [
+        {"kind": "start", "step": odd},
+        {"kind": "train", "step": 2, "each": odd, "lr": odd, "time": odd},
+        {"kind": odd},
+    ]
+    metrics = [
+        {"group": "training", "step": odd, "metrics": {"x": odd}},
+        {"group": "validation", "step": 1, "metrics": odd, "time": odd},
+    ]
+    files = {"certificate": {"starts": odd}, "summary": {"end": odd, "data": odd}, "resolved_config": {"batch": odd}}
+    run = read_run(make(tmp_path / "r", events, metrics, **files))
+    assert compare_runs(run, run).first is None
+    start = {"code": odd, "versions": odd, "machine": odd, "hyperparameters": odd}
+    read_run(make(tmp_path / "s", [], lock=None, certificate={"starts": [start]}))
+
+
+def test_no_run_and_a_damaged_lock(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run in this folder"):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.lock\.yaml"):
+        read_run(make(tmp_path / "r", [], lock="{unclosed"))
+
+
+def test_flat_keys() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [{"f": 1}]}) == {"a.b.c": 1, "a.d": {}, "e": [{"f": 1}]}
+
+
+def test_code_beyond_what_a_certificate_notes_is_said_to_be_missing(tmp_path: Path) -> None:
+    cut = certificate(**{"a.py": "1"})
+    cut["starts"][0]["code"]["complete"] = False
+    a = read_run(make(tmp_path / "a", [train(1, [1.0])], certificate=certificate(**{"a.py": "1"})))
+    b = read_run(make(tmp_path / "b", [train(1, [1.0])], certificate=cut))
+    assert a.whole_code and not b.whole_code
+    assert [note for note in compare_runs(a, b).notes if "more code" in note] == [
+        "B's folder holds more code than is noted: not all is compared"
+    ]
 
 
 def run(steps: Mapping[int, Any] | None = None, **more: Any) -> RunRecord:

@@ -344,3 +344,44 @@ def _fault(path: Path, expected: FileRecord, told: Told | None) -> str | None:
     if found != expected:
         return f"its content has changed: SHA-256 {found.sha256[:16]}…, {expected.sha256[:16]}… was written"
     return None
+
+
+def choose_checkpoint(folder: Path) -> SavedCheckpoint:
+    """The checkpoint itself, or the latest that looks whole. Raises CheckpointError if it, or every one, is broken."""
+    shelf = inspect_folder(folder)
+    if len(shelf.trials) > 1:
+        raise ConfigError(
+            f"checkpoints of {len(shelf.trials)} trials lie here",
+            where=str(shelf.folder),
+            expected="one checkpoint",
+            fix=f"zero-trial ckpt ls {shelf.folder} shows them; name one.",
+        )
+    saved = shelf.saved[-1] if shelf.single else shelf.latest()
+    if saved is None:
+        raise CheckpointError(
+            "no checkpoint here is whole",
+            where=str(shelf.folder),
+            got=next((one.fault for one in reversed(shelf.saved) if one.fault), "saves that did not finish"),
+        )
+    if saved.fault is not None:
+        raise CheckpointError(saved.fault)
+    return saved
+
+
+def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
+    """The engine of a checkpoint that has one. Raises ConfigError naming them where there are several."""
+    if not saved.engines:
+        raise ConfigError(
+            "no engine has saved anything in this checkpoint",
+            where=str(saved.folder),
+            fix="A trial that saves its model by itself knows how to read it.",
+        )
+    if len(saved.engines) > 1:
+        names = ", ".join(engine.folder.name for engine in saved.engines)
+        raise ConfigError(
+            f"the trial has {len(saved.engines)} models",
+            where=str(saved.folder),
+            got=names,
+            fix=f"Name one: {saved.engines[0].folder}.",
+        )
+    return saved.engines[0]

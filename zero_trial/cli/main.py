@@ -7,36 +7,36 @@ import difflib
 import importlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 import zero_trial
-from zero_trial.errors import StorageError, ZeroTrialError
+from zero_trial.errors import ExitStatus, StorageError, ZeroTrialError
 from zero_trial.util.text import strip_control
 
-VERBS = (
-    "init",
-    "check",
-    "plan",
-    "run",
-    "resume",
-    "simulate",
-    "schedule",
-    "config",
-    "launch",
-    "master",
-    "report",
-    "sweep",
-    "diff",
-    "ckpt",
-    "env",
-)
-"""Each is a module of this folder with ``add_parser(subparsers)``."""
+VERBS: Mapping[str, str] = {
+    "init": "init:add_parser",
+    "check": "check:add_parser",
+    "plan": "plan:add_parser",
+    "run": "run:add_parser",
+    "resume": "run:add_resume_parser",
+    "simulate": "simulate:add_parser",
+    "schedule": "schedule:add_parser",
+    "config": "config:add_parser",
+    "launch": "launch:add_parser",
+    "master": "master:add_parser",
+    "report": "report:add_parser",
+    "sweep": "report:add_sweep_parser",
+    "diff": "diff:add_parser",
+    "ckpt": "ckpt:add_parser",
+    "env": "env:add_parser",
+}
+"""Verb -> module of this folder and the function that adds its parser."""
 
 _ABOUT = """Train PyTorch models sharded (ZeRO 0 to 3), offloaded and in pipelines, on this machine or a cluster.
 To begin: zero-trial init my_trial, then check, run and report in that folder."""
 
-_CODES = "exit codes: 0 ok, 1 a fault in the trial's code, 2 user error, 3 does not fit, 4 diverged, 5 infrastructure, 75 preempted (resume it)"
+_CODES = "exit codes: " + ", ".join(f"{code} {code.meaning}" for code in ExitStatus)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,8 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zero_trial {zero_trial.__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (before the verb)")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in VERBS:
-        importlib.import_module(f"zero_trial.cli.{verb}").add_parser(subparsers)
+    for place in VERBS.values():
+        module, _, function = place.partition(":")
+        getattr(importlib.import_module(f"zero_trial.cli.{module}"), function)(subparsers)
     return parser
 
 
@@ -60,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZeroTrialError as error:
         return report_error(error, sys.stderr, debug=debug)
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has gone
-        return 141
+        return ExitStatus.INTERRUPTED
+    except BrokenPipeError:
+        return ExitStatus.BROKEN_PIPE
     except OSError as error:  # a disk that is full, a folder that may not be written: not ours, and no traceback helps
         wrapped = StorageError(
             f"the system refused: {error.strerror or error}", where=str(error.filename) if error.filename else None

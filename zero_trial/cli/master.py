@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import ConfigError, ZeroTrialError
+from zero_trial.errors import ConfigError, ExitStatus, ZeroTrialError
 from zero_trial.util.text import strip_control
 
 DOWN_SECONDS = 90.0
@@ -23,7 +23,7 @@ DOWN_SECONDS = 90.0
 class MasterError(ZeroTrialError):
     """The master did not do what was asked."""
 
-    exit_code = 5
+    exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
 def add_parser(subparsers: Any) -> None:

@@ -1,25 +1,31 @@
-"""How the end of a supervised run is shown: the failing rank's words once, where its log is, and the exit code."""
+"""What the verbs print alike: the end of a run, tables, paths and progress bars."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from zero_trial.errors import ExitStatus
 from zero_trial.launch.screen import is_terminal
-from zero_trial.launch.supervisor import PREEMPTED, LaunchResult
+from zero_trial.launch.supervisor import LaunchResult
 from zero_trial.runs.layout import LOGS
 from zero_trial.util.text import strip_control
 
+FOLDER_HELP = "a checkpoint, or a run's folder or a folder of checkpoints: then the newest whole one"
+
+_STOPPED = (ExitStatus.PREEMPTED, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
+
 
 def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
-    """Print what ended a run that failed, and nothing for one that did not; returns the exit code."""
+    """Print the cause and the log of a failed or stopped run, nothing for a successful one. Returns the exit code."""
     cause = outcome.cause
     if cause is None:
         return outcome.exit_code
-    word = "stopped" if outcome.exit_code in (PREEMPTED, 128 + 2, 128 + 15, 128 + 1) else "failed"
+    word = "stopped" if outcome.exit_code in _STOPPED else "failed"
     first, *rest = strip_control(cause.headline).splitlines() or [f"exit code {outcome.exit_code}"]
     lines = [f"{word:<8}{first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
     log = folder / LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
@@ -31,7 +37,7 @@ def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
 
 
 def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
-    """That the run's disk is full, where it is: then a rank could not leave its last words."""
+    """Return a note if the run's disk is full: a rank may then have failed without an error report."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -44,18 +50,15 @@ def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    """A path as the user would type it: relative to here where that is shorter."""
+    """Return a path as the user would type it: relative to the current folder if it is inside."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
 
 
-# Rows of text in columns that stand under each other.
-
-
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """One line per row, columns two blanks apart; ``right``: the columns that stand to the right (numbers)."""
+    """Return one line per row, columns two blanks apart; the columns in ``right`` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:
@@ -67,11 +70,8 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     return "\n".join(lines)
 
 
-# A bar of bytes for what takes long on big files; nothing where nobody watches.
-
-
 def bytes_bar(word: str, total: int, *, quiet: bool = False) -> Any:
-    """A tqdm bar on stderr that goes away when it is closed. ``update(bytes)`` moves it."""
+    """Return a tqdm bar over bytes on stderr that disappears when it is closed; it shows nothing if stderr is no terminal."""
     from tqdm import tqdm
 
     return tqdm(

@@ -1,4 +1,4 @@
-"""``zero-trial run CONST.yaml MODEL_DIR``: train one trial here, on several ranks, with one line that shows how it goes."""
+"""``zero-trial run`` and ``zero-trial resume``: train one trial on this host, or go on with a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zero_trial
+from zero_trial.cli.output import report_outcome, shown
+from zero_trial.errors import ConfigError, ExitStatus
+from zero_trial.runs.provenance import CONFIG_LOCK
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
     from zero_trial.launch.screen import Screen
+
+RUNS = Path("runs")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -45,33 +50,34 @@ def add_parser(subparsers: Any) -> None:
 
 
 def handle(options: argparse.Namespace) -> int:
-    """Run the verb."""
-    from zero_trial.cli.output import report_outcome, shown
+    """Train the trial that the options describe."""
+    return _train(request_from(options), as_json=options.json)
+
+
+def _train(request: RunRequest, *, as_json: bool) -> int:
     from zero_trial.launch.experiment import read_summary, repeat_command, run_experiment, timed_check
     from zero_trial.launch.screen import Screen
     from zero_trial.launch.summary import summary_lines
-    from zero_trial.launch.supervisor import PREEMPTED
 
-    request = request_from(options)
     checked, seconds = timed_check(request)
-    screen = Screen(sys.stderr if options.json else sys.stdout, quiet=options.json)
-    _say_hello(checked, seconds, screen)
+    screen = Screen(sys.stderr if as_json else sys.stdout, quiet=as_json)
+    _print_start(checked, seconds, screen)
     outcome, folder = run_experiment(checked, request, screen)
     summary = read_summary(folder) if outcome.exit_code == 0 else None
-    if options.json:
+    if as_json:
         cause = outcome.cause.headline if outcome.cause else None
         print(json.dumps({"run": str(folder), "exit_code": outcome.exit_code, "error": cause, "summary": summary}))
         return outcome.exit_code
     for line in summary_lines(summary, repeat_command(folder)) if summary else ():
         screen.say(line)
     code = report_outcome(outcome, folder, sys.stderr)
-    if code == PREEMPTED:
+    if code == ExitStatus.PREEMPTED:
         screen.say(f"resume  zero-trial resume {shown(folder)}")
     return code
 
 
 def request_from(options: argparse.Namespace) -> RunRequest:
-    """The RunRequest that the options describe."""
+    """Return the request that the options describe."""
     from zero_trial.launch.experiment import RunRequest
     from zero_trial.launch.placement import PlacementRequest
     from zero_trial.launch.script import read_hostfile
@@ -96,8 +102,8 @@ def request_from(options: argparse.Namespace) -> RunRequest:
     )
 
 
-def _say_hello(checked: CheckedRun, seconds: float, screen: Screen) -> None:
-    """The first lines: what runs where, what was checked, what to be warned of."""
+def _print_start(checked: CheckedRun, seconds: float, screen: Screen) -> None:
+    """Print the first lines: versions, ranks and precision, what was checked, and warnings."""
     torch = metadata.version("torch")
     gpus = checked.devices.gpus if "+cpu" not in torch else 0
     facts = [
@@ -119,3 +125,71 @@ def _say_hello(checked: CheckedRun, seconds: float, screen: Screen) -> None:
     screen.say(f"check   {' · '.join(done)}  {seconds:.1f} s")
     for warning in (*checked.experiment.warnings, *(config.warnings if config else ())):
         screen.say(f"warn    {warning}")
+
+
+def add_resume_parser(subparsers: Any) -> None:
+    """Add the verb."""
+    parser = subparsers.add_parser(
+        "resume",
+        help="go on with a run where it stopped",
+        description="Go on with a run from its newest checkpoint, with the experiment, the model's folder and the seed that stand in its "
+        "config.lock.yaml. The same as zero-trial run --resume RUN, which takes a changed experiment as well.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN", help="a run's folder (default: the newest in runs/)"
+    )
+    parser.add_argument("--slots", type=int, metavar="N", help="ranks on this host (default: as many as before)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    parser.set_defaults(handler=resume)
+
+
+def resume(options: argparse.Namespace) -> int:
+    """Go on with the named run, or the newest one."""
+    from zero_trial.launch.experiment import RunRequest
+    from zero_trial.launch.placement import PlacementRequest
+
+    folder = given_run(options.run) if options.run is not None else newest_run(RUNS)
+    was_complete = is_complete(folder)
+    placement = PlacementRequest(slots=options.slots)
+    code = _train(RunRequest(slots=options.slots, resume=folder, placement=placement), as_json=options.json)
+    if was_complete and code == ExitStatus.OK and not options.json:
+        print(
+            "note    the run was complete already; to train longer, raise max_length: "
+            f"zero-trial run CONST.yaml MODEL_DIR --resume {folder}"
+        )
+    return code
+
+
+def given_run(folder: Path) -> Path:
+    """Return the folder if a run has begun in it. Raises ConfigError."""
+    if not (folder / CONFIG_LOCK).is_file():
+        raise ConfigError(
+            "there is no run in this folder" if folder.is_dir() else "there is no such folder",
+            where="resume",
+            got=str(folder),
+            expected=f"a run's folder, such as runs/0001, with {CONFIG_LOCK}",
+        )
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether the run has trained to its end; False if its summary cannot be read."""
+    try:
+        return bool(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("end") == "completed")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def newest_run(root: Path) -> Path:
+    """Return the run with the highest number. Raises ConfigError if there is none, or no run has begun in it:
+    an older one is not what was meant."""
+    numbered = [path for path in root.iterdir() if path.name.isdecimal() and path.is_dir()] if root.is_dir() else []
+    if not numbered:
+        raise ConfigError(
+            "there is no run here",
+            where="resume",
+            got=f"no folder {root}/NNNN in {Path.cwd().name}/",
+            fix="Name the run's folder: zero-trial resume path/to/runs/0001.",
+        )
+    return given_run(max(numbered, key=lambda path: int(path.name)))

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from zero_trial.errors import ExitStatus
 from zero_trial.launch.agent import AgentCommand, RankExit, failed_ranks, tail
 from zero_trial.runs.layout import LOGS
 from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
@@ -76,7 +77,7 @@ def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
 # When one rank dies, the others fail too: their connections to it break. Only the first failure is worth a person's time.
 
 
-INFRASTRUCTURE = 5
+INFRASTRUCTURE = ExitStatus.INFRASTRUCTURE
 """The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost host."""
 
 
@@ -193,7 +194,7 @@ def how_it_ended(code: int) -> str:
 # The supervisor: starts the ranks of one host, watches them, and ends every one of them when one fails or when it is told to stop.
 
 
-PREEMPTED = 75
+PREEMPTED = ExitStatus.PREEMPTED
 
 
 class Watcher(Protocol):

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.report.data import (
     BestConfig,
     CheckpointRow,
@@ -199,7 +199,7 @@ def _status(summary: Record, errors: Sequence[Record], events: Sequence[Record])
     if errors:
         first = min(errors, key=lambda error: error.get("time") or 0.0)
         step = f" (rank {first.get('rank', '?')}, step {first['step']})" if first.get("step") is not None else ""
-        if first.get("exit_code") == 75:
+        if first.get("exit_code") == ExitStatus.PREEMPTED:
             return Status("preempted, can be resumed", Tone.QUIET), ""
         return Status("failed", Tone.BAD), f"{first.get('message', 'unknown error')}{step}"
     if summary:

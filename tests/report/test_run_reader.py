@@ -1,0 +1,239 @@
+"""A run, or a folder of runs, read into a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zero_trial.errors import ConfigError
+from zero_trial.report.data import Tone
+from zero_trial.report.run_page import render_run
+from zero_trial.report.run_reader import from_run_folder, from_runs, in_force
+from zero_trial.report.sweep_page import render_sweep
+
+LOCK = "name: small\nsearcher: {name: single, metric: validation_loss}\ndata: {ds_config: {zero_optimization: {stage: 2}}}\n"
+
+
+def train(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "train",
+        "time": 100.0 + step,
+        "step": step,
+        "total_steps": 4,
+        "loss": loss,
+        "lr": 0.1 / step,
+        "samples_per_second": 10.0 * step,
+        **more,
+    }
+
+
+def start(step: int, time: float = 100.0) -> dict[str, Any]:
+    return {"kind": "start", "time": time, "step": step, "total_steps": 4, "parameters": 1234, "global_batch_size": 16}
+
+
+def validation(step: int, loss: float) -> dict[str, Any]:
+    return {
+        "group": "validation",
+        "step": step,
+        "time": 100.5 + step,
+        "metrics": {"validation_loss": loss, "batches": step},
+    }
+
+
+def make(folder: Path, events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]] = (), **files: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    (folder / "config.lock.yaml").write_text(LOCK)
+    for name, content in files.items():
+        path = folder / f"{name.replace('__', '/')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    return folder
+
+
+SUMMARY = {
+    "end": "completed",
+    "step": 4,
+    "total_steps": 4,
+    "train_seconds": 61.0,
+    "tokens_per_second": 13127.6,
+    "ranks": 2,
+    "zero_stage": 2,
+    "seed": 7,
+    "initial_validation": {"validation_loss": 3.0, "val_bits_per_byte": 8.1},
+    "final_validation": {"validation_loss": 1.5, "val_bits_per_byte": 2.8},
+    "unigram_bits_per_byte": 4.7,
+    "chance_validation_loss": "unknown",
+    "peak_memory_bytes": [4096, 2048],
+    "memory_planned_bytes": 1000,
+    "memory_measured_peak_bytes": 990,
+    "repeat": "zero-trial run runs/1/config.lock.yaml",
+    "data": {"source": "stdlib", "sha256": "b2113098c49ca4da"},
+}
+RESOLVED = {
+    "values": [
+        {"key": "optimizer.type", "value": "AdamW", "source": "ds_config.json:4", "answer": "supported", "remark": ""},
+        {"key": "overlap", "value": None, "source": "default", "answer": "supported", "remark": ""},
+        {"key": "bucket", "value": 5, "source": "default", "answer": "supported", "remark": ""},
+        {"key": "nothing", "value": 5, "source": "default", "answer": "no effect", "remark": ""},
+    ],
+    "batch": [{"name": "ranks", "value": 2, "source": "launcher", "remark": ""}],
+    "warnings": ["careful"],
+    "ds_config": {},
+}
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    plan = {"kind": "plan", "time": 101.0, "figures": {"parameters": 400, "optimizer": 600, "peak": 1000}}
+    saved = {"kind": "checkpoint", "time": 105.0, "step": 4, "storage_id": "step-000004", "bytes": 77}
+    events = [start(0), plan, train(1, 3.0), train(4, 1.0, grad_norm=0.5), saved]
+    folder = make(
+        tmp_path / "0007", events, [validation(0, 3.0), validation(4, 1.5)], summary=SUMMARY, resolved_config=RESOLVED
+    )
+    (folder / "checkpoints" / "step-000004").mkdir(parents=True)
+    report = from_run_folder(folder)
+    assert (report.title, report.subtitle) == ("small", "run 0007 · started 1970-01-01 00:01 UTC")
+    assert (report.status.word, report.status.tone) == ("completed", Tone.GOOD)
+    assert report.training is not None and report.training.values == (3.0, 1.0)
+    assert {series.name: series.values for series in report.progress} == {
+        "learning rate": (0.1, 0.025),
+        "gradient norm": (0.5,),
+        "samples per second": (10.0, 40.0),
+    }
+    (curve,) = report.validation
+    assert (curve.name, curve.steps, curve.values) == ("validation_loss", (0.0, 4.0), (3.0, 1.5))
+    loss, bits = report.changes
+    assert (loss.before, loss.after, loss.baselines) == (3.0, 1.5, ())
+    assert bits.baselines == (("unigram", 4.7),)
+    assert dict(report.facts) | {
+        "steps": "4 of 4",
+        "ranks": "2",
+        "tokens per second": "13.1k",
+        "trained for": "1 min 1 s",
+    } == dict(report.facts)
+    assert (report.memory.planned, report.memory.measured, report.memory.processes) == (1000, 990, (4096, 2048))
+    assert report.memory.parts["optimizer"] == 600
+    assert [(setting.key, setting.given) for setting in report.settings] == [
+        ("optimizer.type", True),
+        ("bucket", False),
+    ]
+    assert report.batch[0].key == "ranks"
+    assert [(saved.name, saved.bytes, saved.kept) for saved in report.checkpoints] == [("step-000004", 77, True)]
+    assert report.repeat == "zero-trial run runs/1/config.lock.yaml"
+    assert report.lock == LOCK
+    assert "small" in render_run(report)
+
+
+def test_a_run_that_is_under_way_or_was_killed(tmp_path: Path) -> None:
+    folder = make(tmp_path / "r", [start(0), train(1, 3.0)], [validation(0, 3.0)])
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    report = from_run_folder(folder)
+    assert report.status.tone is Tone.BUSY
+    assert dict(report.facts)["steps"] == "1 of 4"
+    assert report.training is not None and len(report.training) == 1
+    assert render_run(report)
+
+
+def test_a_run_that_failed(tmp_path: Path) -> None:
+    late = {"rank": 0, "message": "another rank left", "time": 9.0, "exit_code": 5}
+    cause = {"rank": 1, "step": 3, "message": "loss became nan", "time": 8.0, "exit_code": 4}
+    report = from_run_folder(make(tmp_path / "r", [start(0)], **{"errors__rank-0": late, "errors__rank-1": cause}))
+    assert (report.status.word, report.message) == ("failed", "loss became nan (rank 1, step 3)")
+
+
+def test_a_run_that_was_preempted(tmp_path: Path) -> None:
+    error = {"rank": 0, "message": "stopped", "time": 9.0, "exit_code": 75}
+    report = from_run_folder(make(tmp_path / "r", [start(0)], **{"errors__rank-0": error}))
+    assert (report.status.tone, report.message) == (Tone.QUIET, "")
+
+
+def test_what_was_said_of_steps_that_were_trained_again_does_not_count(tmp_path: Path) -> None:
+    events = [start(0), train(1, 3.0), train(2, 9.0), train(3, 9.0), start(1, 200.0), {**train(2, 2.0), "time": 201.0}]
+    again = {**validation(2, 2.5), "time": 202.0}
+    report = from_run_folder(
+        make(tmp_path / "r", events, [validation(0, 3.0), validation(2, 8.0), validation(3, 8.0), again])
+    )
+    assert report.training is not None and report.training.values == (3.0, 2.0)
+    assert report.validation[0].values == (3.0, 2.5)
+
+
+def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path: Path) -> None:
+    events = [start(0), train(1, float("nan")), train(2, float("inf")), train(3, 1.0)]
+    report = from_run_folder(make(tmp_path / "r", events, [validation(1, float("nan"))]))
+    assert report.training is not None and report.training.steps == (3.0,)
+    assert report.validation == ()
+    assert render_run(report)
+
+
+def test_files_of_nonsense_are_no_traceback(tmp_path: Path) -> None:
+    folder = make(tmp_path / "r", [])
+    (folder / "events.jsonl").write_bytes(
+        b'[1, 2]\n"x"\n{"kind": "train", "step": "two"}\n\xff\xfe\n{"kind": "checkpoint", "step": 1, "storage_id": "../x"}\n'
+    )
+    (folder / "summary.json").write_text("[]")
+    (folder / "resolved_config.json").write_text('{"values": [3, {"nokey": 1}]}')
+    (folder / "config.lock.yaml").write_text("{unclosed")
+    report = from_run_folder(folder)
+    assert (report.title, report.settings, report.training) == ("r", (), None)
+    assert not report.checkpoints[0].kept
+    assert render_run(report)
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run in this folder"):
+        from_run_folder(tmp_path)
+
+
+def test_records_before_a_restart_stay_up_to_its_step() -> None:
+    records = [start(0), train(1, 1.0), train(5, 1.0), start(3)]
+    assert [record["step"] for record in in_force(records)] == [0, 1, 3]
+
+
+def run(folder: Path, rate: float, loss: float, metric: str = "validation_loss") -> None:
+    make(folder, [start(0), train(4, loss)], [validation(2, loss + 1), validation(4, loss)], summary=SUMMARY)
+    config = {
+        "name": "small",
+        "searcher": {"name": "single", "metric": metric},
+        "hyperparameters": {"width": 64},
+        "data": {
+            "ds_config": {"optimizer": {"params": {"lr": rate}}},
+            "zero_trial": {"model_dir": f"../{folder.name}"},
+        },
+    }
+    (folder / "config.lock.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_what_differs_is_what_was_swept(tmp_path: Path) -> None:
+    for number, (rate, loss) in enumerate(((0.1, 2.0), (0.01, 1.0), (0.001, 3.0))):
+        run(tmp_path / f"{number:04d}", rate, loss)
+    (tmp_path / "notes").mkdir()
+    report = from_runs(tmp_path)
+    assert [trial.id for trial in report.ranked()] == ["0001", "0000", "0002"]
+    assert [axis.name for axis in report.axes] == ["data.ds_config.optimizer.params.lr"]
+    assert report.ranked()[0].point == {"data.ds_config.optimizer.params.lr": 0.01}
+    assert report.trials[0].steps == 4
+    assert report.best is not None and report.best.trial == "0001"
+    best = yaml.safe_load(report.best.text)
+    assert best["data"] == {"ds_config": {"optimizer": {"params": {"lr": 0.01}}}}
+    assert "0001" in render_sweep(report)
+
+
+def test_runs_of_different_metrics_cannot_be_compared(tmp_path: Path) -> None:
+    run(tmp_path / "a", 0.1, 1.0)
+    run(tmp_path / "b", 0.1, 1.0, metric="accuracy")
+    with pytest.raises(ConfigError, match="different metrics: got accuracy, validation_loss"):
+        from_runs(tmp_path)
+
+
+def test_a_folder_without_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no runs here"):
+        from_runs(tmp_path)
+    with pytest.raises(ConfigError, match="no runs here"):
+        from_runs(tmp_path / "none")

@@ -1,0 +1,242 @@
+"""``zero-trial ckpt export`` and ``ckpt import``: a checkpoint to and from other programs' files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_trial.cli.output import FOLDER_HELP, bytes_bar, shown
+from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.util.text import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from zero_trial.checkpoint.export import Exported, ExportPlan
+    from zero_trial.checkpoint.format import Manifest
+    from zero_trial.importing.imported import ImportedState
+
+
+DEFAULT_SHARD = "5GB"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*")
+
+
+def add_export(subparsers: Any) -> None:
+    """Add the action."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a model's weights as safetensors",
+        description="Join the weights of a checkpoint, whatever ranks, ZeRO stage or pipeline wrote it, into safetensors files in Hugging "
+        "Face's layout. Every byte is verified first. Tensors pass through in chunks of 16 MiB, so any model fits. Tied weights are written once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)
+    parser.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="a folder, for model.safetensors or shards with an index; or a new *.safetensors",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="keep",
+        choices=("keep", "fp32", "bf16", "fp16"),
+        help="of all floating tensors (default: keep, as they are)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="masters",
+        choices=("masters", "model"),
+        help="the optimizer's fp32 masters where there are any, or the weights that the model computes with (default: masters)",
+    )
+    parser.add_argument("--shard-size", metavar="SIZE", help=f"the most that a file holds (default: {DEFAULT_SHARD})")
+    parser.add_argument("--part", type=int, metavar="K", help="of a model that is parallel itself: which part, from 0")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their sums first")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=export)
+
+
+def export(options: argparse.Namespace) -> int:
+    """Run the action."""
+    from zero_trial.checkpoint.export import (
+        SUFFIX,
+        TensorStream,
+        WeightSource,
+        exported_dtype,
+        file_names,
+        plan_export,
+        take_inventory,
+        write_export,
+    )
+    from zero_trial.checkpoint.folder import choose_checkpoint, only_engine
+    from zero_trial.checkpoint.reader import CheckpointReader
+
+    engine = only_engine(choose_checkpoint(options.checkpoint))
+    reader = CheckpointReader(engine.folder)
+    one_file = options.out.suffix == SUFFIX and options.shard_size is None
+    plan = plan_export(
+        take_inventory(reader.manifest),
+        weights=WeightSource(options.weights),
+        dtype=exported_dtype(options.dtype),
+        part=options.part,
+        shard_bytes=None if one_file else parse_size(options.shard_size or DEFAULT_SHARD),
+        where=str(engine.folder),
+    )
+    file_names(options.out, len(plan.shards))  # what is in the way is said before anything is read
+    total = plan.bytes + (0 if options.no_verify else sum(file.bytes for file in reader.manifest.files.values()))
+    with closing(bytes_bar("export", total, quiet=options.json)) as bar:
+        if not options.no_verify:
+            _verify(engine.folder, reader.manifest, bar.update)
+        with TensorStream(reader) as stream:
+            exported = write_export(stream, plan, options.out, bar.update)
+    _print_export(options, engine.folder, plan, exported)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """``5GB``, ``500 MiB``, ``1000000``: bytes. Raises ConfigError."""
+    found = _SIZE.fullmatch(text.upper())
+    unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 0
+    count = int(float(found[1]) * unit) if found else 0
+    if count < 1:
+        raise ConfigError("not a size", where="--shard-size", got=text, expected="such as 5GB, 500MB or 2GiB")
+    return count
+
+
+def _verify(folder: Path, manifest: Manifest, told: Any) -> None:
+    from zero_trial.checkpoint.folder import damaged_files
+
+    for damage in damaged_files(folder, manifest, told):
+        raise CheckpointError(
+            damage.what,
+            where=str(damage.file),
+            fix=f"{len(damage.tensors)} tensors lie in it. Export another checkpoint; nothing was written.",
+        )
+
+
+def _print_export(options: argparse.Namespace, folder: Path, plan: ExportPlan, exported: Exported) -> None:
+    from zero_trial.checkpoint.export import describe_dtypes
+
+    if options.json:
+        files = {str(path): count for path, count in exported.files.items()}
+        facts = {"checkpoint": str(folder), "took": plan.took, "tensors": len(plan.items), "bytes": plan.bytes}
+        print(json.dumps({**facts, "files": files, "tied": dict(plan.aliases), "overflowed": exported.overflowed}))
+        return
+    elements = sum(item.bytes // item.dtype.itemsize for item in plan.items)
+    print(f"from    {shown(folder)}")
+    print(f"took    {plan.took}")
+    kinds = describe_dtypes(plan.items)
+    print(f"wrote   {len(plan.items)} tensors, {format_count(elements)} elements, {format_bytes(plan.bytes)}, {kinds}")
+    if plan.aliases:
+        print(f"tied    {', '.join(f'{alias} = {name}' for alias, name in plan.aliases.items())}: written once")
+    for path, count in exported.files.items():
+        print(f"file    {shown(path)}  {format_bytes(count)}")
+    sys.stdout.flush()
+    for name, count in exported.overflowed.items():
+        sys.stderr.write(f"warn    {count} values of {name} are beyond what {options.dtype} holds: infinite now\n")
+
+
+def add_import(subparsers: Any) -> None:
+    """Add the action."""
+    parser = subparsers.add_parser(
+        "import",
+        help="make a checkpoint from one of DeepSpeed's, or from plain weights",
+        description="Read a DeepSpeed checkpoint (ZeRO stage 0 to 3, any number of ranks, or a universal one) or plain weights "
+        "(pytorch_model.bin, model.safetensors, several with an index, or any file of torch.save), and write a checkpoint that "
+        "engine.load_checkpoint(OUT) resumes at any stage on any number of ranks. Neither DeepSpeed nor the model's code is needed. "
+        "Files of pickles are read as data: nothing that they name is imported or called.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="the folder that save_checkpoint was given, a tag's folder, or a file",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder of checkpoints: the new one is OUT/<tag>")
+    parser.add_argument("--tag", help="which checkpoint of SOURCE (default: the one that its file `latest` names)")
+    parser.add_argument("--as", dest="name", metavar="TAG", help="the new checkpoint's name (default: as in SOURCE)")
+    parser.add_argument("--no-optimizer", action="store_true", help="weights, buffers and counters alone")
+    parser.add_argument(
+        "--strip", default="", metavar="PREFIX", help="take this off every name, such as module. or _forward_module."
+    )
+    parser.add_argument(
+        "--names", type=Path, metavar="FILE", help="for ZeRO stage 0: JSON list of the names in each optimizer group"
+    )
+    parser.add_argument(
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="for plain weights: names that are buffers (repeatable)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(handler=import_)
+
+
+def import_(options: argparse.Namespace) -> int:
+    """Run the action."""
+    from zero_trial.importing.imported import ImportOptions, write_imported
+    from zero_trial.importing.source import read_source
+
+    names = read_names(options.names) if options.names is not None else None
+    wishes = ImportOptions(not options.no_optimizer, options.strip, names, tuple(options.buffer))
+    findings = read_source(options.source, options.tag, wishes)
+    folder = write_imported(findings, options.out, options.name)
+    facts = summary(findings, folder)
+    if options.json:
+        print(json.dumps(facts))
+        return 0
+    print(f"from       {shown(options.source)}: {findings.kind}")
+    print(f"to         {shown(folder)}: {format_bytes(facts['bytes'])} in {len(findings.shards)} files")
+    state = (
+        f", optimizer state {' '.join(facts['kinds'])} in {facts['groups']} groups"
+        if facts["kinds"]
+        else ", no optimizer state"
+    )
+    print(
+        f"holds      {facts['parameters']} parameters, {facts['buffers']} buffers{state}; step {facts['step']}, {facts['samples']} samples"
+    )
+    for note in findings.notes:
+        print(f"note       {note}")
+    for line in findings.left_out:
+        print(f"left out   {line}")
+    only = "" if facts["groups"] else ", load_module_only=True"
+    print(f"resume     engine.load_checkpoint({str(folder.parent)!r}, tag={folder.name!r}{only})")
+    return 0
+
+
+def read_names(path: Path) -> list[list[str]]:
+    """Names by group. Raises ConfigError for a file that holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ConfigError("this file cannot be read", where="--names", got=f"{path}: {fault}") from fault
+    fine = isinstance(content, list) and all(
+        isinstance(row, list) and all(isinstance(name, str) for name in row) for row in content
+    )
+    if not fine:
+        raise ConfigError(
+            "not a list of lists of names", where="--names", got=str(path), expected='[["a.weight"], ["a.bias"]]'
+        )
+    return [list(row) for row in content]
+
+
+def summary(findings: ImportedState, folder: Path) -> dict[str, Any]:
+    """What there is to say, as JSON."""
+    return {
+        "folder": str(folder),
+        "kind": findings.kind,
+        "bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        "parameters": len(findings.names(lambda name: name.startswith("param/"))),
+        "buffers": len(findings.names(lambda name: name.startswith("buffer/"))),
+        "kinds": list(findings.state["kinds"]),
+        "groups": len(findings.state["groups"]),
+        "step": findings.step,
+        "samples": findings.state["counters"]["global_samples"],
+        "left_out": list(findings.left_out),
+        "notes": list(findings.notes),
+    }

@@ -48,7 +48,13 @@ extern "C" void stream(long n, int threads, float* p, const float* g, float* m, 
   }
 }
 """
-LOAD = "import os, time; from zero_trial.ops import _build; t = time.perf_counter(); _build.load(os.environ); print(time.perf_counter() - t)"
+LOAD = """
+import os, time
+from zero_trial.ops import cpu_library
+t = time.perf_counter()
+cpu_library.load(os.environ)
+print(time.perf_counter() - t)
+"""
 COLUMNS: list[record.Column] = [
     ("threads", lambda row: str(row["threads"])),
     ("contender", lambda row: row["name"]),

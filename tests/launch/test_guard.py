@@ -85,7 +85,7 @@ def test_an_error_that_the_trial_has_left_stays(tmp_path: Path):
         tmp_path,
         """
         from pathlib import Path
-        from zero_trial.launch.records import ErrorRecord, write_error
+        from zero_trial.runs.records import ErrorRecord, write_error
         write_error(Path.cwd(), ErrorRecord(3, "DataError", "the loader yields nothing", 2, 1.0))
         sys.exit(2)
         """,

@@ -19,7 +19,7 @@ SLEEPER = [sys.executable, "-c", "import threading; threading.Event().wait()"]
 # A parent that starts a tied child, prints the child's pid when the child says that it is tied, and waits.
 PARENT = """
 import os, subprocess, sys, threading
-code = "from zero_trial.launch.supervisor import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
+code = "from zero_trial.launch.guard import die_with_parent; die_with_parent(%d); print(flush=True); import threading; threading.Event().wait()"
 child = subprocess.Popen([sys.executable, "-c", code % os.getpid()], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -37,7 +37,7 @@ def test_a_tied_process_dies_when_its_parent_is_killed():
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_live():
-    code = "from zero_trial.launch.supervisor import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
+    code = "from zero_trial.launch.guard import die_with_parent; die_with_parent(1 if __import__('os').getppid() != 1 else 2); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 

@@ -17,8 +17,8 @@ HOLD = """
 import sys
 import threading
 from pathlib import Path
-from zero_trial.master.home import Home
-print(Home(Path(sys.argv[1])).lock(), flush=True)
+from zero_trial.master.directory import MasterDirectory
+print(MasterDirectory(Path(sys.argv[1])).lock(), flush=True)
 sys.stdin.read()
 """
 

@@ -196,7 +196,7 @@ def test_a_builder_that_was_killed_leaves_nothing_for_long(tmp_path: Path, built
     real = quick_compiler(tmp_path, built)
     (tmp_path / "slow").mkdir()
     slow = script(tmp_path / "slow", f"echo x >> {tmp_path}/count; exec sleep 60")
-    code = "import os; from zero_trial.ops import _build; _build.load(os.environ)"
+    code = "import os; from zero_trial.ops import cpu_library; cpu_library.load(os.environ)"
     builder = subprocess.Popen([sys.executable, "-c", code], env=os.environ | environ(tmp_path, slow))
     folder = tmp_path / "zero_trial"
     try:
@@ -254,7 +254,7 @@ def test_processes_that_come_together_build_once(tmp_path: Path, built: Path) ->
     folder.mkdir()
     cpu_library.library_file(folder).write_bytes(b"half a file")
     compiler = script(tmp_path, f"echo x >> {tmp_path}/count\n{quick}")
-    code = "import os; from zero_trial.ops import _build; print(_build.load(os.environ).zt_best_isa())"
+    code = "import os; from zero_trial.ops import cpu_library; print(cpu_library.load(os.environ).zt_best_isa())"
     env = os.environ | environ(tmp_path, compiler)
     started = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)

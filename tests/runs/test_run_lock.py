@@ -13,8 +13,8 @@ from zero_trial.runs.layout import lock_run
 
 HOLD = """
 import sys, pathlib
-from zero_trial.launch.held import held
-with held(pathlib.Path(sys.argv[1])):
+from zero_trial.runs.layout import lock_run
+with lock_run(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """

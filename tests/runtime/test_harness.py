@@ -48,7 +48,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     text = """
         from tests.trial.harness import LineTrial
-        from zero_trial.fronts import harness
+        from zero_trial.runtime import harness
 
         class MyTrial(LineTrial, harness.ZeroTrial):
             pass

@@ -48,8 +48,8 @@ time.sleep(60)
 
 QUICK = """
 import sys, time
-from zero_trial.master.shepherd import Order, Shepherd
-made = Shepherd(Order(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
+from zero_trial.master.shepherd import AllocationSupervisor, RunOrder
+made = AllocationSupervisor(RunOrder(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
 made._start()
 time.sleep(0.3)  # it has ended by now, and nobody has looked
 print(made._see_off().code)

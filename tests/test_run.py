@@ -6,10 +6,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import zero_trial
 from tests.trial.fake_engine import fake_factory
 from zero_trial.cli.main import main as command_line
 from zero_trial.errors import ConfigError
@@ -217,23 +219,17 @@ def test_without_a_folder_and_off_a_cluster_it_says_what_is_missing(
 
 def test_on_a_cluster_the_task_says_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the class is not named either, it is the experiment's entrypoint that names it."""
-    import zero_trial.runtime.determined
-    import zero_trial.runtime.open
-
     monkeypatch.setenv("DET_TASK_TYPE", "TRIAL")
     monkeypatch.setenv("DET_ALLOCATION_ID", "trial.1")
     line = "python3 -m determined.launch.torch_distributed python3 -m zero_trial.run no_such_module:MyTrial"
-    facts = zero_trial.runtime.determined.TrialFacts("1", "1", 0, {}, {"entrypoint": line})
-    monkeypatch.setattr(zero_trial.runtime.determined, "require_facts", lambda: facts)
     seen: list[Any] = []
 
-    def run_on_cluster(load: Any, factory: Any) -> int:
+    def train_task(load: Any, factory: Any) -> None:
         with pytest.raises(ConfigError, match="no_such_module"):
-            load()
+            load(SimpleNamespace(experiment={"entrypoint": line}))
         seen.append(factory)
-        return 0
 
-    monkeypatch.setattr(zero_trial.runtime.open, "run_on_cluster", run_on_cluster)
+    monkeypatch.setattr("zero_trial.run.train_task", train_task)
     assert main([]) == 0 and seen == [zero_trial.initialize]
 
 

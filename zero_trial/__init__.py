@@ -88,4 +88,4 @@ def _is_determined_harness() -> bool:
 
 
 if _is_determined_harness():
-    import_module("zero_trial.runtime.harness").adopt()
+    import_module("zero_trial.runtime.harness").install()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from zero_trial.ds_config.report import REPORT
 from zero_trial.errors import ConfigError
 from zero_trial.launch.experiment import RunRequest, check, read_summary, repeat_command, write_report
 from zero_trial.launch.placement import PlacementRequest
+from zero_trial.runs.layout import RunFolder
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -97,16 +97,16 @@ def test_the_report_of_a_run_is_written_once(project: Path, tmp_path: Path):
     """A run that goes on from its lock, where all is written out, keeps the sources of the first time."""
     checked = check(request(project), {"CUDA_VISIBLE_DEVICES": ""})
     write_report(tmp_path, checked)
-    body = json.loads((tmp_path / REPORT).read_text())
+    body = json.loads(RunFolder(tmp_path).resolved_config.read_text())
     sources = {entry["key"]: entry["source"] for entry in body["values"]}
     assert sources["train_batch_size"].endswith("data.ds_config") and sources["gradient_clipping"] == "default"
     assert {row["name"]: row["value"] for row in body["batch"]}["train_micro_batch_size_per_gpu"] == 4
     assert body["ds_config"]["gradient_clipping"] == 1.0
-    (tmp_path / REPORT).write_text("{}")
+    RunFolder(tmp_path).resolved_config.write_text("{}")
     write_report(tmp_path, checked)
-    assert (tmp_path / REPORT).read_text() == "{}"
+    assert RunFolder(tmp_path).resolved_config.read_text() == "{}"
 
 
 def test_a_trial_with_its_own_ds_config_has_no_report(project: Path, tmp_path: Path):
     write_report(tmp_path, check(request(project, {"data": {}}), {"CUDA_VISIBLE_DEVICES": ""}))
-    assert not (tmp_path / REPORT).exists()
+    assert not RunFolder(tmp_path).resolved_config.exists()

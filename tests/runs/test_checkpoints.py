@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.runs import checkpoints
-from zero_trial.runs.checkpoints import METADATA, find_fault, manifests, add_checksums
+from zero_trial.runs.checkpoints import METADATA, add_checksums, find_fault, manifests
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path) -> None:
-    (folder / METADATA).write_text(json.dumps(add_checksums({"steps_completed": 4, "trial_id": "t"}, folder), indent=1) + "\n")
+    (folder / METADATA).write_text(
+        json.dumps(add_checksums({"steps_completed": 4, "trial_id": "t"}, folder), indent=1) + "\n"
+    )
 
 
 def test_what_was_sealed_is_whole(folder: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import Diverged, StorageError
-from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
+from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import error_record
 
 
@@ -60,15 +60,15 @@ def test_a_disk_that_takes_no_more_is_an_error_for_people(tmp_path: Path, monkey
 
 
 def test_an_error_keeps_its_exit_code() -> None:
-    record = error_record(Diverged("the loss is nan", where="rank 1, step 7"), rank=1, step=7, now=0.0)
-    assert (record["type"], record["exit_code"], record["rank"], record["step"]) == ("Diverged", 4, 1, 7)
-    assert record["message"] == "rank 1, step 7: the loss is nan."
-    assert record["expected"]
+    error = Diverged("the loss is nan", where="rank 1, step 7")
+    record = error_record(error, rank=1, message=str(error), step=7)
+    assert (record.type, record.exit_code, record.rank, record.step) == ("Diverged", 4, 1, 7)
+    assert record.message == "rank 1, step 7: the loss is nan." and record.expected and record.time > 0
 
 
 def test_an_unexpected_error_is_named_with_its_type() -> None:
-    record = error_record(KeyError("x"), rank=0, step=None, now=0.0)
-    assert (record["message"], record["exit_code"], record["expected"]) == ("KeyError: 'x'", 1, False)
+    record = error_record(KeyError("x"), rank=0, message="KeyError: 'x'")
+    assert (record.type, record.exit_code, record.expected, record.step) == ("KeyError", 1, False, None)
 
 
 def test_lines_that_do_not_stay(tmp_path: Path) -> None:

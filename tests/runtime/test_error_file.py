@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zero_trial.errors import ConfigError, TrialError
-from zero_trial.runtime.open import error_text, print_error, write_error_file
-from zero_trial.runtime.trainer import _end
+from zero_trial.runtime.open import error_text, print_error, rank_of_task, write_error_file
+from zero_trial.runtime.rank import RankState
 
 
 def test_torch_reports_the_words(tmp_path: Path):
@@ -41,9 +41,10 @@ def test_an_error_that_is_printed_is_left_too(
 
 def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    _end(KeyError("no such thing"))
+    with pytest.raises(KeyError), rank_of_task(RankState(), script=True):
+        raise KeyError("no such thing")
     left = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert (left["message"], left["printed"]) == ("KeyError: 'no such thing'", False)
+    assert left["message"].startswith("KeyError: 'no such thing'") and not left["printed"]
 
 
 def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -66,7 +67,7 @@ def raised_here(error: BaseException) -> BaseException:
 
 
 def test_the_line_of_the_user_s_code_stands_beside_what_it_did():
-    place = f"(test_last_words.py:{raised_here.__code__.co_firstlineno + 2} in raised_here: raise error)"
+    place = f"(test_error_file.py:{raised_here.__code__.co_firstlineno + 2} in raised_here: raise error)"
     assert error_text(raised_here(ValueError("boom"))) == f"ValueError: boom {place}"
     assert error_text(raised_here(TrialError("no step"))) == f"no step. {place}"
     assert error_text(raised_here(ConfigError("bad", where="ds_config.json:4"))) == "ds_config.json:4: bad."

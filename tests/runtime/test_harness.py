@@ -22,13 +22,14 @@ class Told:
     """In the place of the run on the cluster."""
 
     def __init__(self) -> None:
-        self.code = 0
+        self.end: BaseException | None = None
         self.core: Any = None
         self.load: Any = None
 
-    def __call__(self, trial: Any, core: Any) -> int:
-        self.load, self.core = trial, core
-        return self.code
+    def __call__(self, load: Any, core: Any) -> None:
+        self.load, self.core = load, core
+        if self.end is not None:
+            raise self.end
 
 
 @pytest.fixture()
@@ -67,7 +68,7 @@ def test_the_harness_takes_the_class_and_hands_the_trial_over(told: Told, module
     controller = controller_class.from_trial(trial_inst=trial, context=context, env="env")
     controller.run()
     assert told.core == "core"
-    made = told.load()(
+    made = told.load(None)(
         ZeroTrialContext(
             InMemoryPlatform(
                 experiment={
@@ -83,7 +84,7 @@ def test_the_harness_takes_the_class_and_hands_the_trial_over(told: Told, module
 def test_a_failure_is_the_harness_exit_code(told: Told, module: str) -> None:
     kind = load.trial_class_from_entrypoint(module)
     context = kind.trial_context_class("core", "env")
-    told.code = 3
+    told.end = SystemExit(3)
     with pytest.raises(SystemExit, match="3"):
         kind.trial_controller_class.from_trial(kind(context), context, "env").run()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import CheckpointError
-from zero_trial.runs.checkpoints import checkpoint_step, find_fault, latest_checkpoint
+from zero_trial.runs.checkpoints import checkpoint_step, find_fault, latest_checkpoint, sweep
 from zero_trial.runs.events import read_lines
 from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.local import LocalPlatform
@@ -40,7 +40,7 @@ def test_a_block_that_fails_makes_no_checkpoint(tmp_path: Path) -> None:
     assert latest is not None and latest.name == "step-000001"
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     (tmp_path / "checkpoints/step-000002.tmp-1").mkdir()  # of a run that was killed
-    platform.checkpoints.sweep()
+    sweep(tmp_path / "checkpoints")
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
 
@@ -48,7 +48,7 @@ def no_room(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["pathlib.Path.mkdir", "zero_trial.runs.checkpoints.publish", "os.fsync"])
+@pytest.mark.parametrize("where", ["pathlib.Path.mkdir", "zero_trial.runtime.local.publish", "os.fsync"])
 def test_what_rank_0_cannot_do_is_raised_by_all_and_leaves_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_kill_while_checkpoints_are_deleted_or_replaced(tmp_path: Path, monkey
     names = {entry.name.partition(".")[0] for entry in (tmp_path / "checkpoints").iterdir() if "." not in entry.name}
     assert names == {"step-000002"}, "what is half deleted does not have a checkpoint's name"
     (tmp_path / "checkpoints/step-000002").rename(tmp_path / "checkpoints/step-000002.old-0123abcd")
-    platform.checkpoints.sweep()
+    sweep(tmp_path / "checkpoints")
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 

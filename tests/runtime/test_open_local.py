@@ -12,18 +12,18 @@ import pytest
 
 from zero_trial.comm.env import RankEnv
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.ds_config.report import REPORT, report_json
+from zero_trial.ds_config.report import report_json
 from zero_trial.errors import CheckpointError, ConfigError, Preempted
 from zero_trial.runs.checkpoints import named_checkpoint, resumed_from, starting_point
 from zero_trial.runs.events import read_lines
 from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import has_failed_ranks
 from zero_trial.runtime.open import (
     StopRequest,
+    _print_config_report,
     forget_errors,
-    print_config_report,
     print_error,
     raise_if_preempted,
+    rank_of_folder,
     record_error,
 )
 from zero_trial.runtime.rank import RankState
@@ -42,12 +42,12 @@ def test_sigterm_asks_however_often_it_comes() -> None:
 
 def test_sigterm_ends_a_rank_that_is_left_over(tmp_path: Path) -> None:
     """A launcher sends it to the others when one rank has failed: those cannot save any more."""
-    assert not has_failed_ranks(tmp_path)
+    assert not RunFolder(tmp_path).has_failed_ranks()
     record_error(ValueError("mine"), tmp_path, RankState(RankEnv(rank=1, world_size=2)))
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
     try:
-        with StopRequest(lambda: has_failed_ranks(tmp_path)).listening():
+        with StopRequest(lambda: RunFolder(tmp_path).has_failed_ranks()).listening():
             os.kill(os.getpid(), signal.SIGTERM)
         assert ended == [signal.SIGTERM]
     finally:
@@ -56,20 +56,20 @@ def test_sigterm_ends_a_rank_that_is_left_over(tmp_path: Path) -> None:
 
 def test_ranks_that_have_saved_and_left_have_not_failed(tmp_path: Path) -> None:
     record_error(Preempted("saved"), tmp_path, RankState())
-    assert not has_failed_ranks(tmp_path)
+    assert not RunFolder(tmp_path).has_failed_ranks()
     record_error(ValueError("mine"), tmp_path, RankState(RankEnv(rank=1, world_size=2)))
-    assert has_failed_ranks(tmp_path)
+    assert RunFolder(tmp_path).has_failed_ranks()
 
 
 def test_errors_of_an_earlier_start_are_forgotten_by_those_whose_they_are(tmp_path: Path) -> None:
     for rank in range(4):
         record_error(ValueError("mine"), tmp_path, RankState(RankEnv(rank=rank, world_size=4)))
     names = lambda: sorted(path.stem for path in (tmp_path / "errors").iterdir())  # noqa: E731
-    forget_errors(tmp_path, RankEnv(rank=1, world_size=2))
+    forget_errors(RankState(RankEnv(rank=1, world_size=2), tmp_path))
     assert names() == ["rank-0", "rank-2", "rank-3"]
-    forget_errors(tmp_path, RankEnv(rank=0, world_size=2))
+    forget_errors(RankState(RankEnv(rank=0, world_size=2), tmp_path))
     assert names() == []
-    forget_errors(tmp_path / "nothing", RankEnv())
+    forget_errors(RankState(folder=tmp_path / "nothing"))
 
 
 def test_a_thread_cannot_listen_and_does_not_fail() -> None:
@@ -122,17 +122,17 @@ def test_a_checkpoint_by_its_path_or_its_runs(tmp_path: Path) -> None:
 
 
 def test_what_was_not_written_is_said_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_config_report(tmp_path)
+    _print_config_report(RunFolder(tmp_path))
     assert capsys.readouterr().out == ""
-    (tmp_path / REPORT).write_text(report_json(read_ds_config({"train_batch_size": 2})))
-    print_config_report(tmp_path)
+    RunFolder(tmp_path).resolved_config.write_text(report_json(read_ds_config({"train_batch_size": 2})))
+    _print_config_report(RunFolder(tmp_path))
     assert "gradient_clipping 1.0" in capsys.readouterr().out
 
 
 def test_the_first_error_of_a_rank_stays(tmp_path: Path) -> None:
     state = RankState(RankEnv(rank=1, world_size=2))
-    assert record_error(ConfigError("the cause"), tmp_path, state) == 2
-    assert record_error(ValueError("what follows"), tmp_path, state) == 1
+    record_error(ConfigError("the cause"), tmp_path, state)
+    record_error(ValueError("what follows"), tmp_path, state)
     record = json.loads(RunFolder(tmp_path).error(1).read_text())
     assert (record["message"], record["exit_code"]) == ("the cause.", 2)
     assert not (tmp_path / "events.jsonl").exists()  # rank 0 tells events
@@ -149,7 +149,7 @@ def test_a_traceback_is_for_faults_of_nobodys_expecting(capsys: pytest.CaptureFi
         print_error(error)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback") and said[-3:-1] == ["error   ValueError: mine", "        all mine"]
-    assert said[-1].startswith("        (test_local.py:"), "the line of the user's code"
+    assert said[-1].startswith("        (test_open_local.py:"), "the line of the user's code"
 
 
 def test_a_log_and_a_folder_on_a_full_disk_change_no_exit_code(
@@ -163,8 +163,10 @@ def test_a_log_and_a_folder_on_a_full_disk_change_no_exit_code(
     print_error(ConfigError("wrong", where="here"))
     print_error(ValueError("mine"))
     (tmp_path / "errors").touch()  # a file, so that no record fits in
-    assert record_error(CheckpointError("not saved"), tmp_path, RankState()) == 5
-    assert record_error(ValueError("mine"), tmp_path, RankState()) == 1
+    for error, code in ((CheckpointError("not saved"), 5), (ValueError("mine"), 1)):
+        with pytest.raises(SystemExit) as ended, rank_of_folder(RankState(folder=tmp_path)):
+            raise error
+        assert ended.value.code == code
 
 
 def test_a_preempted_run_is_known_as_resumable() -> None:

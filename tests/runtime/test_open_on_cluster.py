@@ -15,7 +15,7 @@ from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.runtime import open
 from zero_trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
-from zero_trial.runtime.open import EARLY_EXIT, is_invalid_hp, run_on_cluster
+from zero_trial.runtime.open import EARLY_EXIT, is_invalid_hp, train_task
 from zero_trial.runtime.protocols import JsonDistributed
 from zero_trial.trial import ZeroTrialContext
 
@@ -50,7 +50,12 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCore:
 
 
 def run(trial: Any) -> int:
-    return run_on_cluster(lambda: trial, fake_factory())
+    """The exit code of the rank."""
+    try:
+        train_task(lambda platform: trial, fake_factory())
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def test_a_trial_that_completes(core: FakeCore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +146,7 @@ def test_the_echo_of_another_ranks_leaving_is_no_failure(core: FakeCore, monkeyp
         def claimed(self, name: str) -> bool:
             return name == EARLY_EXIT
 
-    monkeypatch.setattr(open, "open_farewell", Told)
+    monkeypatch.setattr(open, "open_exit_notice", Told)
     assert run(Lost) == 0 and core.early_exits == []
 
 

@@ -15,6 +15,7 @@ from zero_trial.comm.env import RankEnv
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
 from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord
+from zero_trial.runtime.open import rank_of_folder
 from zero_trial.runtime.rank import (
     RankState,
     as_known_error,
@@ -25,7 +26,7 @@ from zero_trial.runtime.rank import (
     rank_world,
     train,
 )
-from zero_trial.trial import Batch, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial import ZeroTrial, ZeroTrialContext
 from zero_trial.trial.reporting import End
 from zero_trial.trial.settings import TrainPosition
 
@@ -54,7 +55,7 @@ def test_a_rank_leaves_without_looking_for_garbage() -> None:
         "class Cycle:\n    def __del__(self): print('found', flush=True)\n"
         "made = Cycle(); made.me = made\n"
     )
-    for quickly, said in (("rank.leave_quickly()", ""), ("", "found\n")):
+    for quickly, said in (("rank.skip_last_garbage_collection()", ""), ("", "found\n")):
         command = [sys.executable, "-c", code + quickly + "\ndel made"]
         assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == said
 
@@ -70,12 +71,6 @@ def test_a_trial_that_leaves_says_where() -> None:
         train(leaves, InMemoryPlatform(experiment=EXPERIMENT), RankState(), fake_factory())
 
 
-def test_settings_may_be_given() -> None:
-    platform = InMemoryPlatform(experiment=EXPERIMENT)
-    trained = train(LineTrial, platform, RankState(), fake_factory(), TrainSettings(Batch(2)))
-    assert trained.outcome.step == 2
-
-
 def test_other_ranks_do_not_watch_their_memory() -> None:
     state = RankState(RankEnv(rank=1, world_size=2))
     trained = train(LineTrial, InMemoryPlatform(experiment=EXPERIMENT), state, fake_factory())
@@ -86,9 +81,9 @@ def test_hyperparameters_that_cannot_be_trained_are_told_at_once() -> None:
     def refuse(context: ZeroTrialContext) -> ZeroTrial:
         raise InvalidHP("too small")
 
-    record = ReportedRecord()
-    with pytest.raises(InvalidHP):
-        train(refuse, InMemoryPlatform(experiment=EXPERIMENT, record=record), RankState(), fake_factory())
+    record, state = ReportedRecord(), RankState()
+    with pytest.raises(SystemExit), rank_of_folder(state):
+        train(refuse, InMemoryPlatform(experiment=EXPERIMENT, record=record), state, fake_factory())
     assert record.early_exits == ["INVALID_HP"]
 
 

@@ -13,7 +13,7 @@ from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.checkpoints import add_checksums, manifests
 from zero_trial.runtime.in_memory import run_ranks
-from zero_trial.runtime.open import agree_on_start, verify_checkpoint
+from zero_trial.runtime.local import agree_on_start, verify_checkpoint
 from zero_trial.runtime.protocols import JsonDistributed
 
 
@@ -120,6 +120,6 @@ def test_a_rank_that_cannot_look_says_so_to_the_others(run: Path, monkeypatch: p
             raise PermissionError(13, "Permission denied")
         return manifests(folder)
 
-    monkeypatch.setattr("zero_trial.runtime.open.manifests", look)
+    monkeypatch.setattr("zero_trial.runtime.local.manifests", look)
     assert verify_checkpoint(newest, 1, 2) == f"rank 1 cannot read {newest} (Permission denied)"
     assert start(run)[0]["step"] == 8

@@ -206,7 +206,7 @@ def test_a_second_fit_goes_on_where_the_first_ended(folder: Path) -> None:
     [
         ([1], "exp_conf: not a mapping"),
         ({**CONF, "reproducibility": 5}, "reproducibility: not a mapping"),
-        ({**CONF, "reproducibility": {"experiment_seed": "x"}}, "experiment_seed: no seed: got 'x'"),
+        ({**CONF, "reproducibility": {"experiment_seed": "x"}}, "experiment_seed: not a seed: got 'x'"),
         ({**CONF, "searcher": "single"}, "searcher: not a mapping"),
         ({**CONF, "hyperparameters": [1]}, "hyperparameters: not a mapping"),
     ],

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from zero_trial.errors import ExitStatus
 from zero_trial.launch.screen import is_terminal
 from zero_trial.launch.supervisor import LaunchResult
-from zero_trial.runs.layout import LOGS
+from zero_trial.runs.layout import RunFolder
 from zero_trial.util.text import strip_control
 
 FOLDER_HELP = "a checkpoint, or a run's folder or a folder of checkpoints: then the newest whole one"
@@ -28,7 +28,7 @@ def report_outcome(outcome: LaunchResult, folder: Path, stream: TextIO) -> int:
     word = "stopped" if outcome.exit_code in _STOPPED else "failed"
     first, *rest = strip_control(cause.headline).splitlines() or [f"exit code {outcome.exit_code}"]
     lines = [f"{word:<8}{first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
-    log = folder / LOGS / (f"rank-{cause.rank}.log" if cause.rank is not None else "")
+    log = RunFolder(folder).log(cause.rank) if cause.rank is not None else RunFolder(folder).logs
     if word == "failed":
         lines.append(f"log     {shown(log)}")
         lines += disk_lines(folder)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import zero_trial
 from zero_trial.cli.output import report_outcome, shown
 from zero_trial.errors import ConfigError, ExitStatus
-from zero_trial.runs.provenance import CONFIG_LOCK
+from zero_trial.runs.layout import RunFolder, RunStatus
 
 if TYPE_CHECKING:
     from zero_trial.launch.experiment import CheckedRun, RunRequest
@@ -150,7 +150,7 @@ def resume(options: argparse.Namespace) -> int:
     from zero_trial.launch.placement import PlacementRequest
 
     folder = given_run(options.run) if options.run is not None else newest_run(RUNS)
-    was_complete = is_complete(folder)
+    was_complete = RunFolder(folder).status() is RunStatus.COMPLETED
     placement = PlacementRequest(slots=options.slots)
     code = _train(RunRequest(slots=options.slots, resume=folder, placement=placement), as_json=options.json)
     if was_complete and code == ExitStatus.OK and not options.json:
@@ -163,22 +163,14 @@ def resume(options: argparse.Namespace) -> int:
 
 def given_run(folder: Path) -> Path:
     """Return the folder if a run has begun in it. Raises ConfigError."""
-    if not (folder / CONFIG_LOCK).is_file():
+    if not RunFolder(folder).config_lock.is_file():
         raise ConfigError(
             "there is no run in this folder" if folder.is_dir() else "there is no such folder",
             where="resume",
             got=str(folder),
-            expected=f"a run's folder, such as runs/0001, with {CONFIG_LOCK}",
+            expected=f"a run's folder, such as runs/0001, with {RunFolder(folder).config_lock.name}",
         )
     return folder
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether the run has trained to its end; False if its summary cannot be read."""
-    try:
-        return bool(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("end") == "completed")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
 
 
 def newest_run(root: Path) -> Path:

@@ -38,10 +38,6 @@ def render_rows(rows: Iterable[Row]) -> str:
 # The resolved configuration: every value with its source and what it does, as a table, as JSON, and as a ds_config that can be read again.
 
 
-REPORT = "resolved_config.json"
-"""The report's name in a run's folder."""
-
-
 @dataclass(frozen=True)
 class ReportEntry:
     """One key of the report."""

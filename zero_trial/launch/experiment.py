@@ -19,7 +19,7 @@ from typing import Any
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import Reconciliation, reconcile
-from zero_trial.ds_config.report import REPORT, report_json, resolved_ds_config
+from zero_trial.ds_config.report import report_json, resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
@@ -30,25 +30,18 @@ from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.placement import PlacementRequest, place
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
 from zero_trial.launch.supervisor import INFRASTRUCTURE, LaunchResult, Supervisor
-from zero_trial.runs.layout import given_run_folder, lock_run, new_run_folder, resumed_run_folder
-from zero_trial.runs.provenance import CONFIG_LOCK, LockedFacts, locked_model_dir, write_lock
+from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
+from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
+from zero_trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
 
 UNEXPECTED = 1
 
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest finished checkpoint in a run's folder."""
-    found = [
-        int(path.name.removeprefix("step-"))
-        for path in (folder / "checkpoints").glob("step-*")
-        if path.name.removeprefix("step-").isdigit() and (path / "metadata.json").is_file()
-    ]
-    return max(found, default=None)
-
-
-def has_checkpoints(folder: Path) -> bool:
-    """Whether a run's folder has any checkpoint, damaged or not."""
-    return any(path.name.removeprefix("step-").isdigit() for path in (folder / "checkpoints").glob("step-*"))
+    checkpoints = RunFolder(folder).checkpoints
+    steps = (checkpoint_step(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
+    return max((step for step in steps if step is not None), default=None)
 
 
 def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
@@ -139,8 +132,8 @@ def check(request: RunRequest, env: Mapping[str, str]) -> CheckedRun:
 def _experiment_path(request: RunRequest) -> Path:
     if request.experiment is not None:
         return request.experiment
-    if request.resume is not None and (request.resume / CONFIG_LOCK).is_file():
-        return request.resume / CONFIG_LOCK
+    if request.resume is not None and RunFolder(request.resume).config_lock.is_file():
+        return RunFolder(request.resume).config_lock
     raise ConfigError(
         "there is no experiment to run", where="run", fix="Write zero-trial run const.yaml model_def_folder."
     )
@@ -171,7 +164,7 @@ def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> 
 
 def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> LaunchResult:
     """The run in its folder; on one host it is started again after a crash, where that may help."""
-    lock = folder / CONFIG_LOCK
+    lock = RunFolder(folder).config_lock
     if checked.own.rendezvous.leads:
         locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
         config = checked.ds_config
@@ -179,7 +172,7 @@ def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bo
         write_report(folder, checked)
     most = checked.experiment.max_restarts if checked.own.rendezvous.single else 0
     restarts = 0
-    if events_before and not has_checkpoints(folder):
+    if events_before and latest_checkpoint(RunFolder(folder).checkpoints) is None:
         screen.say("note    this run has saved no checkpoint: it starts again at its first step")
     while True:
         before = newest_step(folder)
@@ -201,14 +194,14 @@ def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, e
     rendezvous = checked.own.rendezvous
     command = AgentCommand(target, checked.own.ranks, str(folder), rendezvous, cwd=str(checked.model_dir.resolve()))
     leads = rendezvous.leads
-    watcher = EventWatcher(folder / "events.jsonl", screen, skip_existing=events_before) if leads else NoWatcher()
+    watcher = EventWatcher(RunFolder(folder).events, screen, skip_existing=events_before) if leads else NoWatcher()
     env = host_environment(checked.own, threads_per_rank(checked.own.ranks, checked.devices))
-    return Supervisor(command, env, watcher, stop=(folder / "preempt").touch)
+    return Supervisor(command, env, watcher, stop=RunFolder(folder).preempt.touch)
 
 
 def write_report(folder: Path, checked: CheckedRun) -> None:
     """Where every value came from; a run that goes on keeps what was said when it began."""
-    path = folder / REPORT
+    path = RunFolder(folder).resolved_config
     if checked.ds_config is not None and not path.exists():
         rows = checked.batch.rows if checked.batch is not None else ()
         path.write_text(report_json(checked.ds_config, rows) + "\n", encoding="utf-8")
@@ -232,12 +225,12 @@ def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
 
 def repeat_command(folder: Path) -> str:
     """The command that repeats the run in ``folder``, as it would be typed here."""
-    return shlex.join(["zero-trial", "run", os.path.relpath(folder / CONFIG_LOCK)])
+    return shlex.join(["zero-trial", "run", os.path.relpath(RunFolder(folder).config_lock)])
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The run's ``summary.json``, or None when it has none."""
-    path = folder / "summary.json"
+    path = RunFolder(folder).summary
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 

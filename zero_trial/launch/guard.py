@@ -24,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zero_trial.errors import ZeroTrialError
-from zero_trial.runs.layout import LOGS
-from zero_trial.runs.records import ErrorRecord, RankRecord, with_user_line, write_error, write_rank
+from zero_trial.errors import StorageError, ZeroTrialError
+from zero_trial.runs.layout import RunFolder
+from zero_trial.runs.records import ErrorRecord, RankRecord, write_error, write_rank
+from zero_trial.util.failures import with_user_line
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
 """Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         return _run_code(options)
     run_dir = Path(options.run_dir)
     record = own_record(os.environ, watched=options.exec is None)
-    redirect_output(run_dir / LOGS / f"rank-{record.rank}.log")
+    redirect_output(RunFolder(run_dir).log(record.rank))
     write_rank(run_dir, record)
     os.environ[RUN_DIR] = str(run_dir.resolve())
     if options.cwd:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if options.inject_local_rank:
         options.arguments.insert(0, f"--local_rank={record.local_rank}")
     code = _run_rank(run_dir, record.rank, options)
-    with contextlib.suppress(OSError):  # a full disk takes no words, and changes nothing about how the rank ended
+    with contextlib.suppress(StorageError):  # a full disk does not change how the rank ended
         write_rank(run_dir, replace(record, exit_code=code))
     return code
 
@@ -122,7 +123,7 @@ def _print_traceback(error: BaseException) -> None:
 
 
 def _failed(run_dir: Path, rank: int, error: BaseException, message: str, code: int) -> int:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(StorageError):
         write_error(run_dir, ErrorRecord(rank, type(error).__name__, message, code, time.time()))
     return code
 

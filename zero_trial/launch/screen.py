@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from zero_trial.launch.summary import Event, event_line, training_facts, training_line
 from zero_trial.runs.events import Tail, json_lines
+from zero_trial.runs.layout import RunFolder
 
 PLAIN_SECONDS = 10.0
 
@@ -111,7 +112,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 def with_size(event: Event, run_dir: Path) -> Event:
     """A checkpoint event with its folder's path, as it would be typed here, and the bytes in it."""
-    folder = run_dir / "checkpoints" / str(event.get("storage_id") or "")
+    folder = RunFolder(run_dir).checkpoints / str(event.get("storage_id") or "")
     count = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**event, "path": os.path.relpath(folder), "bytes": count}
 

@@ -19,7 +19,7 @@ from zero_trial.launch.hosts import HostPlan, parse_exports, ssh_command
 from zero_trial.launch.placement import HostPlacement, PlacementRequest, place
 from zero_trial.launch.screen import LogWatcher, NoWatcher
 from zero_trial.launch.supervisor import LaunchResult, Supervisor, Watcher
-from zero_trial.runs.layout import LOGS, given_run_folder, new_run_folder
+from zero_trial.runs.layout import RunFolder, given_run_folder, new_run_folder
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when no hostfile is named."""
@@ -105,17 +105,17 @@ def _run_folder(given: Path | None, shared: bool) -> Path:
 def _watcher(own: HostPlan, folder: Path, output: TextIO) -> Watcher:
     if not own.rendezvous.leads:
         return NoWatcher()
-    return LogWatcher(folder / LOGS / "rank-0.log", output, stop_at=ERROR_HEADER)
+    return LogWatcher(RunFolder(folder).log(0), output, stop_at=ERROR_HEADER)
 
 
 def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path) -> list[subprocess.Popen[bytes]]:
     """Start the other hosts' parts over ssh; what they print goes to ``<run>/logs/host-<k>.log`` here."""
     exports = _exports(os.environ, (Path.cwd(), Path.home())) if placement.others else {}
     started = []
-    (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    RunFolder(folder).logs.mkdir(parents=True, exist_ok=True)
     for plan in placement.others:
         command = ssh_command(plan, remote_command(plan, request, folder), os.getcwd(), exports)
-        with (folder / LOGS / f"host-{plan.node_rank}.log").open("ab") as log:
+        with (RunFolder(folder).logs / f"host-{plan.node_rank}.log").open("ab") as log:
             started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
     return started
 

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from zero_trial.errors import ExitStatus
 from zero_trial.launch.agent import AgentCommand, RankExit, failed_ranks, tail
-from zero_trial.runs.layout import LOGS
+from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
 
 MARK = "ZERO_TRIAL_RUN_MARK"
@@ -244,7 +244,7 @@ class Supervisor:
         self.watcher = watcher
         self.patience = patience or SupervisorTimeouts()
         self.mark = uuid.uuid4().hex
-        self._agent_log = self.run_dir / LOGS / command.log_name
+        self._agent_log = RunFolder(self.run_dir).logs / command.log_name
         self._stop = stop or self._terminate_ranks
         self._asked: list[signal.Signals] = []
         self._vanished: tuple[RankRecord, ...] = ()

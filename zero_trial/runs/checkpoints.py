@@ -1,45 +1,170 @@
-"""The seal of a finished checkpoint folder: what lies in it, and the sum by which a changed byte is found.
+"""The checkpoints of a run's folder: which there are, where a run starts, how one gets its name, and whether its files are whole.
 
-    metadata.json = {..., "files": {"trial_state.json": {"bytes": 812, "sha256": "9f…"}, "model0/rank-00000.safetensors": {"bytes": 4096}},
-                     "sha256": of all that stands before}
+A finished checkpoint is a folder ``step-000200`` with a description that lists its files and their checksums:
 
-Tensor files have a sum in the manifest that lies beside them, and very large files of the trial's own are not read a second time: of both
-only the size is noted here.
+    metadata.json = {..., "files": {"trial_state.json": {"bytes": 812, "sha256": "9f…"},
+                                    "model0/rank-00000.safetensors": {"bytes": 4096}},
+                     "sha256": of everything before it}
+
+Tensor files have a checksum in the manifest beside them, and very large files of the trial's own are not read a second
+time: of both only the size is noted here.
 """
 
 from __future__ import annotations
 
-from typing import Any
-from collections.abc import Mapping
-from pathlib import Path
-import json
 import hashlib
-from collections.abc import Collection
-from zero_trial.errors import CheckpointError
+import json
 import os
 import shutil
 import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.layout import RunFolder
-from zero_trial.errors import ConfigError
 
 METADATA = "metadata.json"
-
-
 MANIFEST = "manifest.json"
-
-
 TRIAL_STATE = "trial_state.json"
-
-
-_SEALED = b'{"sha256": "'  # how a manifest of ours begins
-
 
 SUMMED_BYTES = 1 << 26
 """Larger files are known by their size alone: a second reading of them would cost seconds at every save."""
 
+_MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
+
+
+def named_step(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
+
+    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it since.
+    """
+    head, _, digits = path.name.partition("-")
+    return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """The step of a checkpoint that has its ``metadata.json``; None for anything else."""
+    return named_step(path) if (path / METADATA).is_file() else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
+    return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
+
+
+def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
+    """The checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
+
+    There is no pointer file that could be torn.
+    """
+    if not folder.is_dir():
+        return None
+    paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
+    found = [(step, path) for path in paths if (step := named_step(path)) is not None]
+    return max(found)[1] if found else None
+
+
+def starting_point(
+    run_dir: Path | None, resume: Path | None = None, warm_start: Path | None = None, apart_from: Collection[str] = ()
+) -> dict[str, Any]:
+    """The checkpoint to try first, its step, and the trial's id.
+
+    Args:
+        run_dir: the run's folder, if its own latest checkpoint counts before the two others.
+        resume: a run's folder or a checkpoint whose trial goes on here.
+        warm_start: the same, for a new trial that takes the weights.
+        apart_from: checkpoints (absolute paths) that are passed over.
+
+    Raises ConfigError where there is no checkpoint to be named, CheckpointError where all of them are passed over.
+    """
+    own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from) if run_dir is not None else None
+    named = resume or warm_start
+    path = own if own is not None or named is None else named_checkpoint(named, apart_from)
+    fresh = {"checkpoint": None, "step": 0, "trial_id": uuid.uuid4().hex}
+    if path is None:
+        return fresh
+    weights_only = own is None and resume is None
+    return {**resumed_from(path), "trial_id": fresh["trial_id"]} if weights_only else resumed_from(path)
+
+
+def resumed_from(path: Path) -> dict[str, Any]:
+    """A checkpoint, its step, and the id of its trial.
+
+    Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is wrong with it.
+    """
+    try:
+        found = json.loads((path / METADATA).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = {}
+    described = found if isinstance(found, dict) else {}
+    step = described.get("steps_completed")
+    return {
+        "checkpoint": str(path.resolve()),
+        "step": step if isinstance(step, int) else named_step(path) or 0,
+        "trial_id": str(described.get("trial_id", "")),
+    }
+
+
+def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
+    """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
+    itself = named_step(path) is not None
+    found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
+    if str(path.resolve()) in apart_from or (apart_from and found is None):
+        raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")
+    if found is None:
+        raise ConfigError(
+            "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
+        )
+    return found
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give ``temporary`` its final name; an older checkpoint of that name, damaged or not, is replaced.
+
+    The parent is flushed, so that the name survives a power failure. Raises CheckpointError if something that is not a
+    checkpoint has the name.
+    """
+    aside = None
+    if final.exists() and not is_checkpoint(final):
+        raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
+    if final.exists():
+        aside = final.rename(_other_name(final, "old"))
+    temporary.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint. It is renamed first: a process killed meanwhile must not leave half of it under its name."""
+    shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary folders that a killed run left in its folder of checkpoints.
+
+    A checkpoint that was about to be replaced gets its name back if the new one did not take it.
+    """
+    for path in folder.glob("step-*.*-*") if folder.is_dir() else ():
+        name, _, kind = path.name.partition(".")
+        if kind.startswith("old-") and not (folder / name).exists():
+            path.rename(folder / name)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _other_name(path: Path, kind: str) -> Path:
+    """A name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
+
 
 def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """``metadata`` with the seal of ``folder`` as it is now. Raises OSError."""
+    """``metadata`` with the sizes and checksums of the files in ``folder``. Raises OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / METADATA)
     files = {path.relative_to(folder).as_posix(): _record(path) for path in paths}
     document = {**metadata, "files": files}
@@ -47,7 +172,10 @@ def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """What is wrong with a finished checkpoint, as far as its seal tells; None if nothing, or if it was made without one."""
+    """What is wrong with a finished checkpoint, as far as its checksums tell; None if nothing.
+
+    Older versions wrote none: of their checkpoints nothing is known to be wrong.
+    """
     path = folder / METADATA
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +184,7 @@ def find_fault(folder: Path) -> str | None:
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: a million opening brackets
         return f"{path}: cannot be read ({type(error).__name__}: {error})"
     if not isinstance(document, dict) or "steps_completed" not in document:
-        return f"{path}: no description of a checkpoint"
+        return f"{path}: not the description of a checkpoint"
     if "sha256" not in document and "files" not in document:
         return None
     checksum = document.pop("sha256", None)
@@ -90,7 +218,7 @@ def _is_manifest(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(_SEALED)) == _SEALED
+        return file.read(len(_MANIFEST_START)) == _MANIFEST_START
 
 
 def _compare(path: Path, noted: Mapping[str, Any]) -> str | None:
@@ -110,100 +238,3 @@ def _digest(path: Path) -> str:
 
 def _sum(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def named_step(path: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
-
-    A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it since.
-    """
-    head, _, digits = path.name.partition("-")
-    return int(digits) if head == "step" and digits.isdigit() and path.is_dir() else None
-
-
-def checkpoint_step(path: Path) -> int | None:
-    """The step of a checkpoint that has its ``metadata.json``; None for anything else."""
-    return named_step(path) if (path / METADATA).is_file() else None
-
-
-def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
-    """The checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
-
-    There is no pointer file that could be torn.
-    """
-    if not folder.is_dir():
-        return None
-    paths = [path for path in folder.iterdir() if str(path.resolve()) not in apart_from]
-    found = [(step, path) for path in paths if (step := named_step(path)) is not None]
-    return max(found)[1] if found else None
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """``temporary`` gets its final name; an older checkpoint of that name, damaged or not, is replaced.
-
-    The parent is flushed, so that the name survives. Raises CheckpointError if ``final`` is not a checkpoint.
-    """
-    aside = None
-    if final.exists() and not is_checkpoint(final):
-        raise CheckpointError("something that is not a checkpoint has its name", where=str(final), fix="Move it away.")
-    if final.exists():
-        aside = final.rename(_other_name(final, "old"))
-    temporary.rename(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
-    return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
-
-
-def _other_name(path: Path, kind: str) -> Path:
-    """A name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
-    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
-
-
-def starting_point(
-    run_dir: Path, resume: Path | None = None, warm_start: Path | None = None, apart_from: Collection[str] = ()
-) -> dict[str, Any]:
-    """The checkpoint to try first, its step, and the trial's id: the run's own latest one, or what ``resume`` (the trial
-    goes on) or ``warm_start`` (a new trial from its weights) names. Those of ``apart_from`` (absolute paths) are passed over.
-
-    Raises CheckpointError for one that says nothing about itself.
-    """
-    own = latest_checkpoint(RunFolder(run_dir).checkpoints, apart_from)
-    named = resume or warm_start
-    path = own if own is not None or named is None else named_checkpoint(named, apart_from)
-    fresh = {"checkpoint": None, "step": 0, "trial_id": uuid.uuid4().hex}
-    if path is None:
-        return fresh
-    weights_only = own is None and resume is None
-    return {**resumed_from(path), "trial_id": fresh["trial_id"]} if weights_only else resumed_from(path)
-
-
-def resumed_from(path: Path) -> dict[str, Any]:
-    """A checkpoint, its step, and the trial that it is of; the step of its name where its description is damaged."""
-    start = {"checkpoint": str(path.resolve())}
-    try:
-        metadata = json.loads((path / METADATA).read_text())
-        return {**start, "step": int(metadata["steps_completed"]), "trial_id": str(metadata["trial_id"])}
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever looks at the whole of it will say how
-        return {**start, "step": named_step(path) or 0, "trial_id": ""}
-
-
-def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
-    """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
-    itself = named_step(path) is not None
-    found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
-    if str(path.resolve()) in apart_from or (apart_from and found is None):
-        raise CheckpointError("it is damaged", where=str(path), fix="Name another checkpoint.")
-    if found is None:
-        raise ConfigError(
-            "there is no finished checkpoint", where=str(path), expected="a run's folder or a folder step-NNNNNN"
-        )
-    return found

@@ -1,25 +1,26 @@
-"""The folder of one run: its files, appended line by line or replaced whole, never left half written."""
+"""A run's files of JSON: appended line by line or replaced whole, never left half written, and followed while they grow."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from collections.abc import Mapping
-from typing import Any
+import errno
 import json
 import os
-import errno
-from contextlib import contextmanager
-from collections.abc import Iterator
-from zero_trial.errors import StorageError
-from collections.abc import Callable
 import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zero_trial.errors import StorageError
+
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """One JSON line at the end of ``path``, in a single write, so that a reader never sees half a line followed by
-    another's. Raises StorageError where the disk does not take it.
+    """Append one JSON line to ``path``. Raises StorageError where the disk does not take it.
+
+    It is one write, so that a reader never sees half of a line followed by another's.
     """
     line = (json.dumps(record) + "\n").encode()
-    with _written(path):
+    with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -29,53 +30,42 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             os.close(descriptor)
 
 
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """A disk that is full or broken, as an error for people."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"a file of the run cannot be written ({error.strerror or error})",
-            where=str(path),
-            fix="Free some space; the run goes on from its last checkpoint when it is started again.",
-        ) from error
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a torn last line (the writer was killed) is left out.
+    """The records of a file of JSON lines, none of a missing file; a torn line (its writer was killed) is left out."""
+    return json_lines(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.exists() else []
 
-    A missing file has none.
-    """
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
+
+def json_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The JSON objects among ``lines``. Anything else is passed over, since a reader must not end a run."""
+    found = []
+    for line in lines:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            value = json.loads(line)
+        except ValueError:
             continue
-    return records
+        if isinstance(value, dict):
+            found.append(value)
+    return found
 
 
 def keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrites ``path`` without the records that do not stay, and without torn lines. Nothing if all do, or there is no file."""
+    """Rewrite ``path`` without the records for which ``stays`` is false, and without torn lines. Raises StorageError."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [json.dumps(record) + "\n" for record in read_lines(path) if stays(record)]
     if kept != lines:
         replace_file(path, "".join(kept))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """``value`` as the whole content of ``path``."""
+    """Make ``value`` the whole content of ``path``, as ``replace_file`` does."""
     replace_file(path, json.dumps(value, indent=1) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """``text`` as the whole content of ``path``: written beside it, flushed to disk and renamed. Raises StorageError."""
-    with _written(path):
+    """Make ``text`` the whole content of ``path``: written beside it, flushed to disk and renamed. Raises StorageError."""
+    with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
         try:
@@ -89,11 +79,21 @@ def replace_file(path: Path, text: str) -> None:
             raise
 
 
-# A file that another process appends to, read piece by piece as it grows.
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    """Turn the error of a disk that is full or broken into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"a file of the run cannot be written ({error.strerror or error})",
+            where=str(path),
+            fix="Free some space; the run goes on from its last checkpoint when it is started again.",
+        ) from error
 
 
 class Tail:
-    """Reads whole new lines of a file that may not exist yet; an unfinished last line waits for its end."""
+    """Reads what another process appends to a file, which may not exist yet."""
 
     def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
         self.path = path
@@ -119,16 +119,3 @@ class Tail:
             data = data[: data.rfind(b"\n") + 1]
         self._offset += len(data)
         return data
-
-
-def json_lines(lines: list[str]) -> list[dict[str, Any]]:
-    """The objects among lines of JSON; anything else is passed over, since a watcher must not end a run."""
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found

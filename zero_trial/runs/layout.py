@@ -1,133 +1,53 @@
-"""The numbered folders ``runs/0001``, ``runs/0002`` … in which runs keep all that they write."""
+"""The layout of a run's folder: the names of its files, its status, the numbered folders ``runs/0001``, and the run lock."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from zero_trial.errors import ConfigError
-from contextlib import contextmanager
-from collections.abc import Iterator
-import os
 import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 
-RANKS = "ranks"
-
-
-ERRORS = "errors"
-
-
-LOGS = "logs"
-
+from zero_trial.errors import ConfigError, Preempted
 
 _NUMBER = re.compile(r"\d{4,}")
 
 
-def new_run_folder(root: Path) -> Path:
-    """Make the folder after the highest number in ``root``. Two commands at once get two folders: the one that comes second tries the next number."""
-    _make(root, "run", "Start it in a folder that can be written, or give --run-dir DIR.")
-    number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
-    while True:
-        folder = root / f"{number:04d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise _refused(
-                error, folder, "run", "Start it in a folder that can be written, or give --run-dir DIR."
-            ) from None
-        else:
-            return folder
+class RunStatus(Enum):
+    """What the files in a folder say of the run in it."""
 
-
-def given_run_folder(folder: Path) -> Path:
-    """Make ``folder``, or take it when it is empty of runs. Raises ConfigError when a run has been there already."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
-    if has_run(folder):
-        raise ConfigError(
-            "there is a run in this folder already",
-            where="--run-dir",
-            got=str(folder),
-            fix=f"Give another folder, or continue that run with --resume {folder}.",
-        )
-    _make(folder, "--run-dir", "Give another folder.")
-    return folder
-
-
-def has_run(folder: Path) -> bool:
-    """Whether the ranks of a run have been started in this folder."""
-    return any((folder / name).exists() for name in ("events.jsonl", RANKS, ERRORS))
-
-
-def _make(folder: Path, where: str, fix: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _refused(error, folder, where, fix) from None
-
-
-def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
-    return ConfigError(f"the run's folder cannot be made ({error.strerror})", where=where, got=str(folder), fix=fix)
-
-
-def resumed_run_folder(folder: Path) -> Path:
-    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints, metrics and logs stay.
-
-    A run that ended before its first checkpoint starts again at its first step.
-    """
-    if not has_run(folder) and not (folder / "checkpoints").is_dir():
-        raise ConfigError("there is nothing to resume", where="--resume", got=str(folder), expected="a run's folder")
-    for name in (RANKS, ERRORS):
-        for path in (folder / name).glob("*.json"):
-            path.unlink()
-    for name in ("preempt", "early_exit.json"):
-        (folder / name).unlink(missing_ok=True)
-    return folder
-
-
-# A run's folder, held by one process at a time: two that train in it would destroy each other's checkpoints.
-
-
-LOCK_FILE = "held"
-
-
-@contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
-    """Holds ``folder`` until the block ends or this process does, however it does. Raises ConfigError if another one holds it.
-
-    The lock is the operating system's (flock); on file systems without any, nothing is held.
-    """
-    if not folder.is_dir():
-        yield
-        return
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 100).decode(errors="replace").strip()
-            raise ConfigError(
-                "another process is running in this folder",
-                where="--run-dir",
-                got=str(folder),
-                fix=f"Wait for process {holder or 'that holds it'}, or give another folder.",
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+    NONE = "there is no run"
+    UNFINISHED = "running, or killed"
+    PREEMPTED = "preempted"  # it has saved and can be resumed
+    FAILED = "failed"
+    STOPPED = "stopped"  # the trial itself ended it early
+    COMPLETED = "completed"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Names of the files in a run's folder, and the two ways to write them."""
+    """A run's folder. Every name of a file in it is written here and nowhere else."""
 
     path: Path
+
+    @property
+    def config_lock(self) -> Path:
+        """All that is needed to repeat the run, written before its first rank starts."""
+        return self.path / "config.lock.yaml"
+
+    @property
+    def resolved_config(self) -> Path:
+        """The ds_config with every default, and where each value came from."""
+        return self.path / "resolved_config.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Code, versions and machine of each start."""
+        return self.path / "certificate.json"
 
     @property
     def events(self) -> Path:
@@ -142,17 +62,168 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
     @property
+    def summary(self) -> Path:
+        """The figures of a run that ended well."""
+        return self.path / "summary.json"
+
+    @property
     def preempt(self) -> Path:
-        """Whoever wants the run to save and stop creates this file."""
+        """Creating this file asks the run to save and stop."""
         return self.path / "preempt"
 
+    @property
+    def early_exit(self) -> Path:
+        """Written once, by the first rank whose hyperparameters cannot be trained."""
+        return self.path / "early_exit.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the run lock is taken on."""
+        return self.path / "held"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank(self, rank: int) -> Path:
+        return self.ranks / f"rank-{rank}.json"
+
     def error(self, rank: int) -> Path:
-        return self.path / "errors" / f"rank-{rank}.json"
+        return self.errors / f"rank-{rank}.json"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def error_files(self) -> list[Path]:
+        """The errors that ranks have left, in the order of the ranks."""
+        found = [path for path in self.errors.glob("rank-*.json") if path.stem.removeprefix("rank-").isdigit()]
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
+
+    def has_run(self) -> bool:
+        """Whether a run has begun in this folder, whatever became of it."""
+        return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.ranks, self.errors))
+
+    def has_failed_ranks(self) -> bool:
+        """Whether a rank has left an error; a rank that was asked to stop, and has saved, has not failed."""
+        return any(_field(path, "exit_code") != Preempted.exit_code for path in self.error_files())
+
+    def status(self) -> RunStatus:
+        """How the run in this folder ended, as far as its files say; a file that cannot be read says nothing."""
+        if self.error_files():
+            return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
+        if self.summary.is_file():
+            ended = {status.value: status for status in (RunStatus.STOPPED, RunStatus.PREEMPTED)}
+            return ended.get(str(_field(self.summary, "end")), RunStatus.COMPLETED)
+        return RunStatus.UNFINISHED if self.has_run() else RunStatus.NONE
+
+
+def _field(path: Path, name: str) -> object:
+    """One field of a JSON object; None where there is none, or the file cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get(name) if isinstance(found, dict) else None
+
+
+def new_run_folder(root: Path) -> Path:
+    """Make the folder after the highest number in ``root``.
+
+    Two commands at once get two folders: the second one tries the next number.
+    """
+    advice = "Start it in a folder that can be written, or give --run-dir DIR."
+    _make(root, "run", advice)
+    number = 1 + max((int(path.name) for path in root.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
+    while True:
+        folder = root / f"{number:04d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise _refused(error, folder, "run", advice) from None
+        else:
+            return folder
+
+
+def given_run_folder(folder: Path) -> Path:
+    """Make ``folder``, or take it when no run has begun in it. Raises ConfigError otherwise."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("this is a file", where="--run-dir", got=str(folder), expected="a folder")
+    if RunFolder(folder).has_run():
+        raise ConfigError(
+            "there is a run in this folder already",
+            where="--run-dir",
+            got=str(folder),
+            fix=f"Give another folder, or continue that run with --resume {folder}.",
+        )
+    _make(folder, "--run-dir", "Give another folder.")
+    return folder
+
+
+def resumed_run_folder(path: Path) -> Path:
+    """Make a run's folder ready to go on: the records of its end are removed, its checkpoints, metrics and logs stay.
+
+    A run that ended before its first checkpoint starts again at its first step.
+    """
+    folder = RunFolder(path)
+    if not folder.has_run() and not folder.checkpoints.is_dir():
+        raise ConfigError("there is nothing to resume", where="--resume", got=str(path), expected="a run's folder")
+    for record in (*folder.ranks.glob("*.json"), *folder.errors.glob("*.json"), folder.preempt, folder.early_exit):
+        record.unlink(missing_ok=True)
+    return path
+
+
+def _make(folder: Path, where: str, fix: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(error, folder, where, fix) from None
+
+
+def _refused(error: OSError, folder: Path, where: str, fix: str) -> ConfigError:
+    return ConfigError(f"the run's folder cannot be made ({error.strerror})", where=where, got=str(folder), fix=fix)
+
+
+@contextmanager
+def lock_run(path: Path) -> Iterator[None]:
+    """Keep every other process out of a run's folder until the block or this process ends.
+
+    Two runs in one folder would destroy each other's checkpoints. The lock is the operating system's (flock), so a
+    process that is killed holds nothing; on a file system without locks, and for a folder that does not exist, nothing
+    is locked. Raises ConfigError if another process has the lock.
+    """
+    if not path.is_dir():
+        yield
+        return
+    descriptor = os.open(RunFolder(path).lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 100).decode(errors="replace").strip()
+            raise ConfigError(
+                "another process is running in this folder",
+                where="--run-dir",
+                got=str(path),
+                fix=f"Wait for process {holder or 'that has locked it'}, or give another folder.",
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,24 +1,41 @@
-"""The lock file ``config.lock.yaml``: all that is needed to repeat a run, written into its folder before the first rank starts."""
+"""What a run was made from: ``config.lock.yaml``, which repeats it, and the code, versions and machine of each of its starts.
+
+Together with summary.json and the events it is what ``zero-trial diff`` compares. Two runs that agree in all of it have
+the same bits.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from zero_trial.experiment.experiment import ExperimentConfig
-from collections.abc import Mapping
-from typing import Any
 import copy
-import os
-import yaml
-from importlib import metadata
 import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-CONFIG_LOCK = "config.lock.yaml"
+import yaml
 
+import zero_trial
+from zero_trial.experiment.experiment import ExperimentConfig
+from zero_trial.runs.events import write_json
+from zero_trial.runs.layout import RunFolder
 
-SECTION = "zero_trial"
-"""The lock's own facts stand under ``data.zero_trial``: an experiment may hold anything under ``data``."""
+LOCK_SECTION = "zero_trial"
+"""The lock's own facts are under ``data.zero_trial``: an experiment may hold anything under ``data``."""
+
+MOST_FOLDERS = 500
+MOST_FILES = 2000
+MOST_BYTES = 1 << 26
+"""Limits of the model's code. A folder beyond them is not a folder of code, and its entry says that it is not complete."""
+
+CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
+_NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +47,13 @@ class LockedFacts:
     seed: int
 
 
-def write_lock(folder: Path, experiment: ExperimentConfig, locked: LockedFacts, ds_config: Mapping[str, Any] | None) -> Path:
-    """Write the experiment with everything resolved: the ds_config inside it, the slots and the seed that this run uses.
+def write_lock(
+    folder: Path, experiment: ExperimentConfig, locked: LockedFacts, ds_config: Mapping[str, Any] | None
+) -> Path:
+    """Write ``config.lock.yaml``: the experiment with the ds_config resolved inside it, this run's slots and seed.
 
-    Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid over the resolved one it changes nothing.
-    The model's folder is noted relative to the lock, so that a project can be moved as a whole.
+    Hyperparameters stay as they are: the trial may read a ds_config out of them by itself, and laid over the resolved
+    one it changes nothing. The model's folder is noted relative to the lock, so that a project can be moved as a whole.
     """
     content = copy.deepcopy(dict(experiment.raw))
     content["resources"] = {**(content.get("resources") or {}), "slots_per_trial": locked.slots}
@@ -42,19 +61,19 @@ def write_lock(folder: Path, experiment: ExperimentConfig, locked: LockedFacts, 
     content["data"] = dict(content.get("data") or {})
     if ds_config is not None:
         content["data"]["ds_config"] = _plain(ds_config)
-    content["data"][SECTION] = {
+    content["data"][LOCK_SECTION] = {
         "model_dir": os.path.relpath(locked.model_dir.resolve(), folder.resolve()),
         "versions": {name: version for name in ("zero_trial", "torch") if (version := _version(name))},
     }
-    path = folder / CONFIG_LOCK
-    head = f"# All that is needed to repeat this run: zero-trial run {CONFIG_LOCK}\n"
+    path = RunFolder(folder).config_lock
+    head = f"# All that is needed to repeat this run: zero-trial run {path.name}\n"
     path.write_text(head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return path
 
 
 def locked_model_dir(experiment: ExperimentConfig) -> Path | None:
-    """The model's folder that a lock names, or None when the experiment is no lock."""
-    section = experiment.data.get(SECTION)
+    """The model's folder that a lock names, or None when the experiment is not a lock."""
+    section = experiment.data.get(LOCK_SECTION)
     if not isinstance(section, Mapping) or not isinstance(section.get("model_dir"), str) or experiment.folder is None:
         return None
     return Path(os.path.normpath(experiment.folder / section["model_dir"]))
@@ -76,52 +95,56 @@ def _version(name: str) -> str | None:
         return None
 
 
-# What a run was made with, noted each time it starts: the model's code, this package's code, versions and the machine's arithmetic.
-#
-# With config.lock.yaml, summary.json and the events it is what ``zero-trial diff`` compares. Two runs that agree in all of it have the same bits.
+def add_start(
+    run_dir: Path, run: Mapping[str, Any], model_dir: Path, torch_version: str, machine: Mapping[str, Any]
+) -> None:
+    """Add one start to the run's provenance, on rank 0 and before training. A run that goes on has an entry for each.
+
+    Args:
+        run: step, seed, number of ranks and hyperparameters; what JSON cannot hold is written as text.
+        machine: the device and the machine's arithmetic.
+    """
+    path = RunFolder(run_dir).provenance
+    start = {
+        "time": time.time(),
+        **json.loads(json.dumps(run, default=str)),
+        "code": code_of(model_dir),
+        "package": code_of(Path(zero_trial.__file__).parent)["sha256"][:16],
+        "versions": {
+            "zero_trial": zero_trial.__version__,
+            "torch": torch_version,
+            "python": platform.python_version(),
+        },
+        "machine": {**machine, "system": f"{sys.platform} {platform.machine()}"},
+    }
+    write_json(path, {"starts": [*_earlier_starts(path), start]})
 
 
-PROVENANCE = "certificate.json"
-
-
-MOST_FOLDERS = 500
-
-
-MOST_FILES = 2000
-
-
-MOST_BYTES = 1 << 26
-"""Of the model's code; beyond that it is no folder of code, and the certificate says that it is not complete."""
-
-
-CODE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".cuh")
-
-
-_NOT_CODE = {"__pycache__", "node_modules", "site-packages", "runs", "checkpoints"}
-
-
-def _earlier(path: Path) -> list[Any]:
+def _earlier_starts(path: Path) -> list[Any]:
+    """The starts noted so far; none of a file that is missing or cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return []
-    return found if isinstance(found, list) else []
+    starts = found.get("starts") if isinstance(found, dict) else None
+    return starts if isinstance(starts, list) else []
 
 
 def code_of(folder: Path) -> dict[str, Any]:
-    """The source files below ``folder``: name -> the first 16 digits of its SHA-256, and one sum over all of it.
+    """The source files below ``folder``: name -> the first 16 digits of its SHA-256, and one sum over all of them.
 
-    Hidden folders and those that hold no code of the model's are passed over. In one order on every machine.
+    Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left out. The order is the
+    same on every machine.
     """
     files: dict[str, str] = {}
     size = visited = 0
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _NOT_CODE and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if _may_hold_code(Path(place) / name))
         visited += 1
         for path in (Path(place) / name for name in sorted(names) if name.endswith(CODE_SUFFIXES)):
             try:
                 content = path.read_bytes()
-            except OSError:  # it goes away while a run starts
+            except OSError:  # it is removed while a run starts
                 continue
             size += len(content)
             files[path.relative_to(folder).as_posix()] = sha256(content).hexdigest()[:16]
@@ -130,6 +153,12 @@ def code_of(folder: Path) -> dict[str, Any]:
     else:
         return {"sha256": _sum(files), "files": files, "complete": True}
     return {"sha256": _sum(files), "files": files, "complete": False}
+
+
+def _may_hold_code(folder: Path) -> bool:
+    if folder.name.startswith("."):
+        return False
+    return folder.name not in _NOT_CODE or (folder / "__init__.py").is_file()
 
 
 def _sum(files: Mapping[str, str]) -> str:

@@ -1,5 +1,6 @@
-"""What surrounds a trial: metrics, checkpoints, preemption, search and the ranks, as small protocols with several
-forms.
-"""
+"""One rank of a trial: the platform around it (a folder, a Determined cluster, memory) and the ways to start it.
 
-from __future__ import annotations
+python -m zero_trial.run model_def:MyTrial     in a run's folder, or as a task of a cluster
+entrypoint: model_def:MyTrial                  inside of Determined's harness
+zero_trial.init() and Trainer.fit()            inside of the user's own script, in a folder or as a task of a cluster
+"""

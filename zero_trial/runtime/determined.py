@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,6 +232,14 @@ class DeterminedPlatform:
     @cached_property
     def progress(self) -> DeterminedProgress:
         return DeterminedProgress(self.core, self.show)
+
+    def resumed_at(self, checkpoint: str, step: int) -> DeterminedPlatform:
+        """The same trial, going on from a checkpoint of its own."""
+        return replace(self, facts=replace(self.facts, latest_checkpoint=checkpoint, steps_completed=step))
+
+    def started_from(self, named: str | Path, note: Callable[[str], None]) -> DeterminedPlatform:
+        """The same trial, starting from another checkpoint of the cluster's, by its uuid."""
+        return replace(self, facts=replace(self.facts, latest_checkpoint=str(named)))
 
     def best_validation(self) -> float | None:
         """The best over the whole experiment, as the master knows it."""

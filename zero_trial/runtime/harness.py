@@ -1,11 +1,11 @@
-"""The entrypoint ``model_def:MyTrial``: a trial inside Determined's own harness, which asks for classes of its own.
+"""The entrypoint ``model_def:MyTrial``: a trial inside of Determined's own harness, which asks for classes of its own.
 
 harness                                     here
 issubclass(MyTrial, det.LegacyTrial)        ZeroTrial is registered as a virtual subclass
 Controller.pre_execute_hook(env, backend)   nothing: the ranks join each other later
 MyTrial.trial_context_class(core, env)      the core.Context is kept
-MyTrial(context)                            not built yet: an error in it must end as any other, told once
-Controller.from_trial(...).run()            the same as the front ``python -m zero_trial.run``
+MyTrial(context)                            deferred: an error in it must end the task like any other, reported once
+Controller.from_trial(...).run()            the same as ``python -m zero_trial.run``
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import zero_trial
-from zero_trial.runtime.determined import harness_bases
-from zero_trial.runtime.open import run_on_cluster
+from zero_trial.runtime.determined import DeterminedPlatform, harness_bases
+from zero_trial.runtime.open import train_task
+from zero_trial.runtime.rank import TrialFactory
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 
-Run = Callable[[Callable[[], Callable[[ZeroTrialContext], ZeroTrial]], Any], int]
+Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]
 
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """What the harness makes as a trial's context: all that is used of it is the open core.Context."""
+    """The harness's context of a trial. Only the open core.Context in it is used."""
 
     core: Any
     env: Any
@@ -32,29 +33,30 @@ class HarnessContext:
 
 @dataclass(frozen=True)
 class DeferredTrial:
-    """A trial that the harness has asked for and that is built once the ranks have met."""
+    """A trial that the harness has asked for; it is built once the ranks have joined."""
 
     kind: type[ZeroTrial]
 
     def build(self, context: ZeroTrialContext) -> ZeroTrial:
-        trial = object.__new__(self.kind)  # past ZeroTrial.__new__, which postpones
+        trial = object.__new__(self.kind)  # past ZeroTrial.__new__, which defers
         trial.__init__(context)  # type: ignore[misc]
         return trial
 
 
-def train_deferred(load: Callable[[], Callable[[ZeroTrialContext], ZeroTrial]], core_context: Any) -> int:
-    """Trains with this package's engine inside of ``core_context``; the exit code."""
-    return run_on_cluster(load, zero_trial.initialize, core_context)
+def train_deferred(load: Callable[[DeterminedPlatform], TrialFactory], core_context: Any) -> None:
+    """Train with this package's engine inside of ``core_context``."""
+    train_task(load, zero_trial.initialize, core_context)
 
 
-def install(run: Run = train_deferred) -> None:
-    """Makes ZeroTrial something that the harness accepts. For the harness's own process only: there, a trial that is
-    called with the harness's context is postponed.
+def install(train: Train = train_deferred) -> None:
+    """Make ZeroTrial a class that the harness accepts.
+
+    For the harness's own process only: there, a trial that is called with the harness's context is deferred.
     """
     legacy_trial, trial_controller = harness_bases()
 
     class Bridge(trial_controller):  # type: ignore[misc, valid-type]
-        """The harness's controller: hands the trial over."""
+        """The harness's controller: starts the training of the deferred trial."""
 
         def __init__(self, trial: DeferredTrial, context: HarnessContext) -> None:
             self._trial = trial
@@ -69,9 +71,7 @@ def install(run: Run = train_deferred) -> None:
             return cls(trial_inst, context)
 
         def run(self) -> None:
-            code = run(lambda: self._trial.build, self._core)
-            if code:
-                raise SystemExit(code)
+            train(lambda platform: self._trial.build, self._core)
 
     def new(kind: type[ZeroTrial], context: Any = None, *args: Any, **options: Any) -> Any:
         return DeferredTrial(kind) if isinstance(context, HarnessContext) else object.__new__(kind)

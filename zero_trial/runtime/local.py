@@ -1,23 +1,37 @@
-"""A run in a folder of this machine: events, metrics, checkpoints and summary as plain files."""
+"""A run in a folder of this machine: its platform (metrics, checkpoints, events as plain files), and the checkpoint where it starts."""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zero_trial.checkpoint import CheckpointReader
 from zero_trial.errors import CheckpointError, ZeroTrialError
-from zero_trial.runs.checkpoints import METADATA, _other_name, add_checksums, checkpoint_step, publish
+from zero_trial.runs.checkpoints import (
+    METADATA,
+    add_checksums,
+    checkpoint_step,
+    delete,
+    find_fault,
+    manifests,
+    publish,
+    starting_point,
+    sweep,
+)
 from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
+
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -116,20 +130,7 @@ class LocalCheckpoints:
     def retain(self, storage_ids: Sequence[str]) -> None:
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name not in storage_ids and checkpoint_step(path) is not None:
-                # Renamed first: a process that is killed while it deletes must not leave half a checkpoint under its name.
-                shutil.rmtree(path.rename(_other_name(path, "tmp")), ignore_errors=True)
-
-    def sweep(self) -> None:
-        """Rank 0, before training: removes the temporary folders that a killed run left behind.
-
-        A checkpoint that was about to be replaced gets its name back if the new one did not take it.
-        """
-        for path in self.folder.glob("step-*.*-*") if self.folder.is_dir() else ():
-            name, _, kind = path.name.partition(".")
-            if kind.startswith("old-") and not (self.folder / name).exists():
-                path.rename(self.folder / name)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+                delete(path)
 
 
 @dataclass(frozen=True)
@@ -207,11 +208,21 @@ class LocalPlatform:
         return LocalProgress(self.folder, show=self.show)
 
     def tidy(self) -> None:
-        """Rank 0, before training: takes away what a run that was killed here has left beyond the step that this one goes
-        on from, so that no step is reported twice.
+        """Rank 0, before training: remove what a run that was killed here left beyond the step where this one goes on.
+
+        Then no step is reported twice.
         """
-        self.checkpoints.sweep()
+        sweep(self.folder.checkpoints)
         keep_lines(self.folder.metrics, lambda line: line.get("step", 0) <= self.steps_completed)
+
+    def resumed_at(self, checkpoint: str, step: int) -> LocalPlatform:
+        """The same run, going on from a checkpoint of its own."""
+        return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
+
+    def started_from(self, named: str | Path, note: Note) -> LocalPlatform:
+        """Collective. The same run, starting from another checkpoint, or from the latest whole one of a run's folder."""
+        start = agree_on_start(self.distributed, None, resume=Path(named), note=note)
+        return replace(self.resumed_at(start["checkpoint"], start["step"]), trial_id=start["trial_id"])
 
     def best_validation(self) -> float | None:
         searcher = self.experiment.get("searcher") or {}
@@ -230,8 +241,65 @@ class LocalPlatform:
 
     def report_early_exit(self, reason: str) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            with (self.run_dir / "early_exit.json").open("x") as file:  # whoever comes first; exactly one
-                file.write(f'{{"reason": "{reason}", "rank": {self.distributed.rank}}}\n')
-        except FileExistsError:
-            pass
+        with suppress(FileExistsError), self.folder.early_exit.open("x") as file:  # only the first rank writes it
+            file.write(json.dumps({"reason": reason, "rank": self.distributed.rank}) + "\n")
+
+
+def agree_on_start(
+    ranks: Distributed, run_dir: Path | None, resume: Path | None = None, warm_start: Path | None = None, *, note: Note
+) -> dict[str, Any]:
+    """Collective. The newest whole checkpoint where a run starts, its step and its trial's id (see ``starting_point``).
+
+    A checkpoint may have been damaged since it was made. Then the one before it is taken, and rank 0 says so with
+    ``note``. All files are read for that, each by one rank; the engine's load checks once more what it reads.
+
+    Raises CheckpointError on every rank where there are checkpoints and all are damaged: to start afresh then is not
+    what was meant.
+    """
+    damaged: dict[str, str] = {}
+    while True:
+        start = ranks.broadcast(_propose(damaged, run_dir, resume, warm_start) if ranks.rank == 0 else None)
+        if "fault" in start:
+            raise CheckpointError(
+                "no checkpoint is whole",
+                where=str(run_dir or resume),
+                got=start["fault"],
+                fix="Start in another folder, or move the damaged checkpoints away to start afresh.",
+            )
+        if start["checkpoint"] is None:
+            return dict(start)
+        found = ranks.allgather(verify_checkpoint(Path(start["checkpoint"]), ranks.rank, ranks.size))
+        faults = [fault for fault in found if fault is not None]
+        if not faults:
+            return dict(start)
+        damaged[start["checkpoint"]] = faults[0]
+        if ranks.rank == 0:
+            note(f"a damaged checkpoint is passed over: {faults[0]}")
+
+
+def _propose(
+    damaged: Mapping[str, str], run_dir: Path | None, resume: Path | None, warm_start: Path | None
+) -> dict[str, Any]:
+    """Rank 0: the next candidate, or the first fault where all have been damaged."""
+    try:
+        start = starting_point(run_dir, resume, warm_start, apart_from=damaged)
+    except CheckpointError:
+        start = {"checkpoint": None}
+    return {"fault": next(iter(damaged.values()))} if damaged and start["checkpoint"] is None else start
+
+
+def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
+    """What is wrong with a finished checkpoint; None if nothing.
+
+    Of ``count`` ranks each reads its share of the tensor files; rank 0 also compares all other files.
+    """
+    if index == 0 and (fault := find_fault(folder)) is not None:
+        return fault
+    try:
+        for manifest in manifests(folder):
+            CheckpointReader(manifest.parent).verify(index, count)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:  # perhaps on this rank alone: the others wait for its answer
+        return f"rank {index} cannot read {folder} ({error.strerror or error})"
+    return None

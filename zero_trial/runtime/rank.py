@@ -1,4 +1,4 @@
-"""A trial's events as lines of a log or a terminal, for fronts that have nobody else to show them."""
+"""One rank of a trial, however it was started: its ranks, its device, its context, training, its figures, its log."""
 
 from __future__ import annotations
 
@@ -10,73 +10,40 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 
 from zero_trial.comm.env import RankEnv
 from zero_trial.comm.mesh import MeshShape, build_mesh
-from zero_trial.errors import DoesNotFit, InvalidHP, TrialError
+from zero_trial.errors import DoesNotFit, TrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen
 from zero_trial.launch.summary import done_line
 from zero_trial.preflight.memory_watch import MemoryWatch
-from zero_trial.runs.records import user_frame
 from zero_trial.runtime.protocols import JsonDistributed, Platform
-from zero_trial.trial import Controller, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End, Outcome, build_summary
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
-
-
-class EventLog:
-    """Shows every event that it is called with. ``live``: one moving line for the steps, where there is a terminal."""
-
-    def __init__(self, stream: TextIO | None = None, live: bool | None = False) -> None:
-        self._screen = Screen(stream if stream is not None else sys.stdout, live=live)
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        if event.get("kind") == "done":
-            self._screen.close()  # the last step before the last line
-            for line in done_lines(event):
-                self._screen.say(line)
-        self._screen.show(event)
-        self._screen.tick()
-
-    def close(self) -> None:
-        self._screen.close()
-
-
-def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The last event of a trial that ran to an end, with its figures where it is the only place for them."""
-    told = {"step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
-    return {"kind": "done", **told, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
-
-
-def done_lines(event: Mapping[str, Any]) -> list[str]:
-    """``done    step 200/200  checkpoint <uuid>``, or how else it ended; before it the figures as a run's last line has them, if the
-    event has them.
-    """
-    word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
-    where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
-    if not event.get("figures"):
-        return [f"{word:8}{where}"]
-    return [done_line(event["figures"], word), f"kept    {where}"]
-
-
-# One rank of a trial, whoever started it: its world, its device, and the way from the trial's class to the outcome.
-
+from zero_trial.util.failures import user_frame
 
 TrialFactory = Callable[[ZeroTrialContext], ZeroTrial]
+Context = TypeVar("Context", bound=ZeroTrialContext)
 
 
 @dataclass
 class RankState:
-    """What a failing rank knows of itself."""
+    """What a rank knows of itself, as far as it has come; an error is recorded with it.
+
+    ``folder``: the run's, None on a cluster. ``watch``: rank 0 watches the memory of its engine.
+    """
 
     env: RankEnv = RankEnv()  # noqa: RUF009 - frozen
+    folder: Path | None = None
     context: ZeroTrialContext | None = None
+    watch: MemoryWatch | None = None
 
     @property
     def step(self) -> int | None:
@@ -86,30 +53,12 @@ class RankState:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trial that ran to an end, and what was seen of its memory."""
+    """A trial that ran to an end, and what was measured of its memory."""
 
     outcome: Outcome
     trial: ZeroTrial
     context: ZeroTrialContext
     watch: MemoryWatch | None = None
-
-
-def leave_quickly() -> None:
-    """At this process's end nothing is searched for garbage: there are 300 000 objects to look at, and the memory goes anyway. It is
-    four fifths of what a rank would do between its last line and its exit, a second of it, and that of every trial of a search.
-    """
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
-
-
-def as_known_error(error: BaseException) -> BaseException:
-    """Memory that ran out, as DoesNotFit; anything else as it is."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
-        wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
-        wrapped.__cause__ = error
-        return wrapped
-    return error
 
 
 def rank_world(env: RankEnv) -> JsonDistributed:
@@ -131,52 +80,51 @@ def own_device(env: RankEnv) -> torch.device:
 
 
 def load_trial_class(name: Entrypoint, model_dir: Path) -> type[ZeroTrial]:
-    """The user's class. Raises ConfigError, naming the trials that there are, if it is not one."""
+    """Import the user's class. Raises ConfigError, naming the trials that there are, if it is not one."""
     check_entrypoint(name, model_dir, where="entrypoint")
     return import_trial_class(name.module, name.name, model_dir)
 
 
 def open_context(
-    platform: Platform, state: RankState, engine_factory: EngineFactory
-) -> tuple[ZeroTrialContext, MemoryWatch | None]:
-    """Seeds everything, and makes the context of a trial that is built next. Rank 0 watches its memory."""
-    leave_quickly()
-    env = state.env
-    watch = MemoryWatch(platform.progress.emit, env.local_world_size) if env.rank == 0 else None
-    seed_everything(platform.seed)
-    factory = watch.around(engine_factory) if watch is not None else engine_factory
-    state.context = ZeroTrialContext(platform, factory, own_device(env))
-    return state.context, watch
-
-
-def build_trial(make: TrialFactory, context: ZeroTrialContext) -> ZeroTrial:
-    """The trial. Hyperparameters that cannot be trained are told to the platform at once."""
-    try:
-        return make(context)
-    except InvalidHP:
-        context.platform.report_early_exit("INVALID_HP")
-        raise
-
-
-def train(
-    make: TrialFactory,
     platform: Platform,
     state: RankState,
     engine_factory: EngineFactory,
-    settings: TrainSettings | None = None,
-) -> Trained:
-    """Collective. Builds everything around the trial, the trial, and runs it as the experiment says."""
-    context, watch = open_context(platform, state, engine_factory)
+    make: Callable[[Platform, EngineFactory, torch.device], Context],
+) -> Context:
+    """Seed everything, and make the context of the trial that is built next."""
+    skip_last_garbage_collection()
+    env = state.env
+    if env.rank == 0:
+        state.watch = MemoryWatch(platform.progress.emit, env.local_world_size)
+        engine_factory = state.watch.around(engine_factory)
+    seed_everything(platform.seed)
+    context = make(platform, engine_factory, own_device(env))
+    state.context = context
+    return context
+
+
+def skip_last_garbage_collection() -> None:
+    """Let the interpreter end without a search for garbage: the memory is freed anyway.
+
+    There are 300 000 objects to look at. The search takes a second, four fifths of the time between a rank's last line
+    and its exit, in every trial of a search.
+    """
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+
+
+def train(make: TrialFactory, platform: Platform, state: RankState, engine_factory: EngineFactory) -> Trained:
+    """Collective. Build the context and the trial, and train as the experiment says."""
+    context = open_context(platform, state, engine_factory, ZeroTrialContext)
     with refuse_sys_exit():
-        trial = build_trial(make, context)
-        if settings is None:
-            settings = settings_from_experiment(platform.experiment, platform.hparams)
-        return Trained(Controller(trial, context, settings).run(), trial, context, watch)
+        trial = make(context)
+        settings = settings_from_experiment(platform.experiment, platform.hparams)
+        return Trained(Controller(trial, context, settings).run(), trial, context, state.watch)
 
 
 @contextmanager
 def refuse_sys_exit() -> Iterator[None]:
-    """The trial's code may call ``sys.exit``, for one rank or all: a rank that left so would leave no word, and the others would wait for it."""
+    """Raise TrialError where the trial's code calls ``sys.exit``: its rank would leave no error, and the others would wait for it."""
     try:
         yield
     except SystemExit as ending:
@@ -189,8 +137,18 @@ def refuse_sys_exit() -> Iterator[None]:
         ) from ending
 
 
+def as_known_error(error: BaseException) -> BaseException:
+    """Memory that ran out, as DoesNotFit; any other error as it is."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
+        wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
+        wrapped.__cause__ = error
+        return wrapped
+    return error
+
+
 def figures_of(trained: Trained) -> dict[str, Any]:
-    """Collective. What the run has to show, on rank 0; empty on the others."""
+    """Collective. The run's figures on rank 0; empty on the others."""
     context = trained.context
     memory = context.distributed.gather(peak_memory(context.device))
     if context.distributed.rank != 0:
@@ -211,3 +169,39 @@ def peak_memory(device: torch.device) -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class EventLog:
+    """Prints a trial's events as lines, where no launcher follows them.
+
+    ``live``: one moving line for the steps; None decides by whether ``stream`` is a terminal.
+    """
+
+    def __init__(self, stream: TextIO | None = None, live: bool | None = False) -> None:
+        self._screen = Screen(stream if stream is not None else sys.stdout, live=live)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event.get("kind") == "done":
+            self._screen.close()  # the last step before the last line
+            for line in done_lines(event):
+                self._screen.say(line)
+        self._screen.show(event)
+        self._screen.tick()
+
+    def close(self) -> None:
+        self._screen.close()
+
+
+def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The last event of a trial that ran to an end; with its figures where no file has them."""
+    event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
+    return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
+
+
+def done_lines(event: Mapping[str, Any]) -> list[str]:
+    """``done    step 200/200  checkpoint <uuid>``, or how else it ended; with the figures, if the event has them, in a line before."""
+    word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
+    where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
+    if not event.get("figures"):
+        return [f"{word:8}{where}"]
+    return [done_line(event["figures"], word), f"kept    {where}"]

@@ -12,52 +12,51 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import zero_trial
 from zero_trial.comm.env import is_cluster_trial, launcher_run_dir
-from zero_trial.comm.rendezvous import destroy_distributed, init_distributed
-from zero_trial.errors import ConfigError, InvalidHP, ZeroTrialError
+from zero_trial.comm.rendezvous import init_distributed
+from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
-from zero_trial.preflight.memory_watch import MemoryWatch
-from zero_trial.runs.checkpoints import named_checkpoint, resumed_from
 from zero_trial.runs.layout import new_run_folder
-from zero_trial.runs.records import has_failed_ranks
 from zero_trial.runtime.determined import DeterminedPlatform
 from zero_trial.runtime.local import LocalPlatform
 from zero_trial.runtime.open import (
+    LocalRun,
     StopRequest,
-    agree_on_start,
-    error_text,
-    forget_errors,
+    finish,
     lock_run_together,
-    print_error,
+    open_folder,
+    open_task,
     raise_if_preempted,
-    record_error,
-    record_provenance,
-    write_error_file,
-    write_summary,
+    rank_of_folder,
+    rank_of_task,
 )
 from zero_trial.runtime.protocols import Platform
-from zero_trial.runtime.rank import EventLog, RankState, Trained, as_known_error, own_device, rank_world
+from zero_trial.runtime.rank import EventLog, RankState, Trained, open_context, rank_world
 from zero_trial.trial import Batch, Controller, TrainSettings, ZeroTrial, ZeroTrialContext
+from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import Outcome
 from zero_trial.trial.settings import TrainUnit, read_unit, settings_from_experiment
-from zero_trial.trial.trial import seed_everything
 
 Unit = TrainUnit | int | Mapping[str, int] | Any  # Any: Determined's own Batch and Epoch
 
 
 class ScriptContext(ZeroTrialContext):
-    """A context that a script opened. ``run_dir``: where the run's files lie; None on a cluster."""
+    """A context that a script opened."""
 
-    def __init__(self, platform: Platform, state: RankState, run_dir: Path | None) -> None:
-        watch = MemoryWatch(platform.progress.emit, state.env.local_world_size) if state.env.rank == 0 else None
-        factory = watch.around(zero_trial.initialize) if watch is not None else zero_trial.initialize
-        super().__init__(platform, factory, own_device(state.env))
-        self.watch = watch
-        self.run_dir = run_dir
+    platform: LocalPlatform | DeterminedPlatform
+
+    def __init__(
+        self, platform: Platform, engine_factory: EngineFactory, device: torch.device, state: RankState
+    ) -> None:
+        super().__init__(platform, engine_factory, device)
+        self.state = state
         self.outcome: Outcome | None = None  # of the last fit
 
 
@@ -70,110 +69,67 @@ def init(
     run_dir: str | Path | None = None,
     seed: int | None = None,
 ) -> Iterator[ZeroTrialContext]:
-    """Collective. Joins the ranks, seeds everything and gives the context for the trial; the end of the block leaves.
+    """Collective. Join the ranks, seed everything and give the context for the trial; the end of the block leaves.
 
-    On a cluster, hyperparameters, experiment config and seed are the task's own (``hparams`` may replace the first).
-    Elsewhere ``exp_conf`` is an experiment's YAML or the same as a dict, or nothing, and ``run_dir`` the run's folder (default:
-    the next of ``runs/NNNN``); a run that lies there already goes on.
+    On a cluster, experiment config and seed are the task's own, and so are the hyperparameters unless given.
 
-    An error of this package that leaves the block ends the process with the error's exit code and its message, so that a launcher
-    understands it: 75 for a run that was asked to stop and has saved. Hyperparameters that cannot be trained end every rank.
+    Args:
+        hparams: the trial's hyperparameters, instead of the experiment's.
+        exp_conf: an experiment's YAML, or the same as a dict.
+        enable_tensorboard_logging: whether reported metrics also go to the TensorBoard writer, if the trial makes one.
+        run_dir: the run's folder (default: the next of ``runs/NNNN``); a run that is in it already goes on.
+        seed: instead of the experiment's.
+
+    An error of this package that leaves the block ends the process with the error's exit code and its message, so that
+    a launcher understands it: 75 for a run that was asked to stop and has saved. Hyperparameters that cannot be trained
+    end every rank.
     """
     state = RankState()
-    opened = _on_cluster(state, hparams) if is_cluster_trial() else _on_disk(state, hparams, exp_conf, run_dir, seed)
-    with opened as (platform, folder):
-        seed_everything(platform.seed)
-        context = ScriptContext(platform, state, folder)
-        state.context = context
+    with ExitStack() as stack:
+        platform: LocalPlatform | DeterminedPlatform
+        if is_cluster_trial():
+            stack.enter_context(rank_of_task(state, script=True))
+            platform = stack.enter_context(open_task(state))
+            if hparams is not None:
+                platform = replace(platform, facts=replace(platform.facts, hparams=hparams))
+        else:
+            stop = stack.enter_context(rank_of_folder(state, script=True))
+            platform = _open_folder(stack, state, stop, hparams, exp_conf, run_dir, seed)
+        make = partial(ScriptContext, state=state)
+        context = open_context(platform, state, zero_trial.initialize, make)
         context.set_enable_tensorboard_logging(enable_tensorboard_logging)
         yield context
-        if folder is not None and context.outcome is not None:
+        if state.folder is not None and context.outcome is not None:
             raise_if_preempted(context.outcome)
 
 
-@contextmanager
-def _on_cluster(state: RankState, hparams: Mapping[str, Any] | None) -> Iterator[tuple[Platform, None]]:
-    from zero_trial.runtime.open import EARLY_EXIT, is_invalid_hp, open_on_cluster
-
-    with open_on_cluster(state) as (platform, farewell):
-        try:
-            facts = platform.facts if hparams is None else replace(platform.facts, hparams=hparams)
-            yield replace(platform, facts=facts), None
-        except (Exception, KeyboardInterrupt) as error:
-            if is_invalid_hp(error):
-                platform.report_early_exit("INVALID_HP")
-                sys.stderr.write(f"hyperparameters that cannot be trained: {error}\n")
-                raise SystemExit(0) from None
-            if farewell.claimed(EARLY_EXIT):  # only the echo of another rank's leaving
-                raise SystemExit(0) from None
-            _end(error)
-            raise
-
-
-@contextmanager
-def _on_disk(
+def _open_folder(
+    stack: ExitStack,
     state: RankState,
+    stop: StopRequest,
     hparams: Mapping[str, Any] | None,
     exp_conf: Mapping[str, Any] | str | Path | None,
     run_dir: str | Path | None,
     seed: int | None,
-) -> Iterator[tuple[Platform, Path]]:
-    stop = StopRequest(lambda: folder is not None and has_failed_ranks(folder))
-    log: EventLog | None = None
-    folder: Path | None = None
-    platform: LocalPlatform | None = None
-    try:
-        with stop.listening(), ExitStack() as stack:
-            state.env = init_distributed()
-            ranks = rank_world(state.env)
-            experiment, own, own_seed = _experiment(exp_conf)
-            named = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
-            stack.enter_context(lock_run_together(named, ranks))
-            folder = named  # from now on errors are left there
-            forget_errors(folder, state.env)
-            notes: list[str] = []
-            start = agree_on_start(ranks, folder, note=notes.append)
-            log = EventLog(live=None) if ranks.rank == 0 else None
-            platform = LocalPlatform(
-                run_dir=folder,
-                experiment=experiment,
-                hparams=own if hparams is None else hparams,
-                model_dir=Path.cwd(),
-                seed=own_seed if seed is None else seed,
-                trial_id=start["trial_id"],
-                experiment_id=str(experiment.get("name") or Path(sys.argv[0]).stem),
-                latest_checkpoint=start["checkpoint"],
-                steps_completed=start["step"],
-                distributed=ranks,
-                asked=stop,
-                show=log,
-            )
-            if ranks.rank == 0:
-                platform.tidy()
-                record_provenance(platform, own_device(state.env))
-            for note in notes:
-                platform.progress.emit({"kind": "note", "message": note})
-            yield platform, folder
-    except (Exception, KeyboardInterrupt) as error:
-        if folder is not None:
-            record_error(as_known_error(error), folder, state)
-        if platform is not None and isinstance(error, InvalidHP):
-            platform.report_early_exit("INVALID_HP")
-        _end(error)
-        raise
-    finally:
-        if log is not None:
-            log.close()
-        destroy_distributed()
-
-
-def _end(error: BaseException) -> None:
-    """SystemExit for an error of this package, whose message is printed; anything else is left to whoever calls, and told to the launcher."""
-    error = as_known_error(error)
-    if isinstance(error, ZeroTrialError):
-        print_error(error)
-        raise SystemExit(error.exit_code) from None
-    write_error_file(error_text(error), printed=False)
+) -> LocalPlatform:
+    """Collective. The platform of a script's run in a folder that no other process may use meanwhile."""
+    state.env = init_distributed()
+    ranks = rank_world(state.env)
+    experiment, own, own_seed = _experiment(exp_conf)
+    folder = Path(ranks.broadcast(str(_run_folder(run_dir)) if ranks.rank == 0 else None))
+    stack.enter_context(lock_run_together(folder, ranks))
+    show = EventLog(live=None) if ranks.rank == 0 else None
+    if show is not None:
+        stack.callback(show.close)
+    run = LocalRun(
+        folder=folder,
+        experiment=experiment,
+        hparams=own if hparams is None else hparams,
+        model_dir=Path.cwd(),
+        seed=own_seed if seed is None else seed,
+        experiment_id=str(experiment.get("name") or Path(sys.argv[0]).stem),
+    )
+    return stack.enter_context(open_folder(run, state, stop, show=show))
 
 
 def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str, Any], Mapping[str, Any], int]:
@@ -187,7 +143,7 @@ def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str,
     seed = _mapping(plain.get("reproducibility"), "exp_conf: reproducibility").get("experiment_seed") or 0
     if not isinstance(seed, int):
         raise ConfigError(
-            "no seed", where="exp_conf: reproducibility.experiment_seed", got=repr(seed), expected="a whole number"
+            "not a seed", where="exp_conf: reproducibility.experiment_seed", got=repr(seed), expected="a whole number"
         )
     return plain, plain.get("hyperparameters") or {}, seed
 
@@ -223,7 +179,7 @@ def _check_trial(given: object) -> None:
     is_class = isinstance(given, type)
     name = given.__name__ if isinstance(given, type) else type(given).__name__
     raise ConfigError(
-        "this is no trial",
+        "this is not a trial",
         where="Trainer",
         got=f"the class {name}" if is_class else f"an object of class {name}",
         expected="an object of a class that derives from ZeroTrial",
@@ -258,18 +214,27 @@ class Trainer:
         test_mode: bool = False,
         profiling_enabled: bool = False,
     ) -> Outcome:
-        """Collective. Trains until ``max_length`` steps or epochs of the trial are complete, also those before a resume.
+        """Collective. Train until ``max_length`` steps or epochs of the trial are complete, also those before a resume.
 
-        What is left out is the experiment config's, else Determined's default: never validated or saved on the way, reported
-        every 100 steps, the best validation saved, and the last step always validated and saved. ``latest_checkpoint``: start
-        from this one (default: the task's own on a cluster, the run folder's newest elsewhere). ``test_mode`` takes one step and
-        one validation batch, off a cluster only. ``profiling_enabled`` reports this host's load to a cluster.
+        What is not given is the experiment config's, else Determined's default: no validation and no checkpoint on the
+        way, a report every 100 steps, a checkpoint of the best validation. The last step is always validated and saved.
 
-        A second ``fit`` goes on where the first has ended, from its last checkpoint. Returns how it ended; a run that was asked to stop
-        has saved by then.
+        Args:
+            checkpoint_period, validation_period, reporting_period, max_length: a Batch, an Epoch, a number of steps, or
+                ``{"batches": n}`` and the like.
+            checkpoint_policy: after a validation, save if it is the ``"best"`` so far, ``"all"`` of them, or ``"none"``.
+            latest_checkpoint: start from this one (default: the task's own on a cluster, the run folder's newest
+                elsewhere).
+            step_zero_validation: validate before the first step.
+            test_mode: one step and one validation batch; not on a cluster.
+            profiling_enabled: report this host's load; only on a cluster.
+
+        A second ``fit`` goes on where the first has ended, from its last checkpoint. Returns how it ended; a run that
+        was asked to stop has saved by then.
         """
         context = self._context
-        self._start_from(latest_checkpoint)
+        if latest_checkpoint is not None:
+            context.platform = context.platform.started_from(latest_checkpoint, context.note)
         given = {
             "checkpoint_period": checkpoint_period,
             "validation_period": validation_period,
@@ -284,15 +249,10 @@ class Trainer:
             context.note("profiling_enabled: this machine's load is reported on a cluster only")
         outcome = Controller(self._trial, context, settings).run()
         context.outcome = outcome
-        self._go_on_from(outcome)
-        trained = Trained(outcome, self._trial, context, context.watch)
-        if context.run_dir is not None:
-            write_summary(trained, context.run_dir, shlex.join(["python", *sys.argv]))
-        if isinstance(context.platform, DeterminedPlatform):
-            from zero_trial.runtime.open import emit_done, keep_memory_figures
-
-            keep_memory_figures(trained, context.platform)
-            emit_done(trained)
+        if outcome.checkpoint is not None:  # the next fit neither repeats these steps nor reports them twice
+            context.platform = context.platform.resumed_at(outcome.checkpoint, outcome.step)
+        trained = Trained(outcome, self._trial, context, context.state.watch)
+        finish(trained, shlex.join(["python", *sys.argv]))
         return outcome
 
     def _settings(
@@ -327,32 +287,6 @@ class Trainer:
             )
 
     def _one_step(self, settings: TrainSettings) -> TrainSettings:
-        if self._context.run_dir is None:
+        if self._context.state.folder is None:
             raise ConfigError("only off a cluster", where="fit(test_mode=True)", fix="Leave it out here.")
         return replace(settings, max_length=Batch(1), validation_batches=1)
-
-    def _go_on_from(self, outcome: Outcome) -> None:
-        """What is trained is trained: the next ``fit`` neither does these steps again nor reports them twice."""
-        context, platform = self._context, self._context.platform
-        if isinstance(platform, LocalPlatform) and outcome.checkpoint is not None:
-            context.platform = replace(platform, latest_checkpoint=outcome.checkpoint, steps_completed=outcome.step)
-        elif isinstance(platform, DeterminedPlatform) and outcome.checkpoint is not None:
-            facts = replace(platform.facts, latest_checkpoint=outcome.checkpoint, steps_completed=outcome.step)
-            context.platform = replace(platform, facts=facts)
-
-    def _start_from(self, named: str | Path | None) -> None:
-        """Puts another checkpoint where the platform has its own."""
-        context, platform = self._context, self._context.platform
-        if named is None:
-            return
-        if isinstance(platform, LocalPlatform):
-            point = resumed_from(named_checkpoint(Path(named)))
-            context.platform = replace(
-                platform,
-                latest_checkpoint=point["checkpoint"],
-                steps_completed=point["step"],
-                trial_id=point["trial_id"],
-            )
-        elif isinstance(platform, DeterminedPlatform):
-            facts = replace(platform.facts, latest_checkpoint=str(named))
-            context.platform = replace(platform, facts=facts)

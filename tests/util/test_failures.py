@@ -9,7 +9,7 @@ import pytest
 
 import zero_trial
 from zero_trial.errors import ZeroTrialError
-from zero_trial.runs.records import LONGEST, user_line, with_user_line
+from zero_trial.util.failures import LONGEST_LINE, user_line, with_user_line
 
 
 def caught(text: str, name: str = "/somewhere/model_def.py") -> BaseException:
@@ -30,14 +30,14 @@ def test_a_line_of_a_file_that_can_be_read():
     with pytest.raises(ZeroDivisionError) as raised:
         1 / 0  # noqa: B018
     line = user_line(raised.value)
-    assert line is not None and line.startswith("test_own_line.py:") and line.endswith("1 / 0  # noqa: B018")
+    assert line is not None and line.startswith("test_failures.py:") and line.endswith("1 / 0  # noqa: B018")
 
 
 def test_a_long_line_is_cut(tmp_path: Path):
-    text = f"1 / 0  # {'x' * LONGEST}"
+    text = f"1 / 0  # {'x' * LONGEST_LINE}"
     (tmp_path / "model_def.py").write_text(text)
     line = user_line(caught(text, str(tmp_path / "model_def.py")))
-    assert line == f"model_def.py:1: {text[: LONGEST - 4]} ..."
+    assert line == f"model_def.py:1: {text[: LONGEST_LINE - 4]} ..."
 
 
 def test_an_error_of_a_package_alone_has_no_line():
@@ -58,7 +58,7 @@ def test_the_package_s_own_frames_are_none_of_the_user_s():
     with pytest.raises(ZeroTrialError) as raised:
         read_experiment("no such file")  # type: ignore[arg-type]
     line = user_line(raised.value)
-    assert line is not None and line.startswith("test_own_line.py:")
+    assert line is not None and line.startswith("test_failures.py:")
 
 
 def test_a_folder_with_a_longer_name_than_the_package_s_is_the_user_s():

@@ -57,7 +57,7 @@ def groups_are_reused() -> bool:
     return (
         first.shard.group is second.shard.group
         and first.world.group is dist.group.WORLD
-        and first.board is second.board
+        and first.heartbeat is second.heartbeat
         and first.counters is not second.counters
         and second.counters.table() == {}
     )

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/comm/backends.py: messages by the backend, by lanes, and the error that names both ranks."""
+"""Tests for zero_trial/comm/backends.py: messages by the backend, by ring buffers, and the error that names both ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_trial.comm.backends import PointToPoint
-from zero_trial.comm.health import Heartbeat, Watchdog
+from zero_trial.comm import AxisComm, CommCounters
+from zero_trial.comm.health import Heartbeat
 from zero_trial.errors import MeshError
 
 
@@ -40,27 +40,27 @@ class FakeLanes:
         return self._work
 
 
-def over(work: Work) -> tuple[PointToPoint, FakeLanes]:
+def over(work: Work) -> tuple[AxisComm, FakeLanes]:
     """Axis index 0 of global ranks 4 and 6."""
-    messages = PointToPoint(0, None, Watchdog(Heartbeat(None, 4, 8), (4, 6), 0.5))
-    messages.lanes = lanes = FakeLanes(work)
-    return messages, lanes
+    axis, lanes = AxisComm("pipe", (4, 6), 0, None, CommCounters(), Heartbeat(None, 4, 8), 0.5), FakeLanes(work)
+    axis.use_ring_channels(lanes)  # type: ignore[arg-type]
+    return axis, lanes
 
 
-def test_a_message_through_lanes() -> None:
+def test_a_message_through_ring_buffers() -> None:
     messages, lanes = over(Work())
     values = torch.arange(3.0)
-    message = messages.start("send", values, 1, "activations", 7)
+    message = messages.send(values, 1, "activations", 7)
     assert message.done
     assert message.wait() is values
     assert message.wait() is values  # again
-    messages.start("receive", values, 1, "gradients", 8)
+    messages.receive(values, 1, "gradients", 8)
     assert lanes.asked == [("send", 1, 7), ("receive", 1, 8)]
 
 
 def test_a_failure_names_the_two_ranks() -> None:
     messages, _ = over(Work("timed out"))
-    message = messages.start("receive", torch.empty(2), 1, "activations", 7)
+    message = messages.receive(torch.empty(2), 1, "activations", 7)
     assert not message.done
     with pytest.raises(MeshError, match=r"rank 4, step 0, receive\(activations\) from rank 6: waited 0.5 s for rank 6"):
         message.wait()

@@ -15,19 +15,19 @@ from zero_trial.comm.shm.segments import PeerProcesses
 
 
 def test_what_is_there_is_not_waited_for() -> None:
-    PeerProcesses({}).await_(3, lambda: True, 0.0)
+    PeerProcesses({}).wait_until(3, lambda: True, 0.0)
 
 
 def test_returns_when_it_is_there() -> None:
     there = threading.Event()
     threading.Timer(0.2, there.set).start()
-    PeerProcesses({1: os.getpid()}).await_(1, there.is_set, 30.0)
+    PeerProcesses({1: os.getpid()}).wait_until(1, there.is_set, 30.0)
     assert there.is_set()
 
 
 def test_gives_up_in_time() -> None:
     with pytest.raises(RuntimeError, match="timed out"):
-        PeerProcesses({1: os.getpid()}).await_(1, lambda: False, 0.05)
+        PeerProcesses({1: os.getpid()}).wait_until(1, lambda: False, 0.05)
 
 
 def test_a_killed_process_is_noticed_though_nobody_asked_for_its_status() -> None:
@@ -36,6 +36,6 @@ def test_a_killed_process_is_noticed_though_nobody_asked_for_its_status() -> Non
     os.kill(child.pid, signal.SIGKILL)
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="closed: the process of axis index 1"):
-        peers.await_(1, lambda: False, 60.0)
+        peers.wait_until(1, lambda: False, 60.0)
     assert time.monotonic() - begun < 30, "long before the timeout"
     child.communicate()

@@ -29,7 +29,7 @@ def held(homes: SharedTensorPool) -> int:
     """Bytes of pages, headers left out."""
     return sum(
         os.fstat(home.segment.descriptor).st_blocks * 512 - HEADER
-        for home in homes._homes.values()
+        for home in homes._tensors.values()
         if os.fstat(home.segment.descriptor).st_blocks
     )
 
@@ -75,9 +75,9 @@ def test_a_home_is_lent_to_one_collective_at_a_time() -> None:
     homes, peer, watched = SharedTensorPool(), SharedMemory(), peers()
     tensor = homes.empty(10, torch.float32)
     home = homes.find(tensor)
-    assert home is not None and home.settled
+    assert home is not None and not home.has_readers
     segment, offset = homes.lend(tensor, [READER, OTHER], watched) or pytest.fail("it was free")
-    assert not home.settled
+    assert home.has_readers
     assert homes.lend(tensor[5:], [READER], watched) is None
     first = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
     assert homes.lend(tensor, [READER], peers(), again=True) is None, "to others than those who read it now"
@@ -86,10 +86,10 @@ def test_a_home_is_lent_to_one_collective_at_a_time() -> None:
     second = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
     for reader in (READER, OTHER):
         peer.acknowledge(first, reader)
-    assert not home.settled, "the second of a chain counts"
+    assert home.has_readers, "the second of a chain counts"
     for reader in (READER, OTHER):
         peer.acknowledge(second, reader)
-    home.settle(0.0)
+    home.wait_for_readers(0.0)
     assert homes.lend(tensor[5:], [READER], watched) is not None
 
 
@@ -102,11 +102,11 @@ def test_a_reader_that_does_not_come_and_one_that_has_ended() -> None:
     try:
         homes.lend(tensor, [READER], PeerProcesses({READER: child.pid}))
         with pytest.raises(RuntimeError, match="timed out"):
-            home.settle(0.01)
+            home.wait_for_readers(0.01)
     finally:
         child.kill()
     with pytest.raises(RuntimeError, match="closed"):
-        home.settle(20.0)
+        home.wait_for_readers(20.0)
     child.wait()
 
 
@@ -120,9 +120,9 @@ def test_pages_go_when_the_last_view_goes_and_the_segment_is_used_again() -> Non
         assert held(homes) == 4 * SMALLEST and view[0] == 7.0
         del view
         assert held(homes) == homes.taken_bytes == 0
-    assert len(homes._homes) == 1, "a small one takes the empty segment of a larger one"
+    assert len(homes._tensors) == 1, "a small one takes the empty segment of a larger one"
     small = homes.empty(10, torch.float32)
-    assert small.sum() == 0 and len(homes._homes) == 1
+    assert small.sum() == 0 and len(homes._tensors) == 1
 
 
 def test_what_peers_still_read_is_kept_after_its_tensor() -> None:
@@ -131,12 +131,12 @@ def test_what_peers_still_read_is_kept_after_its_tensor() -> None:
     segment, offset = homes.lend(tensor, [READER], peers()) or pytest.fail("it was free")
     ticket = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
     del tensor
-    assert homes.empty(SMALLEST, torch.uint8).sum() == 0 and len(homes._homes) == 2
+    assert homes.empty(SMALLEST, torch.uint8).sum() == 0 and len(homes._tensors) == 2
     assert peer.read(ticket, torch.uint8, 5).tolist() == [3] * 5
     peer.acknowledge(ticket, READER)
     again = homes.empty(SMALLEST, torch.uint8)
     other = homes.empty(SMALLEST, torch.uint8)
-    assert again.sum() == other.sum() == 0 and len(homes._homes) == 2
+    assert again.sum() == other.sum() == 0 and len(homes._tensors) == 2
 
 
 def test_a_forked_child_that_drops_a_tensor_leaves_its_parents_pages_alone() -> None:

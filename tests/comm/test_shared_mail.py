@@ -35,7 +35,7 @@ def test_each_hears_of_the_others_payload() -> None:
     left, right = pair()
     here, there = left.post(ticket(1), 5, [1]), right.post(ticket(2), 5, [0])
     here.wait(LONG), there.wait(LONG)
-    assert (here.tickets, there.tickets) == ({1: ticket(2)}, {0: ticket(1)})
+    assert (here.handles, there.handles) == ({1: ticket(2)}, {0: ticket(1)})
 
 
 def test_several_are_under_way_and_are_read_in_any_order() -> None:
@@ -44,7 +44,7 @@ def test_several_are_under_way_and_are_read_in_any_order() -> None:
     there = [right.post(ticket(10 + k), k, [0]) for k in range(5)]
     for k in (3, 0, 4, 1, 2):
         here[k].wait(LONG), there[k].wait(LONG)
-        assert (here[k].tickets[1], there[k].tickets[0]) == (ticket(10 + k), ticket(k))
+        assert (here[k].handles[1], there[k].handles[0]) == (ticket(10 + k), ticket(k))
 
 
 def test_nobody_is_a_whole_ring_ahead() -> None:
@@ -57,7 +57,7 @@ def test_nobody_is_a_whole_ring_ahead() -> None:
     for k in range(SLOTS):
         letters = right.post(None, k, [0])
         letters.wait(LONG)
-        assert letters.tickets == {0: ticket(k)}
+        assert letters.handles == {0: ticket(k)}
 
 
 def test_what_nobody_waits_for_holds_nobody_up() -> None:
@@ -75,14 +75,14 @@ def test_thousands_cross_in_order() -> None:
         for k in range(3 * SLOTS):
             letters = right.post(ticket(k), k, [0])
             letters.wait(LONG)
-            heard.append(letters.tickets[0].generation)
+            heard.append(letters.handles[0].generation)
 
     thread = threading.Thread(target=other)
     thread.start()
     for k in range(3 * SLOTS):
         letters = left.post(ticket(-k), k, [1])
         letters.wait(LONG)
-        assert letters.tickets[1].generation == k
+        assert letters.handles[1].generation == k
     thread.join()
     assert heard == [-k for k in range(3 * SLOTS)]
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.comm.backends import DirectTransport, NativeTransport, sum_in_order
+from zero_trial.comm.backends import DirectTransport, NativeTransport, peers_from, sum_in_order
 
 
 def test_every_rank_starts_with_its_right_hand_neighbour() -> None:
-    assert [DirectTransport(None, (4, 5, 6, 7), index, sum_in_order).peers() for index in range(4)] == [
+    assert [peers_from(index, 4) for index in range(4)] == [
         [1, 2, 3],
         [2, 3, 0],
         [3, 0, 1],

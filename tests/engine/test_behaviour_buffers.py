@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
 from zero_trial.comm.shm.lending import SharedTensorPool
-from zero_trial.comm.shm.probe import _HOMES
+from zero_trial.comm.shm.probe import _TENSORS
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -59,7 +59,7 @@ def losses(config: dict[str, Any], transport: str) -> tuple[list[float], int]:
 
 
 def homes_bytes() -> int:
-    homes = _HOMES.get(dist.group.WORLD)
+    homes = _TENSORS.get(dist.group.WORLD)
     return 0 if homes is None else homes.taken_bytes
 
 
@@ -118,9 +118,9 @@ def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int, int
         engine.destroy()
         del engine
         gc.collect()
-        homes = _HOMES[dist.group.WORLD]
-        pages = sum(os.fstat(home.segment.descriptor).st_blocks * 512 for home in homes._homes.values())
-        found.append((homes.taken_bytes, pages, len(homes._homes), len(os.listdir("/proc/self/fd"))))
+        homes = _TENSORS[dist.group.WORLD]
+        pages = sum(os.fstat(home.segment.descriptor).st_blocks * 512 for home in homes._tensors.values())
+        found.append((homes.taken_bytes, pages, len(homes._tensors), len(os.listdir("/proc/self/fd"))))
     return found
 
 

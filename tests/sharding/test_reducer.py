@@ -224,13 +224,13 @@ def passed_on() -> list[str]:
     """The collectives over replica that start before backward ends."""
     rig = Rig(0, in_flight=1)
     started: list[str] = []
-    start = rig.mesh.replica._collectives.start
+    start = rig.mesh.replica._start
 
     def watched(kind: str, *args: Any, **kwargs: Any) -> Any:
         started.append(kind)
         return start(kind, *args, **kwargs)
 
-    rig.mesh.replica._collectives.start = watched  # type: ignore[method-assign]
+    rig.mesh.replica._start = watched  # type: ignore[method-assign]
     finish = rig.reducer.finish
     seen: list[str] = []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_trial.comm.backends import Message, Sum, sum_in_order
-from zero_trial.comm.collective import AxisComm, CommCounters, Pending, wait_all
+from zero_trial.comm.backends import Sum, sum_in_order
+from zero_trial.comm.collective import AxisComm, CommCounters, Message, Pending, wait_all
 from zero_trial.comm.env import RankEnv, read_rank_env
 from zero_trial.comm.mesh import AXES, Mesh, MeshShape, build_mesh, open_direction_groups, part_of_pipe
 from zero_trial.comm.rendezvous import (

@@ -1,4 +1,8 @@
-"""A few numbers that all ranks of an axis need at once: through a block of shared memory where there is one, else by the backend."""
+"""Control values: a few numbers, or a little JSON, that all ranks of an axis need at once.
+
+On the host they go through a block of shared memory where the ranks have one, else through the group's
+backend. Each call returns when it is done; values on a device are there for what is launched next on it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,17 @@ from zero_trial.comm.shm.ring import CAPACITY, SharedControlBlock
 from zero_trial.errors import MeshError
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_BACKENDS_OWN = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# Calls that nobody waits for any more; their tensors must outlive the group. A thread of gloo still has them, and to let go of a tensor that no
-# Python code holds any more takes the interpreter's lock, which belongs to whoever frees the group and waits for that thread (torch 2.6).
-_LEFT_BEHIND: list[Callable[[], Any]] = []
+# Calls that failed. Their tensors must outlive the group: a thread of gloo still holds them, and freeing a tensor that no Python
+# code holds takes the interpreter's lock, which the thread that frees the group has while it waits for gloo's (torch 2.6).
+_FAILED_CALLS: list[Callable[[], Any]] = []
 
 
 class ControlChannel:
-    """Sums, broadcasts and gathers of small things between the ranks of one axis. Values on the host are there when a call returns; those on a
-    device, for what is launched next on it.
+    """Sums, broadcasts and gathers of control values on one axis.
 
-    ``device``: where values must be so that the group's backend can move them. ``shared``: a block in which CPU values travel.
+    ``device``: where values must be so that the group's backend can move them. ``shared``: the block for values on the host.
     """
 
     def __init__(self, axis: str, group: Any, watch: Watchdog, device: torch.device) -> None:
@@ -38,7 +41,7 @@ class ControlChannel:
         self._size = len(watch.ranks)
 
     def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
-        """``sum``, ``max`` or ``min``, in rank order in shared memory, in the backend's own elsewhere."""
+        """Replace ``values`` by their ``sum``, ``max`` or ``min`` over the ranks: in rank order in shared memory, else in the backend's order."""
         if self.fits(values):
             rows = self._exchange("all_reduce", label, values)
             total = rows[0].clone()
@@ -46,21 +49,21 @@ class ControlChannel:
                 _COMBINE[op](total, row, out=total)
             values.copy_(total.view(values.shape))
             return
-        reduce_op = _BACKENDS_OWN[op]
-        self._now(
+        reduce_op = _REDUCE_OPS[op]
+        self._run(
             "all_reduce", label, values, lambda: dist.all_reduce(values, reduce_op, group=self._group, async_op=True)
         )
 
     def broadcast(self, raw: torch.Tensor, label: str, source: int) -> None:
-        """``raw`` (n,) of axis index ``source`` into everyone else's."""
+        """Copy ``raw`` (n,) of axis index ``source`` into every other rank's."""
         if self.fits(raw):
             raw.copy_(self._exchange("broadcast", label, raw)[source])
             return
         root = self._watch.ranks[source]
-        self._now("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
+        self._run("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
 
     def gather_json(self, value: Any, label: str, index: int) -> list[Any]:
-        """Every rank's ``value``, in rank order; this rank is axis index ``index``."""
+        """Return every rank's ``value``, in rank order; this rank is axis index ``index``."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self._size, dtype=torch.int64, device=self.device)
         lengths[index] = data.numel()
@@ -72,23 +75,23 @@ class ControlChannel:
             rows = self._exchange("gather", label, padded)
         else:
             rows = [torch.empty_like(padded) for _ in range(self._size)]
-            self._now(
+            self._run(
                 "all_gather", label, padded, lambda: dist.all_gather(rows, padded, group=self._group, async_op=True)
             )
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def fits(self, values: torch.Tensor) -> bool:
-        """Whether these values go through the shared block."""
+        """Say whether these values go through the shared block."""
         nbytes = values.numel() * values.element_size()
         return self.shared is not None and self._watch.on_host(values) and 0 < nbytes <= CAPACITY
 
     def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``values``, flat, in rank order."""
+        """Return every rank's ``values``, flat, in rank order."""
         if self.shared is None:
             raise RuntimeError("no shared block")
         name = self._enter(kind, label)
         flat = values.detach().contiguous().view(-1)
-        # not through numpy: a tensor that numpy has seen cannot be freed any more
+        # Not through numpy: a tensor that numpy has seen can no longer be freed.
         payload = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
         try:
             found = self.shared.exchange(name, payload, self._watch.timeout)
@@ -100,7 +103,8 @@ class ControlChannel:
             for index in range(self._size)
         ]
 
-    def _now(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
+    def _run(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
+        """Start ``call`` of the backend and wait for it."""
         name = self._enter(kind, label)
         try:
             work = call()
@@ -109,7 +113,7 @@ class ControlChannel:
         try:
             self._watch.wait(work, name, on_host=self._watch.on_host(values))
         except MeshError:
-            _LEFT_BEHIND.append(call)
+            _FAILED_CALLS.append(call)
             raise
         self._watch.heartbeat.leave()
 

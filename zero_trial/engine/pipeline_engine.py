@@ -159,7 +159,7 @@ class PipelineEngine(Engine):
         try:
             super().destroy()
         finally:
-            self.mesh.pipe.drop_ring_channels()
+            self.mesh.pipe.use_ring_channels(None)
 
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk = self._chunks[number]

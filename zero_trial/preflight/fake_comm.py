@@ -21,10 +21,10 @@ from weakref import WeakSet
 
 import torch
 
-from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, Pending
-from zero_trial.comm.backends import Received
-from zero_trial.comm.collective import Look
-from zero_trial.comm.health import Heartbeat
+from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape
+from zero_trial.comm.backends import Finish, Received, Transport, Works
+from zero_trial.comm.control import ControlChannel
+from zero_trial.comm.health import Heartbeat, Watchdog
 from zero_trial.comm.mesh import AXES
 from zero_trial.comm.shm.lending import WORTH_BYTES
 from zero_trial.comm.shm.segments import HEADER, SMALLEST, capacity_for
@@ -64,7 +64,7 @@ class Segments:
         """Bytes."""
         return sum(HEADER + segment.capacity for segment in self.made)
 
-    def settle_down(self, tensor: torch.Tensor) -> None:
+    def add_shared(self, tensor: torch.Tensor) -> None:
         """``tensor`` lives where peers read it in place."""
         self._homes.add(tensor.untyped_storage())
 
@@ -81,104 +81,83 @@ class Segments:
         return found
 
 
-class FakeComm(AxisComm):
+class FakeTransport(Transport):
     """One axis as its first rank sees it. Nothing is sent; what would arrive from the others is zeros."""
 
-    def __init__(
-        self, name: str, size: int, counters: CommCounters, board: Heartbeat, exchange: Exchange, segments: Segments
-    ) -> None:
-        super().__init__(name, tuple(range(size)), 0, None, counters, board, 0.0)
+    def __init__(self, size: int, exchange: Exchange, segments: Segments) -> None:
+        self.name = exchange.value
+        self._size = size
         self._exchange = exchange
         self._segments = segments
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
-        if self.size == 1:
-            return _copied(full, out)
-        own = full.view(self.size, -1)[0]
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
+        own = full.view(self._size, -1)[0]
         parts: dict[int, torch.Tensor] = {}
         segment = None
         if self._shares(full):
             if not self._segments.has(full):
-                segment = self._segments.acquire(own.numel() * own.element_size() * (self.size - 1))
+                segment = self._segments.acquire(own.numel() * own.element_size() * (self._size - 1))
         elif self._exchange is not Exchange.NATIVE:
-            parts = {peer: torch.zeros_like(own) for peer in range(1, self.size)}
+            parts = {peer: torch.zeros_like(own) for peer in range(1, self._size)}
 
         def add() -> Received:
             out.copy_(own)
             return Received(parts, lambda: _free(segment))
 
-        return Pending(None, label, [], add)
+        return [], add
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
-        if self.size == 1:
-            return _copied(shard, full)
-        parts = full.view(self.size, -1)
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, *, again: bool = False, lend: bool = True
+    ) -> tuple[Works, Finish]:
+        parts = full.view(self._size, -1)
         parts[0].copy_(shard)
         parts[1:].zero_()
         copied_out = self._shares(full) and not self._segments.has(shard)
         segment = self._segments.acquire(shard.numel() * shard.element_size()) if copied_out else None
-        return Pending(None, label, [], lambda: _free(segment))
+        return [], lambda: _free(segment)
 
-    def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        made = torch.zeros(numel, dtype=dtype, device=device)
-        if self.reads_in_place(device):
-            self._segments.settle_down(made)
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        made = super().buffer(numel, dtype)
+        if self.reads_in_place:
+            self._segments.add_shared(made)
         return made
 
-    def reads_in_place(self, device: torch.device) -> bool:
-        return self.size > 1 and device.type == "cpu" and self._exchange is Exchange.SHARED
-
-    def wait_for_readers(self, tensor: torch.Tensor) -> None:
-        """Nobody reads."""
-
-    def has_readers(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
-        if self.size == 1:
-            return _copied(full, full)
-        own = full.view(self.size, -1)[0]
-        scatter = self.reduce_scatter(full, own, label)
-
-        def gather() -> Pending:
-            scatter.wait()
-            return self.all_gather(full, own, label)
-
-        return Pending(None, label, [], gather)
-
-    def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
-        """The other ranks' numbers are this one's: nothing to do."""
-
-    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """This rank's values are everyone's."""
-
-    def gather_json(self, value: Any, label: str) -> list[Any]:
-        return [value] * self.size
-
-    def barrier(self, label: str) -> None:
-        """Nobody to wait for."""
+    @property
+    def reads_in_place(self) -> bool:
+        return self._size > 1 and self._exchange is Exchange.SHARED
 
     def _shares(self, full: torch.Tensor) -> bool:
         return self._exchange is Exchange.SHARED and full.numel() * full.element_size() >= WORTH_BYTES
 
 
+class FakeControl(ControlChannel):
+    """Control values of ranks that are not there: every other rank's are this one's."""
+
+    def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
+        """Leave ``values`` as they are."""
+
+    def broadcast(self, raw: torch.Tensor, label: str, source: int) -> None:
+        """Leave ``raw`` as it is."""
+
+    def gather_json(self, value: Any, label: str, index: int) -> list[Any]:
+        return [value] * self._size
+
+
 def fake_mesh(shape: MeshShape, exchange: Exchange = Exchange.SHARED, segments: Segments | None = None) -> Mesh:
     """Rank 0's place in ``shape``; no process group is needed, and none is used. ``segments`` notes what sharing would cost."""
-    counters, board = CommCounters(), Heartbeat(None, 0, 1)
+    counters, heartbeat = CommCounters(), Heartbeat(None, 0, 1)
     pool = segments if segments is not None else Segments()
+
+    def axis(name: str, size: int) -> AxisComm:
+        ranks = tuple(range(size))
+        control = FakeControl(name, None, Watchdog(heartbeat, ranks, 0.0), torch.device("cpu"))
+        transport = FakeTransport(size, exchange, pool)
+        return AxisComm(name, ranks, 0, None, counters, heartbeat, 0.0, transport=transport, control=control)
+
     sizes = dict(zip(AXES, shape.sizes, strict=True))
     sizes |= {"data": shape.data_parallel_size, "world": math.prod(shape.sizes)}
-    axes: dict[str, AxisComm] = {
-        name: FakeComm(name, size, counters, board, exchange, pool) for name, size in sizes.items()
-    }
-    return Mesh(shape, 0, axes, counters, board)
-
-
-def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
-    """An axis of one rank: the result is the input. Compared by storage, because imagined tensors have no addresses."""
-    if source.untyped_storage()._cdata != target.untyped_storage()._cdata:
-        target.copy_(source)
-    return Pending(None, "", [], None)
+    axes = {name: axis(name, size) for name, size in sizes.items()}
+    return Mesh(shape, 0, axes, counters, heartbeat)
 
 
 def _free(segment: _Segment | None) -> None:

@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from tests.report.reading import read
 from tests.report.samples import run_report, sweep_report
 from zero_trial.report.data import Axis, BracketHistory, Memory, RungDecision, RungOutcome, Series
-from zero_trial.report.page import join
+from zero_trial.report.page import bar, join, memory_view
 from zero_trial.report.plot import (
     MOST_POINTS,
     Line,
     Scale,
-    bar,
     brackets_view,
     fit,
     fit_axis,
     line_chart,
-    memory_view,
     parallel_view,
     smoothed,
     thinned,

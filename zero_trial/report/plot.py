@@ -1,4 +1,9 @@
-"""Scales: from a value to a place between 0 and 1 along an axis, and the round values that get a label."""
+"""The charts of a report: scales, the one frame, and the charts that stand in it.
+
+A chart is a function that computes shapes and labels and returns ``frame(...)``. Drawings are SVG that is stretched to
+its box (strokes are not); labels are HTML at percentages of it, so they keep one size at any width and need no script.
+A new chart is such a function here, a line in the page that shows it and, where it looks new, a rule in page.css.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from typing import Any
 from zero_trial.report.data import (
     Axis,
     BracketHistory,
-    Memory,
     RungDecision,
     RungOutcome,
     Series,
@@ -19,7 +23,7 @@ from zero_trial.report.data import (
     TrialReport,
 )
 from zero_trial.report.page import Child, Html, el, join, json_data
-from zero_trial.util.text import format_bytes, format_count, format_number, format_value
+from zero_trial.util.text import format_count, format_number, format_value
 
 LOG_RATIO = 50.0  # values that lie further apart than this are told apart on a logarithmic scale only
 
@@ -117,11 +121,6 @@ def _log_values(low: float, high: float, most: int) -> list[float]:
     return values[::every]
 
 
-# Line charts as SVG whose labels are HTML, so that they fit any width with letters of one size and need no script to be seen.
-#
-# The drawing is stretched to its box (strokes are not), labels stand at percentages of it.
-
-
 BOX = 1000  # the drawing's own coordinates
 
 
@@ -142,48 +141,81 @@ class Line:
     dots: bool = False
 
 
+def frame(
+    shapes: Child,
+    *,
+    labels: Child,
+    caption: Child = None,
+    overlay: Child = None,
+    said: str = "",
+    keys: str = "",
+    size: str = "",
+    data: Mapping[str, Any] | None = None,
+    kind: str = "",
+    style: str | None = None,
+) -> Html:
+    """Return the figure that every chart of a report stands in.
+
+    Args:
+        shapes: SVG paths in the drawing's own coordinates, 0 to BOX, which are stretched to the figure's width.
+        labels: tick labels, placed in percent of the drawing (``x_labels``, ``y_labels``).
+        caption: what stands in the figcaption; nothing leaves it out.
+        overlay: HTML over the drawing, such as buttons.
+        said: the chart in words, for readers who do not see it; empty hides the drawing from them.
+        keys: what the arrow keys do in it; empty takes it out of the keyboard's order.
+        size: ``tall``, or nothing.
+        data: what the page's script needs.
+        kind: classes of the figure beside ``chart``; page.js finds its charts by them.
+        style: CSS properties of the figure.
+    """
+    spoken = {"role": "img", "aria_label": said} if said else {"aria_hidden": "true"}
+    drawing = el("svg", shapes, viewBox=f"0 0 {BOX} {BOX}", preserveAspectRatio="none", **spoken)
+    reach = {"tabindex": 0, "aria_label": keys} if keys else {}
+    plot = el("div", drawing, labels, overlay, class_=f"plot {size}".strip(), **reach)
+    behind = json_data(data) if data is not None else None
+    head = el("figcaption", caption) if caption is not None else None
+    return el("figure", head, plot, behind, class_=f"chart {kind}".strip(), style=style)
+
+
+def x_labels(ticks: Iterable[Tick], name: str) -> list[Html]:
+    """Labels below the drawing, and what they count."""
+    below = [el("span", tick.label, class_="x", style=f"left:{100 * tick.at:.4g}%") for tick in ticks]
+    return [*below, el("span", name, class_="x-label")]
+
+
+def y_labels(ticks: Iterable[Tick]) -> list[Html]:
+    """Labels beside the drawing; a tick at 1 is at the top."""
+    return [el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in ticks]
+
+
+def grid_lines(ticks: Iterable[Tick]) -> list[Html]:
+    """A line across the drawing for each tick of the y axis."""
+    return [el("path", d=f"M0 {BOX * (1 - tick.at):.5g}H{BOX}", class_="grid") for tick in ticks]
+
+
 def line_chart(
     title: str,
     lines: Sequence[Line],
     *,
-    y_label: str = "",
     x_label: str = "step",
     size: str = "",
     slider: bool = False,
     zero: bool = False,
     legend: bool = True,
 ) -> Html:
-    """A figure with its caption, axes, lines and, for a pointer, the data behind them.
-
-    ``size``: "tall" or nothing. ``zero``: the axis begins at 0.
-    """
+    """Return a chart of lines over steps. ``size``: "tall" or nothing. ``zero``: the y axis begins at 0."""
     shown = [Line(thinned(line.series), line.role, line.label, line.smooth, line.dots) for line in lines]
     x = fit([step for line in shown for step in line.series.steps], log=False, margin=0.0)
     y = fit([value for line in shown for value in line.series.values] + ([0.0] if zero else []))
-    drawing = el(
-        "svg",
-        _grid(x, y),
-        [_draw(line, x, y, index) for index, line in enumerate(shown)],
-        viewBox=f"0 0 {BOX} {BOX}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=_spoken(title, shown),
+    return frame(
+        [grid_lines(y.ticks()), [_draw(line, x, y, index) for index, line in enumerate(shown)]],
+        labels=[y_labels(y.ticks()), x_labels(x.ticks(6), x_label)],
+        caption=[el("h3", title), _legend(shown) if legend else None, _slider() if slider else None],
+        said=_spoken(title, shown),
+        keys=f"{title}: values by arrow keys",
+        size=size,
+        data=_behind(shown, x, y),
     )
-    plot = el(
-        "div",
-        drawing,
-        _labels(x, y, x_label),
-        class_=f"plot {size}".strip(),
-        tabindex=0,
-        aria_label=f"{title}: values by arrow keys",
-    )
-    caption = el(
-        "figcaption",
-        el("h3", title, el("small", y_label) if y_label else None),
-        _legend(shown) if legend else None,
-        _slider() if slider else None,
-    )
-    return el("figure", caption, plot, json_data(_behind(shown, x, y)), class_="chart")
 
 
 def thinned(series: Series) -> Series:
@@ -233,18 +265,6 @@ def _places(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale)
         if across is not None and up is not None:
             found.append((f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}"))
     return found
-
-
-def _grid(x: Scale, y: Scale) -> list[Html]:
-    levels = [BOX * (1 - tick.at) for tick in y.ticks()]
-    return [el("path", d=f"M0 {level:.5g}H{BOX}", class_="grid") for level in levels]
-
-
-def _labels(x: Scale, y: Scale, x_label: str) -> list[Html]:
-    across = x.ticks(6)
-    right = [el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in y.ticks()]
-    below = [el("span", tick.label, class_="x", style=f"left:{100 * tick.at:.4g}%") for tick in across]
-    return [*right, *below, el("span", x_label, class_="x-label")]
 
 
 def _legend(lines: Sequence[Line]) -> Html:
@@ -305,95 +325,72 @@ def _spoken(title: str, lines: Sequence[Line]) -> str:
     return f"{title}: {'; '.join(said)}" if said else title
 
 
-# Memory as pictures: the parts of a plan beside what was measured, and small bars for tables.
+# The learning curves of a sweep: one line for each trial, the better the darker.
 
 
-# Darkest first: what outlives a step, then what comes and goes.
-PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+CLOSE_UP = 20.0  # times the spread of the better half: a worse value than that would press all other curves flat
 
 
-def memory_view(memory: Memory) -> Html | None:
-    """Planned parts, the planned and the measured peak as bars of one scale, and a line on each; None if nothing is known."""
-    if memory.planned is None and memory.measured is None and not memory.processes:
+def trial_curves(report: SweepReport) -> tuple[Html, str] | None:
+    """Return the chart of all learning curves, and how many values lie outside it; None if there are no curves."""
+    drawn = [trial for trial in report.trials if len(trial.curve)]
+    if not drawn:
         return None
-    widest = max(memory.planned or 0, memory.measured or 0, sum(_parts(memory).values()), 1)
-    rows = []
-    if memory.planned is not None:
-        rows.append(
-            _row("planned", _stack(_parts(memory) or {"peak": memory.planned}, memory.planned, widest), memory.planned)
-        )
-    if memory.measured is not None:
-        rows.append(_row("measured", _stack({"measured": memory.measured}, memory.measured, widest), memory.measured))
-    return join([rows, _key(_parts(memory)), _remarks(memory)])
+    ranked = {trial.id: at for at, trial in enumerate(report.ranked())}
+    x = fit([0.0, *(step for trial in drawn for step in trial.curve.steps)], log=False, margin=0.0)
+    y, cut = _close_up(drawn, report)
+    worst_first = sorted(drawn, key=lambda trial: -ranked.get(trial.id, len(ranked)))
+    key = el("span", "worst", el("i", class_="ramp"), "best", class_="scale-key")
+    chart = frame(
+        [grid_lines(y.ticks()), [_curve(trial, ranked.get(trial.id), len(ranked), x, y) for trial in worst_first]],
+        labels=[y_labels(y.ticks()), x_labels(x.ticks(6), report.unit)],
+        caption=[el("h3", report.metric), key, el("span", class_="lit-name soft", role="status")],
+        said=f"{report.metric} of {len(drawn)} trials over {report.unit}",
+        keys="Learning curves: arrow keys go from trial to trial",
+        size="tall",
+        kind="trials",
+    )
+    return chart, cut
 
 
-def bar(value: float | None, widest: float, text: str) -> Child:
-    """A number with a bar under it; the text alone where there is no number."""
-    if value is None or widest <= 0:
-        return text
-    return [text, el("span", el("i", style=f"--w:{min(value / widest, 1):.4g}"), class_="bar", aria_hidden="true")]
+def _quality(rank: int, of: int) -> float:
+    """Return 1 for the best of ``of`` trials, 0 for the worst."""
+    return 1 - rank / max(of - 1, 1)
 
 
-def _parts(memory: Memory) -> Mapping[str, int]:
-    return {name: memory.parts[name] for name in PARTS if memory.parts.get(name)}
+def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
+    """The scale of the curves, without what would press all others flat, and how many values are so left out."""
+    values = sorted(value for trial in drawn for value in trial.curve.values)
+    if not report.smaller_is_better:
+        values = [-value for value in reversed(values)]
+    half = values[len(values) // 2] - values[0]
+    limit = values[0] + CLOSE_UP * max(half, 1e-12)
+    inside = [value for value in values if value <= limit] if len(values) > 4 else values
+    sign = 1 if report.smaller_is_better else -1
+    left = len(values) - len(inside)
+    return fit([sign * value for value in inside]), (f"{left} value{'s' if left != 1 else ''}" if left else "")
 
 
-def _stack(parts: Mapping[str, int], peak: int, widest: int) -> Html:
-    """Parts that together pass the peak do not all live at once: they are drawn in proportion within it."""
-    total = max(sum(parts.values()), peak)
-    cells = [
-        el(
-            "i",
-            title=f"{name}: {format_bytes(value)}",
-            style=f"--w:{value / total * peak / widest:.4g};--m:{_shade(name)}",
-        )
-        for name, value in parts.items()
+def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale) -> list[Html]:
+    curve = thinned(trial.curve)
+    pairs = [
+        (f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}")
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if (across := x.place(step)) is not None and (up := y.place(value)) is not None
     ]
-    return el("div", cells, class_="stack", aria_hidden="true")
-
-
-def _shade(name: str) -> str:
-    return f"{1.0 - 0.19 * PARTS.index(name):.2f}" if name in PARTS else "1"
-
-
-def _row(name: str, stack: Html, value: int) -> Html:
-    return el("div", el("span", name), stack, el("b", format_bytes(value)), class_="stack-row")
-
-
-def _key(parts: Mapping[str, int]) -> Html | None:
-    if not parts:
-        return None
-    items = [
-        el("li", el("i", class_="swatch", style=f"--m:{_shade(name)}"), name, el("b", format_bytes(value)))
-        for name, value in parts.items()
+    quality = 0.0 if rank is None else _quality(rank, of)
+    points = " ".join(f"{a},{b}" for a, b in pairs)
+    path = "M" + "L".join(f"{a} {b}" for a, b in pairs) if pairs else "M0 0"
+    look = {"data_trial": trial.id, "style": f"--q:{quality:.3g}"}
+    marks = "".join(f"M{a} {b}h0" for a, b in pairs)
+    line = el("path", d=path, data_points=points, class_="line best" if rank == 0 else "line", **look)
+    return [
+        line,
+        el("path", d=marks, class_="dots best" if rank == 0 else "dots", **look) if len(pairs) <= 12 else Html(""),
     ]
-    return el("ul", items, class_="legend")
 
 
-def _verdict(percent: float) -> str:
-    if abs(percent) < 0.05:
-        return "The plan, made before the first step, came true to a tenth of a percent."
-    return f"The plan, made before the first step, is off by {percent:+.1f} %."
-
-
-def _remarks(memory: Memory) -> Html:
-    said = ["Bytes of live tensors on rank 0 at the peak of a step."] if memory.planned or memory.measured else []
-    if memory.planned and memory.measured:
-        said.append(_verdict(100 * (memory.planned / memory.measured - 1)))
-    if memory.parts and memory.planned and sum(_parts(memory).values()) > memory.planned * 1.001:
-        said.append(
-            "The parts do not all live at the same moment, so they add up to more than the peak; they are drawn in proportion."
-        )
-    if memory.processes:
-        kind = f" ({memory.processes_kind})" if memory.processes_kind else ""
-        each = ", ".join(format_bytes(value) for value in memory.processes)
-        said.append(f"Peak of each rank's process{kind}, libraries included: {each}.")
-    if memory.limit_line:
-        said.append(f"Limit: {memory.limit_line}.")
-    return el("p", " ".join(said), class_="note", style="margin-top:.9rem")
-
-
-# The search's decisions as a picture: brackets as ladders, each trial a mark at every rung that it reached.
+# Brackets of a search: a column for each rung, each trial a mark at every rung that it reached.
 
 
 _CLASS = {RungOutcome.WENT_ON: "", RungOutcome.STOPPED: "stopped", RungOutcome.FINISHED: "finished"}
@@ -426,20 +423,17 @@ def _ladder(ladder: BracketHistory, report: SweepReport) -> Html:
     across = {rung: (rung + 0.5) / len(ladder.units) for rung in range(len(ladder.units))}
     columns = [el("path", d=f"M{BOX * x:.5g} 0V{BOX}", class_="column") for x in across.values()]
     climbs = [el("path", d=path, class_="climb") for path in _climbs(ladder, scale, across, report)]
-    marks = [_mark(decision, across, scale, report) for decision in ladder.decisions]
-    labels = [
-        el("span", f"{units}", class_="x", style=f"left:{100 * across[rung]:.4g}%")
-        for rung, units in enumerate(ladder.units)
-    ]
-    ticks = [
-        el("span", tick.label, class_="y", style=f"top:{100 * _down(tick.at, report):.4g}%") for tick in scale.ticks(5)
-    ]
-    drawing = el("svg", columns, climbs, viewBox=f"0 0 {BOX} {BOX}", preserveAspectRatio="none", aria_hidden="true")
-    plot = el("div", drawing, ticks, labels, el("span", report.unit, class_="x-label"), marks, class_="plot")
+    rungs = [Tick(across[rung], f"{units}") for rung, units in enumerate(ladder.units)]
+    levels = [Tick(1 - _down(tick.at, report), tick.label) for tick in scale.ticks(5)]
     title = f"Bracket {ladder.number}" if len(report.ladders) > 1 else "Rungs"
     trials = len({decision.trial for decision in ladder.decisions})
-    caption = el("figcaption", el("h3", title, el("small", f"{trials} trials measured, {report.metric}")))
-    return el("figure", caption, plot, class_="chart ladder")
+    return frame(
+        [columns, climbs],
+        labels=[y_labels(levels), x_labels(rungs, report.unit)],
+        caption=el("h3", title, el("small", f"{trials} trials measured, {report.metric}")),
+        overlay=[_mark(decision, across, scale, report) for decision in ladder.decisions],
+        kind="ladder",
+    )
 
 
 def _down(at: float, report: SweepReport) -> float:
@@ -477,7 +471,7 @@ def _mark(decision: RungDecision, across: Mapping[int, float], scale: Scale, rep
     )
 
 
-# Parallel coordinates: one axis for each swept value and one for the metric, one line for each trial, ranges to choose on every axis.
+# Parallel coordinates: an axis for each swept value and one for the metric, a line for each trial.
 
 
 MIDDLE = 0.5  # where a trial without a value passes an axis
@@ -493,33 +487,21 @@ def parallel_view(report: SweepReport) -> Html | None:
     ]
     goal = fit([trial.best for trial in ranked if trial.best is not None])
     places = {trial.id: _places_parallel(trial, report, scales, goal) for trial in ranked}
-    drawing = el(
-        "svg",
-        # The best trial is drawn last, over the others.
-        [
-            _line(trial, places[trial.id], 1 - at / max(len(ranked) - 1, 1))
-            for at, trial in reversed(list(enumerate(ranked)))
-        ],
-        viewBox=f"0 0 {BOX} {BOX}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=f"{len(ranked)} trials over {', '.join(axis.name for axis in report.axes)} and {report.metric}",
-    )
     columns = [*report.axes, Axis(report.metric)]
-    drawn = [
-        _axis(axis, scale, index, len(columns), report)
-        for index, (axis, scale) in enumerate(zip(columns, [*scales, goal], strict=True))
-    ]
-    plot = el(
-        "div",
-        drawing,
-        drawn,
-        class_="plot",
-        tabindex=0,
-        aria_label="Parallel coordinates: arrow keys go from trial to trial",
+    return frame(
+        # The best trial is drawn last, over the others.
+        [_line(trial, places[trial.id], _quality(at, len(ranked))) for at, trial in reversed(list(enumerate(ranked)))],
+        labels=None,
+        overlay=[
+            _axis(axis, scale, index, len(columns), report)
+            for index, (axis, scale) in enumerate(zip(columns, [*scales, goal], strict=True))
+        ],
+        said=f"{len(ranked)} trials over {', '.join(axis.name for axis in report.axes)} and {report.metric}",
+        keys="Parallel coordinates: arrow keys go from trial to trial",
+        data={"axes": [axis.name for axis in columns], "trials": places},
+        kind="parallel trials",
+        style=f"--axes:{len(columns)}",
     )
-    data = json_data({"axes": [axis.name for axis in columns], "trials": places})
-    return el("figure", plot, data, class_="chart parallel trials", style=f"--axes:{len(columns)}")
 
 
 def _places_parallel(

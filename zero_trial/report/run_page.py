@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 from zero_trial.report import page
 from zero_trial.report.data import MetricChange, RunReport, Setting
-from zero_trial.report.page import Child, Html, el, join
-from zero_trial.report.plot import Line, line_chart, memory_view
+from zero_trial.report.page import Child, Html, el, join, memory_view
+from zero_trial.report.plot import Line, line_chart
 from zero_trial.util.text import format_bytes, format_number, format_value
 
 

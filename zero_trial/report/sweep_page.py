@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 
 from zero_trial.report import page
 from zero_trial.report.data import RungDecision, RungOutcome, SweepReport, TrialReport
-from zero_trial.report.page import Child, Html, el, join
-from zero_trial.report.plot import BOX, Scale, bar, brackets_view, fit, parallel_view, thinned
+from zero_trial.report.page import Child, Html, bar, el, join
+from zero_trial.report.plot import brackets_view, parallel_view, trial_curves
 from zero_trial.report.run_page import download
 from zero_trial.util.text import format_bytes, format_count, format_duration, format_number, format_value
 
 Cell = Callable[[TrialReport], Html]
-
-_CLOSE_UP = 20.0  # times the spread of the better half: a worse value than that would press all other curves flat
 
 
 def render_sweep(report: SweepReport) -> str:
@@ -79,73 +77,11 @@ def _best(report: SweepReport) -> Child:
 
 
 def _curves(report: SweepReport) -> Child:
-    drawn = [trial for trial in report.trials if len(trial.curve)]
-    if not drawn:
+    found = trial_curves(report)
+    if found is None:
         return None
-    ranked = {trial.id: at for at, trial in enumerate(report.ranked())}
-    x = fit([0.0, *(step for trial in drawn for step in trial.curve.steps)], log=False, margin=0.0)
-    y, cut = _close_up(drawn, report)
-    lines = [
-        _curve(trial, ranked.get(trial.id), len(ranked), x, y)
-        for trial in sorted(drawn, key=lambda t: -ranked.get(t.id, len(ranked)))
-    ]
-    levels = [el("path", d=f"M0 {BOX * (1 - tick.at):.5g}H{BOX}", class_="grid") for tick in y.ticks()]
-    labels = [
-        *(el("span", tick.label, class_="y", style=f"top:{100 * (1 - tick.at):.4g}%") for tick in y.ticks()),
-        *(el("span", tick.label, class_="x", style=f"left:{100 * tick.at:.4g}%") for tick in x.ticks(6)),
-        el("span", report.unit, class_="x-label"),
-    ]
-    said = f"{report.metric} of {len(drawn)} trials over {report.unit}"
-    drawing = el(
-        "svg", levels, lines, viewBox=f"0 0 {BOX} {BOX}", preserveAspectRatio="none", role="img", aria_label=said
-    )
-    plot = el(
-        "div",
-        drawing,
-        labels,
-        class_="plot tall",
-        tabindex=0,
-        aria_label="Learning curves: arrow keys go from trial to trial",
-    )
-    caption = el("figcaption", el("h3", report.metric), _scale_key(), el("span", class_="lit-name soft", role="status"))
-    note = el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None
-    return [el("figure", caption, plot, class_="chart trials"), note]
-
-
-def _close_up(drawn: Sequence[TrialReport], report: SweepReport) -> tuple[Scale, str]:
-    """The scale of the curves, without what would press all others flat, and how many values are so left out."""
-    values = sorted(value for trial in drawn for value in trial.curve.values)
-    if not report.smaller_is_better:
-        values = [-value for value in reversed(values)]
-    half = values[len(values) // 2] - values[0]
-    limit = values[0] + _CLOSE_UP * max(half, 1e-12)
-    inside = [value for value in values if value <= limit] if len(values) > 4 else values
-    sign = 1 if report.smaller_is_better else -1
-    left = len(values) - len(inside)
-    return fit([sign * value for value in inside]), (f"{left} value{'s' if left != 1 else ''}" if left else "")
-
-
-def _curve(trial: TrialReport, rank: int | None, of: int, x: Scale, y: Scale) -> list[Html]:
-    curve = thinned(trial.curve)
-    pairs = [
-        (f"{BOX * across:.5g}", f"{BOX * (1 - up):.5g}")
-        for step, value in zip(curve.steps, curve.values, strict=True)
-        if (across := x.place(step)) is not None and (up := y.place(value)) is not None
-    ]
-    quality = 0.0 if rank is None else 1 - rank / max(of - 1, 1)
-    points = " ".join(f"{a},{b}" for a, b in pairs)
-    path = "M" + "L".join(f"{a} {b}" for a, b in pairs) if pairs else "M0 0"
-    look = {"data_trial": trial.id, "style": f"--q:{quality:.3g}"}
-    marks = "".join(f"M{a} {b}h0" for a, b in pairs)
-    line = el("path", d=path, data_points=points, class_="line best" if rank == 0 else "line", **look)
-    return [
-        line,
-        el("path", d=marks, class_="dots best" if rank == 0 else "dots", **look) if len(pairs) <= 12 else Html(""),
-    ]
-
-
-def _scale_key() -> Html:
-    return el("span", "worst", el("i", class_="ramp"), "best", class_="scale-key")
+    chart, cut = found
+    return [chart, el("p", f"{cut} far off the others are drawn at the edge.", class_="note") if cut else None]
 
 
 def _space(report: SweepReport) -> Child:

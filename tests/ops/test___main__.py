@@ -9,7 +9,7 @@ import pytest
 from zero_trial.errors import ConfigError
 from zero_trial.ops import OpReport, __main__
 from zero_trial.ops.__main__ import main
-from zero_trial.ops.cpu import SCHEMAS
+from zero_trial.ops.spec import SCHEMAS
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

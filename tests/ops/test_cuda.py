@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from tests.support.cuda_cases import STEPS, randn, same, states
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda, cuda_runtime, plain, reference
+from zero_trial.ops import cuda_runtime, plain, reference
+from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, fused, lamb
+from zero_trial.ops.spec import OPTIMIZERS as OPTIMIZER_OPS
 
 ops = torch.ops.zero_trial
 
@@ -33,7 +36,7 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
     for on_cuda in (False, True):
         if on_cuda:
             for module in (fused, lamb):
-                monkeypatch.setattr(module, "_ops", cuda)
+                monkeypatch.setattr(module, "_ops", SimpleNamespace(**CUDA))
             monkeypatch.setattr(fused, "one_launch", lambda items: True)  # as for tensors on a GPU
         weights = [torch.nn.Parameter(randn(n, n).view(shape)) for n, shape in ((6, (2, 3)), (2100, (2100,)), (1, ()))]
         groups = [{"params": weights[:2], "weight_decay": 0.01}, {"params": weights[2:], "lr": 0.1}]
@@ -164,20 +167,23 @@ def on(gpus: Gpus, index: int | None, x: Tensor) -> Tensor:
 # --- what no kernel takes ---------------------------------------------------------------------------------------------
 
 
+ROWS = {op.single: op for op in OPTIMIZER_OPS}
+
+
 def test_without_kernels_everything_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda: cuda_runtime.CudaBackend(None, "no CUDA device"))
     for name, numbers in STEPS.items():
         op = name.split()[0]
         mine = [randn(40), randn(40, 1), *states(name, 40)]
         theirs = [x.clone() for x in mine]
-        getattr(cuda, op)(*mine, None, None, *numbers(1, 0.5))
-        getattr(plain, op)(*theirs, None, None, *numbers(1, 0.5))
+        CUDA[op](*mine, None, None, *numbers(1, 0.5))
+        plain.step_of(ROWS[op])(*theirs, None, None, *numbers(1, 0.5))
         assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
     x = randn(100)
-    assert cuda.square_sum(x).item() == plain.square_sum(x).item()
+    assert CUDA["square_sum"](x).item() == plain.square_sum(x).item()
     into, control = [torch.zeros(100, dtype=torch.bfloat16)], torch.zeros(3)
-    cuda.copy_many_(into, [x])
-    cuda.step_control_(cuda.square_sum(x), None, control, 1.0, 0.0)
+    CUDA["copy_many_"](into, [x])
+    CUDA["step_control_"](CUDA["square_sum"](x), None, control, 1.0, 0.0)
     assert torch.equal(into[0], x.bfloat16()) and control[0] == pytest.approx(x.norm().item())
 
 
@@ -194,7 +200,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     want = reference.adamw(p.clone(), p.clone(), m.clone(), v.clone(), 1, weight_decay=0.1).p
     for _ in range(2):
-        cuda.adam_(p, randn(30), m, v, None, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](p, randn(30), m, v, None, None, *STEPS["adam_"](1, 1.0))
         torch.testing.assert_close(p, want)
         p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
     said = [record.message for record in caplog.records]

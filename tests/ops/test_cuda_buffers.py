@@ -9,7 +9,7 @@ import torch
 
 from tests.support.cuda_cases import EVERYWHERE, FLOATS, LENGTHS, TILE, at, randn, same
 from tests.support.emulated_cuda import Emulator
-from zero_trial.ops import cuda
+from zero_trial.ops.dispatch import CUDA
 
 ops = torch.ops.zero_trial
 
@@ -20,7 +20,7 @@ ops = torch.ops.zero_trial
 def test_sums_have_the_bits_of_the_cpu(emulator: Emulator, n: int, dtype: torch.dtype, shift: int) -> None:
     x = at(shift, randn(n, dtype=dtype))
     with emulator.watching(read_only=[x]):
-        got = cuda.square_sum(x)
+        got = CUDA["square_sum"](x)
     assert got.shape == () and got.dtype == torch.float64
     assert got.item() == ops.square_sum(x).item()
 
@@ -30,7 +30,7 @@ def test_sums_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) -
     for shift, n in EVERYWHERE:
         x = at(shift, randn(n, n, dtype))
         with emulator.watching(read_only=[x]):
-            assert cuda.square_sum(x).item() == ops.square_sum(x).item(), (shift, n)
+            assert CUDA["square_sum"](x).item() == ops.square_sum(x).item(), (shift, n)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -38,7 +38,7 @@ def test_sums_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) -
 def test_sums_of_views_are_read_sixteen_bytes_at_a_time(emulator: Emulator, dtype: torch.dtype, shift: int) -> None:
     x = at(shift, randn(3 * TILE, 5, dtype))
     with emulator.watching(read_only=[x]):
-        assert cuda.square_sum(x).item() == ops.square_sum(x).item()
+        assert CUDA["square_sum"](x).item() == ops.square_sum(x).item()
         per = 16 // x.element_size()
         by_element = 3 if shift % per else 0  # accesses of the one thread per chunk whose lanes go round
     assert emulator.library.wide_accesses() >= 3 * (TILE // per) - by_element
@@ -47,7 +47,7 @@ def test_sums_of_views_are_read_sixteen_bytes_at_a_time(emulator: Emulator, dtyp
 def test_a_sum_over_three_levels(emulator: Emulator) -> None:
     x = randn(1024 * 2048 + 1)
     with emulator.watching(read_only=[x]):
-        got = cuda.square_sum(x)
+        got = CUDA["square_sum"](x)
     assert emulator.library.launch_count() == 3
     assert got.item() == ops.square_sum(x).item()
 
@@ -57,9 +57,9 @@ def test_a_sum_over_three_levels(emulator: Emulator) -> None:
 def test_one_bad_element_shows_in_the_sum(emulator: Emulator, bad: float, place: int) -> None:
     x = torch.full((5001,), 3e38)
     with emulator.watching(read_only=[x]):
-        assert math.isfinite(cuda.square_sum(x))
+        assert math.isfinite(CUDA["square_sum"](x))
         x[place] = bad
-        assert not math.isfinite(cuda.square_sum(x))
+        assert not math.isfinite(CUDA["square_sum"](x))
 
 
 @pytest.mark.parametrize("total", [0.0, 1e-30, 2.0, 1e60, math.inf, math.nan])
@@ -70,7 +70,7 @@ def test_the_scalars_of_a_step(emulator: Emulator, total: float, clip: float, sc
     given = None if scale is None else torch.tensor([scale])
     got, want = torch.full((3,), 7.0), torch.full((3,), 7.0)
     with emulator.watching(got, read_only=[squares]):
-        cuda.step_control_(squares, given, got, 0.25, clip)
+        CUDA["step_control_"](squares, given, got, 0.25, clip)
     ops.step_control_(squares, given, want, 0.25, clip)
     assert same(got, want)
     if math.isfinite(total):
@@ -89,11 +89,11 @@ def test_from_gradient_to_update_without_the_host(emulator: Emulator) -> None:
     weight.grad = g.clone()
     norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
     with emulator.watching(p, b, control, read_only=[g]):
-        sums = cuda.square_sum(g)
-        cuda.step_control_(sums, None, control, 1.0, 1.0)
+        sums = CUDA["square_sum"](g)
+        CUDA["step_control_"](sums, None, control, 1.0, 1.0)
         out = [p.bfloat16()]
         emulator.allow(out[0])
-        cuda.sgd_many_(
+        CUDA["sgd_many_"](
             [p], [g], [b], out, control[2:], control[1:2], *[[x] for x in (0.1, 0.0, 0.0, 0.0, True)], False, 1.0
         )
     assert control[0].item() == pytest.approx(norm.item())
@@ -109,7 +109,7 @@ def test_casts_and_sums_between_buffers(emulator: Emulator, source: int, into: i
     want = [(x.float() * add + y.float()).to(FLOATS[into]) for x, y in zip(targets, sources, strict=True)]
     plainly = [x.clone() for x in targets]
     with emulator.watching(*targets, read_only=sources):
-        (cuda.add_many_ if add else cuda.copy_many_)(targets, sources)
+        (CUDA["add_many_"] if add else CUDA["copy_many_"])(targets, sources)
     assert emulator.library.launch_count() == 1
     (ops.add_many_ if add else ops.copy_many_)(plainly, sources)
     assert all(same(x, y) and same(z, y) for x, y, z in zip(targets, want, plainly, strict=True))
@@ -121,5 +121,5 @@ def test_casts_at_all_offsets_and_sizes(emulator: Emulator, source: int, into: i
     targets = [at(shift, randn(n, n + 1, FLOATS[into])) for shift, n in EVERYWHERE]
     want = [(x.float() * add + y.float()).to(FLOATS[into]) for x, y in zip(targets, sources, strict=True)]
     with emulator.watching(*targets, read_only=sources):
-        (cuda.add_many_ if add else cuda.copy_many_)(targets, sources)
+        (CUDA["add_many_"] if add else CUDA["copy_many_"])(targets, sources)
     assert all(same(x, y) for x, y in zip(targets, want, strict=True))

@@ -18,7 +18,8 @@ import pytest
 from benchmarks.ops import cubins
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu_library, cuda_bindings, cuda_runtime
-from zero_trial.ops.cuda_runtime import BF16, FP16, FP32, NONE, Kernel
+from zero_trial.ops.cuda_runtime import Kernel
+from zero_trial.ops.spec import BF16, FP16, FP32, NONE
 
 BUDGETS = json.loads(cubins.BUDGETS.read_text())
 HINT = "pip install 'zero_trial[cuda-check]'"
@@ -26,7 +27,7 @@ HINT = "pip install 'zero_trial[cuda-check]'"
 CORE = [
     *(
         cuda_runtime.update(op, *kind)
-        for op in cuda_runtime.OPTIMIZERS
+        for op in (op.struct for op in cuda_runtime.OPTIMIZERS)
         for kind in ((FP32, NONE), (BF16, BF16), (FP16, FP16))
     ),
     *(cuda_runtime.lamb("zt_lamb_moments", gradient, NONE) for gradient in (FP32, BF16)),

@@ -8,7 +8,8 @@ import torch
 from tests.support import emulated_cuda
 from tests.support.cuda_cases import COPY_OF, EVERYWHERE, FLOATS, LENGTHS, TILE, at, randn
 from tests.support.emulated_cuda import Emulator
-from zero_trial.ops import cuda, reference
+from zero_trial.ops import reference
+from zero_trial.ops.dispatch import CUDA
 
 ops = torch.ops.zero_trial
 
@@ -26,10 +27,10 @@ def test_lamb_is_that_of_float64(emulator: Emulator, dtype: torch.dtype) -> None
         g = [randn(n, 7 * t + i, dtype) for i, n in enumerate(lengths)]
         step = [float(t)] * len(p)
         with emulator.watching(*m, *v, read_only=[*p, *g]):
-            squares = cuda.lamb_moments_(p, g, m, v, None, None, *columns, step, 0.5, True)
+            squares = CUDA["lamb_moments_"](p, g, m, v, None, None, *columns, step, 0.5, True)
         ratio = (squares[0] / squares[1]).sqrt().clamp(0.01, 10.0).float()
         with emulator.watching(*p, *out, read_only=[*m, *v, ratio]):
-            cuda.lamb_apply_(p, m, v, out, None, ratio, [1e-2] * len(p), *columns, step, True)
+            CUDA["lamb_apply_"](p, m, v, out, None, ratio, [1e-2] * len(p), *columns, step, True)
         exact = [
             reference.lamb(x, h.double() * 0.5, y, z, t, lr=1e-2, eps=1e-6, weight_decay=0.1)
             for (x, y, z), h in zip(exact, g, strict=True)
@@ -46,7 +47,7 @@ def test_lamb_has_the_bits_of_the_cpus_kernels(emulator: Emulator, dtype: torch.
     lengths = [n for n in LENGTHS if n]
     columns = [[x] * len(lengths) for x in (0.9, 0.999, 1e-6, 0.1)]
     factor, low, found = torch.tensor([0.7]), COPY_OF[dtype], []
-    for moments, apply in ((cuda.lamb_moments_, cuda.lamb_apply_), (ops.lamb_moments_, ops.lamb_apply_)):
+    for moments, apply in ((CUDA["lamb_moments_"], CUDA["lamb_apply_"]), (ops.lamb_moments_, ops.lamb_apply_)):
         p = [randn(n, i) for i, n in enumerate(lengths)]
         m, v = ([torch.zeros(n) for n in lengths] for _ in range(2))
         out, sums = [torch.zeros(n, dtype=low) for n in lengths], []
@@ -64,7 +65,7 @@ def test_lamb_has_the_bits_of_the_cpus_kernels(emulator: Emulator, dtype: torch.
 
 def test_lamb_at_all_offsets_and_sizes(emulator: Emulator) -> None:
     columns, count, found = [[x] * len(EVERYWHERE) for x in (0.9, 0.999, 1e-6, 0.1, 2.0)], len(EVERYWHERE), []
-    for moments, apply in ((cuda.lamb_moments_, cuda.lamb_apply_), (ops.lamb_moments_, ops.lamb_apply_)):
+    for moments, apply in ((CUDA["lamb_moments_"], CUDA["lamb_apply_"]), (ops.lamb_moments_, ops.lamb_apply_)):
         p, g, m, v = ([at(shift, randn(n, n + i).abs()) for shift, n in EVERYWHERE] for i in range(4))
         out, ratio = [at(shift, torch.zeros(n).bfloat16()) for shift, n in EVERYWHERE], torch.linspace(0.5, 2.0, count)
         with emulator.watching(*p, *m, *v, *out, read_only=[*g, ratio]):
@@ -84,7 +85,7 @@ def test_lamb_sums_do_not_depend_on_the_grid_or_on_alignment(
         p, m, v = at(shift, randn(n)), torch.zeros(n), torch.zeros(n)
         g = at(shift, randn(n, 1))
         with emulator.watching(m, v, read_only=[p, g]):
-            sums = cuda.lamb_moments_(
+            sums = CUDA["lamb_moments_"](
                 [p], [g], [m], [v], None, torch.tensor(0.9).sum(), *[[0.9], [0.99], [1e-8], [0.1]], [1.0], 1.0, True
             )
             emulator.library.forget()
@@ -97,8 +98,8 @@ def test_a_skipped_lamb_changes_nothing(emulator: Emulator) -> None:
     p, g, m, v = (randn(70, seed).abs() for seed in range(4))
     before, flag, columns = [x.clone() for x in (p, m, v)], torch.ones(()), [[0.9], [0.99], [1e-8], [0.1], [1.0]]
     with emulator.watching(flag, read_only=[p, g, m, v]):
-        sums = cuda.lamb_moments_([p], [g], [m], [v], flag, None, *columns, 1.0, True)
-        cuda.lamb_apply_([p], [m], [v], [], flag, torch.ones(1), [0.1], *columns, True)
+        sums = CUDA["lamb_moments_"]([p], [g], [m], [v], flag, None, *columns, 1.0, True)
+        CUDA["lamb_apply_"]([p], [m], [v], [], flag, torch.ones(1), [0.1], *columns, True)
     assert not sums.any() and all(torch.equal(x, y) for x, y in zip((p, m, v), before, strict=True))
 
 
@@ -106,6 +107,6 @@ def test_tensors_without_elements_send_lamb_to_plain_torch(emulator: Emulator) -
     p, m, v = ([torch.ones(3), torch.ones(0)] for _ in range(3))
     columns = [[0.9] * 2, [0.99] * 2, [1e-8] * 2, [0.0] * 2, [1.0] * 2]
     with emulator.watching():
-        sums = cuda.lamb_moments_(p, p, m, v, None, None, *columns, 1.0, True)
+        sums = CUDA["lamb_moments_"](p, p, m, v, None, None, *columns, 1.0, True)
         assert sums[:, 1].tolist() == [0.0, 0.0] and sums[0, 0] == 3.0
         assert emulator.library.launch_count() == 0

@@ -12,7 +12,8 @@ import torch
 from tests.support import emulated_cuda
 from tests.support.cuda_cases import COPY_OF, EVERYWHERE, FLOATS, LENGTHS, TILE, at, randn, same, states
 from tests.support.emulated_cuda import Emulator
-from zero_trial.ops import arguments, cuda
+from zero_trial.ops import arguments
+from zero_trial.ops.dispatch import CUDA
 
 ops = torch.ops.zero_trial
 NUMBERS: dict[str, Callable[[int], tuple[Any, ...]]] = {  # of tensor i
@@ -35,7 +36,7 @@ def test_steps_of_all_offsets_and_sizes(emulator: Emulator, dtype: torch.dtype) 
     p, g, m, v, out = (list(column) for column in zip(*views, strict=True))
     rest = (None, None, *([x] * len(p) for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 3.0)), 0.7, True)
     with emulator.watching(*p, *m, *v, *out, read_only=g):
-        cuda.adam_many_(p, g, m, v, out, *rest)
+        CUDA["adam_many_"](p, g, m, v, out, *rest)
     assert emulator.library.launch_count() == 1
     wanted = [list(column) for column in zip(*made, strict=True)]
     ops.adam_many_(*wanted, *rest)
@@ -54,7 +55,7 @@ def test_many_tensors_of_several_groups_in_one_launch(emulator: Emulator, name: 
     numbers = [list(column) for column in zip(*(NUMBERS[name](i) for i in range(len(LENGTHS))), strict=True)]
     copies = [[x.clone() for x in each] for each in (p, *s, out)]
     with emulator.watching(*p, *(x for each in s for x in each), *out, *flags, read_only=g):
-        getattr(cuda, f"{name[:-1]}_many_")(p, g, *s, out, *flags, *numbers, *REST[name])
+        CUDA[f"{name[:-1]}_many_"](p, g, *s, out, *flags, *numbers, *REST[name])
     assert emulator.library.launch_count() == 1
     getattr(ops, f"{name[:-1]}_many_")(copies[0], g, *copies[1:], *flags, *numbers, *REST[name])
     for mine, theirs in zip((p, *s, out), copies, strict=True):
@@ -75,7 +76,7 @@ def test_one_tensor_alone_is_told_by_the_device_without_a_table(
     tables: list[bytes] = []
     monkeypatch.setattr(arguments, "upload", lambda content, device: tables.append(content))
     with emulator.watching(*(x for each in lists for x in each), control, read_only=g):
-        getattr(cuda, f"{name[:-1]}_many_")(lists[0], g, *lists[1:], control[2], control[1:2], *numbers, *REST[name])
+        CUDA[f"{name[:-1]}_many_"](lists[0], g, *lists[1:], control[2], control[1:2], *numbers, *REST[name])
     assert emulator.library.launch_count() == 1 and not tables
     getattr(ops, f"{name[:-1]}_many_")(copies[0], g, *copies[1:], control[2], control[1:2], *numbers, *REST[name])
     for (mine,), (theirs,), before in zip(lists, copies, values, strict=True):
@@ -90,7 +91,7 @@ def test_other_dtypes_go_in_launches_of_their_own_and_what_no_kernel_takes_in_pl
     copies = [[x.clone() for x in each] for each in (p, m, v)]
     numbers = [list(column) for column in zip(*(NUMBERS["adam_"](i) for i in range(5)), strict=True)]
     with emulator.watching(*p, *m, *v, read_only=g):
-        cuda.adam_many_(p, g, m, v, [], None, None, *numbers, 1.0, True)
+        CUDA["adam_many_"](p, g, m, v, [], None, None, *numbers, 1.0, True)
     assert emulator.library.launch_count() == 2
     ops.adam_many_(copies[0], g, *copies[1:], [], None, None, *numbers, 1.0, True)
     assert all(
@@ -107,13 +108,13 @@ def test_tensors_of_another_device_stay_out_of_the_launch(emulator: Emulator, fi
     want = [x[0].clone() for x in (p, m, v)]
     numbers = [list(column) for column in zip(*(NUMBERS["adam_"](0) for _ in range(2)), strict=True)]
     with emulator.watching(p[0], m[0], v[0], read_only=[g[0]]):
-        cuda.adam_many_(*lists, [], None, None, *numbers, 1.0, True)
+        CUDA["adam_many_"](*lists, [], None, None, *numbers, 1.0, True)
         stepped = [x[0].clone() for x in (p, m, v)]
         assert emulator.library.launch_count() == 1
-        cuda.add_many_(lists[0], lists[1])
-        cuda.copy_many_(lists[0], lists[0])
+        CUDA["add_many_"](lists[0], lists[1])
+        CUDA["copy_many_"](lists[0], lists[0])
         with contextlib.suppress(NotImplementedError):  # of plain torch, which cannot read that device
-            cuda.lamb_moments_(*lists, None, None, *numbers[1:], 1.0, True)
+            CUDA["lamb_moments_"](*lists, None, None, *numbers[1:], 1.0, True)
     assert emulator.library.launch_count() == 3
     ops.adam_many_(want[:1], g[:1], want[1:2], want[2:], [], None, None, *(x[:1] for x in numbers), 1.0, True)
     assert all(same(x, y) for x, y in zip(stepped, want, strict=True)) and same(p[0], want[0] + g[0])
@@ -129,12 +130,12 @@ def test_what_a_cuda_graph_captures_reads_nothing_of_the_hosts_later(
     lengths, low = (5, TILE + 1, 40), torch.bfloat16
     columns = [[x] * 3 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 2.0)]
     ends = []
-    for step, add, moments in ((cuda.adam_many_, cuda.add_many_, cuda.lamb_moments_), (ops.adam_many_,) * 3):
+    for step, add, moments in ((CUDA["adam_many_"], CUDA["add_many_"], CUDA["lamb_moments_"]), (ops.adam_many_,) * 3):
         p, g, m, v = ([randn(n, k).abs() for n in lengths] for k in range(4))
         out, flags = [torch.zeros(n, dtype=low) for n in lengths], (torch.zeros(1), torch.tensor([0.4]))
         with emulator.watching(*p, *m, *v, *out, *flags, read_only=g):
             step(p, g, m, v, out, *flags, *columns, 0.7, True)
-            if step is cuda.adam_many_:
+            if step is CUDA["adam_many_"]:
                 assert emulator.library.launch_count() == 3
                 add([x.clone() for x in p], out)
                 moments(p, g, [x.clone() for x in m], [x.clone() for x in v], None, None, *columns[1:], 1.0, True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.support.cuda_cases import COPY_OF, FLOATS, STEPS, TILE, at, randn, same, states
 from tests.support.emulated_cuda import Emulator
-from zero_trial.ops import cuda
-from zero_trial.ops.cuda_runtime import BF16, FP32
+from zero_trial.ops.dispatch import CUDA
+from zero_trial.ops.spec import BF16, FP32
 
 SIZES = (0, 1, 15, 1023, TILE - 1, TILE, TILE + 1, 20 * TILE + 77)  # 20 tiles on 8 blocks
 # Shifts of p, g, a, b, out from an aligned address, in elements: all aligned, all at the same odd place, each at its own.
@@ -28,7 +28,7 @@ def both(emulator: Emulator, name: str, values: list[Tensor], found: Tensor | No
     numbers = STEPS[name](t, k)
     op = name.split()[0]
     with emulator.watching(p, *others, out, read_only=[g]):
-        getattr(cuda, op)(p, g, *others, out, found, *numbers)
+        CUDA[op](p, g, *others, out, found, *numbers)
     getattr(ops, op)(*mine[:-1], mine[-1], found, *numbers)
     for got, want in zip((p, *others, out), (mine[0], *mine[2:]), strict=True):
         assert same(got, want)
@@ -61,7 +61,7 @@ def test_views_at_one_offset_are_read_as_wide_as_aligned_tensors(emulator: Emula
         made = (randn(n), randn(n, 1).bfloat16(), randn(n, 2), randn(n, 3).abs(), torch.zeros(n).bfloat16())
         p, g, m, v, out = (at(s, x) for s, x in zip(shifts, made, strict=True))
         with emulator.watching(p, m, v, out, read_only=[g]):
-            cuda.adam_(p, g, m, v, out, None, *STEPS["adam_"](1, 1.0))
+            CUDA["adam_"](p, g, m, v, out, None, *STEPS["adam_"](1, 1.0))
             wide.append(emulator.library.wide_accesses())
     assert wide == [3 * TILE // 4 * 8, 3 * TILE // 4 * 8, 0]  # four loads and four stores of four elements
 
@@ -93,7 +93,7 @@ def test_copies_in_fp32_and_none(emulator: Emulator, dtype: int, out: torch.dtyp
     copy = None if out is None else torch.zeros(n, dtype=out)
     want = [x.clone() for x in (p, m, v)]
     with emulator.watching(p, m, v, copy, read_only=[g]):
-        cuda.adam_(p, g, m, v, copy, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](p, g, m, v, copy, None, *STEPS["adam_"](1, 1.0))
     ops.adam_(want[0], g, *want[1:], None, None, *STEPS["adam_"](1, 1.0))
     assert same(p, want[0]) and same(v, want[2]) and (copy is None or same(copy, p))
 
@@ -102,7 +102,7 @@ def test_no_more_blocks_than_a_device_holds_or_tiles_need(emulator: Emulator) ->
     for n, blocks in ((1, 1), (TILE, 1), (3 * TILE, 3), (100 * TILE, 8)):
         p, b = torch.zeros(n), torch.zeros(n)
         with emulator.watching(p, b):
-            cuda.sgd_(p, p.bfloat16(), b, p.bfloat16(), None, *STEPS["sgd_"](1, 1.0))
+            CUDA["sgd_"](p, p.bfloat16(), b, p.bfloat16(), None, *STEPS["sgd_"](1, 1.0))
             assert emulator.library.blocks_of_last() == blocks
             emulator.library.forget()
 
@@ -111,6 +111,6 @@ def test_the_emulator_sees_what_it_must(emulator: Emulator) -> None:
     """An access beside a tensor, a write into a gradient."""
     p, g, m, v = (randn(100, seed) for seed in range(4))
     with pytest.raises(AssertionError, match="outside: 4 bytes"), emulator.watching(p[:99], g, m, v):
-        cuda.adam_(p, g, m, v.abs(), p.bfloat16(), None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](p, g, m, v.abs(), p.bfloat16(), None, *STEPS["adam_"](1, 1.0))
     with pytest.raises(AssertionError, match="written outside"), emulator.watching(m, v, read_only=[p, g]):
-        cuda.adam_(p, g, m, v, p.bfloat16(), None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](p, g, m, v, p.bfloat16(), None, *STEPS["adam_"](1, 1.0))

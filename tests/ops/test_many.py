@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops import test_library
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cpu, plain, reference
+from zero_trial.ops import plain, reference
 from zero_trial.ops.dispatch import OPS
+from zero_trial.ops.spec import SCHEMAS
 
 ops = torch.ops.zero_trial
 
@@ -111,9 +113,13 @@ def samples() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("name", plain.SCHEMAS)
+@pytest.mark.parametrize("name", samples())
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(OPS, name).default, samples()[name])
+
+
+def test_every_op_is_checked() -> None:
+    assert {*samples(), *test_library.samples()} == {*SCHEMAS}
 
 
 def test_the_example_of_the_guide() -> None:
@@ -135,4 +141,4 @@ def test_the_optimizer_of_the_guide() -> None:
 
 def test_the_guide_names_every_op() -> None:
     text = (Path(__file__).parents[2] / "docs" / "guide" / "kernels.md").read_text(encoding="utf-8")
-    assert [name for name in (*cpu.SCHEMAS, *plain.SCHEMAS) if f"`{name}`" not in text] == []
+    assert [name for name in SCHEMAS if f"`{name}`" not in text] == []

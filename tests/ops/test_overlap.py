@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tests.support.cuda_cases import STEPS
 from tests.support.emulated_cuda import Emulator
 from zero_trial.errors import ConfigError
-from zero_trial.ops import arguments, cuda
+from zero_trial.ops import arguments
 from zero_trial.ops.arguments import Interval, check
+from zero_trial.ops.dispatch import CUDA
 
 ops = torch.ops.zero_trial
 
@@ -28,13 +29,13 @@ def test_both_are_named(emulator: Emulator, first: int, second: int) -> None:
     tensors = [torch.zeros(n) for _ in range(5)]
     tensors[first], tensors[second] = room[20 : 20 + n], room[11 : 11 + n]
     low = [x.bfloat16() if k == 4 and x.untyped_storage().nbytes() < 400 else x for k, x in enumerate(tensors)]
-    for adam_, tried in ((cuda.adam_, tensors), *(((ops.adam_, low),) if second < 4 else ())):
+    for adam_, tried in ((CUDA["adam_"], tensors), *(((ops.adam_, low),) if second < 4 else ())):
         with pytest.raises(ConfigError) as said:
             adam_(*tried, None, *STEPS["adam_"](1, 1.0))
         assert f"the {NAMES[second]} and the {NAMES[first]} overlap" in str(said.value)
     tensors[second] = room[10 : 10 + n]
     with emulator.watching(*tensors):
-        cuda.adam_(*tensors, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](*tensors, None, *STEPS["adam_"](1, 1.0))
 
 
 def test_a_view_of_another_dtype_is_seen(emulator: Emulator) -> None:
@@ -42,9 +43,9 @@ def test_a_view_of_another_dtype_is_seen(emulator: Emulator) -> None:
     low = room.view(torch.bfloat16)
     p, m, v = room[:8], torch.zeros(8), torch.zeros(8)
     with pytest.raises(ConfigError, match="the parameter and the gradient overlap"):
-        cuda.adam_(p, low[15:23], m, v, None, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](p, low[15:23], m, v, None, None, *STEPS["adam_"](1, 1.0))
     with emulator.watching(room, m, v):
-        cuda.adam_(p, low[16:24], m, v, None, None, *STEPS["adam_"](1, 1.0))
+        CUDA["adam_"](p, low[16:24], m, v, None, None, *STEPS["adam_"](1, 1.0))
 
 
 def test_tensors_of_one_launch_are_held_against_each_other(emulator: Emulator) -> None:
@@ -52,12 +53,12 @@ def test_tensors_of_one_launch_are_held_against_each_other(emulator: Emulator) -
     p = [room[0:10], room[20:30], room[29:40]]
     g, m, v = ([torch.zeros(len(x)) for x in p] for _ in range(3))
     with pytest.raises(ConfigError, match="the parameter number 1 and the parameter number 2 overlap"):
-        cuda.adam_many_(p, g, m, v, [], None, None, *columns, 1.0, True)
+        CUDA["adam_many_"](p, g, m, v, [], None, None, *columns, 1.0, True)
     with pytest.raises(ConfigError, match="the parameter number 1 and the parameter number 2 overlap"):
-        cuda.lamb_apply_(p, m, v, [], None, torch.ones(3), *columns, True)
+        CUDA["lamb_apply_"](p, m, v, [], None, torch.ones(3), *columns, True)
     m[0] = v[2][:10]
     with pytest.raises(ConfigError, match="the state number 0 and the second state number 2 overlap"):
-        cuda.lamb_moments_(p, g, m, v, None, None, *columns[1:], 1.0, True)
+        CUDA["lamb_moments_"](p, g, m, v, None, None, *columns[1:], 1.0, True)
 
 
 def test_lamb_of_the_cpu(emulator: Emulator) -> None:
@@ -76,21 +77,21 @@ def test_what_is_only_read_may_be_shared(emulator: Emulator) -> None:
     g, columns = torch.ones(10), [[x] * 2 for x in (1e-3, 0.9, 0.99, 1e-8, 0.1, 1.0)]
     p, m, v = ([torch.ones(10) for _ in range(2)] for _ in range(3))
     with emulator.watching(*p, *m, *v, read_only=[g]):
-        cuda.adam_many_(p, [g, g], m, v, [], None, None, *columns, 1.0, True)
-        cuda.lamb_moments_([p[0], p[0]], [g, g], m, v, None, None, *columns[1:], 1.0, True)
+        CUDA["adam_many_"](p, [g, g], m, v, [], None, None, *columns, 1.0, True)
+        CUDA["lamb_moments_"]([p[0], p[0]], [g, g], m, v, None, None, *columns[1:], 1.0, True)
 
 
 def test_copies(emulator: Emulator) -> None:
     room = torch.zeros(40)
     with emulator.watching(room):
-        cuda.add_many_([room[:10]], [room[:10]])  # a buffer may be its own source
-        cuda.copy_many_([room[:10]], [room[10:20]])
+        CUDA["add_many_"]([room[:10]], [room[:10]])  # a buffer may be its own source
+        CUDA["copy_many_"]([room[:10]], [room[10:20]])
     with pytest.raises(ConfigError, match="the target number 0 and the source number 0 overlap"):
-        cuda.copy_many_([room[:10]], [room[9:19]])
+        CUDA["copy_many_"]([room[:10]], [room[9:19]])
     with pytest.raises(ConfigError, match="the target number 0 and the target number 1 overlap"):
-        cuda.copy_many_([room[:10], room[5:15]], [room[20:30], room[30:40]])
+        CUDA["copy_many_"]([room[:10], room[5:15]], [room[20:30], room[30:40]])
     with pytest.raises(ConfigError, match="overlap"):
-        cuda.copy_many_([room.view(torch.bfloat16)[:10]], [room[:10]])
+        CUDA["copy_many_"]([room.view(torch.bfloat16)[:10]], [room[:10]])
 
 
 intervals = st.builds(

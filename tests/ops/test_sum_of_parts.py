@@ -33,7 +33,7 @@ def not_asked(parts: Sequence[Tensor], out: Tensor) -> None:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[cpu_library.CPULibrary | None], None]:
-    return lambda native: monkeypatch.setattr(cpu, "backend", lambda: cpu_library.Backend(native))
+    return lambda native: monkeypatch.setattr(cpu_library, "backend", lambda: cpu_library.Backend(native))
 
 
 @pytest.fixture

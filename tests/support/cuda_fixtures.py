@@ -12,10 +12,9 @@ from tests.support import emulated_cuda, pretended_gpus
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cpu, cuda_bindings, cuda_runtime
-from zero_trial.ops import cpu_library as _native
 from zero_trial.ops import cpu_library as cpu_library_ops
-from zero_trial.ops.cuda_runtime import BF16, FP16, FP32, NONE
+from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops.spec import BF16, FP16, FP32, NONE
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +29,11 @@ def cuda_built(cuda_driver: Emulator) -> Emulator:
     kinds = ((FP32, BF16), (BF16, BF16), (FP16, FP16))
     cuda_driver.build(
         [
-            *(cuda_runtime.update(op, g, out) for op in cuda_runtime.OPTIMIZERS for g, out in kinds),
+            *(
+                cuda_runtime.update(op, g, out)
+                for op in (op.struct for op in cuda_runtime.OPTIMIZERS)
+                for g, out in kinds
+            ),
             *(cuda_runtime.update("ZtAdam", g, out) for g, out in ((FP32, FP32), (FP32, NONE), (BF16, NONE))),
             *(cuda_runtime.lamb("zt_lamb_moments", g, NONE) for g, _ in kinds),
             *(cuda_runtime.lamb("zt_lamb_apply", FP32, out) for out in (NONE, BF16, FP16)),
@@ -58,7 +61,7 @@ def cpu_library() -> cpu_library_ops.CPULibrary:
 @pytest.fixture
 def cpu_kernels(cpu_library: cpu_library_ops.CPULibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     """What results are compared with."""
-    monkeypatch.setattr(cpu, "backend", lambda: _native.Backend(cpu_library))
+    monkeypatch.setattr(cpu_library_ops, "backend", lambda: cpu_library_ops.Backend(cpu_library))
 
 
 @pytest.fixture

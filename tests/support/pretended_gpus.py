@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.support.emulated_cuda import Emulator, MeasuredDriver
-from zero_trial.ops import cuda, cuda_bindings, cuda_runtime
+from zero_trial.ops import cuda_bindings, cuda_runtime
 from zero_trial.ops.cuda_bindings import open_driver
 from zero_trial.ops.cuda_runtime import CudaBackend, Kernel
+from zero_trial.ops.dispatch import CUDA
 from zero_trial.ops.kernel_cache import KernelCache
 
 WAITS = {"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"}  # of the host for the device
@@ -92,7 +93,7 @@ class Gpus(TorchFunctionMode):
         gpus = [x.index for x in flat(args) if isinstance(x, OnGpu)]
         if gpus and packet.startswith("zero_trial::"):
             with self:  # what the dispatcher does with CUDA tensors
-                return getattr(cuda, packet.partition("::")[2])(*args, **given)
+                return CUDA[packet.partition("::")[2]](*args, **given)
         if name == "pin_memory":
             return pinned(args[0])
         to = given.get("device", next((x for x in args[1:] if isinstance(x, torch.device)), None))

@@ -1,11 +1,10 @@
-"""Device memory of a launch: tables of the flat tensors that it works on, as the bytes that kernels read, and room for its sums.
+"""The arguments of kernels: tensors of one call checked for overlap, and for CUDA packed into a table in device memory.
 
 ZtPiece, 64 bytes    p, g, a, b, out (pointers), n, number of its first tile, number of its group
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,83 +16,31 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops import plain
-from zero_trial.ops.cuda_runtime import BF16, FP16, FP32, NONE
+from zero_trial.ops.spec import CODES, NONE
 
 TILE = 2048  # elements; kTile of zt_tile.h
-
-
 PIECE = struct.Struct("5P3q")
 
-
-@dataclass(frozen=True)
-class LaunchItem:
-    """One flat tensor of a launch; ``scalars`` is the struct of its optimizer step, empty where a kernel has none."""
-
-    p: Tensor
-    g: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    out: Tensor | None = None
-    scalars: bytes = b""
-
-    def pack(self, tile: int, group: int) -> bytes:
-        pointers = (0 if x is None else x.data_ptr() for x in (self.p, self.g, self.a, self.b, self.out))
-        return PIECE.pack(*pointers, self.p.numel(), tile, group)
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class LaunchTable:
-    """``content``: the pieces, then each different struct of scalars once. ``groups``: where those begin, in bytes."""
-
-    content: bytes
-    groups: int
-    count: int
-    tiles: int
-
-
-def tiles_of(n: int) -> int:
-    """Tiles that n elements take."""
-    return -(-n // TILE)
+def refuse_graph(p: Tensor) -> None:
+    """Raise ConfigError where autograd would have to know of the step."""
+    if p.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            "an optimizer step has no derivative, and the parameter requires one",
+            fix="Call it under torch.no_grad().",
+        )
 
 
-def table_of(pieces: Sequence[LaunchItem]) -> LaunchTable:
-    """Pieces in the given order; none may be empty."""
-    groups: dict[bytes, int] = {}
-    rows, tile = [], 0
-    for piece in pieces:
-        rows.append(piece.pack(tile, groups.setdefault(piece.scalars, len(groups))))
-        tile += tiles_of(piece.p.numel())
-    return LaunchTable(b"".join([*rows, *groups]), PIECE.size * len(rows), len(rows), tile)
-
-
-def upload(content: bytes, device: torch.device) -> Tensor:
-    """The bytes in device memory, in the order of the current stream; the host does not wait."""
-    host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def doubles(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
-    """Room for sums, of the current stream; ``zero`` where nobody writes all of it."""
-    return (torch.zeros if zero else torch.empty)(*shape, dtype=torch.float64, device=where)
-
-
-# Whether tensors of one call share memory that it writes, by address and length; the error says which two.
+# --- overlap ------------------------------------------------------------------------------------------------------------
 #
-# Kernels read and write each element once and in no order, so what they leave where tensors overlap would be chance. Verdicts are kept:
-# a step is mostly called with the tensors of the step before.
-
+# Kernels read and write each element once and in no order, so what they leave where tensors overlap would be chance. Results are
+# cached: a step is mostly called with the tensors of the step before.
 
 BYTES = {-1: 0, 0: 4, 1: 2, 2: 2}  # per element, by how a float is stored
-
-
 _STEP = ("parameter", "gradient", "state", "second state", "rounded copy")
-
-
 _COPY = ("target", "source", "", "", "")
-
-
 Interval = tuple[int, int, bool, str]  # first byte, end, whether it is written, what it is
 
 
@@ -151,60 +98,7 @@ def check(intervals: Sequence[Interval]) -> None:
         written = max(written, one, key=lambda each: each[1]) if one[2] else written
 
 
-# What one optimizer step does to each element, as the struct of csrc/include that its kernel reads: computed in double, rounded once.
-#
-# The same numbers as csrc/cpu/dispatch.cpp makes, so that CPU and CUDA differ in no bit.
-
-
-def adam(
-    lr: float, beta1: float, beta2: float, eps: float, decay: float, step: float, multiplier: float, decoupled: bool
-) -> bytes:
-    """ZtAdam."""
-    return struct.pack(
-        "8f",
-        *(multiplier, 1 - beta1, 1 - beta2, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), eps),
-        *((0.0, lr * decay) if decoupled else (decay, 0.0)),
-    )
-
-
-def lion(lr: float, beta1: float, beta2: float, decay: float, multiplier: float) -> bytes:
-    """ZtLion."""
-    return struct.pack("5f", multiplier, 1 - beta1, 1 - beta2, lr, lr * decay)
-
-
-def adagrad(lr: float, eps: float, decay: float, multiplier: float) -> bytes:
-    """ZtAdagrad; ``lr`` with its decay already in it."""
-    return struct.pack("4f", multiplier, lr, eps, decay)
-
-
-def sgd(
-    lr: float, momentum: float, dampening: float, decay: float, first: bool, nesterov: bool, multiplier: float
-) -> bytes:
-    """ZtSgd."""
-    old, share = (0.0, 1.0) if first else (momentum, 1 - dampening)
-    return struct.pack("7f", multiplier, lr, decay, old, share, momentum, 0.0 if nesterov else 1.0)
-
-
-def lamb(
-    lr: float, beta1: float, beta2: float, eps: float, decay: float, step: float, multiplier: float, corrected: bool
-) -> bytes:
-    """ZtLamb; ``corrected``: the moments' bias is."""
-    inverses = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if corrected else (1.0, 1.0)
-    return struct.pack("8f", multiplier, 1 - beta1, 1 - beta2, *inverses, eps, decay, lr)
-
-
-def control(unscale: float, clip: float) -> bytes:
-    """ZtControl."""
-    return struct.pack("2d", unscale, clip)
-
-
-# What CUDA kernels take: which tensors, and in which words of a launch's arguments.
-
-
-CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-
-
-_T = TypeVar("_T")
+# --- what CUDA kernels take ---------------------------------------------------------------------------------------------
 
 
 def one_float(x: Tensor | None, where: torch.device) -> bool:
@@ -217,15 +111,6 @@ def flat(x: Tensor, where: torch.device) -> bool:
     return x.is_contiguous() and x.device == where and x.dtype in CODES
 
 
-def takes(piece: LaunchItem) -> bool:
-    """Parameter and states in fp32, gradient and copy in any of the three."""
-    where = piece.p.device
-    wide = [x for x in (piece.p, piece.a, piece.b) if x is not None]
-    return all(flat(x, where) and x.dtype == torch.float32 for x in wide) and all(
-        flat(x, where) for x in (piece.g, piece.out) if x is not None
-    )
-
-
 def code(x: Tensor | None) -> int:
     """How it is stored, as the kernels' macros say it."""
     return NONE if x is None else CODES[x.dtype]
@@ -234,6 +119,31 @@ def code(x: Tensor | None) -> int:
 def pointer(x: Tensor | None) -> int:
     """Its address, or null."""
     return 0 if x is None else x.data_ptr()
+
+
+@dataclass(frozen=True)
+class LaunchItem:
+    """One flat tensor of a launch; ``scalars`` is the struct of its optimizer step, empty where a kernel has none."""
+
+    p: Tensor
+    g: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    out: Tensor | None = None
+    scalars: bytes = b""
+
+    def packed(self, tile: int, group: int) -> bytes:
+        pointers = (0 if x is None else x.data_ptr() for x in (self.p, self.g, self.a, self.b, self.out))
+        return PIECE.pack(*pointers, self.p.numel(), tile, group)
+
+
+def takes(piece: LaunchItem) -> bool:
+    """Parameter and states in fp32, gradient and copy in any of the three."""
+    where = piece.p.device
+    wide = [x for x in (piece.p, piece.a, piece.b) if x is not None]
+    return all(flat(x, where) and x.dtype == torch.float32 for x in wide) and all(
+        flat(x, where) for x in (piece.g, piece.out) if x is not None
+    )
 
 
 def by_kind(pieces: Sequence[LaunchItem], kind: Callable[[LaunchItem], _T]) -> dict[_T, list[int]]:
@@ -245,10 +155,10 @@ def by_kind(pieces: Sequence[LaunchItem], kind: Callable[[LaunchItem], _T]) -> d
     return found
 
 
-def pieces_of(
+def items_of(
     tensors: Sequence[Sequence[Tensor]],
     out: Sequence[Tensor],
-    scalars: Callable[..., bytes],
+    pack: Callable[..., bytes],
     numbers: Sequence[Sequence[Any]],
 ) -> list[LaunchItem]:
     """p, g, one or two states, the copies, and each tensor's struct of scalars. Raises ConfigError where lists do not fit."""
@@ -258,22 +168,45 @@ def pieces_of(
     b: Sequence[Tensor | None] = second[0] if second else [None] * len(p)
     low: Sequence[Tensor | None] = out or [None] * len(p)
     rows: Any = zip(p, g, a, b, low, zip(*numbers, strict=True), strict=True)
-    return [LaunchItem(x, h, y, z, o, scalars(*own)) for x, h, y, z, o, own in rows]
+    return [LaunchItem(x, h, y, z, o, pack(*own)) for x, h, y, z, o, own in rows]
 
 
-def no_graph(p: Tensor) -> None:
-    """Raises ConfigError where autograd would have to know of the step."""
-    if p.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            "an optimizer step has no derivative, and the parameter requires one",
-            fix="Call it under torch.no_grad().",
-        )
+@dataclass(frozen=True)
+class LaunchTable:
+    """``content``: the pieces, then each different struct of scalars once. ``groups``: where those begin, in bytes."""
+
+    content: bytes
+    groups: int
+    count: int
+    tiles: int
 
 
-def numbered(step: float) -> None:
-    """Raises ConfigError for a step before the first."""
-    if not step >= 1:
-        raise ConfigError("steps of Adam are numbered from 1", where="adam_", got=step)
+def tiles_of(n: int) -> int:
+    """Tiles that n elements take."""
+    return -(-n // TILE)
+
+
+def table_of(pieces: Sequence[LaunchItem]) -> LaunchTable:
+    """Pieces in the given order; none may be empty."""
+    groups: dict[bytes, int] = {}
+    rows, tile = [], 0
+    for piece in pieces:
+        rows.append(piece.packed(tile, groups.setdefault(piece.scalars, len(groups))))
+        tile += tiles_of(piece.p.numel())
+    return LaunchTable(b"".join([*rows, *groups]), PIECE.size * len(rows), len(rows), tile)
+
+
+def upload(content: bytes, device: torch.device) -> Tensor:
+    """The bytes in device memory, in the order of the current stream; the host does not wait."""
+    host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def doubles(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
+    """Room for sums, of the current stream; ``zero`` where nobody writes all of it."""
+    return (torch.zeros if zero else torch.empty)(*shape, dtype=torch.float64, device=where)
 
 
 def padded(arguments: bytes) -> bytes:

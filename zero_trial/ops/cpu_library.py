@@ -14,7 +14,6 @@ import platform
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch
 
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import kernel_cache
+from zero_trial.ops.spec import OPTIMIZERS
 
 SOURCES = Path(__file__).parents[1] / "csrc"
 
@@ -219,25 +219,10 @@ CHOICES = ("auto", "reference", "native")
 ISAS = ("baseline", "avx2", "avx512")
 
 
-NONE = -1
-
-
-TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
 log = logging.getLogger("zero_trial")
 
 
 _INT, _LONG, _POINTER, _DOUBLE = ctypes.c_int, ctypes.c_long, ctypes.c_void_p, ctypes.c_double
-
-
-_STEPS = ("zt_adam", "zt_lion", "zt_adagrad", "zt_sgd")
-
-
-# ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type, found_inf;
-# lr, beta1, beta2, eps, weight_decay, multiplier and two numbers that only one kernel has; two flags. Packing one block and
-# passing one pointer takes a third of the time of passing twenty arguments through ctypes.
-CALL = struct.Struct("=11q8d2q")
 
 
 @dataclass(frozen=True)
@@ -301,9 +286,12 @@ def open_native(environ: Mapping[str, str]) -> CPULibrary:
 def typed(library: ctypes.CDLL) -> CPULibrary:
     """The library with its functions' types. Raises KernelUnavailable where one is missing."""
     try:
-        for name in _STEPS:
-            function = getattr(library, name)
+        for op in OPTIMIZERS:
+            function = getattr(library, f"zt_{op.name}")
             function.argtypes, function.restype = [ctypes.c_char_p], None
+            fields = getattr(library, f"zt_{op.name}_fields")()
+            if fields != op.fields:  # a kernel would read numbers that nobody wrote
+                raise KernelUnavailable(f"{op.struct} has other fields", got=fields, expected=op.fields)
         library.zt_square_sum.argtypes = [_INT, _INT, _LONG, _POINTER, _INT, ctypes.POINTER(_DOUBLE)]
         library.zt_square_sum.restype = _INT
         library.zt_add.argtypes, library.zt_add.restype = [_INT, _INT, _LONG, _POINTER, _INT, _POINTER, _INT], None

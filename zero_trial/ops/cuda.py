@@ -1,63 +1,92 @@
-"""An optimizer step of one CUDA tensor: one launch that needs no table, or plain torch where no kernel takes the tensors."""
+"""The ops on CUDA tensors: a few launches of the kernels of csrc/cuda, or plain torch where no kernel takes the tensors.
+
+Everything a step depends on is read from device memory by the kernel, so nothing here waits for the device: ``found_inf``, ``factor``
+and, in a launch over many tensors, the table of pointers and scalars, which is copied there in the order of the stream.
+
+    launches    a step of one tensor 1 · of many 1 (per pair of the gradients' and the copies' dtypes; one tensor alone needs no table) ·
+                square_sum 1 + 1 per factor 1024 of chunks · LAMB 2 and 1
+
+A CUDA graph cannot hold a table: while one is captured each tensor is a launch of its own, and casts and LAMB are plain torch.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_trial.ops import arguments, cuda_runtime, plain
-from zero_trial.ops import arguments as cuda_scalars
-from zero_trial.ops import arguments as cuda_tables
-from zero_trial.ops import arguments as overlap
 from zero_trial.ops.arguments import (
-    CODES,
     LaunchItem,
     by_kind,
+    check_copies,
+    check_pieces,
+    check_step,
     code,
     flat,
-    no_graph,
-    numbered,
+    items_of,
     one_float,
     padded,
     pick,
-    pieces_of,
     pointer,
+    refuse_graph,
     table_of,
-    takes,
     tiles_of,
 )
-from zero_trial.ops.cuda_runtime import FP32, NONE, CudaRuntime, Kernel
+from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
+from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp
 
-__all__ = [
-    "adagrad_",
-    "adagrad_many_",
-    "adam_",
-    "adam_many_",
-    "add_many_",
-    "copy_many_",
-    "lamb_apply_",
-    "lamb_moments_",
-    "lion_",
-    "lion_many_",
-    "sgd_",
-    "sgd_many_",
-    "square_sum",
-    "step_control_",
-]
+# ZtUpdate of csrc/cuda/update.cu up to the op: pieces, groups, found_inf, factor, count, tiles, and one piece.
+_UPDATE, _ONE_PIECE, _NO_PIECE = struct.Struct("4P2q"), struct.Struct("5P3q"), bytes(64)
+ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
+_SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struct("3P2d")
 
-_ARGUMENTS = struct.Struct("4P2q5P3q")  # ZtUpdate of csrc/cuda/update.cu, up to the op
+
+# --- optimizer steps ----------------------------------------------------------------------------------------------------
+
+
+def step_of(op: OptimizerOp) -> plain.Step:
+    """The op over one tensor, with the arguments of its schema: one launch that needs no table. Written for few microseconds."""
+    end, two, fallback = 2 + len(op.states), len(op.states) == 2, plain.step_of(op)
+
+    def step(*given: Any) -> None:
+        numbers = given[end + 2 :]
+        if op.step_at is not None:
+            op.check_step(numbers[op.step_at])
+        (p, g, a), b, (out, found_inf) = given[:3], given[3] if two else None, given[end : end + 2]
+        if not _step(op.struct, p, g, a, b, out, found_inf, op.pack(*numbers)):
+            fallback(*given)
+
+    return step
+
+
+def steps_of(op: OptimizerOp) -> plain.Step:
+    """The op over many tensors: one launch per pair of the gradients' and the copies' dtypes, with a table in device memory."""
+    end, count, fallback = 2 + len(op.states), len(op.number_names), plain.in_turn(op, plain.step_of(op))
+
+    def steps(*given: Any) -> None:
+        tensors, (out, found_inf, factor), rest = given[:end], given[end : end + 3], given[end + 3 :]
+        columns, shared = rest[:count], rest[count:]
+        if op.step_at is not None:
+            for number in columns[op.step_at]:
+                op.check_step(number)
+        items = items_of(tensors, out, lambda *own: op.pack(*own, *shared), columns)
+        left = _update(op.struct, items, found_inf, factor)
+        if left:
+            *lists, low = pick(left, *tensors, out)
+            fallback(*lists, low, found_inf, factor, *pick(left, *columns), *shared)
+
+    return steps
 
 
 def arguments_of(
     flags: tuple[int, int], pointers: tuple[int, int, int, int, int], n: int, tiles: int, scalars: bytes
 ) -> bytes:
     """A launch that holds its one piece. ``flags``: found_inf, factor; ``pointers``: p, g, two states, out; null for none."""
-    return padded(_ARGUMENTS.pack(0, 0, *flags, 1, tiles, *pointers, n, 0, 0) + scalars)
+    return padded(_UPDATE.pack(0, 0, *flags, 1, tiles) + _ONE_PIECE.pack(*pointers, n, 0, 0) + scalars)
 
 
 def _step(
@@ -65,7 +94,7 @@ def _step(
 ) -> bool:
     """Steps one tensor; False where plain torch must. Written for few microseconds."""
     if p.requires_grad:
-        no_graph(p)
+        refuse_graph(p)
     n, where, cuda = p.numel(), p.device, cuda_runtime.cuda_backend().cuda
     takes = p.dtype is torch.float32 and p.is_contiguous()
     for x, may_be_low in ((g, True), (a, False), (b, False), (out, True)):
@@ -83,57 +112,10 @@ def _step(
     if not cuda.has(kernel, where):
         return False
     pointers = (p.data_ptr(), g.data_ptr(), a.data_ptr(), pointer(b), pointer(out))
-    arguments.check_step(pointers, n, stored, copied)
+    check_step(pointers, n, stored, copied)
     tiles, flag = tiles_of(n), 0 if found is None else found.data_ptr()
     cuda.fill(kernel, where, tiles, arguments_of((flag, 0), pointers, n, tiles, scalars))
     return True
-
-
-def adam_(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, out: Tensor | None, found_inf: Tensor | None, lr: float, beta1: float,
-    beta2: float, eps: float, weight_decay: float, step: float, multiplier: float, decoupled: bool,
-) -> None:  # fmt: skip
-    """Adam (``decoupled`` False) or AdamW, step number ``step`` from 1."""
-    numbered(step)
-    numbers = (lr, beta1, beta2, eps, weight_decay, step)
-    if not _step("ZtAdam", p, g, m, v, out, found_inf, arguments.adam(*numbers, multiplier, decoupled)):
-        plain.adam_(p, g, m, v, out, found_inf, *numbers, multiplier, decoupled)
-
-
-def lion_(
-    p: Tensor, g: Tensor, m: Tensor, out: Tensor | None, found_inf: Tensor | None, lr: float, beta1: float, beta2: float,
-    weight_decay: float, multiplier: float,
-) -> None:  # fmt: skip
-    """Lion."""
-    numbers = (lr, beta1, beta2, weight_decay, multiplier)
-    if not _step("ZtLion", p, g, m, None, out, found_inf, arguments.lion(*numbers)):
-        plain.lion_(p, g, m, out, found_inf, *numbers)
-
-
-def adagrad_(
-    p: Tensor, g: Tensor, s: Tensor, out: Tensor | None, found_inf: Tensor | None, lr: float, eps: float,
-    weight_decay: float, multiplier: float,
-) -> None:  # fmt: skip
-    """Adagrad; ``lr`` with its decay already in it."""
-    numbers = (lr, eps, weight_decay, multiplier)
-    if not _step("ZtAdagrad", p, g, s, None, out, found_inf, arguments.adagrad(*numbers)):
-        plain.adagrad_(p, g, s, out, found_inf, *numbers)
-
-
-def sgd_(
-    p: Tensor, g: Tensor, b: Tensor, out: Tensor | None, found_inf: Tensor | None, lr: float, momentum: float,
-    dampening: float, weight_decay: float, first: bool, nesterov: bool, multiplier: float,
-) -> None:  # fmt: skip
-    """SGD with momentum; ``first``: the buffer becomes the gradient, undamped."""
-    numbers = (lr, momentum, dampening, weight_decay, first, nesterov, multiplier)
-    if not _step("ZtSgd", p, g, b, None, out, found_inf, arguments.sgd(*numbers)):
-        plain.sgd_(p, g, b, out, found_inf, *numbers)
-
-
-# An optimizer step of many CUDA tensors: one launch per pair of the gradients' and the copies' dtypes, with a table in device memory.
-
-
-_ARGUMENTS_CUDA_MANY, _NO_PIECE = struct.Struct("4P2q"), bytes(64)  # ZtUpdate of csrc/cuda/update.cu; the op follows
 
 
 def _update(op: str, pieces: Sequence[LaunchItem], found_inf: Tensor | None, factor: Tensor | None) -> list[int]:
@@ -148,7 +130,7 @@ def _update(op: str, pieces: Sequence[LaunchItem], found_inf: Tensor | None, fac
         if reachable and cuda.has(kernel, where):
             chosen = [pieces[index] for index in mine]
             for piece in chosen:
-                no_graph(piece.p)
+                refuse_graph(piece.p)
             _launch(cuda, kernel, chosen, (gradient, out), (pointer(found_inf), pointer(factor)))
             done = set(mine)
             left = [index for index in left if index not in done]
@@ -163,163 +145,19 @@ def _launch(
         for one in pieces:
             pointers = (one.p.data_ptr(), pointer(one.g), pointer(one.a), pointer(one.b), pointer(one.out))
             n, tiles = one.p.numel(), tiles_of(one.p.numel())
-            overlap.check_step(pointers, n, gradient, out)
+            check_step(pointers, n, gradient, out)
             cuda.fill(kernel, where, tiles, arguments_of(flags, pointers, n, tiles, one.scalars))
         return
     table = table_of(pieces)
-    overlap.check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, out), "wrwww")
-    held = cuda_tables.upload(table.content, where)
+    check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, out), "wrwww")
+    held = arguments.upload(table.content, where)
     base = held.data_ptr()
-    head = _ARGUMENTS_CUDA_MANY.pack(base, base + table.groups, *flags, table.count, table.tiles)
-    arguments = head + _NO_PIECE + bytes(len(pieces[0].scalars))
-    cuda.fill(kernel, where, table.tiles, padded(arguments))
+    head = _UPDATE.pack(base, base + table.groups, *flags, table.count, table.tiles)
+    packed = head + _NO_PIECE + bytes(len(pieces[0].scalars))
+    cuda.fill(kernel, where, table.tiles, padded(packed))
 
 
-def _in_turn(op: Callable[..., None], *arguments: Any) -> None:
-    op(*arguments)
-
-
-def adam_many_(
-    p: Any, g: Any, m: Any, v: Any, out: Any, found_inf: Any, factor: Any, lr: Any, beta1: Any, beta2: Any, eps: Any,
-    weight_decay: Any, step: Any, multiplier: float, decoupled: bool,
-) -> None:  # fmt: skip
-    """Adam or AdamW of each."""
-    for number in step:
-        numbered(number)
-    numbers = (lr, beta1, beta2, eps, weight_decay, step)
-    scalars = partial(arguments.adam, multiplier=multiplier, decoupled=decoupled)
-    left = _update("ZtAdam", pieces_of((p, g, m, v), out, scalars, numbers), found_inf, factor)
-    if left:
-        p, g, m, v, out, *rest = pick(left, p, g, m, v, out, *numbers)
-        _in_turn(plain.adam_many_, plain.adam_, p, g, m, v, out, found_inf, factor, *rest, multiplier, decoupled)
-
-
-def lion_many_(
-    p: Any, g: Any, m: Any, out: Any, found_inf: Any, factor: Any, lr: Any, beta1: Any, beta2: Any, weight_decay: Any,
-    multiplier: float,
-) -> None:  # fmt: skip
-    """Lion of each."""
-    numbers = (lr, beta1, beta2, weight_decay)
-    pieces = pieces_of((p, g, m), out, partial(arguments.lion, multiplier=multiplier), numbers)
-    left = _update("ZtLion", pieces, found_inf, factor)
-    if left:
-        p, g, m, out, *rest = pick(left, p, g, m, out, *numbers)
-        _in_turn(plain.lion_many_, plain.lion_, p, g, m, out, found_inf, factor, *rest, multiplier)
-
-
-def adagrad_many_(
-    p: Any, g: Any, s: Any, out: Any, found_inf: Any, factor: Any, lr: Any, eps: Any, weight_decay: Any, multiplier: float
-) -> None:  # fmt: skip
-    """Adagrad of each."""
-    numbers = (lr, eps, weight_decay)
-    pieces = pieces_of((p, g, s), out, partial(arguments.adagrad, multiplier=multiplier), numbers)
-    left = _update("ZtAdagrad", pieces, found_inf, factor)
-    if left:
-        p, g, s, out, *rest = pick(left, p, g, s, out, *numbers)
-        _in_turn(plain.adagrad_many_, plain.adagrad_, p, g, s, out, found_inf, factor, *rest, multiplier)
-
-
-def sgd_many_(
-    p: Any, g: Any, b: Any, out: Any, found_inf: Any, factor: Any, lr: Any, momentum: Any, dampening: Any,
-    weight_decay: Any, first: Any, nesterov: bool, multiplier: float,
-) -> None:  # fmt: skip
-    """SGD with momentum of each."""
-    numbers = (lr, momentum, dampening, weight_decay, first)
-    pieces = pieces_of((p, g, b), out, partial(arguments.sgd, nesterov=nesterov, multiplier=multiplier), numbers)
-    left = _update("ZtSgd", pieces, found_inf, factor)
-    if left:
-        p, g, b, out, *rest = pick(left, p, g, b, out, *numbers)
-        _in_turn(plain.sgd_many_, plain.sgd_, p, g, b, out, found_inf, factor, *rest, nesterov, multiplier)
-
-
-# LAMB over many CUDA tensors: two launches for the moments and their sums, one for the step; plain torch where kernels do not take them all.
-
-
-_ARGUMENTS_CUDA_LAMB = struct.Struct("7P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu
-
-
-def _ready(
-    pieces: Sequence[LaunchItem], kernels: Sequence[Kernel], flags: Sequence[Tensor | None], where: torch.device
-) -> CudaRuntime | None:
-    """Who launches them all at once, if anybody can."""
-    cuda = cuda_runtime.cuda_backend().cuda
-    kinds = {(code(q.g), code(q.out), q.p.device) if takes(q) and q.p.numel() else None for q in pieces}
-    alike = len(kinds) == 1 and None not in kinds and all(one_float(flag, where) for flag in flags)
-    if cuda is None or where.type != cuda.kind or not alike or cuda.capturing(where):
-        return None
-    return cuda if all(cuda.has(kernel, where) for kernel in kernels) else None
-
-
-def lamb_moments_(
-    p: Any, g: Any, m: Any, v: Any, found_inf: Any, factor: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any,
-    step: Any, multiplier: float, bias_correction: bool,
-) -> Tensor:  # fmt: skip
-    """Moments of each tensor in place; returns the sums of p^2 and of direction^2, (2, tensors) in float64, 0 where skipped."""
-    numbers = (beta1, beta2, eps, weight_decay, step)
-    if not p:
-        return plain.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
-    scalars = partial(cuda_scalars.lamb, 0.0, multiplier=multiplier, corrected=bias_correction)
-    pieces = pieces_of((p, g, m, v), (), scalars, numbers)
-    where, gradient = p[0].device, CODES.get(g[0].dtype, FP32)
-    kernel = cuda_runtime.lamb("zt_lamb_moments", gradient, NONE)
-    add = cuda_runtime.lamb("zt_lamb_squares", FP32, NONE)
-    cuda = _ready(pieces, (kernel, add), (found_inf, factor), where)
-    if cuda is None:
-        return plain.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
-    table = table_of(pieces)
-    overlap.check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, NONE), "rrwwr")
-    held = cuda_tables.upload(table.content, where)
-    squares = cuda_tables.doubles(2, len(pieces), where=where, zero=True)
-    sums = cuda_tables.doubles(table.tiles, 2, where=where)
-    base = held.data_ptr()
-    flags = (pointer(found_inf), pointer(factor), 0)
-    arguments = _ARGUMENTS_CUDA_LAMB.pack(
-        base, base + table.groups, *flags, sums.data_ptr(), squares.data_ptr(), table.count, table.tiles
-    )
-    cuda.fill(kernel, where, table.tiles, arguments)
-    cuda.fill(add, where, table.count, arguments)
-    return squares
-
-
-def lamb_apply_(
-    p: Any, m: Any, v: Any, out: Any, found_inf: Any, ratio: Tensor, lr: Any, beta1: Any, beta2: Any, eps: Any,
-    weight_decay: Any, step: Any, bias_correction: bool,
-) -> None:  # fmt: skip
-    """p -= lr ratio direction; ``ratio`` (tensors,) in fp32."""
-    numbers = (lr, beta1, beta2, eps, weight_decay, step)
-    if not p:
-        return
-    scalars = partial(cuda_scalars.lamb, multiplier=1.0, corrected=bias_correction)
-    low: Sequence[Tensor | None] = out or [None] * len(p)
-    plain.same_sizes(p, m, v, *([out] if out else []))
-    plain.same_lengths(p, *numbers)
-    rows: Any = zip(p, [None] * len(p), m, v, low, zip(*numbers, strict=True), strict=True)
-    pieces = [LaunchItem(x, h, y, z, o, scalars(*own)) for x, h, y, z, o, own in rows]
-    where, copied = p[0].device, CODES.get(out[0].dtype, FP32) if out else NONE
-    kernel = cuda_runtime.lamb("zt_lamb_apply", FP32, copied)
-    ready = (
-        ratio.dtype == torch.float32 and ratio.is_contiguous() and ratio.shape == (len(p),) and ratio.device == where
-    )
-    cuda = _ready(pieces, (kernel,), (found_inf,), where) if ready else None
-    if cuda is None:
-        plain.lamb_apply_(p, m, v, out, found_inf, ratio, *numbers, bias_correction)
-        return
-    table = table_of(pieces)
-    overlap.check_pieces(table.content[: table.groups], (FP32, NONE, FP32, FP32, copied), "wrrrw")
-    held = cuda_tables.upload(table.content, where)
-    base = held.data_ptr()
-    flags = (pointer(found_inf), 0, ratio.data_ptr())
-    arguments = _ARGUMENTS_CUDA_LAMB.pack(base, base + table.groups, *flags, 0, 0, table.count, table.tiles)
-    cuda.fill(kernel, where, table.tiles, arguments)
-
-
-# Sums of squares, the scalars of a step, and copies between flat buffers on CUDA; plain torch where no kernel takes the tensors.
-
-
-ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
-
-
-_SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struct("3P")
+# --- sums, scalars and buffers ------------------------------------------------------------------------------------------
 
 
 def square_sum(x: Tensor) -> Tensor:
@@ -350,8 +188,8 @@ def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor
     if cuda is None or not (sound and double and one_float(loss_scale, where)) or not cuda.has(kernel, where):
         plain.step_control_(square_sum, loss_scale, control, unscale, clip)
         return
-    pointers = _CONTROL.pack(square_sum.data_ptr(), pointer(loss_scale), control.data_ptr())
-    cuda.launch(kernel, where, 1, pointers + arguments.control(unscale, clip))
+    pointers = (square_sum.data_ptr(), pointer(loss_scale), control.data_ptr())
+    cuda.launch(kernel, where, 1, _CONTROL.pack(*pointers, unscale, clip))
 
 
 def copy_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -377,10 +215,10 @@ def _copy(into: Sequence[Tensor], source: Sequence[Tensor], *, add: bool) -> Non
         if cuda is None or where.type != cuda.kind or cuda.capturing(where) or not cuda.has(kernel, where):
             continue
         table = table_of([LaunchItem(into[index], source[index]) for index in mine])
-        overlap.check_copies(table.content[: table.groups], target_stored, stored)
-        held = cuda_tables.upload(table.content, where)
-        arguments = _COPY.pack(held.data_ptr(), table.count, table.tiles)
-        cuda.fill(kernel, where, table.tiles, arguments)
+        check_copies(table.content[: table.groups], target_stored, stored)
+        held = arguments.upload(table.content, where)
+        packed = _COPY.pack(held.data_ptr(), table.count, table.tiles)
+        cuda.fill(kernel, where, table.tiles, packed)
         left -= set(mine)
     rest = pick(sorted(left), into, source)
     (plain.add_many_ if add else plain.copy_many_)(*rest)

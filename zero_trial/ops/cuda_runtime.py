@@ -20,6 +20,7 @@ from zero_trial.ops import kernel_cache as kernel_cache_ops
 from zero_trial.ops.cpu_library import SOURCES, VARIABLE, backend
 from zero_trial.ops.cuda_bindings import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError, open_driver
 from zero_trial.ops.kernel_cache import KernelCache
+from zero_trial.ops.spec import BF16, FP16, FP32, NONE, OPTIMIZERS
 
 # The same bits as on CPU: nothing contracted, IEEE division and root, subnormal numbers kept.
 OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
@@ -28,14 +29,12 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
 
 
-NONE, FP32, BF16, FP16 = -1, 0, 1, 2  # how floats are stored: ZT_GRADIENT, ZT_OUT ...
-
-
 STORED = (FP32, BF16, FP16)
 
 
 # As many as registers allow without spilling; two of them keep enough loads under way already.
-_BLOCKS = {"ZtAdam": 4, "ZtLion": 4, "ZtAdagrad": 3, "ZtSgd": 4, "copy": 5} | {
+_BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
+    "copy": 5,
     "zt_lamb_moments": 2,
     "zt_lamb_squares": 4,
     "zt_lamb_apply": 3,
@@ -106,14 +105,11 @@ def lamb(entry: str, gradient: int, out: int) -> Kernel:
 LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
 
 
-OPTIMIZERS = ("ZtAdam", "ZtLion", "ZtAdagrad", "ZtSgd")
-
-
 def every_kernel() -> list[Kernel]:
     """All that the ops can ask for."""
     outs = (NONE, *STORED)
     return [
-        *(update(op, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
+        *(update(op.struct, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
         *(lamb("zt_lamb_moments", gradient, NONE) for gradient in STORED),
         *(lamb("zt_lamb_apply", FP32, out) for out in outs),
         lamb("zt_lamb_squares", FP32, NONE),

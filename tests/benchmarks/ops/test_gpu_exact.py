@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.ops import gpu_exact
 from tests.support.pretended_gpus import Gpus
-from zero_trial.ops import arguments, cuda, cuda_runtime, plain
+from zero_trial.ops import cuda_runtime, dispatch
+from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS, OptimizerOp
 
 CPU = torch.device("cpu")
 
@@ -41,8 +42,8 @@ def test_a_gpu_is_compared(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: st
 def test_a_wrong_kernel_is_found(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_exact, "SIZES", (33,))
     monkeypatch.setattr(gpu_exact, "FLOATS", (torch.bfloat16,))
-    scalars = arguments.lion
-    monkeypatch.setattr(arguments, "lion", lambda lr, *rest: scalars(lr * 1.01, *rest))
+    pack = OptimizerOp.pack
+    monkeypatch.setattr(OptimizerOp, "pack", lambda op, lr, *rest: pack(op, lr * 1.01, *rest))
     line, _ = gpu_exact.run(torch.device("cuda", 0), "Lion", tiny=True)
     assert line["different"] == line["cases"]
 
@@ -92,10 +93,9 @@ def test_the_summary_names_the_first_difference() -> None:
 def test_every_op_of_many_tensors_is_compared() -> None:
     """A new op must come into the comparison: its name stands in the script."""
     text = Path(gpu_exact.__file__).read_text(encoding="utf-8")
-    compared = [name for name in plain.SCHEMAS if f"OPS.{name}(" in text]
-    assert set(plain.SCHEMAS) - set(compared) == {
-        "lion_many_",
-        "adagrad_many_",
-        "sgd_many_",
-    }  # adam_many_'s kernel and table
-    assert all(hasattr(cuda, name) for name in plain.SCHEMAS)
+    over_one = {op.single for op in OPTIMIZERS}
+    compared = {name for name in SCHEMAS if f"OPS.{name}(" in text}
+    assert set(SCHEMAS) - over_one - compared == {
+        *("lion_many_", "adagrad_many_", "sgd_many_"),  # the kernel and table of adam_many_
+    }
+    assert dispatch.CUDA.keys() == dispatch.CPU.keys() == SCHEMAS.keys()

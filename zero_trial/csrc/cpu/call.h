@@ -9,6 +9,8 @@
 
 #define ZT_EXPORT extern "C" __attribute__((visibility("default")))
 
+enum { kMostScalars = 8 };
+
 // One optimizer step over one shard, as the caller packs it: every field has eight bytes. What a kernel does not have is 0.
 struct ZtCall {
   int64_t isa, threads, n;
@@ -19,8 +21,7 @@ struct ZtCall {
   void* out;
   int64_t out_type;
   const float* found_inf;
-  double lr, beta1, beta2, eps, decay, multiplier, x, y;  // x, y: what only one kernel has
-  int64_t flag, flag2;
+  double scalars[kMostScalars];  // the fields of the op's struct; a caller of a step with fewer leaves the last ones out
 };
 
 enum : long {
@@ -34,6 +35,18 @@ static inline bool skipped(const ZtCall& c) { return c.found_inf && *c.found_inf
 static inline ZtShard shard_of(const ZtCall& c) {
   const bool low = c.out_type != kNone;
   return {c.p, c.g, (int)c.g_type, c.a, c.b, low ? c.out : nullptr, (int)c.out_type, c.n >= kStreamElements};
+}
+
+// The op's struct: what the caller computed in double, rounded once.
+template <class Op>
+Op scalars_of(const ZtCall& c) {
+  enum { kFields = sizeof(Op) / sizeof(float) };
+  static_assert(kFields <= kMostScalars, "raise kMostScalars");
+  float fields[kFields];
+  for (int i = 0; i < kFields; ++i) fields[i] = (float)c.scalars[i];
+  Op op;
+  __builtin_memcpy(&op, fields, sizeof(op));
+  return op;
 }
 
 static inline const ZtKernels* kernels(int isa) {

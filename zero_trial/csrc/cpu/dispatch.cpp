@@ -4,7 +4,6 @@
 // if it points to anything but 0 the step is skipped. Nothing here checks its arguments: the caller has.
 #include "call.h"
 
-#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -55,43 +54,14 @@ void step(void (*const ZtKernels::*run)(const ZtShard&, const Op&, long, long), 
 
 }  // namespace
 
-ZT_EXPORT void zt_adam(const ZtCall* c) {  // x, y: the bias corrections; flag: decoupled
-  if (skipped(*c)) return;
-  const ZtAdam op = {(float)c->multiplier,
-                     (float)(1.0 - c->beta1),
-                     (float)(1.0 - c->beta2),
-                     (float)(c->lr / c->x),
-                     (float)(1.0 / sqrt(c->y)),
-                     (float)c->eps,
-                     (float)(c->flag ? 0.0 : c->decay),
-                     (float)(c->flag ? c->lr * c->decay : 0.0)};
-  step(&ZtKernels::adam, *c, op);
-}
-
-ZT_EXPORT void zt_lion(const ZtCall* c) {
-  if (skipped(*c)) return;
-  const ZtLion op = {(float)c->multiplier, (float)(1.0 - c->beta1), (float)(1.0 - c->beta2), (float)c->lr,
-                     (float)(c->lr * c->decay)};
-  step(&ZtKernels::lion, *c, op);
-}
-
-ZT_EXPORT void zt_adagrad(const ZtCall* c) {
-  if (skipped(*c)) return;
-  const ZtAdagrad op = {(float)c->multiplier, (float)c->lr, (float)c->eps, (float)c->decay};
-  step(&ZtKernels::adagrad, *c, op);
-}
-
-ZT_EXPORT void zt_sgd(const ZtCall* c) {  // x: momentum; y: the gradient's share; flag: first; flag2: Nesterov
-  if (skipped(*c)) return;
-  const ZtSgd op = {(float)c->multiplier,
-                    (float)c->lr,
-                    (float)c->decay,
-                    (float)(c->flag ? 0.0 : c->x),
-                    (float)c->y,
-                    (float)c->x,
-                    c->flag2 ? 0.0f : 1.0f};
-  step(&ZtKernels::sgd, *c, op);
-}
+// zt_adam(call) and so on, and zt_adam_fields(): how many doubles a call has behind its head.
+#define ZT_STEP(name, Op)                                             \
+  ZT_EXPORT void zt_##name(const ZtCall* c) {                         \
+    if (!skipped(*c)) step(&ZtKernels::name, *c, scalars_of<Op>(*c)); \
+  }                                                                   \
+  ZT_EXPORT int zt_##name##_fields() { return sizeof(Op) / sizeof(float); }
+ZT_OPTIMIZERS(ZT_STEP)
+#undef ZT_STEP
 
 // into += x, of any two types.
 ZT_EXPORT void zt_add(int isa, int threads, long n, void* into, int into_type, const void* x, int type) {

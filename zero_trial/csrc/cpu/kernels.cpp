@@ -299,8 +299,9 @@ void lamb_apply(const ZtShard& s, const ZtLamb& op, float ratio, long begin, lon
 #endif
 }
 
-const ZtKernels kKernels = {run<ZtAdam>, run<ZtLion>, run<ZtAdagrad>, run<ZtSgd>, square_sum, add, sum,
-                             lamb_moments, lamb_apply};
+#define ZT_RUN(name, Op) run<Op>,
+const ZtKernels kKernels = {ZT_OPTIMIZERS(ZT_RUN) square_sum, add, sum, lamb_moments, lamb_apply};
+#undef ZT_RUN
 
 }  // namespace
 

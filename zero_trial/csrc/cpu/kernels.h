@@ -35,10 +35,9 @@ enum { kElementsPerTile = 64 };
 enum { kLambLanes = 256, kLambRun = 4, kLambTile = 2048 };
 
 struct ZtKernels {
-  void (*adam)(const ZtShard&, const ZtAdam&, long begin, long end);
-  void (*lion)(const ZtShard&, const ZtLion&, long begin, long end);
-  void (*adagrad)(const ZtShard&, const ZtAdagrad&, long begin, long end);
-  void (*sgd)(const ZtShard&, const ZtSgd&, long begin, long end);
+#define ZT_FIELD(name, Op) void (*name)(const ZtShard&, const Op&, long begin, long end);
+  ZT_OPTIMIZERS(ZT_FIELD)
+#undef ZT_FIELD
   double (*square_sum)(const void* x, int type, long begin, long end);  // of one chunk
   void (*add)(void* into, int into_type, const void* x, int type, long begin, long end);  // the sum is rounded once
   void (*sum)(const ZtParts&, long begin, long end);  // from left to right, 16 bits in fp32 and rounded once

@@ -4,23 +4,11 @@
 // csrc/cuda/lamb.cu: neither threads nor instruction set change a bit.
 #include "call.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 namespace {
 
 long tiles_of(const ZtCall& c) { return ((long)c.n + kLambTile - 1) / kLambTile; }
-
-ZtLamb scalars_of(const ZtCall& c) {  // x, y: the bias corrections, 1 without
-  return {(float)c.multiplier,
-          (float)(1.0 - c.beta1),
-          (float)(1.0 - c.beta2),
-          (float)(1.0 / c.x),
-          (float)(1.0 / sqrt(c.y)),
-          (float)c.eps,
-          (float)c.decay,
-          (float)c.lr};
-}
 
 // Calls `work(call, its scalars, tile of the tensor, tile of all)` for every tile of every tensor that is not skipped.
 template <class Work>
@@ -36,7 +24,7 @@ void over_tiles(const ZtCall* calls, long count, Work work) {
     long first = 0;  // tile of all at which tensor c begins
     for (long c = 0; c < count && first < end; first += tiles_of(calls[c]), ++c) {
       if (skipped(calls[c]) || first + tiles_of(calls[c]) <= begin) continue;
-      const ZtLamb op = scalars_of(calls[c]);
+      const ZtLamb op = scalars_of<ZtLamb>(calls[c]);
       const long from = begin > first ? begin - first : 0;
       for (long tile = from; tile < least(tiles_of(calls[c]), end - first); ++tile) work(calls[c], op, tile, first + tile);
     }
@@ -80,6 +68,6 @@ ZT_EXPORT void zt_lamb_apply(const ZtCall* calls, long count) {
   over_tiles(calls, count, [](const ZtCall& c, const ZtLamb& op, long tile, long) {
     const long begin = tile * kLambTile;
     const long end = least((long)c.n, begin + kLambTile);
-    kernels((int)c.isa)->lamb_apply(shard_of(c), op, (float)c.multiplier, begin, end);
+    kernels((int)c.isa)->lamb_apply(shard_of(c), op, op.multiplier, begin, end);
   });
 }

@@ -4,6 +4,8 @@
 // and the states a and b (b only where kStates is 2) from the gradient g, which is multiplied by `multiplier` first.
 // Moments are interpolated, m + (1 - beta) (g - m), and the decay is part of the update rather than a factor on p: both
 // halve the rounding error of the forms m beta + g (1 - beta) and p (1 - lr decay), and v stays unbiased over long runs.
+//
+// All fields are floats, `multiplier` is the first, and ops/spec.py computes them in this order. The list at the end names the structs.
 #ifndef ZT_OPTIMIZERS_H
 #define ZT_OPTIMIZERS_H
 
@@ -74,5 +76,12 @@ struct ZtSgd {
     p = zt_fma(-lr, step, p);
   }
 };
+
+// Every step that callers can ask for: its name in ops/spec.py, and its struct.
+#define ZT_OPTIMIZERS(X) \
+  X(adam, ZtAdam)        \
+  X(lion, ZtLion)        \
+  X(adagrad, ZtAdagrad)  \
+  X(sgd, ZtSgd)
 
 #endif

@@ -1,0 +1,220 @@
+"""The ops of ``torch.ops.zero_trial`` in one table: what Python, torch's dispatcher and the C sources agree on.
+
+A row of OPTIMIZERS is one elementwise optimizer step. Its two ops (over one tensor, over many), their schemas and registrations, the
+arguments of the CPU and CUDA kernels and the form in plain torch follow from the row. The arithmetic of an element is the struct of that
+name in csrc/include/zt_optimizers.h.
+
+    p           parameter, changed in place; fp32 for the native kernels, any dtype in plain torch
+    g           gradient in fp32, bf16 or fp16; multiplied by ``multiplier`` as it is read
+    states      in the parameter's dtype, changed in place
+    out         receives the new parameter rounded to its own dtype (bf16 or fp16), or None
+    found_inf   one-element fp32 tensor; where it is not 0 nothing is changed; or None
+    factor      one-element fp32 tensor that multiplies the gradients on top of ``multiplier``; or None
+
+All tensors of one step have the same number of elements, are on one device and do not overlap. In ops over many tensors these are lists,
+``out`` is as long as the others or empty, and numbers that a tensor has of its own come as lists too. Steps are taken outside of autograd's
+graph (``torch.no_grad()``) and leave the tensors' version counters alone; sums have no derivative. A ConfigError says what does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_trial.errors import ConfigError
+from zero_trial.ops import reference
+
+# How floats are stored: ZtType of csrc/cpu/kernels.h, ZT_GRADIENT and ZT_OUT of csrc/cuda.
+NONE, FP32, BF16, FP16 = -1, 0, 1, 2
+CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerOp:
+    """One row: an elementwise optimizer step.
+
+    Args:
+        name: of the ops without their endings (``adam`` for ``adam_`` and ``adam_many_``), and of its line in ZT_OPTIMIZERS.
+        struct: the struct of csrc/include/zt_optimizers.h.
+        states: names of the tensors beside parameter and gradient, one or two.
+        numbers: what a tensor has of its own, in the words of a schema.
+        shared: what all tensors of a call have in common; ``multiplier`` is one of them.
+        scalars: (numbers, shared) -> the fields of the struct in their order, computed in double.
+        formula: (p, g, states, numbers, shared without the multiplier) -> the new p and states, in plain torch.
+        blocks: how many blocks of the CUDA kernel a multiprocessor holds at once: as many as registers allow without spilling.
+    """
+
+    name: str
+    struct: str
+    states: tuple[str, ...]
+    numbers: str
+    shared: str
+    scalars: Callable[..., tuple[float, ...]]
+    formula: Callable[..., Sequence[Tensor]]
+    blocks: int = 4
+
+    @property
+    def single(self) -> str:
+        return f"{self.name}_"
+
+    @property
+    def many(self) -> str:
+        return f"{self.name}_many_"
+
+    def schemas(self) -> dict[str, str]:
+        """Both ops with what they take and what they write."""
+        written = [f"Tensor({letter}!){{}} {name}" for letter, name in zip("abc", ("p", *self.states), strict=False)]
+        out = "abcd"[len(written)]
+        tensors = ", ".join([written[0], "Tensor{} g", *written[1:]])
+        lists = self.numbers.replace("float ", "float[] ").replace("bool ", "bool[] ")
+        found = "Tensor? found_inf"
+        return {
+            self.single: f"({tensors.replace('{}', '')}, Tensor({out}!)? out, {found}, {self.numbers}, {self.shared}) -> ()",
+            self.many: f"({tensors.replace('{}', '[]')}, Tensor({out}!)[] out, {found}, Tensor? factor, {lists}, {self.shared}) -> ()",
+        }
+
+    @cached_property
+    def number_names(self) -> list[str]:
+        return [one.split()[1] for one in self.numbers.split(", ")]
+
+    @cached_property
+    def shared_names(self) -> list[str]:
+        return [one.split()[1] for one in self.shared.split(", ")]
+
+    @cached_property
+    def multiplier_at(self) -> int:
+        """Which of the shared arguments is the multiplier."""
+        return self.shared_names.index("multiplier")
+
+    @cached_property
+    def step_at(self) -> int | None:
+        """Which of the numbers is the step's, if the formula needs it."""
+        return self.number_names.index("step") if "step" in self.number_names else None
+
+    @cached_property
+    def fields(self) -> int:
+        """How many floats the struct has."""
+        return len(self.scalars(*[0.5] * (len(self.number_names) + len(self.shared_names))))
+
+    def check_step(self, step: float) -> None:
+        """Raise ConfigError for a step before the first."""
+        if not step >= 1:
+            raise ConfigError("steps are numbered from 1", where=self.single, got=step)
+
+    def pack(self, *arguments: float) -> bytes:
+        """The struct as kernels read it, from the numbers of a tensor and what it shares with others."""
+        return pack_floats(self.scalars(*arguments))
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """``values`` rounded to fp32 as C does: what is too large becomes infinite."""
+    try:
+        return struct.pack(f"{len(values)}f", *values)
+    except OverflowError:
+        return struct.pack(f"{len(values)}f", *torch.tensor(values, dtype=torch.float64).float().tolist())
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+
+
+def _adam_scalars(
+    lr: float, beta1: float, beta2: float, eps: float, decay: float, step: float, multiplier: float, decoupled: bool
+) -> tuple[float, ...]:
+    return (
+        *(multiplier, 1 - beta1, 1 - beta2, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), eps),
+        *((0.0, lr * decay) if decoupled else (decay, 0.0)),
+    )
+
+
+def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> Sequence[Tensor]:
+    lr, beta1, beta2, eps, decay, step, decoupled = rest
+    formula = reference.adamw if decoupled else reference.adam
+    return formula(p, g, m, v, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+
+
+ADAM = OptimizerOp(
+    name="adam",  # or AdamW, where ``decoupled``; an infinite step corrects no bias
+    struct="ZtAdam",
+    states=("m", "v"),
+    numbers="float lr, float beta1, float beta2, float eps, float weight_decay, float step",
+    shared="float multiplier, bool decoupled",
+    scalars=_adam_scalars,
+    formula=_adam,
+)
+
+
+def _lion(p: Tensor, g: Tensor, m: Tensor, lr: float, beta1: float, beta2: float, decay: float) -> Sequence[Tensor]:
+    return reference.lion(p, g, m, lr=lr, betas=(beta1, beta2), weight_decay=decay)
+
+
+LION = OptimizerOp(
+    name="lion",
+    struct="ZtLion",
+    states=("m",),
+    numbers="float lr, float beta1, float beta2, float weight_decay",
+    shared="float multiplier",
+    scalars=lambda lr, beta1, beta2, decay, multiplier: (multiplier, 1 - beta1, 1 - beta2, lr, lr * decay),
+    formula=_lion,
+)
+
+ADAGRAD = OptimizerOp(
+    name="adagrad",
+    struct="ZtAdagrad",
+    states=("s",),
+    numbers="float lr, float eps, float weight_decay",  # lr with its decay already in it
+    shared="float multiplier",
+    scalars=lambda lr, eps, decay, multiplier: (multiplier, lr, eps, decay),
+    formula=lambda p, g, s, lr, eps, decay: reference.adagrad(p, g, s, lr=lr, eps=eps, weight_decay=decay),
+    blocks=3,
+)
+
+
+def _sgd_scalars(
+    lr: float, momentum: float, dampening: float, decay: float, first: bool, nesterov: bool, multiplier: float
+) -> tuple[float, ...]:
+    old, share = (0.0, 1.0) if first else (momentum, 1 - dampening)
+    return (multiplier, lr, decay, old, share, momentum, 0.0 if nesterov else 1.0)
+
+
+def _sgd(p: Tensor, g: Tensor, b: Tensor, *rest: Any) -> Sequence[Tensor]:
+    lr, momentum, dampening, decay, first, nesterov = rest
+    settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": decay}
+    result = reference.sgd(p, g, None if first else b, nesterov=nesterov, **settings)
+    return (result.p,) if result.b is None else (result.p, result.b)
+
+
+SGD = OptimizerOp(
+    name="sgd",
+    struct="ZtSgd",
+    states=("b",),
+    numbers="float lr, float momentum, float dampening, float weight_decay, bool first",  # first: b becomes g, undamped
+    shared="bool nesterov, float multiplier",
+    scalars=_sgd_scalars,
+    formula=_sgd,
+)
+
+OPTIMIZERS = (ADAM, LION, ADAGRAD, SGD)
+
+
+# --- the other ops ----------------------------------------------------------------------------------------------------
+
+_FLAGS = "Tensor? found_inf, Tensor? factor"
+_LAMB = "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, float[] step"
+
+SCHEMAS: dict[str, str] = {name: schema for op in OPTIMIZERS for name, schema in op.schemas().items()} | {
+    "square_sum": "(Tensor x) -> Tensor",
+    "lamb_moments_": f"(Tensor[] p, Tensor[] g, Tensor(a!)[] m, Tensor(b!)[] v, {_FLAGS}, {_LAMB}, float multiplier, "
+    "bool bias_correction) -> Tensor",
+    "lamb_apply_": f"(Tensor(a!)[] p, Tensor[] m, Tensor[] v, Tensor(b!)[] out, Tensor? found_inf, Tensor ratio, float[] lr, "
+    f"{_LAMB}, bool bias_correction) -> ()",
+    "step_control_": "(Tensor square_sum, Tensor? loss_scale, Tensor(a!) control, float unscale, float clip) -> ()",
+    "copy_many_": "(Tensor(a!)[] into, Tensor[] source) -> ()",
+    "add_many_": "(Tensor(a!)[] into, Tensor[] source) -> ()",
+}

@@ -99,7 +99,7 @@ def test_environment(environment: str, fault: str | None):
         ("[/a:/b]", 'bind_mounts[0]: "/a:/b" is not a map'),
         (
             "{host_path: /a, container_path: /b}",
-            "bind_mounts: {'container_path': '/b', 'host_path': '/a'} is not a list",
+            'bind_mounts: {container_path: "/b", host_path: "/a"} is not a list',
         ),
     ],
 )

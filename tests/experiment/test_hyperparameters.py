@@ -59,12 +59,12 @@ def test_places_move_with_a_const():
             "expected one of int, double, log, categorical, const. Write model: {type: const, val: {type: big}}, or another key than type.",
         ),
         ({"a": {"type": {"type": "const"}}}, 'hyperparameters.a.type: a nested key "type"'),
-        ({"a": {"type": "int", "minval": 1}}, "hyperparameters.a.maxval: a hyperparameter of type int needs it. Add maxval."),
-        ({"a": {"type": "double", "minval": 2, "maxval": 1}}, "hyperparameters.a: minval is not below maxval: got 2 and 1."),
-        ({"a": {"type": "int", "minval": "x", "maxval": 1}}, 'hyperparameters.a.minval: not a number: got "x".'),
-        ({"a": {"type": "const", "vals": [1]}}, "hyperparameters.a.val: a hyperparameter of type const needs it. Add val."),
-        ({"a": {"type": "categorical", "vals": []}}, "hyperparameters.a.vals: no values to choose from: got [], expected a list."),
-        ({"a": {"type": "const", "val": 1, "x": 1}}, "hyperparameters.a.x: type const does not take it: expected val."),
+        ({"a": {"type": "int", "minval": 1}}, "hyperparameters.a.maxval: is a required property."),
+        ({"a": {"type": "double", "minval": 2, "maxval": 1}}, "hyperparameters.a: minval must be less than maxval."),
+        ({"a": {"type": "int", "minval": "x", "maxval": 1}}, 'hyperparameters.a.minval: "x" is not an integer.'),
+        ({"a": {"type": "const", "vals": [1]}}, "hyperparameters.a.val: is a required property."),
+        ({"a": {"type": "categorical", "vals": []}}, "hyperparameters.a.vals: [] is not a list of values."),
+        ({"a": {"type": "const", "val": 1, "x": 1}}, "hyperparameters.a.x: unknown property."),
     ],
 )  # fmt: skip
 def test_faults(value: dict[str, Any], fault: str):

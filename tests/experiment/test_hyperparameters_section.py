@@ -126,4 +126,4 @@ def test_a_grid_needs_counts(space: str, where: str | None):
 
 
 def test_counts_are_not_looked_for_in_a_const():
-    assert check_counts({"type": "const", "val": {"type": "int"}}, "x") == []
+    assert check_counts({"type": "const", "val": {"type": "int"}}, ("x",)) == []

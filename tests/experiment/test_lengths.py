@@ -25,4 +25,8 @@ from zero_trial.experiment.sections import PERIOD, SEARCHER_LENGTH, TIMED_LENGTH
     ],
 )
 def test_lengths(value: Any, period: bool, length: bool, timed: bool):
-    assert [not rule.check(value, "x") for rule in (PERIOD, SEARCHER_LENGTH, TIMED_LENGTH)] == [period, length, timed]
+    assert [not rule.check(value, ("x",)) for rule in (PERIOD, SEARCHER_LENGTH, TIMED_LENGTH)] == [
+        period,
+        length,
+        timed,
+    ]

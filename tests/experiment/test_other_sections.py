@@ -14,7 +14,7 @@ from tests.experiment.written import judge, section
         ("log_policies: [{name: OOM, pattern: '.*out of memory.*', action: cancel_retries}]", None),
         ("log_policies: [{pattern: ECC, action: exclude_node}, {name: OOM}]", None),
         ("log_policies: [{pattern: ECC, action: {type: exclude_node}}]", None),
-        ("log_policies: {name: x}", "log_policies: {'name': 'x'} is not a list"),
+        ("log_policies: {name: x}", 'log_policies: {name: "x"} is not a list'),
         ("log_policies: [{action: cancel_retries}]", "log_policies[0]: a log policy needs a name or a pattern"),
         (
             "log_policies: [{name: x, action: reboot}]",
@@ -22,7 +22,7 @@ from tests.experiment.written import judge, section
         ),
         (
             "log_policies: [{name: x, action: {type: send_webhook, url: u}}]",
-            "log_policies[0].action: {'type': 'send_webhook', 'url': 'u'} is not one of cancel_retries, exclude_node",
+            'log_policies[0].action: {type: "send_webhook", url: "u"} is not one of cancel_retries, exclude_node',
         ),
         ("log_policies: [{name: x, actions: []}]", 'log_policies[0].actions: unknown property. Did you mean "action"?'),
         ("profiling: {enabled: true}", None),

@@ -22,7 +22,7 @@ OWN = "Settings of your own belong under data: or hyperparameters:."
         ("name: 3", "name: 3 is not a string"),
         ("name: null", None),
         ("description: x", None),
-        ("description: [x]", "description: ['x'] is not a string"),
+        ("description: [x]", 'description: ["x"] is not a string'),
         ("labels: [a, b]", None),
         ("labels: a", 'labels: "a" is not a list'),
         ("labels: [1]", "labels[0]: 1 is not a string"),

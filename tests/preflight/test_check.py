@@ -41,7 +41,7 @@ def test_all_faults_at_once(tmp_path: Path):
     )
     report = made.check()
     assert messages(report) == [
-        'error: const.yaml:11 max_restart: unknown key. Did you mean "max_restarts"?',
+        'error: const.yaml:11 max_restart: unknown property. Did you mean "max_restarts"?',
         "error: const.yaml:8 searcher.max_length: wrong value: got {batchs: 4}, expected {batches: n}, {epochs: n}, {records: n} or a "
         "number of batches.",
         "error: const.yaml:8 searcher.max_length: the run has no length. Write searcher: {max_length: {batches: 200}}.",

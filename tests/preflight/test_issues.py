@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.preflight.issues import Area, Issue, IssueLocation, Severity, issues_of, note, split_where
+from zero_trial.preflight.issues import Area, CheckIssue, IssueLocation, Severity, issues_of, note, split_where
 
 
 def test_a_finding_for_programs():
     error = ConfigError("wrong value", where="const.yaml:14 data.x", got=3, expected="a word", fix="Write a.")
-    finding = Issue(Area.DS_CONFIG, Severity.FAULT, error, (3, 7), "at 2 of 9 points")
+    finding = CheckIssue(Area.DS_CONFIG, Severity.FAULT, error, (3, 7), "at 2 of 9 points")
     assert finding.text == "const.yaml:14 data.x: wrong value: got 3, expected a word. Write a. (at 2 of 9 points)"
     assert finding.as_json() == {
         "severity": "error",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from zero_trial.experiment.experiment import read_experiment
-from zero_trial.preflight.experiment_rules import check_searcher
+from zero_trial.experiment.experiment import examine_experiment
+from zero_trial.preflight.check import check_searcher
 
 RANGE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 
@@ -15,7 +15,7 @@ RANGE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 def said(searcher: dict[str, Any], hyperparameters: dict[str, Any]) -> list[str]:
     base = {"entrypoint": "m:T", "hyperparameters": hyperparameters}
     whole = {"metric": "loss", "max_length": {"batches": 3}, **searcher}
-    found = check_searcher(read_experiment({**base, "searcher": whole}))
+    found = check_searcher(examine_experiment({**base, "searcher": whole}).config)
     return [f"{finding.severity.value}: {finding.text}" for finding in found]
 
 
@@ -28,26 +28,6 @@ def test_nothing_to_say():
 @pytest.mark.parametrize(
     ("searcher", "hyperparameters", "message"),
     [
-        (
-            {"name": "grid"},
-            RANGE,
-            "error: hyperparameters.lr.count: a grid needs to know how many values to take. Add count: 5.",
-        ),
-        (
-            {"name": "random"},
-            RANGE,
-            "error: searcher.max_trials: the searcher random needs it. Write searcher: {max_trials: 16, ...}.",
-        ),
-        (
-            {"name": "async_halving", "max_trials": 3},
-            RANGE,
-            "error: searcher.name: the searcher async_halving exists no more. Use adaptive_asha, or random.",
-        ),
-        (
-            {"name": "custom"},
-            RANGE,
-            "error: searcher.name: the searcher custom exists no more. Use one of single, random, grid, adaptive_asha.",
-        ),
         (
             {"name": "single", "max_length": None},
             {},
@@ -69,3 +49,21 @@ def test_nothing_to_say():
 )
 def test_what_is_missing(searcher: dict[str, Any], hyperparameters: dict[str, Any], message: str):
     assert said(searcher, hyperparameters) == [message]
+
+
+@pytest.mark.parametrize(
+    ("searcher", "message"),
+    [
+        ({"name": "grid"}, "hyperparameters.lr: grid search is in use but count was not provided."),
+        ({"name": "random"}, "searcher.max_trials: is a required property."),
+        ({"name": "async_halving", "max_trials": 3}, "searcher.name: async_halving exists no more."),
+        ({"name": "custom"}, "searcher.name: custom searchers exist no more."),
+        ({"name": "singel"}, 'searcher.name: wrong value: got "singel", expected one of "single"'),
+    ],
+)
+def test_what_the_rules_of_an_experiment_say(searcher: dict[str, Any], message: str):
+    """Said once, by the rules that the master has too."""
+    whole = {"metric": "loss", "max_length": {"batches": 3}, **searcher}
+    examined = examine_experiment({"entrypoint": "m:T", "hyperparameters": RANGE, "searcher": whole})
+    (fault,) = [*examined.faults, *examined.cluster_faults]
+    assert str(fault).startswith(message)

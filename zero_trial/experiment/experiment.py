@@ -5,20 +5,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from zero_trial.ds_config.overlay import overlay
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
-from zero_trial.experiment.hyperparameters import ranges, read_hyperparameters
-from zero_trial.experiment.sections import NEVER, Period, read_period
+from zero_trial.experiment.defaults import ClusterDefaults
+from zero_trial.experiment.hyperparameters import located, ranges, read_hyperparameters
+from zero_trial.experiment.rules import examine, known_keys
+from zero_trial.experiment.sections import NEVER, SEARCHER, Period, read_period
 from zero_trial.schema.document import Document, Location, shown
 from zero_trial.schema.source import open_source, read_file
-from zero_trial.schema.types import Bool, Int, Opaque, Section, Text, Type, ValidationError
+from zero_trial.schema.types import (
+    CHOICE,
+    REMOVED,
+    TYPE,
+    UNKNOWN,
+    Bool,
+    Int,
+    Issue,
+    Section,
+    Text,
+    Type,
+    ValidationError,
+)
 from zero_trial.schema.yaml_source import read_yaml
 
 
@@ -157,151 +170,105 @@ class ExperimentConfig:
         return read_hyperparameters(self.document.below(("hyperparameters",)), [])
 
 
-# Every key of an experiment's YAML (Determined 0.38.1), with the kind of those that are read here.
+@dataclass(frozen=True)
+class ExaminedExperiment:
+    """An experiment as far as it can be understood: a faulty value has its default in ``config``.
 
+    Args:
+        faults: what ``zero-trial run`` refuses, each with file and line.
+        cluster_faults: what only a master refuses, because a run on this machine does not read it.
+        cluster_warnings: old forms that a master rewrites or ignores.
+    """
 
-_ANY = Opaque()
-
-
-TOP: Mapping[str, Type] = MappingProxyType(
-    {
-        "name": Text(),
-        "data": Section(),
-        "scheduling_unit": Int(1, unit="batches"),
-        "max_restarts": Int(0),
-        "checkpoint_policy": Text(("best", "all", "none")),
-        "records_per_epoch": Int(0),
-        "perform_initial_validation": Bool(),
-        "debug": Bool(),
-        "description": _ANY,
-        "entrypoint": _ANY,
-        "hyperparameters": _ANY,
-        "min_checkpoint_period": _ANY,
-        "min_validation_period": _ANY,
-    }
-)
-
-
-# Sections whose keys are checked by name.
-SECTIONS: Mapping[str, Mapping[str, Type]] = MappingProxyType(
-    {
-        "resources": {
-            "slots_per_trial": Int(0),
-            **dict.fromkeys(
-                (
-                    *(
-                        "agent_label",
-                        "devices",
-                        "is_single_node",
-                        "manifests",
-                        "max_slots",
-                        "native_parallel",
-                        "priority",
-                    ),
-                    *("resource_manager", "resource_pool", "shm_size", "slots", "weight"),
-                ),
-                _ANY,
-            ),
-        },
-        "reproducibility": {"experiment_seed": Int(0, 2**31 - 1)},
-        "searcher": {
-            "name": Text(
-                (
-                    *("single", "random", "grid", "adaptive_asha", "adaptive", "adaptive_simple", "async_halving"),
-                    *("sync_halving", "custom"),
-                )
-            ),
-            "metric": Text(),
-            "smaller_is_better": Bool(),
-            **dict.fromkeys(
-                (
-                    *(
-                        "bracket_rungs",
-                        "budget",
-                        "divisor",
-                        "max_concurrent_trials",
-                        "max_length",
-                        "max_rungs",
-                        "max_time",
-                    ),
-                    *("max_trials", "mode", "num_rungs", "source_checkpoint_uuid", "source_trial_id", "stop_once"),
-                    *("time_metric", "train_stragglers", "unit"),
-                ),
-                _ANY,
-            ),
-        },
-    }
-)
-
-
-# Sections that a cluster reads and zero_trial does not look into.
-OPEN = frozenset(
-    (
-        *("bind_mounts", "checkpoint_storage", "data_layer", "environment", "integrations", "internal", "labels"),
-        *("log_policies", "log_pattern_policies", "optimizations", "pbs", "preemption_timeout", "profiling", "project"),
-        *("retention_policy", "security", "slurm", "tensorboard_storage", "workspace"),
-    )
-)
-
-
-# Reading an experiment's YAML into an ExperimentConfig: every key known, all faults reported together with file and line.
+    config: ExperimentConfig
+    faults: tuple[ConfigError, ...]
+    cluster_faults: tuple[ConfigError, ...]
+    cluster_warnings: tuple[str, ...]
 
 
 def read_experiment(source: str | Path | Mapping[str, Any], name: str | None = None) -> ExperimentConfig:
-    """A checked experiment from a YAML file, a dict, or YAML text with a line break in it.
+    """Read a checked experiment from a YAML file, a dict, or YAML text with a line break in it.
 
-    Raises ConfigError with all faults, each with file and line.
+    Raises ConfigError with all faults of what a run on this machine reads, each with file and line.
     """
-    config, faults = examine_experiment(source, name)
-    if faults:
-        raise ConfigError.many(faults)
-    return config
+    examined = examine_experiment(source, name)
+    if examined.faults:
+        raise ConfigError.many(examined.faults)
+    return examined.config
 
 
-def examine_experiment(
-    source: str | Path | Mapping[str, Any], name: str | None = None
-) -> tuple[ExperimentConfig, list[ConfigError]]:
-    """The experiment as far as it can be understood, and all its faults: a faulty value stands at its default.
-
-    Raises ConfigError only for what is no readable YAML at all.
-    """
+def examine_experiment(source: str | Path | Mapping[str, Any], name: str | None = None) -> ExaminedExperiment:
+    """Read an experiment and collect all its faults. Raises ConfigError only for what is not readable YAML."""
     document, folder = _open_experiment(source, name)
     if looks_like_ds_config(document.value):
         raise _not_an_experiment(document)
-    faults: list[ConfigError] = []
-    _unknown_keys(document, faults)
-    values = _Values(document, faults)
-    hyperparameters = read_hyperparameters(document.below(("hyperparameters",)), faults)
-    searcher = _searcher(values)
     stem = Path(document.place.file).stem if document.place.file else "experiment"
+    examined = examine(document, ClusterDefaults(checkpoint_storage=_ANY_STORAGE, name=stem))
+    values = _Values(document)
+    hyperparameters = read_hyperparameters(document.below(("hyperparameters",)), values.faults)
     config = ExperimentConfig(
-        name=values.get("name", stem),
+        name=values.get("name", Text(), stem),
         entrypoint=_entrypoint(values),
-        searcher=searcher,
+        searcher=_searcher(values),
         hyperparameters=hyperparameters.value,
-        slots_per_trial=values.get("resources.slots_per_trial", 1),
-        data=values.get("data", {}),
+        slots_per_trial=values.get("resources.slots_per_trial", Int(0), 1),
+        data=values.get("data", Section(), {}),
         min_validation_period=values.period("min_validation_period", 0) or NEVER,
         min_checkpoint_period=values.period("min_checkpoint_period", 0) or NEVER,
-        scheduling_unit=values.get("scheduling_unit", 100),
-        max_restarts=values.get("max_restarts", 5),
-        experiment_seed=values.get("reproducibility.experiment_seed", None),
-        checkpoint_policy=values.get("checkpoint_policy", "best"),
-        records_per_epoch=values.get("records_per_epoch", 0),
-        perform_initial_validation=values.get("perform_initial_validation", False),
+        scheduling_unit=values.get("scheduling_unit", Int(1, unit="batches"), 100),
+        max_restarts=values.get("max_restarts", Int(0), 5),
+        experiment_seed=values.get("reproducibility.experiment_seed", Int(0, 2**31 - 1), None),
+        checkpoint_policy=values.get("checkpoint_policy", Text(("best", "all", "none")), "best"),
+        records_per_epoch=values.get("records_per_epoch", Int(0), 0),
+        perform_initial_validation=values.get("perform_initial_validation", Bool(), False),
         raw=document.value,
         warnings=document.warnings,
         document=document,
         folder=folder,
     )
-    return config, faults
+    known = [_keys(fault) for fault in values.faults]
+    stopping: list[ConfigError] = []
+    others: list[ConfigError] = []
+    for issue in examined.issues:
+        fault = located(issue, document)
+        if not any(_around(_keys(fault), other) for other in known):  # else the reader has said it, and what to write
+            (stopping if _stops_a_run(issue) else others).append(fault)
+    return ExaminedExperiment(config, (*stopping, *values.faults), tuple(others), tuple(examined.warnings))
+
+
+_ANY_STORAGE = {"type": "shared_fs", "host_path": "/"}
+"""What a cluster adds where an experiment names no storage; reading one stores nothing."""
+
+_READ = ("resources", "reproducibility", "searcher")
+"""Sections that a run on this machine reads: an unknown key in them is a slip."""
+
+
+def _stops_a_run(issue: Issue) -> bool:
+    """Return True if a run on this machine cannot leave ``issue`` to a cluster."""
+    path = issue.path
+    if issue.code == UNKNOWN:
+        searcher = path[0] == "searcher" and len(path) == 2
+        if searcher and path[1] in known_keys("searcher"):
+            return False  # a key of another kind of searcher
+        return len(path) == 1 or (len(path) == 2 and path[0] in _READ)
+    if issue.code == REMOVED:
+        return path == ("searcher", "name")
+    return len(path) == 1 and path[0] in (*_READ, "hyperparameters", "data") and issue.code in (TYPE, CHOICE)
+
+
+def _keys(fault: ConfigError) -> tuple[str, ...]:
+    """Return the dotted key that an error is about, in steps."""
+    return tuple((fault.where or "").rpartition(" ")[2].replace("[", ".[").split("."))
+
+
+def _around(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Return True if one key is the other, or a section around it."""
+    return path[: len(other)] == other or other[: len(path)] == path
 
 
 def looks_like_ds_config(value: Mapping[str, Any]) -> bool:
-    """Whether this is a ds_config given in the place of an experiment: it has keys of one, and none of the other."""
-    return (
-        bool(value) and not any(key in TOP or key in SECTIONS for key in value) and any(key in TABLE for key in value)
-    )
+    """Return True for a ds_config given in the place of an experiment: it has keys of one, and none of the other."""
+    return bool(value) and not known_keys() & set(value) and any(key in TABLE for key in value)
 
 
 def _not_an_experiment(document: Document) -> ConfigError:
@@ -338,18 +305,17 @@ def _open_experiment(source: str | Path | Mapping[str, Any], name: str | None) -
 class _Values:
     """Reads single values of the document by dotted path and collects their faults."""
 
-    def __init__(self, document: Document, faults: list[ConfigError]) -> None:
+    def __init__(self, document: Document) -> None:
         self.document = document
-        self.faults = faults
+        self.faults: list[ConfigError] = []
 
-    def get(self, dotted: str, default: Any) -> Any:
-        path = tuple(dotted.split("."))
-        value = self.document.get(path)
-        kind: Type | None = TOP.get(dotted) or SECTIONS.get(path[0], {}).get(path[-1])
-        if value is None or kind is None:
+    def get(self, dotted: str, type: Type, default: Any) -> Any:
+        """Return the value in its inside form; the default where it is missing or faulty."""
+        value = self.document.get(tuple(dotted.split(".")))
+        if value is None:
             return default
         try:
-            return kind.read(value).value
+            return type.read(value).value
         except ValidationError as problem:
             self.fault(dotted, value, problem)
             return default
@@ -401,32 +367,9 @@ def _searcher(values: _Values) -> SearcherConfig:
         values.faults.append(ConfigError("there is no metric", where=where, fix=fix))
     own = {item.name for item in dataclasses.fields(SearcherConfig)}
     return SearcherConfig(
-        name=values.get("searcher.name", "single"),
-        metric=values.get("searcher.metric", "validation_loss"),
-        smaller_is_better=values.get("searcher.smaller_is_better", True),
+        name=values.get("searcher.name", Text((*SEARCHER.kinds, *SEARCHER.removed)), "single"),
+        metric=values.get("searcher.metric", Text(), "validation_loss"),
+        smaller_is_better=values.get("searcher.smaller_is_better", Bool(), True),
         max_length=values.period("searcher.max_length", 1),
         rest={key: value for key, value in section.items() if key not in own},
     )
-
-
-def _unknown_keys(document: Document, faults: list[ConfigError]) -> None:
-    known = {*TOP, *SECTIONS, *OPEN}
-    for key, value in document.value.items():
-        if key not in known:
-            faults.append(_unknown(document, (key,), known))
-        elif key in SECTIONS and isinstance(value, Mapping):
-            faults += [_unknown(document, (key, inner), SECTIONS[key]) for inner in value if inner not in SECTIONS[key]]
-        elif key in SECTIONS and value is not None:
-            where = document.at((key,)).where(key)
-            faults.append(ConfigError("not a section", where=where, got=shown(value), expected="keys with values"))
-        elif key == "hyperparameters" and value is not None and not isinstance(value, Mapping):
-            where = document.at((key,)).where(key)
-            faults.append(ConfigError("not a section", where=where, got=shown(value), expected="names with values"))
-
-
-def _unknown(document: Document, path: tuple[str, ...], known: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(path[-1], sorted(known), 1)
-    hint = f'Did you mean "{near[0]}"?' if near else None
-    if hint is None and len(path) == 1:
-        hint = "Settings of your own belong under data: or hyperparameters:."
-    return ConfigError("unknown key", where=document.at(path).where(".".join(path)), fix=hint)

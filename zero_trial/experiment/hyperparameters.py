@@ -1,4 +1,4 @@
-"""An experiment's hyperparameters as Determined reads them: bare values and consts are values, typed objects are ranges to search."""
+"""``hyperparameters``: names with values, ranges to search, and maps of such; a nested key "type" names a kind of range."""
 
 from __future__ import annotations
 
@@ -8,39 +8,35 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, Path, shown
-from zero_trial.schema.document import shown as spelled_document
-from zero_trial.schema.rules import Field, Fields, Number, Plain, Rule, TextRule, Whole, spelled
+from zero_trial.schema.document import Document, Location, shown
+from zero_trial.schema.types import (
+    MISSING,
+    RULE,
+    TYPE,
+    Field,
+    Fields,
+    Issue,
+    Path,
+    Type,
+    dotted,
+    exact_float,
+    exact_int,
+    exact_text,
+    not_a_map,
+)
 
 TYPES = ("int", "double", "log", "categorical", "const")
-
-
-_NEEDS = {
-    "int": ("minval", "maxval"),
-    "double": ("minval", "maxval"),
-    "log": ("minval", "maxval", "base"),
-    "categorical": ("vals",),
-    "const": ("val",),
-}
-
-
-_TAKES = {
-    "int": ("minval", "maxval", "count"),
-    "double": ("minval", "maxval", "count"),
-    "log": ("minval", "maxval", "base", "count"),
-    "categorical": ("vals",),
-    "const": ("val",),
-}
+Names = tuple[str, ...]
 
 
 def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Document:
-    """``document`` (the section's content) with every const replaced by its value; ranges stay as they are.
+    """Return ``document`` (the section's content) with every const replaced by its value; ranges stay as written.
 
-    Faults are added to ``faults``: a nested key ``type`` that is no hyperparameter type, and ranges that miss or do not know a key.
+    Faults are added to ``faults``: a nested key ``type`` that names no kind of range, and what is wrong with a range.
     """
-    places: dict[Path, Location] = {}
+    places: dict[Names, Location] = {}
 
-    def walk(value: Any, raw: Path, path: Path) -> Any:
+    def walk(value: Any, raw: Names, path: Names) -> Any:
         if path:
             places[path] = document.at(raw)
         if not isinstance(value, Mapping):
@@ -50,7 +46,7 @@ def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Docum
             if not isinstance(kind, str) or kind not in TYPES:
                 faults.append(_nested_type(document, raw, value))
                 return copy.deepcopy(dict(value))
-            _check_range(document, raw, value, faults)
+            faults.extend(located(issue, document) for issue in _check_range(value, raw))
             if kind == "const" and "val" in value:
                 _keep_places(document, (*raw, "val"), path, places)
                 return copy.deepcopy(value["val"])
@@ -61,13 +57,20 @@ def read_hyperparameters(document: Document, faults: list[ConfigError]) -> Docum
     return Document(resolved, places, document.place)
 
 
+def located(issue: Issue, document: Document) -> ConfigError:
+    """Return the issue as an error with the file and line of its key in ``document``."""
+    place = document.at(tuple(str(step) for step in issue.path if not isinstance(step, int)))
+    where = place.where(dotted(issue.path).removeprefix(".")) if issue.path else place.spot()
+    return ConfigError(issue.text, where=where or None)
+
+
 def is_range(value: Any) -> bool:
-    """Whether a resolved hyperparameter is still something to search over."""
+    """Return True for a resolved hyperparameter that is still something to search over."""
     return isinstance(value, Mapping) and isinstance(value.get("type"), str) and value["type"] in TYPES[:4]
 
 
-def ranges(section: Mapping[str, Any], above: Path = ()) -> list[str]:
-    """Dotted names of all ranges in resolved hyperparameters."""
+def ranges(section: Mapping[str, Any], above: Names = ()) -> list[str]:
+    """Return the dotted names of all ranges in resolved hyperparameters."""
     found: list[str] = []
     for key, value in section.items():
         if is_range(value):
@@ -77,13 +80,13 @@ def ranges(section: Mapping[str, Any], above: Path = ()) -> list[str]:
     return found
 
 
-def _keep_places(document: Document, raw: Path, path: Path, places: dict[Path, Location]) -> None:
+def _keep_places(document: Document, raw: Names, path: Names, places: dict[Names, Location]) -> None:
     for inner, place in document.places.items():
         if len(inner) > len(raw) and inner[: len(raw)] == raw:
             places[(*path, *inner[len(raw) :])] = place
 
 
-def _nested_type(document: Document, raw: Path, value: Mapping[str, Any]) -> ConfigError:
+def _nested_type(document: Document, raw: Names, value: Mapping[str, Any]) -> ConfigError:
     kind = value["type"]
     name = raw[-1]
     rest = ", ".join(f"{key}: {shown(inner)}" for key, inner in value.items() if key != "type")
@@ -101,43 +104,6 @@ def _nested_type(document: Document, raw: Path, value: Mapping[str, Any]) -> Con
     )
 
 
-def _check_range(document: Document, raw: Path, value: Mapping[str, Any], faults: list[ConfigError]) -> None:
-    kind, dotted = value["type"], ".".join(raw)
-    missing = [key for key in _NEEDS[kind] if key not in value]
-    if missing:
-        fix = f"Add {', '.join(missing)}."
-        faults.append(
-            ConfigError(
-                f"a hyperparameter of type {kind} needs it",
-                where=document.at(raw).where(f"{dotted}.{missing[0]}"),
-                fix=fix,
-            )
-        )
-    for key in value:
-        if key != "type" and key not in _TAKES[kind]:
-            where = document.at((*raw, str(key))).where(f"{dotted}.{key}")
-            faults.append(ConfigError(f"type {kind} does not take it", where=where, expected=", ".join(_TAKES[kind])))
-    low, high = value.get("minval"), value.get("maxval")
-    if kind in ("int", "double", "log") and not missing:
-        bad = [name for name in ("minval", "maxval") if not _is_number(value[name])]
-        if bad:
-            where = document.at((*raw, bad[0])).where(f"{dotted}.{bad[0]}")
-            faults.append(ConfigError("not a number", where=where, got=shown(value[bad[0]])))
-        elif _is_number(low) and _is_number(high) and low >= high:  # type: ignore[operator]
-            where = document.at(raw).where(dotted)
-            faults.append(ConfigError("minval is not below maxval", where=where, got=f"{low} and {high}"))
-    if kind == "categorical" and not missing and (not isinstance(value["vals"], list) or not value["vals"]):
-        where = document.at((*raw, "vals")).where(f"{dotted}.vals")
-        faults.append(ConfigError("no values to choose from", where=where, got=shown(value["vals"]), expected="a list"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# ``hyperparameters``: names with values, ranges, and maps of such; a nested key "type" always names a kind of range.
-
-
 # The words are a real master's, missing quote included, because people look for them.
 NESTED_TYPE = (
     'if a hyperparameter object\'s ["type"] is set, it must be one of "int", "double", "log", const", or "categorical"'
@@ -150,18 +116,19 @@ NO_COUNT = "grid search is in use but count was not provided"
 _NOT_A_BATCH_SIZE = "is neither a positive integer nor an int hyperparameter"
 
 
-class _Anything(Plain):
+class _Anything(Type):
     """Any JSON value, null too."""
 
-    def check(self, value: Any, path: str) -> list[str]:
+    def check(self, value: Any, path: Path) -> list[Issue]:
         return []
 
 
-class _Values(Plain):
+class _Values(Type):
     """A list of at least one value."""
 
-    def check(self, value: Any, path: str) -> list[str]:
-        return [] if isinstance(value, list) and value else [f"{path}: {spelled(value)} is not a list of values"]
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        good = isinstance(value, list) and value
+        return [] if good else [Issue(path, TYPE, f"{shown(value)} is not a list of values")]
 
 
 def _ascending(section: Mapping[str, Any]) -> str | None:
@@ -178,71 +145,75 @@ def _finite(section: Mapping[str, Any]) -> str | None:
     return None if all(math.isfinite(value) for value in (*ends, width)) else "the range is not finite"
 
 
-def _range(kind: str, bound: Rule, **more: Field) -> Fields:
+def _range(kind: str, bound: Type, **more: Field) -> Fields:
     keys = {
-        "type": Field(TextRule((kind,)), required=True),
+        "type": Field(exact_text((kind,)), required=True),
         "minval": Field(bound, required=True),
         "maxval": Field(bound, required=True),
-        "count": Field(Whole(1)),
+        "count": Field(exact_int(1)),
         **more,
     }
     return Fields(keys, (_ascending, _finite))
 
 
 RANGES: Mapping[str, Fields] = {
-    "int": _range("int", Whole()),
-    "double": _range("double", Number()),
-    "log": _range("log", Number(), base=Field(Number(above=0), required=True)),
+    "int": _range("int", exact_int()),
+    "double": _range("double", exact_float()),
+    "log": _range("log", exact_float(), base=Field(exact_float(above=0), required=True)),
     "categorical": Fields(
-        {"type": Field(TextRule(("categorical",)), required=True), "vals": Field(_Values(), required=True)},
+        {"type": Field(exact_text(("categorical",)), required=True), "vals": Field(_Values(), required=True)},
     ),
-    "const": Fields({"type": Field(TextRule(("const",)), required=True), "val": Field(_Anything())}),
+    "const": Fields({"type": Field(exact_text(("const",)), required=True), "val": Field(_Anything())}),
 }
 
 
 COUNTED = ("int", "double", "log")
 
 
-class Hyperparameters(Plain):
+class Hyperparameters(Type):
     """The whole section. Nothing is filled in: what is written is what is sampled."""
 
-    def check(self, value: Any, path: str) -> list[str]:
+    def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
-            return [f"{path}: {spelled(value)} is not a map"]
+            return not_a_map(value, path)
         faults = []
         for name, inner in value.items():
-            found = list(_check(inner, f"{path}.{name}", (str(name),)))
+            found = list(_check(inner, (*path, name), (str(name),)))
             if name == "global_batch_size" and inner is not None and not found:
-                found = _check_batch_size(inner, f"{path}.{name}")
+                found = _check_batch_size(inner, (*path, name))
             faults += found
         return faults
 
 
-def _check(value: Any, path: str, names: tuple[str, ...]) -> Iterator[str]:
-    if isinstance(
-        value, list
-    ):  # a list is one value; what a master looks for inside it has changed, so we look for all of it
+def _check(value: Any, path: Path, names: tuple[str, ...]) -> Iterator[Issue]:
+    # A list is one value; what a master looks for inside it has changed between releases, so all of it is checked.
+    if isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _check(inner, f"{path}[{index}]", names)
+            yield from _check(inner, (*path, index), names)
     if not isinstance(value, Mapping):
         return
     if "type" not in value:
         for name, inner in value.items():
-            yield from _check(inner, f"{path}.{name}", (*names, str(name)))
+            yield from _check(inner, (*path, name), (*names, str(name)))
         return
     kind = value["type"]
     if not isinstance(kind, str) or kind not in RANGES:
-        yield f"{path}: {NESTED_TYPE}"
-        yield f"{path}: {accepted_form(value, names)}"
-    elif kind == "const" and "val" not in value:
-        yield f"{path}.val: is a required property"
+        yield Issue(path, RULE, NESTED_TYPE)
+        yield Issue(path, RULE, accepted_form(value, names))
     else:
-        yield from RANGES[kind].check(value, path)
+        yield from _check_range(value, path)
+
+
+def _check_range(value: Mapping[str, Any], path: Path) -> list[Issue]:
+    """Return the issues of a range; ``value["type"]`` is one of the known kinds."""
+    if value["type"] == "const" and "val" not in value:
+        return [Issue((*path, "val"), MISSING, "is a required property")]
+    return RANGES[value["type"]].check(value, path)
 
 
 def accepted_form(value: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """How a map with a key "type" of its own is to be written."""
-    inside = ", ".join(f"{key}: {spelled_document(inner)}" for key, inner in sorted(value.items(), key=_type_first))
+    inside = ", ".join(f"{key}: {shown(inner)}" for key, inner in sorted(value.items(), key=_type_first))
     const = f"{names[-1]}: {{type: const, val: {{{inside}}}}}"
     start = 'a nested key "type" names a kind of hyperparameter here.'
     if names in (("ds_config", "optimizer"), ("ds_config", "scheduler")) and isinstance(value["type"], str):
@@ -254,7 +225,7 @@ def _type_first(item: tuple[str, Any]) -> bool:
     return item[0] != "type"
 
 
-def _check_batch_size(value: Any, path: str) -> list[str]:
+def _check_batch_size(value: Any, path: Path) -> list[Issue]:
     kind = value.get("type") if isinstance(value, Mapping) else None
     candidates = {
         "int": lambda: [value["minval"]],
@@ -263,16 +234,16 @@ def _check_batch_size(value: Any, path: str) -> list[str]:
     }
     sizes = candidates[kind]() if kind in candidates else [value]
     good = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
-    return [] if good else [f"{path}: {_NOT_A_BATCH_SIZE}"]
+    return [] if good else [Issue(path, RULE, _NOT_A_BATCH_SIZE)]
 
 
-def check_counts(value: Any, path: str) -> list[str]:
+def check_counts(value: Any, path: Path) -> list[Issue]:
     """Ranges of a grid that do not say how many values to take; maps and lists are looked into."""
     if isinstance(value, list):
-        return [fault for index, inner in enumerate(value) for fault in check_counts(inner, f"{path}[{index}]")]
+        return [fault for index, inner in enumerate(value) for fault in check_counts(inner, (*path, index))]
     if not isinstance(value, Mapping):
         return []
     kind = value.get("type")
     if isinstance(kind, str):
-        return [f"{path}: {NO_COUNT}"] if kind in COUNTED and value.get("count") is None else []
-    return [fault for name, inner in value.items() for fault in check_counts(inner, f"{path}.{name}")]
+        return [Issue(path, RULE, NO_COUNT)] if kind in COUNTED and value.get("count") is None else []
+    return [fault for name, inner in value.items() for fault in check_counts(inner, (*path, name))]

@@ -30,7 +30,24 @@ from zero_trial.experiment.sections import (
     STORAGE,
 )
 from zero_trial.experiment.space import Grid
-from zero_trial.schema.rules import Field, Fields, Flag, Forbidden, ListOf, MapOf, OneOf, TextRule, Whole
+from zero_trial.schema.document import Document
+from zero_trial.schema.types import (
+    MISSING,
+    RULE,
+    TYPE,
+    Bool,
+    Field,
+    Fields,
+    Forbidden,
+    Issue,
+    ListOf,
+    MapOf,
+    OneOf,
+    Path,
+    Tagged,
+    exact_int,
+    exact_text,
+)
 from zero_trial.schema.yaml_source import read_yaml
 
 ROOT = "<config>"
@@ -39,7 +56,7 @@ ROOT = "<config>"
 NO_ENTRYPOINT = "managed experiments require entrypoint"
 
 
-_COMMAND = OneOf((TextRule(), ListOf(TextRule())), "is neither a string nor a list of strings")
+_COMMAND = OneOf((exact_text(), ListOf(exact_text())), "is neither a string nor a list of strings")
 
 
 _NEVER = {"batches": 0}
@@ -52,11 +69,11 @@ def _both_places(section: Mapping[str, Any]) -> str | None:
 
 _TOP = Fields(
     {
-        "name": Field(TextRule(), required=True),
-        "description": Field(TextRule()),
-        "labels": Field(ListOf(TextRule()), []),
-        "workspace": Field(TextRule()),
-        "project": Field(TextRule()),
+        "name": Field(exact_text(), required=True),
+        "description": Field(exact_text()),
+        "labels": Field(ListOf(exact_text()), []),
+        "workspace": Field(exact_text()),
+        "project": Field(exact_text()),
         "entrypoint": Field(_COMMAND),
         "data": Field(MapOf(), {}),
         "hyperparameters": Field(Hyperparameters(), {}),
@@ -65,14 +82,14 @@ _TOP = Fields(
         "environment": Field(ENVIRONMENT, {}),
         "bind_mounts": Field(BIND_MOUNTS, []),
         "checkpoint_storage": Field(STORAGE, required=True),
-        "checkpoint_policy": Field(TextRule(("best", "all", "none")), "best"),
+        "checkpoint_policy": Field(exact_text(("best", "all", "none")), "best"),
         "min_checkpoint_period": Field(PERIOD, _NEVER),
         "min_validation_period": Field(PERIOD, _NEVER),
-        "perform_initial_validation": Field(Flag(), False),
-        "scheduling_unit": Field(Whole(1), 100),
-        "records_per_epoch": Field(Whole(), 0),
-        "max_restarts": Field(Whole(0), 5),
-        "preemption_timeout": Field(Whole(1), 3600),
+        "perform_initial_validation": Field(Bool(), False),
+        "scheduling_unit": Field(exact_int(1), 100),
+        "records_per_epoch": Field(exact_int(), 0),
+        "max_restarts": Field(exact_int(0), 5),
+        "preemption_timeout": Field(exact_int(1), 3600),
         "reproducibility": Field(REPRODUCIBILITY, {}),
         "profiling": Field(PROFILING, {}),
         "optimizations": Field(OPTIMIZATIONS, {}),
@@ -81,7 +98,7 @@ _TOP = Fields(
         "integrations": Field(INTEGRATIONS),
         "slurm": Field(SLURM, {}),
         "pbs": Field(PBS, {}),
-        "debug": Field(Flag(), False),
+        "debug": Field(Bool(), False),
         "data_layer": Field(DATA_LAYER, {"type": "shared_fs"}),
         "security": Field(SECURITY),
         "tensorboard_storage": Field(Forbidden("TensorBoard files go to checkpoint_storage. Remove it.")),
@@ -92,36 +109,37 @@ _TOP = Fields(
 )
 
 
-def check_experiment(config: Mapping[str, Any]) -> list[str]:
-    """Every fault of a merged experiment, one line each. Pure."""
-    faults = _TOP.check(config, ROOT)
+def known_keys(section: str = "") -> frozenset[str]:
+    """Return the keys that may be written at the top, or in ``section`` whatever its kind."""
+    if not section:
+        return frozenset(_TOP.keys)
+    inner = _TOP.keys[section].type
+    if isinstance(inner, Tagged):
+        return frozenset(key for kind in inner.kinds.values() for key in kind.keys)
+    return frozenset(inner.keys) if isinstance(inner, Fields) else frozenset()
+
+
+def check_experiment(config: Mapping[str, Any]) -> list[Issue]:
+    """Return every issue of a merged experiment. Pure."""
+    issues = _TOP.check(config, ())
     if not config.get("entrypoint"):
-        faults.append(f"{ROOT}.entrypoint: {NO_ENTRYPOINT}")
-    return faults + _check_grid(config, faults)
+        issues.append(Issue(("entrypoint",), MISSING, NO_ENTRYPOINT))
+    return issues + _check_grid(config, issues)
 
 
-def _check_grid(config: Mapping[str, Any], faults: list[str]) -> list[str]:
-    """What a grid needs of the hyperparameters: a count for every range, and an end."""
+def _check_grid(config: Mapping[str, Any], issues: list[Issue]) -> list[Issue]:
+    """Check what a grid needs of the hyperparameters: a count for every range, and an end."""
     searcher, space = config.get("searcher"), config.get("hyperparameters")
     if not isinstance(searcher, Mapping) or searcher.get("name") != "grid" or not isinstance(space, Mapping):
         return []
-    path = f"{ROOT}.hyperparameters"
-    found = [fault for name, value in space.items() for fault in check_counts(value, f"{path}.{name}")]
-    if not found and not faults:
+    path = ("hyperparameters",)
+    found = [issue for name, value in space.items() for issue in check_counts(value, (*path, name))]
+    if not found and not issues:
         try:
             Grid.of(space)
         except ConfigError as error:
-            found.append(f"{path}: {error.describe()}")
+            found.append(Issue(path, RULE, error.describe()))
     return found
-
-
-def fill_experiment(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment with every key that Determined knows. ``config`` has no faults."""
-    filled: dict[str, Any] = _TOP.fill(config)
-    return filled
-
-
-# An experiment's YAML made whole: old forms rewritten, the cluster's defaults laid under it, every key checked as a real master does.
 
 
 class InvalidExperiment(ConfigError):
@@ -130,6 +148,15 @@ class InvalidExperiment(ConfigError):
     def __init__(self, messages: list[str]) -> None:
         self.messages = list(messages)
         super().__init__("\n".join(["invalid experiment configuration:", *(f"  {line}" for line in messages)]))
+
+
+@dataclass(frozen=True)
+class Examined:
+    """An experiment with its defaults laid under it: ``merged`` as JSON data, its issues, and one line per old form."""
+
+    merged: dict[str, Any]
+    issues: list[Issue]
+    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -143,57 +170,59 @@ class CompletedConfig:
 def complete(
     yaml_text: str, defaults: ClusterDefaults, *, template: Mapping[str, Any] | None = None
 ) -> CompletedConfig:
-    """The completed experiment, or InvalidExperiment with all its faults. ``template`` is a config that lies under the YAML. Pure.
+    """Return the completed experiment. ``template`` is a config that lies under the YAML. Pure.
 
-    What cannot be decided from Determined's published behaviour is refused, so that an experiment that is taken here is taken there.
+    Raises InvalidExperiment with all faults. What cannot be decided from Determined's published behaviour is refused,
+    so that an experiment that is accepted here is accepted there.
     """
-    own, warnings = _parse(yaml_text)
-    own, old_forms = modern(own)
+    try:
+        document = read_yaml(yaml_text, "experiment")
+    except ConfigError as error:
+        raise InvalidExperiment([fault.describe() for fault in error.faults or (error,)]) from None
+    examined = examine(document, defaults, template)
+    if examined.issues:
+        raise InvalidExperiment([issue.line(ROOT) for issue in examined.issues])
+    return CompletedConfig(_TOP.fill(examined.merged), [*document.warnings, *examined.warnings])
+
+
+def examine(document: Document, defaults: ClusterDefaults, template: Mapping[str, Any] | None = None) -> Examined:
+    """Rewrite old forms, lay ``template`` and ``defaults`` under the experiment, and check every key. Pure."""
+    issues: list[Issue] = []
+    plain = _as_json(document.value, (), issues)
+    if issues:
+        return Examined({}, issues, [])
+    own, old_forms = modern(plain)
     below, _ = modern(defaults.as_config())
     if template is not None:
         above, more = modern(template)
         below = merge(above, below)
         old_forms += more
     merged = merge(own, below)
-    faults = check_experiment(merged)
-    if faults:
-        raise InvalidExperiment(faults)
-    return CompletedConfig(fill_experiment(merged), [*warnings, *dict.fromkeys(old_forms)])
+    return Examined(merged, check_experiment(merged), list(dict.fromkeys(old_forms)))
 
 
-def _parse(yaml_text: str) -> tuple[dict[str, Any], list[str]]:
-    try:
-        document = read_yaml(yaml_text, "experiment")
-    except ConfigError as error:
-        raise InvalidExperiment([fault.describe() for fault in error.faults or (error,)]) from None
-    faults: list[str] = []
-    plain = _as_json(document.value, ROOT, faults)
-    if faults:
-        raise InvalidExperiment(faults)
-    return plain, list(document.warnings)
-
-
-def _as_json(value: Any, path: str, faults: list[str]) -> Any:
-    """YAML knows more than JSON: dates become text, and what has no JSON at all is a fault."""
+def _as_json(value: Any, path: Path, issues: list[Issue]) -> Any:
+    """Return ``value`` as JSON data. YAML knows more: dates become text, and what has no JSON form is an issue."""
     if isinstance(value, dict):
-        return {_text(key, path, faults): _as_json(inner, f"{path}.{key}", faults) for key, inner in value.items()}
+        return {_text(key, path, issues): _as_json(inner, (*path, key), issues) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_as_json(inner, f"{path}[{index}]", faults) for index, inner in enumerate(value)]
+        return [_as_json(inner, (*path, index), issues) for index, inner in enumerate(value)]
     if isinstance(value, str):
-        return _text(value, path, faults)
+        return _text(value, path, issues)
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
-        faults.append(f"{path}: {value} is not a number that JSON knows")
+        issues.append(Issue(path, TYPE, f"{value} is not a number that JSON knows"))
     elif value is not None and not isinstance(value, int | float):
-        faults.append(f"{path}: a YAML value of type {type(value).__name__} has no JSON form")
+        issues.append(Issue(path, TYPE, f"a YAML value of type {type(value).__name__} has no JSON form"))
     return value
 
 
-def _text(text: str, path: str, faults: list[str]) -> str:
-    """``text``; one with half a character in it, which YAML can write (``"\\ud800"``) and UTF-8 cannot, is a fault."""
+def _text(text: str, path: Path, issues: list[Issue]) -> str:
+    """Return ``text``. Half a character, which YAML can write (``"\\ud800"``) and UTF-8 cannot, is an issue."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        faults.append(f"{path.encode('ascii', 'replace').decode()}: half a character (a lone surrogate) in a text")
+        ascii_path = tuple(step.encode("ascii", "replace").decode() if isinstance(step, str) else step for step in path)
+        issues.append(Issue(ascii_path, TYPE, "half a character (a lone surrogate) in a text"))
     return text

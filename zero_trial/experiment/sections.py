@@ -1,4 +1,4 @@
-"""How often or how long, in the words of an experiment's YAML: so many batches, epochs or records."""
+"""The sections of an experiment's YAML: what each key may be, and its default where nothing is written."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_trial.schema.document import shown
-from zero_trial.schema.rules import (
+from zero_trial.schema.types import (
+    RULE,
+    Bool,
     Field,
     Fields,
-    Flag,
     Forbidden,
+    Int,
+    Issue,
     ListOf,
     MapOf,
-    Number,
     OneOf,
-    Plain,
+    Path,
     Tagged,
-    TextRule,
-    Whole,
-    spelled,
+    Type,
+    ValidationError,
+    exact_float,
+    exact_int,
+    exact_text,
+    not_a_map,
 )
-from zero_trial.schema.types import Int, ValidationError
 
 UNITS = ("batches", "epochs", "records")
 
@@ -52,7 +56,7 @@ NEVER = Period("batches", 0)
 
 
 def read_period(value: Any, low: int = 0) -> Period:
-    """A Period from ``{batches: 100}`` or a bare number of batches; raises Mismatch."""
+    """A Period from ``{batches: 100}`` or a bare number of batches; raises ValidationError."""
     expected = "{batches: n}, {epochs: n}, {records: n} or a number of batches"
     if isinstance(value, Mapping):
         if len(value) != 1 or next(iter(value)) not in UNITS:
@@ -74,13 +78,13 @@ _WORDS = 'a length object must have one attribute named "batches", "records", or
 
 
 def _length(low: int) -> tuple[Fields, ...]:
-    return tuple(Fields({unit: Field(Whole(low), required=True)}) for unit in ("batches", "records", "epochs"))
+    return tuple(Fields({unit: Field(exact_int(low), required=True)}) for unit in ("batches", "records", "epochs"))
 
 
 PERIOD = OneOf(_length(0), _WORDS)
 
 
-SEARCHER_LENGTH = OneOf((*_length(1), Whole(1)), f"{_WORDS}, with a positive integer")
+SEARCHER_LENGTH = OneOf((*_length(1), exact_int(1)), f"{_WORDS}, with a positive integer")
 
 
 TIMED_LENGTH = OneOf(_length(1), f"{_WORDS}, with a positive integer")
@@ -106,22 +110,22 @@ def _has_length(section: Mapping[str, Any]) -> str | None:
 
 
 SEARCHER_COMMON = {
-    "metric": Field(TextRule(), required=True),
-    "smaller_is_better": Field(Flag(), True),
-    "source_trial_id": Field(Whole()),
-    "source_checkpoint_uuid": Field(TextRule()),
+    "metric": Field(exact_text(), required=True),
+    "smaller_is_better": Field(Bool(), True),
+    "source_trial_id": Field(exact_int()),
+    "source_checkpoint_uuid": Field(exact_text()),
 }
 
 
 def _kind(name: str, *checks: Any, **keys: Field) -> Fields:
-    named = {"name": Field(TextRule((name,)), required=True), **SEARCHER_COMMON, **keys}
+    named = {"name": Field(exact_text((name,)), required=True), **SEARCHER_COMMON, **keys}
     return Fields(named, (_one_source, *checks))
 
 
-_CONCURRENT = Field(Whole(0), 16)
+_CONCURRENT = Field(exact_int(0), 16)
 
 
-_TRIALS = Field(Whole(1), required=True)
+_TRIALS = Field(exact_int(1), required=True)
 
 
 SEARCHER = Tagged(
@@ -136,14 +140,14 @@ SEARCHER = Tagged(
             "adaptive_asha",
             _has_length,
             max_trials=_TRIALS,
-            max_time=Field(Whole(1)),
-            time_metric=Field(TextRule()),
+            max_time=Field(exact_int(1)),
+            time_metric=Field(exact_text()),
             max_length=Field(TIMED_LENGTH),
             max_concurrent_trials=_CONCURRENT,
-            mode=Field(TextRule(("aggressive", "standard", "conservative")), "standard"),
-            divisor=Field(Number(above=1), 4),
-            max_rungs=Field(Whole(1), 5),
-            bracket_rungs=Field(ListOf(Whole(1)), []),
+            mode=Field(exact_text(("aggressive", "standard", "conservative")), "standard"),
+            divisor=Field(exact_float(above=1), 4),
+            max_rungs=Field(exact_int(1), 5),
+            bracket_rungs=Field(ListOf(exact_int(1)), []),
             stop_once=Field(Forbidden("adaptive_asha always stops trials for good. Remove stop_once.")),
         ),
     },
@@ -163,9 +167,9 @@ SEARCHER = Tagged(
 
 
 _KEPT = {
-    "save_experiment_best": Field(Whole(0), 0),
-    "save_trial_best": Field(Whole(0), 1),
-    "save_trial_latest": Field(Whole(0), 1),
+    "save_experiment_best": Field(exact_int(0), 0),
+    "save_trial_best": Field(exact_int(0), 1),
+    "save_trial_latest": Field(exact_int(0), 1),
 }
 
 
@@ -174,7 +178,7 @@ STORAGE_KEPT = tuple(_KEPT)
 
 def _kind_storage(name: str, **keys: Field) -> Fields:
     checks = {"shared_fs": (_inside_host_path,), "azure": (_one_credential,), "s3": (_prefix,), "gcs": (_prefix,)}
-    return Fields({"type": Field(TextRule((name,)), required=True), **keys, **_KEPT}, checks.get(name, ()))
+    return Fields({"type": Field(exact_text((name,)), required=True), **keys, **_KEPT}, checks.get(name, ()))
 
 
 def _inside_host_path(section: Mapping[str, Any]) -> str | None:
@@ -203,29 +207,29 @@ STORAGE = Tagged(
     {
         "shared_fs": _kind_storage(
             "shared_fs",
-            host_path=Field(TextRule(), required=True),
-            storage_path=Field(TextRule()),
-            propagation=Field(TextRule(), "rprivate"),
-            container_path=Field(TextRule()),
-            checkpoint_path=Field(TextRule()),
-            tensorboard_path=Field(TextRule()),
+            host_path=Field(exact_text(), required=True),
+            storage_path=Field(exact_text()),
+            propagation=Field(exact_text(), "rprivate"),
+            container_path=Field(exact_text()),
+            checkpoint_path=Field(exact_text()),
+            tensorboard_path=Field(exact_text()),
         ),
-        "directory": _kind_storage("directory", container_path=Field(TextRule(), required=True)),
+        "directory": _kind_storage("directory", container_path=Field(exact_text(), required=True)),
         "s3": _kind_storage(
             "s3",
-            bucket=Field(TextRule(), required=True),
-            access_key=Field(TextRule()),
-            secret_key=Field(TextRule()),
-            endpoint_url=Field(TextRule()),
-            prefix=Field(TextRule()),
+            bucket=Field(exact_text(), required=True),
+            access_key=Field(exact_text()),
+            secret_key=Field(exact_text()),
+            endpoint_url=Field(exact_text()),
+            prefix=Field(exact_text()),
         ),
-        "gcs": _kind_storage("gcs", bucket=Field(TextRule(), required=True), prefix=Field(TextRule())),
+        "gcs": _kind_storage("gcs", bucket=Field(exact_text(), required=True), prefix=Field(exact_text())),
         "azure": _kind_storage(
             "azure",
-            container=Field(TextRule(), required=True),
-            connection_string=Field(TextRule()),
-            account_url=Field(TextRule()),
-            credential=Field(TextRule()),
+            container=Field(exact_text(), required=True),
+            connection_string=Field(exact_text()),
+            account_url=Field(exact_text()),
+            credential=Field(exact_text()),
         ),
     },
     'is not an object where object["type"] is one of shared_fs, directory, s3, gcs or azure',
@@ -247,26 +251,28 @@ _FIXED_IN_A_CONTAINER = (
 )
 
 
-class PodSpec(Plain):
+class PodSpec(Type):
     """A Kubernetes pod, as far as a master looks at it: what Determined itself decides may not be set."""
 
-    def check(self, value: Any, path: str) -> list[str]:
+    def check(self, value: Any, path: Path) -> list[Issue]:
         if not isinstance(value, Mapping):
-            return [f"{path}: {spelled(value)} is not a map"]
-        faults = [f"{path}.{key}: is not a configurable option" for key in ("name", "name_space") if key in value]
+            return not_a_map(value, path)
+        issues = [
+            Issue((*path, key), RULE, "is not a configurable option") for key in ("name", "name_space") if key in value
+        ]
         spec = value.get("spec") or {}
         containers = spec.get("containers") or [] if isinstance(spec, Mapping) else None
         if not isinstance(containers, list) or not all(isinstance(item, Mapping) for item in containers):
-            return [*faults, f"{path}.spec: is not a pod's"]
-        return faults + [
-            f"{path}.spec.containers[{index}].{key}: is not configurable"
+            return [*issues, Issue((*path, "spec"), RULE, "is not a pod's")]
+        return issues + [
+            Issue((*path, "spec", "containers", index, key), RULE, "is not configurable")
             for index, item in enumerate(containers)
             for key in _FIXED_IN_A_CONTAINER
             if key in item
         ]
 
 
-_TEXTS = ListOf(TextRule())
+_TEXTS = ListOf(exact_text())
 
 
 _ABSOLUTE = r"\A/"
@@ -276,13 +282,13 @@ BIND_MOUNTS = ListOf(
     Fields(
         {
             "host_path": Field(
-                TextRule(pattern=_ABSOLUTE, otherwise="host_path must be an absolute path"), required=True
+                exact_text(pattern=_ABSOLUTE, otherwise="host_path must be an absolute path"), required=True
             ),
             "container_path": Field(
-                TextRule(pattern=r"\A(?!\.\Z)", otherwise='container_path must not be "."'), required=True
+                exact_text(pattern=r"\A(?!\.\Z)", otherwise='container_path must not be "."'), required=True
             ),
-            "read_only": Field(Flag(), False),
-            "propagation": Field(TextRule(), "rprivate"),
+            "read_only": Field(Bool(), False),
+            "propagation": Field(exact_text(), "rprivate"),
         }
     )
 )
@@ -291,9 +297,9 @@ BIND_MOUNTS = ListOf(
 _DEVICES = ListOf(
     Fields(
         {
-            "host_path": Field(TextRule(), required=True),
-            "container_path": Field(TextRule(), required=True),
-            "mode": Field(TextRule(), "mrw"),
+            "host_path": Field(exact_text(), required=True),
+            "container_path": Field(exact_text(), required=True),
+            "mode": Field(exact_text(), "mrw"),
         }
     )
 )
@@ -302,9 +308,9 @@ _DEVICES = ListOf(
 _PROXY_PORTS = ListOf(
     Fields(
         {
-            "proxy_port": Field(Whole(1, 65535), required=True),
-            "proxy_tcp": Field(Flag(), False),
-            "unauthenticated": Field(Flag(), False),
+            "proxy_port": Field(exact_int(1, 65535), required=True),
+            "proxy_tcp": Field(Bool(), False),
+            "unauthenticated": Field(Bool(), False),
         }
     )
 )
@@ -312,7 +318,7 @@ _PROXY_PORTS = ListOf(
 
 _REGISTRY_AUTH = Fields(
     {
-        name: Field(TextRule())
+        name: Field(exact_text())
         for name in ("username", "password", "auth", "email", "serveraddress", "identitytoken", "registrytoken")
     }
 )
@@ -320,11 +326,11 @@ _REGISTRY_AUTH = Fields(
 
 ENVIRONMENT = Fields(
     {
-        "image": Field(Fields({name: Field(TextRule()) for name in HARDWARE}), {}),
+        "image": Field(Fields({name: Field(exact_text()) for name in HARDWARE}), {}),
         "environment_variables": Field(Fields({name: Field(_TEXTS, []) for name in HARDWARE}), {}),
-        "ports": Field(MapOf(Whole()), {}),
+        "ports": Field(MapOf(exact_int()), {}),
         "proxy_ports": Field(_PROXY_PORTS, []),
-        "force_pull_image": Field(Flag(), False),
+        "force_pull_image": Field(Bool(), False),
         "registry_auth": Field(_REGISTRY_AUTH),
         "pod_spec": Field(PodSpec()),
         "add_capabilities": Field(_TEXTS, []),
@@ -340,17 +346,17 @@ def _fits_max_slots(section: Mapping[str, Any]) -> str | None:
 
 RESOURCES = Fields(
     {
-        "slots_per_trial": Field(Whole(0), 1),
-        "max_slots": Field(Whole(0)),
-        "weight": Field(Number(low=0), 1),
-        "priority": Field(Whole(1, 99)),
-        "resource_pool": Field(TextRule(), ""),
-        "is_single_node": Field(Flag()),
-        "native_parallel": Field(Flag(), False),
-        "shm_size": Field(Whole(0)),
+        "slots_per_trial": Field(exact_int(0), 1),
+        "max_slots": Field(exact_int(0)),
+        "weight": Field(exact_float(low=0), 1),
+        "priority": Field(exact_int(1, 99)),
+        "resource_pool": Field(exact_text(), ""),
+        "is_single_node": Field(Bool()),
+        "native_parallel": Field(Bool(), False),
+        "shm_size": Field(exact_int(0)),
         "devices": Field(_DEVICES, []),
-        "slots": Field(Whole()),
-        "agent_label": Field(TextRule()),
+        "slots": Field(exact_int()),
+        "agent_label": Field(exact_text()),
     },
     (_fits_max_slots,),
 )
@@ -372,9 +378,9 @@ def _names_or_matches(section: Mapping[str, Any]) -> str | None:
 LOG_POLICIES = ListOf(
     Fields(
         {
-            "name": Field(TextRule()),
-            "pattern": Field(TextRule()),
-            "action": Field(TextRule(("cancel_retries", "exclude_node"))),
+            "name": Field(exact_text()),
+            "pattern": Field(exact_text()),
+            "action": Field(exact_text(("cancel_retries", "exclude_node"))),
         },
         (_names_or_matches,),
     )
@@ -388,10 +394,10 @@ def _begins_before_end(section: Mapping[str, Any]) -> str | None:
 
 PROFILING = Fields(
     {
-        "enabled": Field(Flag(), False),
-        "begin_on_batch": Field(Whole(0), 0),
-        "end_after_batch": Field(Whole(0)),
-        "sync_timings": Field(Flag(), True),
+        "enabled": Field(Bool(), False),
+        "begin_on_batch": Field(exact_int(0), 0),
+        "end_after_batch": Field(exact_int(0)),
+        "sync_timings": Field(Bool(), True),
     },
     (_begins_before_end,),
 )
@@ -399,41 +405,38 @@ PROFILING = Fields(
 
 OPTIMIZATIONS = Fields(
     {
-        "aggregation_frequency": Field(Whole(1), 1),
-        "auto_tune_tensor_fusion": Field(Flag(), False),
-        "average_aggregated_gradients": Field(Flag(), True),
-        "average_training_metrics": Field(Flag(), True),
-        "gradient_compression": Field(Flag(), False),
-        "grad_updates_size_file": Field(TextRule()),
-        "mixed_precision": Field(TextRule(("O0", "O1", "O2", "O3")), "O0"),
-        "tensor_fusion_cycle_time": Field(Whole(0), 5),
-        "tensor_fusion_threshold": Field(Whole(0), 64),
+        "aggregation_frequency": Field(exact_int(1), 1),
+        "auto_tune_tensor_fusion": Field(Bool(), False),
+        "average_aggregated_gradients": Field(Bool(), True),
+        "average_training_metrics": Field(Bool(), True),
+        "gradient_compression": Field(Bool(), False),
+        "grad_updates_size_file": Field(exact_text()),
+        "mixed_precision": Field(exact_text(("O0", "O1", "O2", "O3")), "O0"),
+        "tensor_fusion_cycle_time": Field(exact_int(0), 5),
+        "tensor_fusion_threshold": Field(exact_int(0), 64),
     }
 )
 
 
-REPRODUCIBILITY = Fields({"experiment_seed": Field(Whole(0, 2**31 - 1))})
+REPRODUCIBILITY = Fields({"experiment_seed": Field(exact_int(0, 2**31 - 1))})
 
 
-RETENTION = Fields({"log_retention_days": Field(Whole(-1, 32767))})
+RETENTION = Fields({"log_retention_days": Field(exact_int(-1, 32767))})
 
 
-SECURITY = Fields({"kerberos": Field(Fields({"config_file": Field(TextRule(), required=True)}))})
-
-
-_ABSOLUTE_OTHER_SECTIONS = r"\A/"
+SECURITY = Fields({"kerberos": Field(Fields({"config_file": Field(exact_text(), required=True)}))})
 
 
 def _absolute(name: str) -> Field:
-    return Field(TextRule(pattern=_ABSOLUTE_OTHER_SECTIONS, otherwise=f"{name} must be an absolute path"))
+    return Field(exact_text(pattern=_ABSOLUTE, otherwise=f"{name} must be an absolute path"))
 
 
 def _cached_bucket(name: str, **more: Field) -> Fields:
     return Fields(
         {
-            "type": Field(TextRule((name,)), required=True),
-            "bucket": Field(TextRule(), required=True),
-            "bucket_directory_path": Field(TextRule(), required=True),
+            "type": Field(exact_text((name,)), required=True),
+            "bucket": Field(exact_text(), required=True),
+            "bucket_directory_path": Field(exact_text(), required=True),
             "local_cache_host_path": _absolute("local_cache_host_path"),
             "local_cache_container_path": _absolute("local_cache_container_path"),
             **more,
@@ -454,13 +457,13 @@ DATA_LAYER = Tagged(
     {
         "shared_fs": Fields(
             {
-                "type": Field(TextRule(("shared_fs",)), required=True),
+                "type": Field(exact_text(("shared_fs",)), required=True),
                 "host_storage_path": _absolute("host_storage_path"),
                 "container_storage_path": _absolute("container_storage_path"),
             }
         ),
         "s3": _cached_bucket(
-            "s3", access_key=Field(TextRule()), secret_key=Field(TextRule()), endpoint_url=Field(TextRule())
+            "s3", access_key=Field(exact_text()), secret_key=Field(exact_text()), endpoint_url=Field(exact_text())
         ),
         "gcs": _cached_bucket("gcs"),
     },
@@ -470,7 +473,11 @@ DATA_LAYER = Tagged(
 
 def _batch_system(arguments: str) -> Fields:
     return Fields(
-        {"slots_per_node": Field(Whole(1)), "gpu_type": Field(TextRule()), arguments: Field(ListOf(TextRule()), [])}
+        {
+            "slots_per_node": Field(exact_int(1)),
+            "gpu_type": Field(exact_text()),
+            arguments: Field(ListOf(exact_text()), []),
+        }
     )
 
 
@@ -482,10 +489,12 @@ PBS = _batch_system("pbsbatch_args")
 
 _PACHYDERM = Fields(
     {
-        "pachd": Field(Fields({"host": Field(TextRule()), "port": Field(Number())})),
-        "proxy": Field(Fields({"scheme": Field(TextRule()), "host": Field(TextRule()), "port": Field(Number())})),
+        "pachd": Field(Fields({"host": Field(exact_text()), "port": Field(exact_float())})),
+        "proxy": Field(
+            Fields({"scheme": Field(exact_text()), "host": Field(exact_text()), "port": Field(exact_float())})
+        ),
         "dataset": Field(
-            Fields({name: Field(TextRule()) for name in ("project", "repo", "commit", "branch", "token")})
+            Fields({name: Field(exact_text()) for name in ("project", "repo", "commit", "branch", "token")})
         ),
     }
 )
@@ -493,9 +502,9 @@ _PACHYDERM = Fields(
 
 _WEBHOOKS = Fields(
     {
-        "webhook_id": Field(ListOf(Whole())),
-        "webhook_name": Field(ListOf(TextRule())),
-        "exclude": Field(Flag(), False),
+        "webhook_id": Field(ListOf(exact_int())),
+        "webhook_name": Field(ListOf(exact_text())),
+        "exclude": Field(Bool(), False),
     }
 )
 

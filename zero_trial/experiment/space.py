@@ -1,11 +1,14 @@
-"""One set of values from a space of hyperparameters: ranges are drawn, maps are walked, everything else stands for itself."""
+"""The points of a search: a random draw, the points of a grid by number, and those that a check looks at.
+
+The master, ``zero-trial check`` and ``zero-trial config`` ask the same functions.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +91,17 @@ class Grid:
         """How many points there are."""
         return math.prod(len(values) for _, values in self.axes)
 
-    def point(self, number: int) -> dict[str, Any]:
-        """The hyperparameters of point ``number``, 0 to size - 1."""
+    def values(self, number: int) -> dict[Path, Any]:
+        """Return the value of every axis at point ``number``, 0 to size - 1."""
         chosen: dict[Path, Any] = {}
         for path, values in reversed(self.axes):
             number, index = divmod(number, len(values))
             chosen[path] = values[index]
-        return _with(self.space, (), chosen)
+        return {path: chosen[path] for path, _ in self.axes}
+
+    def point(self, number: int) -> dict[str, Any]:
+        """Return the hyperparameters of point ``number``, 0 to size - 1."""
+        return _with(self.space, (), self.values(number))
 
 
 def axis_values(spec: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -142,3 +149,76 @@ def _with(section: Mapping[str, Any], above: Path, chosen: Mapping[Path, Any]) -
         else:
             whole[name] = _with(spec, path, chosen) if isinstance(spec, Mapping) else copy.deepcopy(spec)
     return whole
+
+
+# The points that a check looks at.
+
+
+@dataclass(frozen=True)
+class Point:
+    """One set of hyperparameters: the chosen ``values`` by dotted name, and the whole with them in place."""
+
+    number: int
+    values: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+
+    def describe(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Space:
+    """``points`` are those to look at; ``total`` is how many there are, None where they cannot be counted."""
+
+    points: tuple[Point, ...]
+    total: int | None
+
+    @property
+    def complete(self) -> bool:
+        return self.total == len(self.points)
+
+
+def explore(hyperparameters: Mapping[str, Any], searcher: str, most: int, seed: int = 0) -> Space:
+    """Return the points of a search by ``searcher``, ``most`` at most. Pure: the same seed gives the same points.
+
+    A grid's points are those that the master starts, in its order. A sample of another search holds the ends of every
+    range and, as far as ``most`` allows, every value of a categorical. Raises ConfigError as ``Grid.of`` does.
+    """
+    axes = dict(find_ranges(hyperparameters))
+    if not axes:
+        return Space((Point(1, {}, hyperparameters),), 1)
+    rng = random.Random(seed)
+    if searcher == "grid":
+        grid = Grid.of(hyperparameters)
+        numbers = range(grid.size) if grid.size <= most else sorted(rng.sample(range(grid.size), most))
+        return Space(_points(hyperparameters, [grid.values(number) for number in numbers]), grid.size)
+    columns = [_sampled(spec, most, rng) for spec in axes.values()]
+    unlike = {repr(row): dict(zip(axes, row, strict=True)) for row in zip(*columns, strict=True)}
+    whole = math.prod(len(spec["vals"]) if spec["type"] == "categorical" else math.inf for spec in axes.values())
+    return Space(_points(hyperparameters, list(unlike.values())), len(unlike) if whole == len(unlike) else None)
+
+
+def find_ranges(section: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Yield path and spec of every range, in the order of the YAML."""
+    for key, value in section.items():
+        if is_range(value):
+            yield (*above, key), value
+        elif isinstance(value, Mapping):
+            yield from find_ranges(value, (*above, key))
+
+
+def _sampled(spec: Mapping[str, Any], count: int, rng: random.Random) -> list[Any]:
+    """Return ``count`` values of one axis: the ends first, then at random; a categorical goes round."""
+    if spec["type"] == "categorical":
+        values = list(spec["vals"])
+        rng.shuffle(values)
+        return [values[number % len(values)] if number < len(values) else rng.choice(values) for number in range(count)]
+    low, high = spec["minval"], spec["maxval"]
+    inner = [rng.randint(low, high) if spec["type"] == "int" else rng.uniform(low, high) for _ in range(count)]
+    return [_written(spec, value) for value in [low, high, *inner][:count]]
+
+
+def _points(hyperparameters: Mapping[str, Any], rows: list[dict[Path, Any]]) -> tuple[Point, ...]:
+    names = [{".".join(path): value for path, value in row.items()} for row in rows]
+    wholes = [_with(hyperparameters, (), row) for row in rows]
+    return tuple(Point(number, *pair) for number, pair in enumerate(zip(names, wholes, strict=True), 1))

@@ -10,12 +10,12 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import ExperimentConfig, examine_experiment
+from zero_trial.experiment.space import Point, Space, explore, find_ranges
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
 from zero_trial.launch.environment import count_devices
 from zero_trial.preflight.context_folder import check_context, measure
-from zero_trial.preflight.ds_configs import ConfigChecks, Point, Resolved, Space, check_ds_configs, explore
-from zero_trial.preflight.experiment_rules import check_cluster_rules, check_searcher
-from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+from zero_trial.preflight.ds_configs import ConfigChecks, Resolved, check_ds_configs
+from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.preflight.machine import check_machine, check_nvme
 from zero_trial.runs.provenance import locked_model_dir
 from zero_trial.util.text import format_bytes
@@ -39,7 +39,7 @@ class CheckRequest:
 class CheckReport:
     """``looked``: what each area came to, in a few words, in the order in which it was looked at."""
 
-    findings: list[Issue] = field(default_factory=list)
+    findings: list[CheckIssue] = field(default_factory=list)
     looked: dict[Area, str] = field(default_factory=dict)
     experiment: ExperimentConfig | None = None
     space: Space | None = None
@@ -47,7 +47,7 @@ class CheckReport:
     seconds: float = 0.0
 
     @property
-    def faults(self) -> list[Issue]:
+    def faults(self) -> list[CheckIssue]:
         return [finding for finding in self.findings if finding.severity is Severity.FAULT]
 
     @property
@@ -67,16 +67,20 @@ def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckRepo
 
 def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -> None:
     try:
-        experiment, faults = examine_experiment(request.experiment)
+        examined = examine_experiment(request.experiment)
     except ConfigError as error:
         report.findings += issues_of(Area.EXPERIMENT, error)
         return
-    report.experiment = experiment
+    experiment = report.experiment = examined.config
     report.looked[Area.EXPERIMENT] = request.experiment.name
-    report.findings += [finding for fault in faults for finding in issues_of(Area.EXPERIMENT, fault)]
+    report.findings += [finding for fault in examined.faults for finding in issues_of(Area.EXPERIMENT, fault)]
     report.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in experiment.warnings]
     report.findings += check_searcher(experiment)
-    report.findings += check_cluster_rules(experiment, request.experiment.read_text("utf-8"), report.faults)
+    report.findings += [note(Area.EXPERIMENT, Severity.WARNING, text) for text in examined.cluster_warnings]
+    report.findings += [
+        note(Area.EXPERIMENT, Severity.FAULT, f"a master refuses this: {fault.what}", where=fault.where)
+        for fault in examined.cluster_faults
+    ]
     model_dir = _model_dir(request, experiment, report)
     entrypoint = _entrypoint(experiment, model_dir, report) if model_dir is not None else None
     slots = request.slots if request.slots is not None else experiment.slots_per_trial
@@ -102,6 +106,35 @@ def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -
             parameters = _rehearse(request, experiment, entrypoint, point, model_dir, slots, report)
     if first is not None:
         report.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
+
+
+def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:
+    """Check ``searcher`` and the ranges together: a length, and something to search. Pure."""
+    return [*_lengths(experiment), *_ranges(experiment)]
+
+
+def _lengths(experiment: ExperimentConfig) -> list[CheckIssue]:
+    searcher = experiment.searcher
+    if searcher.max_length is not None or searcher.rest.get("max_time") is not None:
+        return []
+    where = experiment.document.at(("searcher", "max_length")).where("searcher.max_length")
+    fix = "Write searcher: {max_length: {batches: 200}}."
+    return [note(Area.EXPERIMENT, Severity.FAULT, "the run has no length", where=where, fix=fix)]
+
+
+def _ranges(experiment: ExperimentConfig) -> list[CheckIssue]:
+    name, axes = experiment.searcher.name, list(find_ranges(experiment.hyperparameters))
+    document = experiment.document
+    where = document.at(("searcher", "name")).where("searcher.name")
+    if name != "single" and not axes:
+        what = f"there is nothing to search: all hyperparameters are constants, and {name} tries them again and again"
+        return [note(Area.SPACE, Severity.WARNING, what, where=where, fix="Use searcher: {name: single}.")]
+    if name == "single" and axes:
+        listed = ", ".join(".".join(path) for path, _ in axes)
+        what = f"single draws one point, and zero-trial run takes constants only: {listed}"
+        fix = "Use constants, or another searcher."
+        return [note(Area.SPACE, Severity.WARNING, what, where=where, fix=fix)]
+    return []
 
 
 def _model_dir(request: CheckRequest, experiment: ExperimentConfig, report: CheckReport) -> Path | None:
@@ -152,7 +185,7 @@ def _configs(
     return checks.legal[0] if checks.legal else None
 
 
-def _breaks_space(finding: Issue) -> bool:
+def _breaks_space(finding: CheckIssue) -> bool:
     """A range that lacks its ends cannot be sampled."""
     return "hyperparameters" in (finding.error.where or "") and 'nested key "type"' not in finding.error.what
 

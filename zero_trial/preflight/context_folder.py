@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_trial.preflight.issues import Area, Issue, Severity, note
+from zero_trial.preflight.issues import Area, CheckIssue, Severity, note
 from zero_trial.util.text import format_bytes
 
 # What Determined leaves out by itself, by its meaning: compiled Python, version control, editors, caches, terraform, its shared mount.
@@ -128,7 +128,7 @@ def measure(folder: Path, most_files: int = MOST_FILES) -> ContextFolder:
     return ContextFolder(folder, sum(size for size, _ in sizes), len(sizes), largest, len(sizes) <= most_files)
 
 
-def check_context(context: ContextFolder, for_cluster: bool) -> list[Issue]:
+def check_context(context: ContextFolder, for_cluster: bool) -> list[CheckIssue]:
     """A folder that is too large is a fault where the experiment is one for a cluster, and worth a word where it is not. Pure."""
     if context.complete and context.size <= LIMIT:
         return []

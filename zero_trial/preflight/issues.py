@@ -56,7 +56,7 @@ def split_where(where: str | None) -> IssueLocation:
 
 
 @dataclass(frozen=True)
-class Issue:
+class CheckIssue:
     """``points``: numbers of the points of the search at which it holds; empty where it holds for all. ``at`` says that in words."""
 
     area: Area
@@ -88,9 +88,9 @@ class Issue:
         }
 
 
-def issues_of(area: Area, error: ZeroTrialError, severity: Severity = Severity.FAULT) -> list[Issue]:
+def issues_of(area: Area, error: ZeroTrialError, severity: Severity = Severity.FAULT) -> list[CheckIssue]:
     """One finding per fault that ``error`` holds."""
-    return [Issue(area, severity, fault) for fault in flat([error])]
+    return [CheckIssue(area, severity, fault) for fault in flat([error])]
 
 
 def flat(errors: Iterable[ZeroTrialError]) -> list[ZeroTrialError]:
@@ -98,9 +98,9 @@ def flat(errors: Iterable[ZeroTrialError]) -> list[ZeroTrialError]:
     return [fault for error in errors for fault in (getattr(error, "faults", ()) or (error,))]
 
 
-def note(area: Area, severity: Severity, what: str, **parts: Any) -> Issue:
+def note(area: Area, severity: Severity, what: str, **parts: Any) -> CheckIssue:
     """A finding that no error was raised for; ``parts`` are those of an error: where, got, expected, fix."""
-    return Issue(area, severity, ConfigError(what, **parts))
+    return CheckIssue(area, severity, ConfigError(what, **parts))
 
 
 def _shown(value: Any) -> str | None:

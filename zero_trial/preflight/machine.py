@@ -10,16 +10,16 @@ from pathlib import Path
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices, check_slots
-from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.util.text import format_bytes
 
 
-def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[Issue]:
+def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
     """Findings about ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
 
     More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores works, slowly.
     """
-    found: list[Issue] = []
+    found: list[CheckIssue] = []
     try:
         check_slots(slots, devices, where)
     except ConfigError as error:
@@ -70,7 +70,7 @@ def check_nvme(
     parameters: int | None,
     look: Callable[[Path], DiskSpace] = disk_of,
     base: Path = Path(),
-) -> list[Issue]:
+) -> list[CheckIssue]:
     """Findings about the folders of ``config``'s offload, for ``slots`` ranks on this machine that train ``parameters`` (None: not known) and
     start in ``base``."""
     wanted: dict[Path, list[tuple[str, int | None]]] = {}
@@ -79,7 +79,7 @@ def check_nvme(
     return [finding for folder, uses in wanted.items() for finding in _of_folder(folder, uses, look(folder))]
 
 
-def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace) -> list[Issue]:
+def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace) -> list[CheckIssue]:
     where, fault = uses[0][0], Severity.FAULT
     if not disk.exists:
         what, fix = "there is no such folder on this machine", "Make it, or name another one."

@@ -17,7 +17,7 @@ import zero_trial
 from zero_trial.errors import InvalidHP, TrialError, ZeroTrialError
 from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.launch.entrypoint import Entrypoint
-from zero_trial.preflight.issues import Area, Issue, Severity, issues_of, note
+from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.preflight.recording_engine import NotInDryRun, recording_factory
 from zero_trial.preflight.trial_source import reported_metrics, training_issues
 from zero_trial.runtime.in_memory import InMemoryPlatform
@@ -47,7 +47,7 @@ class DryRunRequest:
 class DryRunResult:
     """What came of it; None: not got that far, or not asked for."""
 
-    findings: list[Issue] = field(default_factory=list)
+    findings: list[CheckIssue] = field(default_factory=list)
     parameters: int | None = None
     epoch_steps: int | None = None
     validation_batches: int | None = None
@@ -168,12 +168,12 @@ class _Stage:
             self._found.findings.append(note(area, Severity.NOTE, what))
         except (Exception, SystemExit) as error:
             self._found.findings.append(
-                Issue(area, Severity.FAULT, trial_code_error(error, self._scene.model_dir, doing))
+                CheckIssue(area, Severity.FAULT, trial_code_error(error, self._scene.model_dir, doing))
             )
         raise _Ended
 
 
-def _remarks(trial: ZeroTrial) -> list[Issue]:
+def _remarks(trial: ZeroTrial) -> list[CheckIssue]:
     """What the source of ``train_batch`` does in vain."""
     return [
         note(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)

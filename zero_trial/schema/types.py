@@ -1,28 +1,74 @@
-"""Numbers as files hold them: as they stand, or as the strings that YAML 1.1 makes of them; and how they are best written."""
+"""What a value may be: types that describe themselves, read one raw value strictly, and name what is wrong.
+
+Two formats are read with them. ds_config is lenient where a person's meaning is clear (5e8 is an integer, and so is the
+string that YAML 1.1 makes of it, with a warning). An experiment is ``exact``: an integer is what JSON calls one, because
+a Determined master reads the same text.
+"""
 
 from __future__ import annotations
 
+import copy
+import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or without a sign (1e-4, 5e8, 1.0e4).
+from zero_trial.schema.document import shown
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of a configuration."""
+
+# What an issue is about, for programs and tests.
+TYPE, RANGE, CHOICE, UNKNOWN, MISSING, RULE, REMOVED = (
+    *("type", "range", "choice", "unknown", "missing"),
+    *("rule", "removed"),  # keys that contradict each other; what no new configuration may hold
+)
+
+
+@dataclass(frozen=True)
+class Issue:
+    """One thing that is wrong: where, what kind of thing (``code``), and a sentence."""
+
+    path: Path
+    code: str
+    text: str
+
+    def line(self, root: str) -> str:
+        """Return ``<root>.searcher.bracket_rungs[0]: 0 is less than 1``."""
+        return f"{root}{dotted(self.path)}: {self.text}"
+
+
+def dotted(path: Path) -> str:
+    """Return ``.searcher.bracket_rungs[0]``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+# What YAML 1.1 reads as a string although a person means a number: an exponent without a dot or a sign (1e-4, 5e8, 1.0e4).
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 class ValidationError(Exception):
-    """A value is not of its kind; ``expected`` in words, and a ``fix`` where one is clear."""
+    """A value is not of its type.
 
-    def __init__(self, expected: str, fix: str | None = None) -> None:
+    Args:
+        expected: what would be, such as "a positive integer".
+        fix: what to write, where that is clear.
+        text: the whole sentence ("3 is less than 5"); by default made of ``expected``.
+        code: as an Issue has it.
+    """
+
+    def __init__(self, expected: str, fix: str | None = None, *, text: str = "", code: str = TYPE) -> None:
         super().__init__(expected)
         self.expected = expected
         self.fix = fix
+        self.text = text
+        self.code = code
 
 
 def as_number(value: object, expected: str) -> tuple[int | float, str | None]:
-    """A number as it stands, or the YAML string trap ('1e-4') with its warning; raises Mismatch for anything else, bools included."""
+    """A number as it stands, or the YAML string trap ('1e-4') with its warning; raises ValidationError for anything else, bools included."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value, None
     if isinstance(value, str) and EXPONENT.fullmatch(value.strip()):
@@ -53,9 +99,6 @@ def _scientific(text: str) -> str:
     return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent):+d}"
 
 
-# What a value may be: a kind says it in words for messages and reads one raw value strictly, or explains what it expected.
-
-
 DTYPES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
     "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
@@ -72,14 +115,39 @@ class Reading:
 
 
 class Type:
-    """Base of the kinds; ``says`` is what stands in messages and in the reference page."""
+    """Base of the types. A type implements ``read`` or ``check``; each follows from the other."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.read is Type.read and cls.check is Type.check:
+            raise TypeError(f"{cls.__name__} implements neither read nor check")
 
     def describe(self) -> str:
-        raise NotImplementedError
+        """Return what a value has to be, for messages and the reference page."""
+        return "a value"
 
     def read(self, value: object) -> Reading:
-        """The inside form of ``value``; raises Mismatch."""
-        raise NotImplementedError
+        """Return the inside form of ``value``. Raises ValidationError."""
+        for issue in self.check(value, ()):
+            raise ValidationError(self.describe(), text=issue.text, code=issue.code)
+        return Reading(value)
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        """Return the issues of ``value``, which is at ``path``."""
+        try:
+            self.read(value)
+        except ValidationError as error:
+            return [Issue(path, error.code, error.text or f"{shown(value)} is not {error.expected}")]
+        return []
+
+    def fill(self, value: Any) -> Any:
+        """Return ``value`` with the defaults of its sections. ``value`` has no issues."""
+        return value
+
+
+_TRUTH = {
+    **dict.fromkeys(("true", "yes", "on", "1"), "true"),
+    **dict.fromkeys(("false", "no", "off", "0"), "false"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,28 +160,23 @@ class Bool(Type):
     def read(self, value: object) -> Reading:
         if isinstance(value, bool):
             return Reading(value)
-        truth = {
-            "true": "true",
-            "yes": "true",
-            "on": "true",
-            "1": "true",
-            "false": "false",
-            "no": "false",
-            "off": "false",
-            "0": "false",
-        }
-        meant = truth.get(str(value).lower()) if isinstance(value, str | int) else None
-        raise ValidationError(self.describe(), f"Write {meant}." if meant else None)
+        meant = _TRUTH.get(str(value).lower()) if isinstance(value, str | int) else None
+        text = f"{shown(value)} is neither true nor false"
+        raise ValidationError(self.describe(), f"Write {meant}." if meant else None, text=text)
 
 
 @dataclass(frozen=True)
 class Int(Type):
-    """A whole number in [low, high]; 5e8 is one. ``infinite`` lets Infinity stand for "never" and reads it as None."""
+    """A whole number in [low, high]; 5e8 is one, unless it has to be ``exact``.
+
+    ``infinite`` lets Infinity mean "never" and reads it as None.
+    """
 
     low: int | None = None
     high: int | None = None
     unit: str = ""
     infinite: bool = False
+    exact: bool = False
 
     def describe(self) -> str:
         if self.low is not None and self.high is not None:
@@ -127,6 +190,8 @@ class Int(Type):
         return f"{text} ({self.unit})" if self.unit else text
 
     def read(self, value: object) -> Reading:
+        if self.exact:
+            return self._read_exact(value)
         number, warning = as_number(value, self.describe())
         if self.infinite and number == math.inf:
             return Reading(None)
@@ -134,19 +199,32 @@ class Int(Type):
             raise ValidationError(self.describe())
         whole = int(number)
         if (self.low is not None and whole < self.low) or (self.high is not None and whole > self.high):
-            raise ValidationError(self.describe())
+            raise ValidationError(self.describe(), code=RANGE)
         if warning:
             warning = f"'{value}' is a string in YAML 1.1. Write {whole}."
         return Reading(whole, warning)
 
+    def _read_exact(self, value: object) -> Reading:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValidationError(self.describe(), text=f"{shown(value)} is not an integer")
+        if self.low is not None and value < self.low:
+            raise ValidationError(self.describe(), text=f"{value} is less than {self.low}", code=RANGE)
+        if self.high is not None and value > self.high:
+            raise ValidationError(self.describe(), text=f"{value} is more than {self.high}", code=RANGE)
+        return Reading(value)
+
 
 @dataclass(frozen=True)
 class Float(Type):
-    """A finite number; ``above`` is an exclusive lower bound, ``low`` and ``high`` are inclusive."""
+    """A finite number; ``above`` is an exclusive lower bound, ``low`` and ``high`` are inclusive.
+
+    ``exact``: no strings, and the number stays as it is written (an integer is not made a float).
+    """
 
     low: float | None = None
     high: float | None = None
     above: float | None = None
+    exact: bool = False
 
     def describe(self) -> str:
         if self.above is not None:
@@ -158,6 +236,8 @@ class Float(Type):
         return f"{limit}, at most {self.high:g}" if self.high is not None else limit
 
     def read(self, value: object) -> Reading:
+        if self.exact:
+            return self._read_exact(value)
         number, warning = as_number(value, self.describe())
         fits = (
             math.isfinite(number)
@@ -166,20 +246,35 @@ class Float(Type):
             and (self.high is None or number <= self.high)
         )
         if not fits:
-            raise ValidationError(self.describe())
+            raise ValidationError(self.describe(), code=RANGE)
         return Reading(float(number), warning)
+
+    def _read_exact(self, value: object) -> Reading:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValidationError(self.describe(), text=f"{shown(value)} is not a number")
+        if self.above is not None and value <= self.above:
+            raise ValidationError(self.describe(), text=f"{value} is not more than {self.above:g}", code=RANGE)
+        if self.low is not None and value < self.low:
+            raise ValidationError(self.describe(), text=f"{value} is less than {self.low:g}", code=RANGE)
+        return Reading(value)
 
 
 @dataclass(frozen=True)
 class Text(Type):
-    """A string, or one of ``choices`` in any case.
+    """A string, or one of ``choices``: in any case, unless it has to be ``exact``.
 
-    ``synonyms`` are pairs of another word for a choice and that choice; ``starts`` are beginnings after which anything may stand.
+    Args:
+        synonyms: pairs of another word for a choice and that choice.
+        starts: beginnings after which anything may follow.
+        pattern: a regular expression that has to be found in it; ``otherwise`` is the sentence where it is not.
     """
 
     choices: tuple[str, ...] = ()
     synonyms: tuple[tuple[str, str], ...] = ()
     starts: tuple[str, ...] = ()
+    pattern: str = ""
+    otherwise: str = ""
+    exact: bool = False
 
     def describe(self) -> str:
         if not self.choices:
@@ -188,8 +283,15 @@ class Text(Type):
         return "one of " + ", ".join(f'"{word}"' for word in words)
 
     def read(self, value: object) -> Reading:
+        if self.exact and self.choices:
+            if isinstance(value, str) and value in self.choices:
+                return Reading(value)
+            text = f"{shown(value)} is not one of {', '.join(self.choices)}"
+            raise ValidationError(self.describe(), text=text, code=CHOICE)
         if not isinstance(value, str):
             raise ValidationError(self.describe())
+        if self.pattern and not re.search(self.pattern, value):
+            raise ValidationError(self.describe(), text=self.otherwise, code=RULE)
         if not self.choices:
             return Reading(value)
         meant = {choice.lower(): choice for choice in self.choices}
@@ -198,7 +300,7 @@ class Text(Type):
             return Reading(meant[value.lower()])
         if value.lower().startswith(self.starts):
             return Reading(value)
-        raise ValidationError(self.describe())
+        raise ValidationError(self.describe(), code=CHOICE)
 
 
 @dataclass(frozen=True)
@@ -306,3 +408,165 @@ class Opaque(Type):
 
     def read(self, value: object) -> Reading:
         return Reading(value)
+
+
+# Types of values with something inside them. In a section, null means that the key is not written.
+
+
+@dataclass(frozen=True)
+class MapOf(Type):
+    """Any map; its values are of the type ``each``, if that is given."""
+
+    each: Type | None = None
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        if not isinstance(value, Mapping):
+            return not_a_map(value, path)
+        if self.each is None:
+            return []
+        return [issue for key, inner in value.items() for issue in self.each.check(inner, (*path, key))]
+
+
+@dataclass(frozen=True)
+class ListOf(Type):
+    """A list of ``item``."""
+
+    item: Type
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        if not isinstance(value, list):
+            return [Issue(path, TYPE, f"{shown(value)} is not a list")]
+        return [issue for index, inner in enumerate(value) for issue in self.item.check(inner, (*path, index))]
+
+    def fill(self, value: Any) -> Any:
+        return [self.item.fill(inner) for inner in value]
+
+
+@dataclass(frozen=True)
+class OneOf(Type):
+    """The first of ``types`` that has no issue; ``otherwise`` is the sentence where all have some."""
+
+    types: tuple[Type, ...]
+    otherwise: str
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        return [] if self._fitting(value) is not None else [Issue(path, TYPE, self.otherwise)]
+
+    def fill(self, value: Any) -> Any:
+        found = self._fitting(value)
+        return value if found is None else found.fill(value)
+
+    def _fitting(self, value: Any) -> Type | None:
+        return next((each for each in self.types if not each.check(value, ())), None)
+
+
+@dataclass(frozen=True)
+class Forbidden(Type):
+    """What no new configuration may hold; ``why`` says what to write instead."""
+
+    why: str
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        return [Issue(path, REMOVED, self.why)]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key of a section: its type, its default, and whether it has to be written."""
+
+    type: Type
+    default: Any = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Fields(Type):
+    """A map with these ``keys`` and no others.
+
+    Args:
+        checks: functions of a section whose keys have no issues; each returns a sentence, or None.
+        hint: what is said of an unknown key that is near no known one.
+    """
+
+    keys: Mapping[str, Field]
+    checks: tuple[Callable[[Mapping[str, Any]], str | None], ...] = ()
+    hint: str = field(default="", compare=False)
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        if not isinstance(value, Mapping):
+            return not_a_map(value, path)
+        issues = [self._unknown(key, path) for key in value if key not in self.keys]
+        for name, key in self.keys.items():
+            inner = value.get(name)
+            if inner is not None:
+                issues += key.type.check(inner, (*path, name))
+            elif key.required:
+                issues.append(Issue((*path, name), MISSING, "is a required property"))
+        if not issues:
+            found = (check(value) for check in self.checks)
+            issues += [Issue(path, RULE, text) for text in found if text]
+        return issues
+
+    def fill(self, value: Any) -> Any:
+        filled: dict[str, Any] = {}
+        for name, key in self.keys.items():
+            inner = value.get(name)
+            inner = copy.deepcopy(key.default) if inner is None else inner
+            filled[name] = None if inner is None else key.type.fill(inner)
+        return filled
+
+    def _unknown(self, key: Any, path: Path) -> Issue:
+        near = difflib.get_close_matches(str(key), self.keys, 1, 0.7)
+        hint = f' Did you mean "{near[0]}"?' if near else (f" {self.hint}" if self.hint else "")
+        return Issue((*path, key), UNKNOWN, f"unknown property.{hint}")
+
+
+@dataclass(frozen=True)
+class Tagged(Type):
+    """A section whose ``key`` says which of ``kinds`` it is.
+
+    Args:
+        otherwise: the sentence for a tag that is not known.
+        removed: tags that no new configuration may have, and what to write instead.
+    """
+
+    key: str
+    kinds: Mapping[str, Fields]
+    otherwise: str
+    removed: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, value: Any, path: Path) -> list[Issue]:
+        if not isinstance(value, Mapping):
+            return not_a_map(value, path)
+        kind = value.get(self.key)
+        if kind is None:
+            return [Issue((*path, self.key), MISSING, "is a required property")]
+        if not isinstance(kind, str) or kind not in self.kinds:
+            removed = self.removed.get(kind) if isinstance(kind, str) else None
+            if removed:
+                return [Issue((*path, self.key), REMOVED, removed)]
+            return [Issue(path, CHOICE, self.otherwise)]
+        return self.kinds[kind].check(value, path)
+
+    def fill(self, value: Any) -> Any:
+        return self.kinds[value[self.key]].fill(value)
+
+
+def exact_int(low: int = -(2**63), high: int = 2**63 - 1) -> Int:
+    """Return the type of an integer as JSON has it, of 64 bits."""
+    return Int(low, high, exact=True)
+
+
+def exact_float(*, above: float | None = None, low: float | None = None) -> Float:
+    """Return the type of a number as JSON has it."""
+    return Float(low, above=above, exact=True)
+
+
+def exact_text(choices: tuple[str, ...] = (), *, pattern: str = "", otherwise: str = "") -> Text:
+    """Return the type of a string with its case as written."""
+    return Text(choices, pattern=pattern, otherwise=otherwise, exact=True)
+
+
+def not_a_map(value: Any, path: Path) -> list[Issue]:
+    """Return the issue of a value that has to be a map."""
+    return [Issue(path, TYPE, f"{shown(value)} is not a map")]

@@ -12,7 +12,7 @@ from zero_trial.cli.main import build_parser, main
 from zero_trial.cli.run import newest_run, request_from
 from zero_trial.launch.experiment import RunRequest
 from zero_trial.launch.placement import PlacementRequest
-from zero_trial.runs.provenance import CONFIG_LOCK
+from zero_trial.runs.layout import RunFolder
 
 
 def parse(line: str) -> RunRequest:
@@ -36,7 +36,7 @@ def test_all_options():
 
 def make_run(folder: Path, end: str = "") -> Path:
     folder.mkdir(parents=True)
-    (folder / CONFIG_LOCK).write_text("")
+    RunFolder(folder).config_lock.write_text("")
     if end:
         (folder / "summary.json").write_text(json.dumps({"end": end}))
     return folder

@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "check",
-        help="find what is wrong with an experiment, without starting it",
+        help="find mistakes in an experiment without starting it",
         description="Check the experiment's YAML, every point of its search, its ds_config, entrypoint, loaders and folder. All faults are "
         "shown together. Starts no ranks and writes nothing; the model definition is imported and built once, on the CPU.",
         allow_abbrev=False,

@@ -26,9 +26,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions."""
     parser = subparsers.add_parser(
         "ckpt",
-        help="list, verify, look into and export checkpoints",
-        description="What can be done with checkpoints that are there. Nothing of it needs the model's code, the number of ranks that wrote a "
-        "checkpoint, or a GPU.",
+        help="list, verify, show, export and import checkpoints",
+        description="Work with existing checkpoints. No action needs the model's code, the number of ranks that wrote a checkpoint, or a "
+        "GPU.",
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -40,9 +40,9 @@ def _add_ls(subparsers: Any) -> None:
     """Add the action."""
     parser = subparsers.add_parser(
         "ls",
-        help="which checkpoints there are",
-        description="List the checkpoints in a folder, lowest step first: when, how big, written by how many ranks at which ZeRO stage, and "
-        "whether manifests and file sizes are right. Reads no tensor: `zero-trial ckpt verify` does.",
+        help="list checkpoints",
+        description="List the checkpoints in a folder, lowest step first: date, size, number of ranks and ZeRO stage that wrote them, and "
+        "whether manifests and file sizes are right. Tensors are not read; `zero-trial ckpt verify` reads them.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -131,14 +131,14 @@ def _add_verify(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="compare every file with its SHA-256",
-        description="Read every byte of the newest checkpoint in a folder, or of all of them, and compare it with the sums in the manifest. "
-        "Exit code 5 if something is broken: then it says which file, and which tensors lie in it.",
+        description="Read every byte of the newest checkpoint in a folder, or of all of them, and compare it with the SHA-256 sums in the manifest. "
+        "Exit code 5 if a file is damaged; the file and the tensors in it are named.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "folder", type=Path, metavar="FOLDER", help="a run's folder, a folder of checkpoints, or a checkpoint"
     )
-    parser.add_argument("--all", action="store_true", help="all checkpoints in the folder, not the newest alone")
+    parser.add_argument("--all", action="store_true", help="verify all checkpoints in the folder, not only the newest")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=verify)
 
@@ -221,8 +221,8 @@ def _add_show(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "show",
         help="tensors, shapes, dtypes, tied weights, optimizer state",
-        description="Say what a checkpoint holds: who wrote it, every parameter and buffer with shape, dtype and optimizer state, and tied "
-        "names. Reads the manifest alone.",
+        description="Show what a checkpoint holds: which ranks and ZeRO stage wrote it, every parameter and buffer with "
+        "shape, dtype and optimizer state, and tied names. Reads only the manifest.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=FOLDER_HELP)

@@ -44,7 +44,7 @@ def add_export(subparsers: Any) -> None:
         "--dtype",
         default="keep",
         choices=("keep", "fp32", "bf16", "fp16"),
-        help="of all floating tensors (default: keep, as they are)",
+        help="dtype of all floating-point tensors (default: keep, as stored)",
     )
     parser.add_argument(
         "--weights",
@@ -52,9 +52,9 @@ def add_export(subparsers: Any) -> None:
         choices=("masters", "model"),
         help="the optimizer's fp32 masters where there are any, or the weights that the model computes with (default: masters)",
     )
-    parser.add_argument("--shard-size", metavar="SIZE", help=f"the most that a file holds (default: {DEFAULT_SHARD})")
-    parser.add_argument("--part", type=int, metavar="K", help="of a model that is parallel itself: which part, from 0")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their sums first")
+    parser.add_argument("--shard-size", metavar="SIZE", help=f"the largest size of a file (default: {DEFAULT_SHARD})")
+    parser.add_argument("--part", type=int, metavar="K", help="for a model-parallel checkpoint: which part, from 0")
+    parser.add_argument("--no-verify", action="store_true", help="skip the comparison with the SHA-256 sums")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=export)
 
@@ -147,7 +147,7 @@ def add_import(subparsers: Any) -> None:
         description="Read a DeepSpeed checkpoint (ZeRO stage 0 to 3, any number of ranks, or a universal one) or plain weights "
         "(pytorch_model.bin, model.safetensors, several with an index, or any file of torch.save), and write a checkpoint that "
         "engine.load_checkpoint(OUT) resumes at any stage on any number of ranks. Neither DeepSpeed nor the model's code is needed. "
-        "Files of pickles are read as data: nothing that they name is imported or called.",
+        "Pickle files are parsed as data: no code from them is imported or called.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -157,11 +157,14 @@ def add_import(subparsers: Any) -> None:
         help="the folder that save_checkpoint was given, a tag's folder, or a file",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder of checkpoints: the new one is OUT/<tag>")
-    parser.add_argument("--tag", help="which checkpoint of SOURCE (default: the one that its file `latest` names)")
+    parser.add_argument("--tag", help="which checkpoint of SOURCE (default: the one named by its file `latest`)")
     parser.add_argument("--as", dest="name", metavar="TAG", help="the new checkpoint's name (default: as in SOURCE)")
-    parser.add_argument("--no-optimizer", action="store_true", help="weights, buffers and counters alone")
+    parser.add_argument("--no-optimizer", action="store_true", help="import only weights, buffers and counters")
     parser.add_argument(
-        "--strip", default="", metavar="PREFIX", help="take this off every name, such as module. or _forward_module."
+        "--strip",
+        default="",
+        metavar="PREFIX",
+        help="remove this prefix from every name, such as module. or _forward_module.",
     )
     parser.add_argument(
         "--names", type=Path, metavar="FILE", help="for ZeRO stage 0: JSON list of the names in each optimizer group"

@@ -22,17 +22,17 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "diff",
-        help="what differs between two runs, and from which step on",
+        help="compare two runs, and find the first step at which they differ",
         description="Compare two runs' settings, code, data and machine, and then their values step by step: the loss of rank 0 at every "
         "step, the learning rate, the gradient norm, and the reported metrics. Exit code 0 if all is the same, 1 if something differs.",
         allow_abbrev=False,
     )
     parser.add_argument("a", type=Path, metavar="RUN_A", help="a run's folder, such as runs/0001")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="another")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="the folder of the run to compare with")
     parser.add_argument(
         "--only",
         choices=("settings", "values"),
-        help="what the exit code is about: settings, code and data; or the values",
+        help="what the exit code depends on: settings, code and data; or the values",
     )
     parser.add_argument(
         "--rtol",

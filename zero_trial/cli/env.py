@@ -34,7 +34,11 @@ class Fact:
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb."""
-    parser = subparsers.add_parser("env", help="show what is available here, and why something is not")
+    parser = subparsers.add_parser(
+        "env",
+        help="show what is available here, and why something is not",
+        description="Show versions, devices, compilers, kernels and optional packages of this machine, and why one is missing.",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=handle)
 

@@ -23,12 +23,19 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "init",
-        help="make a folder to begin with: a model, an experiment, a ds_config",
-        description="Write a trial that trains as it is into a folder: model_def.py, const.yaml, ds_config.json and a README. Nothing that is "
-        "there already is touched.",
+        help="create a new trial: a model, an experiment, a ds_config",
+        description="Write a complete example trial into a folder: model_def.py, const.yaml, ds_config.json and a README. Existing files are "
+        "never changed.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="default: here")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="where to write (default: the current folder)",
+    )
     parser.add_argument(
         "--template",
         choices=TEMPLATES,

@@ -54,7 +54,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "launch",
         help="run a plain script on several ranks",
-        description="Run SCRIPT on several ranks; one that fails ends all. Logs are in <run>/logs; rank 0 is shown here.",
+        description="Run SCRIPT on several ranks. If one rank fails, all ranks are ended. Logs are written to <run>/logs; the "
+        "output of rank 0 is shown.",
         allow_abbrev=False,
     )
     _add_hosts(parser)
@@ -133,8 +134,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder for logs and records (default: the next runs/NNNN)"
     )
-    group.add_argument("script", metavar="SCRIPT")
-    group.add_argument("arguments", nargs=argparse.REMAINDER, metavar="arguments")
+    group.add_argument("script", metavar="SCRIPT", help="the script, module or program to run")
+    group.add_argument("arguments", nargs=argparse.REMAINDER, metavar="arguments", help="what the script is given")
 
 
 def handle(options: argparse.Namespace) -> int:

@@ -26,22 +26,30 @@ class MasterError(ZeroTrialError):
     exit_code: int = ExitStatus.INFRASTRUCTURE
 
 
+def _add_action(subparsers: Any, name: str, what: str) -> Any:
+    return subparsers.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its four words."""
-    parser = subparsers.add_parser("master", help="a Determined master for this machine, for the genuine `det` command")
+    parser = subparsers.add_parser(
+        "master", help="run a Determined master on this machine, for the genuine `det` command"
+    )
     words = parser.add_subparsers(dest="word", metavar="WORD", required=True)
-    up = words.add_parser("up", help="start it, or say where it is")
-    up.add_argument("--port", type=int, help="0: a free one (default: the one it had before, else a free one)")
-    up.add_argument("--slots", type=int, help="places for ranks (default: one per GPU, else one per core)")
+    up = _add_action(words, "up", "start the master, or show where it is running")
+    up.add_argument(
+        "--port", type=int, help="port to listen on; 0: a free one (default: the previous one, else a free one)"
+    )
+    up.add_argument("--slots", type=int, help="number of slots (default: one per GPU, else one per core)")
     up.add_argument("--cpu", action="store_true", help="slots are processes on the CPU, even if there are GPUs")
     up.add_argument("--foreground", action="store_true", help="serve in this process until it is interrupted")
     up.add_argument("--env", action="store_true", help='print shell exports only: eval "$(zero-trial master up --env)"')
     up.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
-    down = words.add_parser("down", help="end it and every process of its trials; `up` goes on from their checkpoints")
-    status = words.add_parser("status", help="slots, experiments and trials")
-    logs = words.add_parser("logs", help="the master's own log")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on as it grows")
-    logs.add_argument("-n", "--tail", type=int, metavar="N", help="only the last N lines")
+    down = _add_action(words, "down", "stop the master and its trials; `up` continues from their checkpoints")
+    status = _add_action(words, "status", "show slots, experiments and trials")
+    logs = _add_action(words, "logs", "show the master's log")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
+    logs.add_argument("-n", "--tail", type=int, metavar="N", help="show only the last N lines")
     for word, handler in ((up, up_), (down, down_), (status, status_), (logs, logs_)):
         word.add_argument("--root", type=Path, help="the master's folder (default: ~/.local/state/zero_trial/master)")
         word.add_argument("--json", action="store_true", help="print one JSON object")

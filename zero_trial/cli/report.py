@@ -25,8 +25,10 @@ def add_parser(subparsers: Any) -> None:
         "one HTML page that loads nothing from anywhere.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="such as runs/0001")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: RUN_FOLDER/{NAME}")
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="the run's folder, such as runs/0001")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=f"the page to write (default: RUN_FOLDER/{NAME})"
+    )
     parser.set_defaults(handler=handle)
 
 
@@ -67,11 +69,13 @@ def add_sweep_parser(subparsers: Any) -> None:
     )
     report.add_argument("sweep", metavar="EXPERIMENT|FOLDER", help="an experiment's id, or a folder of run folders")
     report.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: sweep-ID.html, or FOLDER/sweep.html"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page to write (default: sweep-ID.html, or FOLDER/sweep.html)",
     )
-    report.add_argument(
-        "--root", type=Path, help="the master's folder, if it is not the default one of zero-trial master up"
-    )
+    report.add_argument("--root", type=Path, help="the master's folder (default: that of zero-trial master up)")
     report.set_defaults(handler=report_sweep)
 
 

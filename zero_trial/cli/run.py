@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run",
         help="train one trial of an experiment",
-        description="Train the trial of an experiment on this host's ranks. Ctrl-C saves and stops; a second one stops at once.",
+        description="Train the trial of an experiment on this host's ranks. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -37,8 +37,12 @@ def add_parser(subparsers: Any) -> None:
         "--slots", type=int, metavar="N", help="ranks on this host (default: resources.slots_per_trial)"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's folder (default: the next runs/NNNN)")
-    parser.add_argument("--seed", type=int, metavar="N", help="default: reproducibility.experiment_seed, or 0")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on from the newest checkpoint in a run's folder")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="random seed (default: reproducibility.experiment_seed, or 0)"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue from the newest checkpoint in a run's folder"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
     group = parser.add_argument_group("several hosts: run the same command on each")
     group.add_argument("--nnodes", default="", metavar="N", help="number of hosts")
@@ -131,9 +135,9 @@ def add_resume_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "resume",
-        help="go on with a run where it stopped",
-        description="Go on with a run from its newest checkpoint, with the experiment, the model's folder and the seed that stand in its "
-        "config.lock.yaml. The same as zero-trial run --resume RUN, which takes a changed experiment as well.",
+        help="continue a run from its newest checkpoint",
+        description="Continue a run from its newest checkpoint, with the experiment, the model's folder and the seed of its "
+        "config.lock.yaml. zero-trial run --resume RUN does the same and also accepts a changed experiment.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -19,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb."""
     parser = subparsers.add_parser(
         "simulate",
-        help="play a search through, without training",
+        help="simulate a search without training",
         description="Run the experiment's searcher against synthetic learning curves: its brackets and rungs, how many trials come to each, "
         "how much is spent beside training every trial to its end, and how many points are pruned because their ds_config cannot be "
         "reconciled. Trains nothing, writes nothing, and gives the same answer for the same seed.",
@@ -38,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
         default="power",
         help="power: early leaders mostly win (default); crossing: slow starters win; noise: chance",
     )
-    parser.add_argument("--length", type=int, metavar="N", help="length of a training, where the searcher says none")
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="length of a training, if the searcher does not set one"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(handler=handle)
 

@@ -1,0 +1,42 @@
+"""The map says what the tree holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.architecture.sources import PACKAGE, ROOT
+
+MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NOUNS = re.findall(r"^\| (\w+) \| .+ \| `([\w/]+\.py)` \|$", MAP, re.MULTILINE)
+
+
+def test_there_are_fifteen_nouns():
+    assert len({noun for noun, _ in NOUNS}) == len(NOUNS) == 15
+
+
+@pytest.mark.parametrize(("noun", "path"), NOUNS)
+def test_a_noun_is_where_the_map_says(noun: str, path: str):
+    tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+    assert noun in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def test_every_room_is_on_the_map():
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", MAP, re.MULTILINE))))
+    assert rooms - listed - {"templates", "data"} == set()
+
+
+def test_paths_in_the_documentation_exist():
+    missing = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+        if "decisions" not in page.parts
+        for path in re.findall(
+            r"`((?:zero_trial|tests|benchmarks|experiments|model_defs|docs)/[\w./-]+\.\w+)`", page.read_text()
+        )
+        if not (ROOT / path).exists()
+    ]
+    assert missing == []

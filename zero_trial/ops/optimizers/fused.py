@@ -1,10 +1,10 @@
-"""FusedAdam, CPUAdam and FusedLion: one pass over each piece and its state, by the native kernels where they can be had.
+"""The fused optimizers: Adam, Lion, Adagrad and SGD with momentum in one pass over each shard and its state, and Lion in plain torch.
 
 Plain ``torch.optim.Optimizer``s: they work on any parameters, whole or flat. State has torch's names and shapes (``exp_avg``, ``exp_avg_sq``,
-``step``), so checkpoints of theirs and of torch's Adam and AdamW can be loaded into each other. Where no kernel takes a tensor (another
-device or dtype, no compiler) it is updated by plain torch with the same formulas; ``zero_trial.ops.dispatch()`` says which it is.
+``step``), so checkpoints of theirs and of torch's optimizers can be loaded into each other. Where no kernel takes a tensor (another
+device or dtype, no compiler) it is updated by plain torch with the same formulas; ``zero_trial.ops.report()`` says which it is.
 
-    bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), Lion 20
+    bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no pass of their own
 """
 
@@ -20,15 +20,19 @@ from torch import Tensor
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers.base import ShardOptimizer, ShardUpdate, gradients
+from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 
 _ops = OPS
 
 
 class FusedOptimizer(ShardOptimizer):
-    """What the fused optimizers share: each piece is one call of one op, and on CUDA all pieces are one launch."""
+    """What the fused optimizers share: each piece is one call of one op, and on CUDA all pieces are one launch.
+
+    ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
+    """
 
     fuses = True
-    op = ""
+    op: OptimizerOp
     moments: tuple[str, ...] = ()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -53,7 +57,7 @@ class FusedOptimizer(ShardOptimizer):
         for item in items:
             tensors = (item.weight, item.gradient, *self._moments_of(item), item.out, None)
             numbers, rest = self._numbers(item)
-            getattr(_ops, self.op)(*tensors, *numbers, *self._behind(rest))
+            getattr(_ops, self.op.single)(*tensors, *numbers, *self._behind(rest))
 
     def _step_together(self, items: Sequence[ShardUpdate]) -> None:
         """One call per variant of the step, and for pieces with and without a copy."""
@@ -67,11 +71,12 @@ class FusedOptimizer(ShardOptimizer):
             out = [item.out for item, _ in those if item.out is not None]
             columns = [list(column) for column in zip(*(own for _, own in those), strict=True)]
             flags = self.flags()
-            getattr(_ops, f"{self.op[:-1]}_many_")(*tensors, out, *flags, *columns, *self._behind(rest))
+            getattr(_ops, self.op.many)(*tensors, out, *flags, *columns, *self._behind(rest))
 
     def _behind(self, rest: tuple[bool, ...]) -> tuple[float, ...]:
         """What the op takes behind its numbers, in its order."""
-        return (self.grad_multiplier, *rest)
+        at = self.op.multiplier_at
+        return (*rest[:at], self.grad_multiplier, *rest[at:])
 
     def _make_state(self, item: ShardUpdate) -> None:
         """What is missing of the piece's moments, as zeros."""
@@ -84,7 +89,7 @@ class FusedOptimizer(ShardOptimizer):
         return [self.state[item.weight][name] for name in self.moments]
 
     def _numbers(self, item: ShardUpdate) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """What the op takes before the multiplier, and behind it. Counts the step."""
+        """The piece's own numbers, and what its group shares but the multiplier, both in the order of the row. Counts the step."""
         raise NotImplementedError
 
 
@@ -100,7 +105,7 @@ class FusedAdam(FusedOptimizer):
     they can have; ``bias_correction`` False leaves the moments as they are.
     """
 
-    op = "adam_"
+    op = ADAM
     moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -164,9 +169,9 @@ class CPUAdam(FusedAdam):
 
 
 class FusedLion(FusedOptimizer):
-    """Lion; the same arguments, defaults and state as :class:`zero_trial.ops.optimizers.fused.Lion`."""
+    """Lion; the same arguments, defaults and state as :class:`zero_trial.ops.optimizers.Lion`."""
 
-    op = "lion_"
+    op = LION
     moments = ("exp_avg",)
 
     def __init__(
@@ -214,7 +219,7 @@ def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps:
 class FusedAdagrad(FusedOptimizer):
     """torch's arguments and defaults."""
 
-    op = "adagrad_"
+    op = ADAGRAD
     moments = ("sum",)
 
     def __init__(
@@ -258,7 +263,7 @@ class FusedAdagrad(FusedOptimizer):
 class FusedSGD(FusedOptimizer):
     """torch's arguments. Without momentum there is no state to fuse: ``torch.optim.SGD(fused=True)`` is one pass then."""
 
-    op = "sgd_"
+    op = SGD
     moments = ("momentum_buffer",)
     _first: frozenset[int] = frozenset()  # ids of weights whose buffer becomes the gradient in this step
 
@@ -292,9 +297,6 @@ class FusedSGD(FusedOptimizer):
         self._first -= {id(item.weight)}
         own = (group["momentum"], group["dampening"], group["weight_decay"], first)
         return (float(group["lr"]), *own), (group["nesterov"],)
-
-    def _behind(self, rest: tuple[bool, ...]) -> tuple[float, ...]:
-        return (*rest, self.grad_multiplier)
 
 
 # Lion over flat pieces: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic discovery", Algorithm 2).

@@ -1,0 +1,57 @@
+"""The numeric tests pass on other processors, which settings of torch and MKL stand in for: tolerances follow from the arithmetic.
+
+Another processor adds up in another order and fuses other products. A tolerance that was read off one machine fails here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = (
+    "ATEN_CPU_CAPABILITY=default",
+    "ATEN_CPU_CAPABILITY=avx2",
+    "ATEN_CPU_CAPABILITY=avx512",
+    "MKL_CBWR=COMPATIBLE",
+    "MKL_ENABLE_INSTRUCTIONS=AVX2",
+    "MKL_ENABLE_INSTRUCTIONS=AVX512",
+)
+NUMERIC = [
+    *(
+        "engine/test_oracle.py",
+        "engine/test_keys.py",
+        "engine/test_behaviour_dtypes.py",
+        "engine/test_pipeline_engine.py",
+    ),
+    *(
+        f"engine/test_behaviour_{topic}.py"
+        for topic in ("models", "optimizers", "precision", "access", "kernels", "parts")
+    ),
+    *(f"engine/test_behaviour_{topic}.py" for topic in ("engines", "pipeline_models", "pipeline_data")),
+    *("engine/test_pipeline_build.py", "importing/test_deepspeed.py", "ops", "pipeline", "sharding/test_norm.py"),
+]
+
+
+def test_the_numeric_tests_are_there() -> None:
+    assert [name for name in NUMERIC if not (ROOT / "tests" / name).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_numeric_tests_pass(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(f"tests/{name}" for name in NUMERIC)],
+        cwd=ROOT,
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -45,7 +45,7 @@ def test_leaving_stops_the_boards_thread() -> None:
         assert world_heartbeat().rank == 0
     finally:
         destroy_distributed()
-    assert not [thread for thread in threading.enumerate() if thread.name == "zero_trial-board"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "zero_trial-heartbeat"]
 
 
 def test_ranks_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

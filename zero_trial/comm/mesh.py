@@ -1,11 +1,17 @@
-"""Mesh arithmetic: which rank has which coordinates on the axes, and which ranks form a group. Pure.
+"""The mesh: named axes of ranks, with this rank's coordinate, size and communicator on each.
 
-The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks differ in the innermost axis, so that the axes with
-the most traffic per step stay on one host.
+The axes, outermost first, are ``pipe``, ``replica``, ``shard``, ``model``: neighbouring ranks differ in
+the innermost axis, so that the axes with the most traffic per step stay on one host.
+
+    MeshShape, plan_shape   which rank has which coordinates, and which ranks form a group; pure
+    Mesh, build_mesh        the communicators, over process groups that are made once per world
+    mesh_around             the same over the process groups of a client's ``mpu``
+    open_direction_groups   a communicator for each way between two pipeline stages
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +26,8 @@ from zero_trial.comm.health import Heartbeat
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
 from zero_trial.comm.shm.probe import share_memory_if_possible
 from zero_trial.errors import ConfigError, MeshError
+
+log = logging.getLogger("zero_trial")
 
 AXES = ("pipe", "replica", "shard", "model")
 
@@ -47,21 +55,21 @@ class MeshShape:
         return self.replica * self.shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """``rank`` as one index per axis (mixed radix, ``model`` fastest)."""
+        """Return ``rank`` as one index per axis (mixed radix, ``model`` fastest)."""
         out: dict[str, int] = {}
         for name, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name in AXES}
 
     def rank_at(self, **coordinates: int) -> int:
-        """The inverse of :meth:`coordinates`."""
+        """Return the rank with these coordinates: the inverse of :meth:`coordinates`."""
         rank = 0
         for name, size in zip(AXES, self.sizes, strict=True):
             rank = rank * size + coordinates[name]
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only on ``axes``; every rank is in exactly one. Sorted, so that all ranks build them alike."""
+        """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one. Sorted, so that all ranks build them alike."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -78,10 +86,11 @@ def plan_shape(
     pipe: int = 1,
     model: int = 1,
 ) -> MeshShape:
-    """The mesh for ``world_size`` ranks.
+    """Return the shape for ``world_size`` ranks.
 
-    Without sharding (ZeRO stage 0) all data-parallel ranks are replicas; with it they all lie on ``shard`` unless ``shard`` or ``replica`` asks
-    for hybrid sharding (shard x replica). Raises ConfigError naming the key when the product is not the world size.
+    Without sharding (ZeRO stage 0) all data-parallel ranks are replicas; with it they are all on
+    ``shard``, unless ``shard`` or ``replica`` asks for hybrid sharding (shard x replica). Raises
+    ConfigError naming the key when the product is not the world size.
     """
     if pipe < 1 or model < 1 or world_size % (pipe * model):
         raise ConfigError(
@@ -123,19 +132,17 @@ def plan_shape(
     return MeshShape(pipe, replica, shard, model)
 
 
-# The named axes that a rank lives on, with its coordinate, size and communicator on each.
-
+# --- the mesh ------------------------------------------------------------------------------------------------------
 
 # Process groups by (world group, ranks): torch keeps groups for the life of the world, so a second engine must not build them again.
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
-
-# Extra communicators that span two axes: `data` for batches and losses, `world` for everything.
+# Extra communicators that span several axes: `data` for batches and losses, `world` for everything.
 _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 
 
 class Mesh:
-    """This rank's place: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the combined ``mesh.data`` and ``mesh.world``."""
+    """This rank's axes: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the combined ``mesh.data`` and ``mesh.world``."""
 
     def __init__(
         self,
@@ -155,7 +162,7 @@ class Mesh:
         self.pipe, self.replica, self.shard, self.model = (axes[name] for name in AXES)
         self.data = axes["data"]
         self.world = axes["world"]
-        # Which part of a model that is parallel itself this rank has, of how many: ranks with other parts have other tensors of the same names.
+        # (part, parts) of a model that is parallel itself: ranks with other parts have other tensors of the same names.
         self.model_part = model_part if model_part is not None else (self.coordinates["model"], shape.model)
 
 
@@ -166,9 +173,12 @@ def build_mesh(
     shared_memory: bool = True,
     add: Sum = sum_in_order,
 ) -> Mesh:
-    """The mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
+    """Build the mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
 
-    ``shared_memory``: CPU ranks of one host exchange tensors through memory that they share, where they can. ``add`` makes their sums.
+    Args:
+        timeout: seconds that a wait may take.
+        shared_memory: let CPU ranks of one host exchange tensors through memory that they share, where they can.
+        add: makes the sums of CPU tensors.
 
     Raises MeshError when the shape does not have as many ranks as the world.
     """
@@ -187,11 +197,13 @@ def build_mesh(
     if shared_memory:
         for axis in axes.values():
             share_memory_if_possible(axis)
+    travel = ", ".join(f"{name} {axis.size}: {axis.transport}" for name, axis in axes.items() if axis.size > 1)
+    log.debug("mesh of rank %d at %s; tensors on the host over %s", rank, shape.coordinates(rank), travel or "no axis")
     return Mesh(shape, rank, axes, counters, heartbeat)
 
 
 def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
-    """A communicator between the pipeline ranks ``stages`` of this rank's pipeline, for what only they share; None on other ranks.
+    """Return a communicator between the ranks ``stages`` of this rank's pipeline, for what only they share; None on other ranks.
 
     All ranks of the world must call it alike: torch builds groups together.
     """
@@ -215,11 +227,11 @@ def mesh_around(
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     add: Sum = sum_in_order,
 ) -> Mesh:
-    """A mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks lie on the shard axis.
+    """Build a mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks are on the shard axis.
 
-    ``model_group`` (get_model_parallel_group) makes the model axis; without it that stays the client's business, and ``model_size`` only enters
-    the shape, so that batch arithmetic is right. Each data-parallel group of the client is taken for a part of the model of its own. Collective
-    over the world.
+    ``model_group`` (get_model_parallel_group) makes the model axis; without it the client handles that
+    axis, and ``model_size`` only enters the shape, so that batch arithmetic is right. Each data-parallel
+    group of the client is taken for a part of the model of its own. Collective over the world.
     """
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
@@ -242,7 +254,7 @@ def mesh_around(
 
 
 def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:
-    """The ranks and the process group of this rank's line along ``axes``; all ranks build all groups, in the same order."""
+    """Return the ranks and the process group of this rank's line along ``axes``; all ranks build all groups, in the same order."""
     mine: tuple[int, ...] = (rank,)
     own: Any = None
     for ranks in shape.groups(*axes):
@@ -262,28 +274,28 @@ def _group(ranks: tuple[int, ...]) -> Any:
     return known[ranks]
 
 
-# Directions: a communicator for each way that messages go between two ranks, for backends that keep one order for everything on a communicator.
-#
-# NCCL runs what is enqueued on a communicator one after the other. Two ranks that each send before they receive would wait for each other for
-# ever on one that they share; with one for each direction there are only sends on one end and receives on the other, in the same order.
-
+# --- a communicator for each direction -----------------------------------------------------------------------------
 
 # Groups by (world group, from rank, to rank): torch keeps groups for the life of the world.
-_GROUPS_DIRECTIONS: WeakKeyDictionary[Any, dict[tuple[int, int], Any]] = WeakKeyDictionary()
+_DIRECTION_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, int], Any]] = WeakKeyDictionary()
 
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(from rank, to rank) for each hop between two pipeline stages, in every pipeline of the mesh. Pure; the same on all ranks."""
+    """Return (from rank, to rank) for each hop between two pipeline stages, in every pipeline of the mesh. Pure; the same on all ranks."""
     return [(line[source], line[target]) for line in shape.groups("pipe") for source, target in hops]
 
 
 def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
-    """Lets messages along ``mesh.pipe`` for each of ``hops`` (from stage, to stage) have a communicator of their own.
+    """Give messages along ``mesh.pipe`` a communicator of their own for each of ``hops`` (from stage, to stage).
+
+    NCCL runs what is enqueued on a communicator in one order. Two ranks that each send before they
+    receive would deadlock on one that they share; with one for each direction there are only sends on one
+    end and receives on the other, in the same order.
 
     Collective over the world: all ranks must name the same hops. A communicator that is not used costs nothing but its name.
     """
     world = dist.group.WORLD
-    known = _GROUPS_DIRECTIONS.setdefault(world, {})
+    known = _DIRECTION_GROUPS.setdefault(world, {})
     stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}
     for pair in directed_pairs(mesh.shape, hops):
         if pair not in known:

@@ -1,12 +1,17 @@
-"""Arriving at the meeting place: every rank signs in there, so that those who wait in vain can say for whom.
+"""Rendezvous: the ranks find each other, torch.distributed is started once, and they leave it together.
 
-rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─► all are there ─► the process group is made over the store
+    init_distributed   rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─► all are
+                       there ─► the process group is made over the store, with a time limit on every collective
+    ExitNotice         one rank ends early for a good reason, and every other one ends too
+
+Without a launcher a process is a world of one and needs no process group.
 """
 
 from __future__ import annotations
 
 import atexit
 import datetime
+import logging
 import os
 import sys
 import threading
@@ -21,184 +26,15 @@ from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from zero_trial.comm.backends import moves_host_tensors
 from zero_trial.comm.env import RankEnv, meeting_place, own_store_address, read_rank_env
-from zero_trial.comm.health import Heartbeat
+from zero_trial.comm.health import Heartbeat, names, printable
 from zero_trial.errors import MeshError
 
-KEY = "zero_trial/arrived/"
-
-
-LINGER_SECONDS = 1.0  # so long rank 0, whose store goes with it, stays for the others to ask who is missing
-
-
-def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """The store of the meeting place ``method`` (``env://``, ``tcp://host:port``, ``file://...``). Does not wait for other ranks, but for
-    the one that keeps it.
-
-    Raises RuntimeError or ValueError where it cannot be had.
-    """
-    address = own_store_address(method)
-    if address is None:
-        store, _, _ = next(rendezvous(method, env.rank, env.world_size, timeout=limit))
-        return store
-    host, port = address
-    return TCPStore(
-        host, port, env.world_size, env.rank == 0, limit, wait_for_workers=False, multi_tenant=True, use_libuv=True
-    )
-
-
-def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """Collective. The store, once all ranks have signed in. Raises MeshError that names those who have not within ``limit``."""
-    try:
-        store = open_store(method, env, limit)
-    except (RuntimeError, ValueError) as error:
-        raise rendezvous_error(
-            env, error, [0] if env.rank != 0 and own_store_address(method) is not None else []
-        ) from error
-    try:
-        store.set(f"{KEY}{env.rank}", "1")
-        store.wait([f"{KEY}{rank}" for rank in range(env.world_size)], limit)
-    except RuntimeError as error:
-        missing = missing_ranks(store, env.world_size)
-        if env.rank == 0:
-            time.sleep(LINGER_SECONDS)
-        raise rendezvous_error(env, error, missing) from error
-    return store
-
-
-def missing_ranks(store: Any, world_size: int) -> list[int]:
-    """The ranks that have not signed in; none if the store is gone."""
-    try:
-        return [rank for rank in range(world_size) if not store.check([f"{KEY}{rank}"])]
-    except RuntimeError:
-        return []
-
-
-def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> MeshError:
-    """The MeshError of a rank that has not found the others."""
-    words = str(error).splitlines()[0] if str(error) else type(error).__name__
-    names = ", ".join(f"rank {rank}" for rank in missing)
-    came = f"{names} never came" if missing else words
-    return MeshError(
-        f"the ranks did not find each other: {came}",
-        where=f"rank {env.rank} of {env.world_size}, init_distributed",
-        fix=f"Check that {names or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there.",
-    )
-
-
-# An agreed early end: one rank leaves for a good reason, and every other one leaves too instead of waiting for it.
-#
-# rank 1   claim("early exit") -> True      a key in the process group's store, so it is seen before rank 1's connections close
-# rank 0   in a collective with rank 1      its watch sees the key within a second and ends the process in order
-# rank 2   raises for the same reason       claim("early exit") -> False: somebody else has told already
-
-
-PERIOD_SECONDS = 0.5
-
-
-GRACE_SECONDS = 3.0  # for a rank that is about to leave by itself
-
-
-FAREWELL_KEY = "zero_trial/claim/"
-
-
-class ExitNotice:
-    """This rank's view of what the ranks have claimed. ``store`` is the process group's; None for a world of one."""
-
-    def __init__(self, store: Any = None) -> None:
-        self._store = store
-        self._own: set[str] = set()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def claim(self, name: str) -> bool:
-        """Whether this rank is the first of all to claim ``name``. A store that is gone leaves it to each rank."""
-        if name in self._own:
-            return False
-        self._own.add(name)
-        if self._store is None:
-            return True
-        try:
-            return int(self._store.add(FAREWELL_KEY + name, 1)) == 1
-        except RuntimeError:
-            return True
-
-    def claimed(self, name: str) -> bool:
-        """Whether any rank has claimed ``name``."""
-        if name in self._own:
-            return True
-        try:
-            return self._store is not None and bool(self._store.check([FAREWELL_KEY + name]))
-        except RuntimeError:  # its host is gone
-            return False
-
-    def watch(self, name: str, leave: Callable[[], None] | None = None) -> None:
-        """From now on ``leave()`` is called, by a thread, soon after another rank has claimed ``name``.
-
-        Unless given, it ends this process with code 0: the main thread may be stuck in a collective that never ends.
-        """
-        if self._store is None or self._thread is not None:
-            return
-        arguments = (name, leave if leave is not None else leave_process)
-        self._thread = threading.Thread(target=self._watch, args=arguments, name="zero_trial-farewell", daemon=True)
-        self._thread.start()
-
-    def _watch(self, name: str, leave: Callable[[], None]) -> None:
-        while not self._stop.wait(PERIOD_SECONDS):
-            if name not in self._own and self.claimed(name):
-                if not self._stop.wait(GRACE_SECONDS):
-                    leave()
-                return
-
-    def close(self) -> None:
-        """Stops watching. Before the process group is left: the store goes with it."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2)
-            self._thread = None
-
-
-def leave_process() -> None:
-    """Ends this process at once with code 0; what was printed is kept."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-# Joining the world: torch.distributed is started once, with a time limit on every collective.
-#
-# Without a launcher a process is a world of one and needs no process group at all.
-
+log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
-
-# One heartbeat per default process group; it goes when the group goes. The group itself is torch's process-wide state, this only hangs on it.
+# One heartbeat per default process group, which is torch's process-wide state; it goes when the group goes.
 _HEARTBEATS: WeakKeyDictionary[Any, Heartbeat] = WeakKeyDictionary()
-
-
-def is_distributed() -> bool:
-    """True once this process is a member of a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def world_size() -> int:
-    """Ranks in the world; 1 when there is no process group."""
-    return dist.get_world_size() if is_distributed() else 1
-
-
-def rank_and_size() -> tuple[int, int]:
-    """This process's rank in the world and the world's size; (0, 1) when there is no process group."""
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-
-
-def agree_on(numbers: Sequence[float]) -> list[float]:
-    """Rank 0's ``numbers`` on every rank, which must pass equally many. Collective over the world."""
-    if world_size() == 1:
-        return list(numbers)
-    device = "cpu" if moves_host_tensors(None) else "cuda"
-    values = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.broadcast(values, 0)
-    return [float(value) for value in values.tolist()]
 
 
 def init_distributed(
@@ -212,11 +48,18 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> RankEnv:
-    """Starts torch.distributed if it is not running and says where this rank stands.
+    """Start torch.distributed if it is not running, and return this rank's place.
 
-    NCCL for CUDA, gloo otherwise, unless ``dist_backend`` names one. ``timeout`` (seconds or timedelta) bounds every collective.
-    Collective: all ranks of the launcher must call it. Raises MeshError when the other ranks do not arrive in time.
-    ``auto_mpi_discovery`` and ``verbose`` are accepted for compatibility: MPI's variables are always read, and nothing is printed.
+    Collective: all ranks of the launcher must call it. Raises MeshError, naming the missing ranks, when they do not arrive in time.
+
+    Args:
+        dist_backend: default: NCCL for CUDA with gloo for the host, or gloo alone.
+        distributed_port: where rank 0 listens if the launcher has named no port.
+        timeout: seconds or timedelta, bounds the start and every collective.
+        init_method: ``env://``, ``tcp://host:port`` or ``file://...``, in place of what the launcher has set.
+        dist_init_required: False raises MeshError if torch.distributed is not running.
+        rank, world_size: in place of the launcher's variables.
+        auto_mpi_discovery, verbose: accepted for compatibility: MPI's variables are always read, and nothing is printed.
     """
     env = read_rank_env()
     if rank >= 0 or world_size >= 0:
@@ -234,6 +77,8 @@ def init_distributed(
         else datetime.timedelta(seconds=timeout or DEFAULT_TIMEOUT_SECONDS)
     )
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    why = "given" if dist_backend else "CUDA is available" if torch.cuda.is_available() else "CUDA is not available"
+    log.debug("rank %d of %d: backend %s (%s)", env.rank, env.world_size, backend, why)
     if torch.cuda.is_available():
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     try:
@@ -245,14 +90,47 @@ def init_distributed(
             dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise rendezvous_error(env, error, []) from error
-    atexit.register(
-        destroy_distributed
-    )  # a thread that still talks to the store while the interpreter goes down would abort it
+    # The interpreter would abort if a thread still used the store while it goes down.
+    atexit.register(destroy_distributed)
     return env
 
 
+def destroy_distributed() -> None:
+    """Stop the heartbeat's thread, then destroy the process group. Safe to call twice."""
+    if is_distributed():
+        heartbeat = _HEARTBEATS.pop(dist.group.WORLD, None)
+        if heartbeat is not None:
+            heartbeat.close()
+        dist.destroy_process_group()
+
+
+def is_distributed() -> bool:
+    """Say whether this process is a member of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """Return the number of ranks in the world; 1 when there is no process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank in the world and the world's size; (0, 1) when there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def agree_on(numbers: Sequence[float]) -> list[float]:
+    """Return rank 0's ``numbers`` on every rank, which must pass equally many. Collective over the world."""
+    if world_size() == 1:
+        return list(numbers)
+    device = "cpu" if moves_host_tensors(None) else "cuda"
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.broadcast(values, 0)
+    return [float(value) for value in values.tolist()]
+
+
 def world_heartbeat() -> Heartbeat:
-    """The heartbeat of the running process group; a heartbeat of one rank when there is none."""
+    """Return the heartbeat of the running process group; one of a single rank when there is none."""
     if not is_distributed():
         return Heartbeat(None, 0, 1)
     group = dist.group.WORLD
@@ -262,8 +140,10 @@ def world_heartbeat() -> Heartbeat:
 
 
 def open_exit_notice() -> ExitNotice:
-    """What the ranks of the running process group tell each other when one of them leaves early."""
-    return ExitNotice(_default_store() if is_distributed() and dist.get_world_size() > 1 else None)
+    """Return the exit notice of the ranks of the running process group."""
+    if not is_distributed() or dist.get_world_size() == 1:
+        return ExitNotice()
+    return ExitNotice(_default_store(), dist.get_world_size())
 
 
 def _default_store() -> Any:
@@ -271,10 +151,143 @@ def _default_store() -> Any:
     return getter() if getter is not None else None
 
 
-def destroy_distributed() -> None:
-    """Leaves the world: stops the heartbeat's thread, then the process group. Safe to call twice."""
-    if is_distributed():
-        heartbeat = _HEARTBEATS.pop(dist.group.WORLD, None)
-        if heartbeat is not None:
-            heartbeat.close()
-        dist.destroy_process_group()
+# --- arriving ------------------------------------------------------------------------------------------------------
+
+KEY = "zero_trial/arrived/"
+LINGER_SECONDS = 1.0  # rank 0, whose store goes with it, stays so long for the others to ask who is missing
+
+
+def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
+    """Sign in at ``method``, and return the store once all ranks have. Raises MeshError that names those that have not within ``limit``.
+
+    Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all are
+    there: the store serves N ranks with N keys, not N².
+    """
+    try:
+        store = open_store(method, env, limit)
+    except (RuntimeError, ValueError) as error:
+        missing = [0] if env.rank != 0 and own_store_address(method) is not None else []
+        raise rendezvous_error(env, error, missing) from error
+    try:
+        store.set(f"{KEY}{env.rank}", "1")
+        if env.rank == 0:
+            store.wait([f"{KEY}{rank}" for rank in range(env.world_size)], limit)
+            store.set(f"{KEY}all", "1")
+        else:
+            store.wait([f"{KEY}all"], limit)
+    except RuntimeError as error:
+        missing = missing_ranks(store, env.world_size)
+        if env.rank == 0:
+            time.sleep(LINGER_SECONDS)
+        raise rendezvous_error(env, error, missing) from error
+    return store
+
+
+def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
+    """Open the store of the meeting place ``method``. Waits for the rank that keeps it, and for no other.
+
+    Raises RuntimeError or ValueError where it cannot be opened.
+    """
+    address = own_store_address(method)
+    if address is None:
+        store, _, _ = next(rendezvous(method, env.rank, env.world_size, timeout=limit))
+        return store
+    host, port = address
+    return TCPStore(
+        host, port, env.world_size, env.rank == 0, limit, wait_for_workers=False, multi_tenant=True, use_libuv=True
+    )
+
+
+def missing_ranks(store: Any, world_size: int) -> list[int]:
+    """Return the ranks that have not signed in; none if the store is gone."""
+    try:
+        return [rank for rank in range(world_size) if not store.check([f"{KEY}{rank}"])]
+    except RuntimeError:
+        return []
+
+
+def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> MeshError:
+    """Return the MeshError of a rank that has not found the others."""
+    absent = names(missing)
+    return MeshError(
+        f"the ranks did not find each other: {f'{absent} never came' if missing else printable(error)}",
+        where=f"rank {env.rank} of {env.world_size}, init_distributed",
+        fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there.",
+    )
+
+
+# --- leaving early, together ---------------------------------------------------------------------------------------
+
+PERIOD_SECONDS = 0.5
+CHECKS_PER_SECOND = 500  # of all ranks together, at the store
+GRACE_SECONDS = 3.0  # for a rank that is about to end by itself
+CLAIM_KEY = "zero_trial/claim/"
+
+
+class ExitNotice:
+    """An agreed early end: what the ranks have claimed, by way of the process group's ``store`` (None for a world of one).
+
+    rank 1   claim("early exit") -> True      a key in the store, so it is seen before rank 1's connections close
+    rank 0   in a collective with rank 1      its watch sees the key within a second and ends the process in order
+    rank 2   raises for the same reason       claim("early exit") -> False: another rank has claimed it
+    """
+
+    def __init__(self, store: Any = None, world_size: int = 1) -> None:
+        self._store = store
+        self._own: set[str] = set()
+        self._period = max(PERIOD_SECONDS, world_size / CHECKS_PER_SECOND)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def claim(self, name: str) -> bool:
+        """Claim ``name``; return whether this rank is the first. Where the store is gone, each rank is."""
+        if name in self._own:
+            return False
+        self._own.add(name)
+        if self._store is None:
+            return True
+        try:
+            return int(self._store.add(CLAIM_KEY + name, 1)) == 1
+        except RuntimeError:
+            return True
+
+    def claimed(self, name: str) -> bool:
+        """Say whether any rank has claimed ``name``."""
+        if name in self._own:
+            return True
+        try:
+            return self._store is not None and bool(self._store.check([CLAIM_KEY + name]))
+        except RuntimeError:  # the store's process is gone
+            return False
+
+    def watch(self, name: str, leave: Callable[[], None] | None = None) -> None:
+        """From now on call ``leave()``, on a thread, soon after another rank has claimed ``name``.
+
+        By default it ends this process with code 0: the main thread may be stuck in a collective that never ends.
+        """
+        if self._store is None or self._thread is not None:
+            return
+        arguments = (name, leave if leave is not None else leave_process)
+        self._thread = threading.Thread(target=self._watch, args=arguments, name="zero_trial-exit", daemon=True)
+        self._thread.start()
+
+    def _watch(self, name: str, leave: Callable[[], None]) -> None:
+        while not self._stop.wait(self._period):
+            if name not in self._own and self.claimed(name):
+                if not self._stop.wait(GRACE_SECONDS):
+                    leave()
+                return
+
+    def close(self) -> None:
+        """Stop watching. Before the process group is destroyed, which takes the store with it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2)
+            self._thread = None
+
+
+def leave_process() -> None:
+    """End this process at once with code 0; what was printed is kept."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

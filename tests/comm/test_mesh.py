@@ -1,4 +1,4 @@
-"""Tests for zero_trial/comm/mesh.py."""
+"""Which rank is where, groups that are made once, and a communicator for each direction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,102 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.pool import Pools
-from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.comm.mesh import mesh_around
-from zero_trial.errors import MeshError
+from zero_trial.comm import build_mesh, open_direction_groups
+from zero_trial.comm.mesh import AXES, MeshShape, directed_pairs, mesh_around, plan_shape
+from zero_trial.errors import ConfigError, MeshError
+
+# --- topology --------------------------------------------------------------------------------------------------------
+
+
+def test_neighbouring_ranks_differ_in_the_innermost_axis() -> None:
+    shape = MeshShape(pipe=2, replica=2, shard=2)
+    assert shape.coordinates(5) == {"pipe": 1, "replica": 0, "shard": 1, "model": 0}
+    assert shape.groups("shard") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert shape.groups("replica") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert shape.groups("pipe") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert shape.groups("replica", "shard") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+shapes = st.builds(MeshShape, *(st.integers(1, 4) for _ in AXES))
+
+
+@given(shapes)
+def test_coordinates_and_ranks_are_each_others_inverse(shape: MeshShape) -> None:
+    seen = [shape.coordinates(rank) for rank in range(shape.world_size)]
+    assert [shape.rank_at(**at) for at in seen] == list(range(shape.world_size))
+    for at in seen:
+        assert all(0 <= at[name] < size for name, size in zip(AXES, shape.sizes, strict=True))
+
+
+@given(shapes, st.sets(st.sampled_from(AXES)))
+def test_groups_are_a_partition_whose_ranks_differ_on_the_axes_alone(shape: MeshShape, axes: set[str]) -> None:
+    groups = shape.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(shape.world_size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        others = {tuple(v for k, v in shape.coordinates(rank).items() if k not in axes) for rank in group}
+        assert len(others) == 1
+
+
+def test_data_parallel_size_is_replica_times_shard() -> None:
+    assert MeshShape(pipe=2, replica=3, shard=4, model=5).data_parallel_size == 12
+    assert MeshShape(pipe=2, replica=3, shard=4, model=5).world_size == 120
+
+
+PLANS: list[tuple[int, dict[str, Any], MeshShape]] = [
+    (1, {"shard_optimizer": False}, MeshShape()),
+    (4, {"shard_optimizer": False}, MeshShape(replica=4)),
+    (4, {"shard_optimizer": False, "shard": 1}, MeshShape(replica=4)),
+    (4, {"shard_optimizer": False, "replica": 4}, MeshShape(replica=4)),
+    (4, {"shard_optimizer": True}, MeshShape(shard=4)),
+    (4, {"shard_optimizer": True, "shard": 2}, MeshShape(replica=2, shard=2)),
+    (4, {"shard_optimizer": True, "replica": 4}, MeshShape(replica=4, shard=1)),
+    (8, {"shard_optimizer": True, "shard": 4, "replica": 2}, MeshShape(replica=2, shard=4)),
+    (8, {"shard_optimizer": True, "pipe": 2}, MeshShape(pipe=2, shard=4)),
+    (8, {"shard_optimizer": True, "pipe": 2, "model": 2, "shard": 1}, MeshShape(2, 2, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("world", "wanted", "shape"), PLANS)
+def test_plan_shape(world: int, wanted: dict[str, Any], shape: MeshShape) -> None:
+    assert plan_shape(world, **wanted) == shape
+    assert shape.world_size == world
+
+
+IMPOSSIBLE: list[tuple[int, dict[str, Any], str]] = [
+    (4, {"shard_optimizer": True, "shard": 3}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "shard": 0}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "shard": -2}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "shard": 8}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "replica": 3}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "replica": 0}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "replica": -1}, "mesh.shard"),
+    (4, {"shard_optimizer": True, "shard": 4, "replica": 2}, "mesh.shard"),
+    (4, {"shard_optimizer": False, "shard": 2}, "mesh.shard"),
+    (4, {"shard_optimizer": False, "replica": 2}, "mesh.replica"),
+    (4, {"shard_optimizer": True, "pipe": 3}, "mesh"),
+    (4, {"shard_optimizer": True, "pipe": 0}, "mesh"),
+    (4, {"shard_optimizer": True, "model": 8}, "mesh"),
+]
+
+
+@pytest.mark.parametrize(("world", "wanted", "where"), IMPOSSIBLE)
+def test_a_mesh_that_does_not_fit_is_refused(world: int, wanted: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_shape(world, **wanted)
+    assert raised.value.where == where
+
+
+def test_the_error_lists_what_would_fit() -> None:
+    with pytest.raises(ConfigError, match=r"1 x 6, 2 x 3, 3 x 2, 6 x 1"):
+        plan_shape(6, shard_optimizer=True, shard=4)
+
+
+# --- mesh ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_alone_has_a_mesh_of_ones() -> None:
@@ -83,3 +174,33 @@ def test_a_mesh_around_a_clients_group(ranks: Pools) -> None:
     shape = MeshShape(shard=2, model=2)
     assert everyone[1] == (shape, (1, 3), 0, 4, 4.0)
     assert everyone[2] == (shape, (0, 2), 1, 4, 2.0)
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
+def test_every_pipeline_has_its_own() -> None:
+    shape = MeshShape(pipe=3, shard=2)
+    assert directed_pairs(shape, [(0, 1), (2, 1)]) == [(0, 2), (4, 2), (1, 3), (5, 3)]
+
+
+def both_send_first() -> tuple[list[tuple[int, int]], bool, list[float]]:
+    """Neighbours of 2 x 2 ranks each send two messages before they receive."""
+    mesh = build_mesh(MeshShape(pipe=2, shard=2))
+    open_direction_groups(mesh, [(0, 1), (1, 0)])
+    pipe, other = mesh.pipe, 1 - mesh.pipe.index
+    sent = [pipe.send(torch.full((9,), float(mesh.rank * 10 + turn)), other, "m", 500 + turn) for turn in range(2)]
+    found = [pipe.receive(torch.empty(9), other, "m", 500 + turn).wait()[0].item() for turn in range(2)]
+    for message in sent:
+        message.wait()
+    groups = list(pipe.directions.values())
+    open_direction_groups(build_mesh(MeshShape(pipe=2, shard=2)), [(0, 1)])  # again: nothing is built twice
+    return sorted(pipe.directions), groups[0] is not groups[1], found
+
+
+def test_messages_take_their_own_way(ranks: Pools) -> None:
+    for rank, (ways, apart, found) in enumerate(ranks(4).run(both_send_first)):
+        assert ways == [(0, 1), (1, 0)]
+        assert apart
+        other = (rank + 2) % 4
+        assert found == [other * 10.0, other * 10.0 + 1]

@@ -1,10 +1,11 @@
-"""Messages between two ranks through shared memory: order, sizes, another rank's end."""
+"""Small values and messages through ring buffers in shared memory."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from multiprocessing import get_context
@@ -14,14 +15,139 @@ import torch
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh, use_ring_channels_if_possible
-from zero_trial.comm.shm.ring import INLINE, RING_BYTES, SLOTS, Doorbell, RingBuffer, RingChannels
-from zero_trial.comm.shm.segments import SegmentHandle, SharedMemory
+from zero_trial.comm.shm.ring import (
+    BLOCK_BYTES,
+    CAPACITY,
+    INLINE,
+    RING_BYTES,
+    SLOTS,
+    Doorbell,
+    RingBuffer,
+    RingChannels,
+    SharedControlBlock,
+)
+from zero_trial.comm.shm.segments import PeerProcesses, SegmentHandle, SharedMemory, map_file
 from zero_trial.errors import MeshError
+
+# --- shared control --------------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[SharedControlBlock, SharedControlBlock]:
+    """Two ends in one process."""
+    blocks = [os.memfd_create("test") for _ in range(2)]
+    for block in blocks:
+        os.ftruncate(block, BLOCK_BYTES)
+
+    def end(own: int, other: int) -> SharedControlBlock:
+        peers = PeerProcesses({other: os.getpid()})
+        return SharedControlBlock(map_file(os.dup(blocks[own])), {other: map_file(os.dup(blocks[other]))}, peers)
+
+    return end(0, 1), end(1, 0)
+
+
+def test_payloads_cross_many_times_over() -> None:
+    left, right = pair()
+    heard: list[bytes] = []
+
+    def other() -> None:
+        for number in range(500):
+            heard.append(right.exchange("sum", number.to_bytes(8, "little"), 10.0)[0])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for number in range(500):
+        payload = (1000 + number).to_bytes(8, "little")
+        assert left.exchange("sum", payload, 10.0)[1] == number.to_bytes(8, "little")
+    thread.join()
+    assert heard == [(1000 + number).to_bytes(8, "little") for number in range(500)]
+
+
+@pytest.mark.parametrize(("name", "payload"), [("barrier", b"12345678"), ("sum", b"1234")])
+def test_ranks_that_disagree_are_told(name: str, payload: bytes) -> None:
+    left, right = pair()
+
+    def other() -> None:
+        with pytest.raises(RuntimeError, match="another operation"):
+            right.exchange(name, payload, 10.0)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(RuntimeError, match="another operation"):
+        left.exchange("sum", b"12345678", 10.0)
+    thread.join()
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever() -> None:
+    left, _ = pair()
+    with pytest.raises(RuntimeError, match="timed out"):
+        left.exchange("sum", b"", 0.1)
+
+
+def small_values() -> list[object]:
+    import torch.distributed as dist
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = build_mesh(MeshShape(shard=world))
+    comm = mesh.shard
+    assert comm._control.shared is not None
+    found: list[object] = []
+    for dtype in (torch.float64, torch.float32, torch.int64, torch.bfloat16):
+        for op in ("sum", "max", "min"):
+            values = torch.tensor([[rank + 1.0, -rank], [3.0, rank * rank]]).to(dtype)
+            comm.all_reduce_small(values, "few", op)
+            found.append(values.tolist())
+    sizes = (1, CAPACITY // 8, CAPACITY // 8 + 1, 300_000)
+    for size in sizes:
+        values = torch.full((size,), float(rank), dtype=torch.float64)
+        comm.broadcast(values, "values", source=world - 1)
+        found.append(bool((values == world - 1).all()))
+        comm.all_reduce_small(values, "all of them")
+        found.append(bool((values == world * (world - 1)).all()))
+    found.append(comm.gather_json({"rank": rank}, "who"))
+    found.append([len(text) for text in comm.gather_json("x" * (1 + rank * CAPACITY), "long")])
+    comm.barrier("end")
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_verb_on_either_side_of_the_limit(ranks: Pools, world: int) -> None:
+    answers = ranks(world).run(small_values)
+    assert all(answer == answers[0] for answer in answers)
+    total = float(sum(range(1, world + 1)))
+    assert answers[0][0] == [[total, -float(sum(range(world)))], [3.0 * world, float(sum(r * r for r in range(world)))]]
+    assert all(answers[0][12:20])
+    assert answers[0][20] == [{"rank": rank} for rank in range(world)]
+    assert answers[0][21] == [1 + rank * CAPACITY for rank in range(world)]
+
+
+def one_goes_elsewhere() -> str:
+    import torch.distributed as dist
+
+    mesh = build_mesh(MeshShape(shard=dist.get_world_size()), timeout=5.0)
+    name = "norm" if dist.get_rank() == 0 else "loss"
+    try:
+        mesh.shard.all_reduce_small(torch.zeros(1), name)
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_at_different_operations_hear_of_it_at_once() -> None:
+    pools = Pools()
+    try:
+        texts = pools(2).run(one_goes_elsewhere)
+    finally:
+        pools.close()
+    assert all("disagree about what comes next" in text or "gave up" in text for text in texts), texts
+
+
+# --- lanes -----------------------------------------------------------------------------------------------------------
+
 
 SOON = timedelta(seconds=0.2)
 
 
-def pair(timeout: float = 5.0) -> tuple[RingChannels, RingChannels]:
+def pair_lanes(timeout: float = 5.0) -> tuple[RingChannels, RingChannels]:
     """Both ends in this process."""
     memory, bells = SharedMemory(), (Doorbell(), Doorbell())
     one, two = mmap.mmap(-1, RING_BYTES), mmap.mmap(-1, RING_BYTES)
@@ -47,7 +173,7 @@ def pair(timeout: float = 5.0) -> tuple[RingChannels, RingChannels]:
 @pytest.mark.parametrize("numel", [0, 1, INLINE // 4, INLINE // 4 + 1, 70_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 def test_a_message_arrives_whatever_its_size(numel: int, dtype: torch.dtype) -> None:
-    sender, reader = pair()
+    sender, reader = pair_lanes()
     values = torch.randint(0, 2, (numel,)).to(dtype)
     into = torch.ones(numel).to(dtype)
     receipt = reader.receive(into, 0, tag=7)
@@ -62,7 +188,7 @@ def test_a_message_arrives_whatever_its_size(numel: int, dtype: torch.dtype) -> 
 
 
 def test_messages_come_in_the_order_of_sending() -> None:
-    sender, reader = pair()
+    sender, reader = pair_lanes()
     for number in range(5):
         sender.send(torch.full((number + 1,), float(number)), 1, tag=number)
     for number in range(5):
@@ -72,7 +198,7 @@ def test_messages_come_in_the_order_of_sending() -> None:
 
 
 def test_both_directions_are_apart() -> None:
-    first, second = pair()
+    first, second = pair_lanes()
     first.send(torch.ones(2), 1, tag=1)
     second.send(torch.zeros(3), 0, tag=2)
     into = torch.ones(3)
@@ -81,7 +207,7 @@ def test_both_directions_are_apart() -> None:
 
 
 def test_a_ring_is_used_again_once_it_was_read() -> None:
-    sender, reader = pair(timeout=0.05)
+    sender, reader = pair_lanes(timeout=0.05)
     value, into = torch.zeros(1), torch.ones(1)
     for _ in range(3):
         for _ in range(SLOTS):
@@ -95,14 +221,14 @@ def test_a_ring_is_used_again_once_it_was_read() -> None:
 
 
 def test_another_message_is_not_taken_for_the_one_that_was_asked_for() -> None:
-    sender, reader = pair()
+    sender, reader = pair_lanes()
     sender.send(torch.ones(2), 1, tag=1)
     with pytest.raises(RuntimeError, match="axis index 0 is at another operation: it has sent another message"):
         reader.receive(torch.ones(2), 0, tag=2).wait(SOON)
 
 
 def test_waiting_ends_in_time() -> None:
-    _, reader = pair()
+    _, reader = pair_lanes()
     with pytest.raises(RuntimeError, match="timed out"):
         reader.receive(torch.ones(1), 0, tag=1).wait(timedelta(seconds=0.01))
 

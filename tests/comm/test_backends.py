@@ -1,0 +1,114 @@
+"""Transports give the same numbers, and sums have one order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.pool import Pools
+from zero_trial.comm import backends
+from zero_trial.comm.backends import DirectTransport, NativeTransport, peers_from, sum_in_order
+
+# --- transport -------------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_starts_with_its_right_hand_neighbour() -> None:
+    assert [peers_from(index, 4) for index in range(4)] == [
+        [1, 2, 3],
+        [2, 3, 0],
+        [3, 0, 1],
+        [0, 1, 2],
+    ]
+
+
+def both_ways() -> None:
+    """The native collectives of gloo and direct exchange give the same numbers (integers: any order of summation is exact)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    native = NativeTransport(dist.group.WORLD)
+    direct = DirectTransport(dist.group.WORLD, tuple(range(size)), rank, sum_in_order)
+    full = torch.arange(4.0 * size) + 100 * rank
+    expected = (size * torch.arange(4.0 * size) + 100 * sum(range(size))).view(size, 4)[rank]
+    for transport in (native, direct):
+        out = torch.empty(4)
+        works, finish = transport.reduce_scatter(full.clone(), out, 7)
+        for work in works:
+            work.wait()
+        finish()
+        assert torch.equal(out, expected), transport
+        whole = torch.empty(4 * size)
+        works, finish = transport.all_gather(whole, torch.full((4,), float(rank)), 8)
+        for work in works:
+            work.wait()
+        finish()
+        assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(4)), transport
+
+
+def received_parts() -> None:
+    """A direct reduce-scatter hands over what each peer contributed, so that a bad value can be traced to its rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    direct = DirectTransport(dist.group.WORLD, tuple(range(size)), rank, sum_in_order)
+    full = torch.full((2 * size,), float(rank))
+    works, finish = direct.reduce_scatter(full, full[2 * rank : 2 * rank + 2], 9)
+    for work in works:
+        work.wait()
+    received = finish()
+    assert {index: part.tolist() for index, part in received.items()} == {p: [p, p] for p in range(size) if p != rank}
+
+
+def test_native_and_direct_exchange_agree(ranks: Pools) -> None:
+    ranks(3).run(both_ways)
+
+
+def test_contributions_can_be_told_apart(ranks: Pools) -> None:
+    ranks(3).run(received_parts)
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+SIXTEEN = [torch.float16, torch.bfloat16]
+
+
+def test_parts_are_added_from_left_to_right() -> None:
+    """In fp32 (1 + 1e8) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1: the order shows."""
+    out = torch.empty(2)
+    sum_in_order([torch.tensor([1.0, 1e8]), torch.tensor([1e8, -1e8]), torch.tensor([-1e8, 1.0])], out)
+    assert out.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_sixteen_bit_parts_are_rounded_once(dtype: torch.dtype) -> None:
+    """Each small part alone is lost against the large one; all of them together are not."""
+    large, small = torch.ones(3, dtype=dtype), torch.full((3,), torch.finfo(dtype).eps / 2, dtype=dtype)
+    out = torch.empty(3, dtype=dtype)
+    sum_in_order([large, small, small, small], out)
+    assert out.tolist() == (large.float() + 3 * small.float()).to(dtype).tolist()
+    assert out[0] > 1
+    assert (large + small)[0] == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
+def test_the_result_may_be_written_over_any_part(count: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    parts = [torch.randn(37, generator=generator).to(dtype) for _ in range(count)]
+    expected = torch.empty(37, dtype=dtype)
+    sum_in_order(parts, expected)
+    for target in range(count):
+        copies = [part.clone() for part in parts]
+        sum_in_order(copies, copies[target])
+        assert torch.equal(copies[target], expected)
+        assert all(torch.equal(copies[i], parts[i]) for i in range(count) if i != target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN, torch.int64])
+def test_chunks_do_not_show(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [(1000 * torch.randn(257, generator=generator)).to(dtype) for _ in range(4)]
+    whole, cut = torch.empty(257, dtype=dtype), parts[2].clone()
+    sum_in_order(parts, whole)
+    monkeypatch.setattr(backends, "CHUNK", 16)
+    sum_in_order([*parts[:2], cut, parts[3]], cut)
+    assert torch.equal(cut, whole)
+    assert whole.isfinite().all() and whole.count_nonzero() > 200

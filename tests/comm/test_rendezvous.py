@@ -1,0 +1,217 @@
+"""Finding each other, the world of ranks, and leaving it early together."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.pool import Pools, free_port
+from zero_trial.comm import RankEnv, destroy_distributed, init_distributed, is_distributed, world_size
+from zero_trial.comm import rendezvous as module
+from zero_trial.comm.rendezvous import (
+    ExitNotice,
+    arrive,
+    missing_ranks,
+    open_exit_notice,
+    open_store,
+    rendezvous_error,
+    world_heartbeat,
+)
+from zero_trial.errors import MeshError
+
+# --- arrival ---------------------------------------------------------------------------------------------------------
+
+
+SOON = datetime.timedelta(seconds=0.6)
+LATER = datetime.timedelta(seconds=4)  # by then even a busy machine has started the ranks that do come
+
+
+def come(ranks: tuple[int, ...], size: int, limit: datetime.timedelta = SOON) -> dict[int, Any]:
+    """These ranks of ``size`` arrive, as threads; what each got."""
+    place, found = f"tcp://127.0.0.1:{free_port()}", {}
+
+    def work(rank: int) -> None:
+        try:
+            found[rank] = arrive(place, RankEnv(rank, size, rank, size, True), limit)
+        except MeshError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    return found
+
+
+def test_all_arrive_at_one_store() -> None:
+    found = come((0, 1, 2), 3, datetime.timedelta(seconds=60))
+    found[1].set("word", "of rank 1")
+    assert found[2].get("word") == b"of rank 1"
+    assert missing_ranks(found[0], 5) == [3, 4]
+
+
+def test_those_who_do_not_come_are_named_by_all() -> None:
+    found = come((0, 2), 4, LATER)
+    for rank in (0, 2):
+        assert found[rank].startswith(f"rank {rank} of 4, init_distributed: the ranks did not find each other: ")
+        assert "rank 1, rank 3 never came" in found[rank]
+
+
+def test_rank_0_which_keeps_the_store_is_named_by_the_others() -> None:
+    assert "rank 0 never came" in come((1,), 2)[1]
+
+
+def test_a_store_that_is_gone_says_nothing_of_anybody() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    assert missing_ranks(Gone(), 2) == []
+    text = str(rendezvous_error(RankEnv(1, 2), RuntimeError("Broken pipe\nmore"), []))
+    assert "did not find each other: Broken pipe." in text and "every rank was started" in text
+
+
+def test_other_meeting_places_are_torchs_own(tmp_path: Any) -> None:
+    assert isinstance(open_store(f"file://{tmp_path}/meet", RankEnv(0, 1), SOON), dist.FileStore)
+    with pytest.raises(MeshError, match="did not find each other"):
+        arrive("nowhere://x", RankEnv(0, 2), SOON)
+
+
+# --- world -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_a_process_is_a_world_of_one() -> None:
+    assert not is_distributed()
+    assert world_size() == 1
+    try:
+        assert init_distributed() == RankEnv()
+        assert is_distributed()
+        assert world_size() == 1
+    finally:
+        destroy_distributed()
+    assert not is_distributed()
+    destroy_distributed()
+
+
+def test_a_board_of_one_needs_no_world() -> None:
+    assert world_heartbeat().world_size == 1
+
+
+def twice() -> tuple[RankEnv, bool, int]:
+    return init_distributed(), world_heartbeat() is world_heartbeat(), world_size()
+
+
+def test_joining_again_only_says_where_this_rank_stands(ranks: Pools) -> None:
+    assert ranks(2).run(twice) == [(RankEnv(0, 2, 0, 2, True), True, 2), (RankEnv(1, 2, 1, 2, True), True, 2)]
+
+
+def test_leaving_stops_the_boards_thread() -> None:
+    init_distributed(rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{free_port()}", timeout=20)
+    try:
+        assert world_heartbeat() is world_heartbeat()
+        assert world_heartbeat().rank == 0
+    finally:
+        destroy_distributed()
+    assert not [thread for thread in threading.enumerate() if thread.name == "zero_trial-heartbeat"]
+
+
+def test_ranks_that_do_not_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeshError, match=r"rank 1 of 2, init_distributed: the ranks did not find each other"):
+        init_distributed(rank=1, world_size=2, init_method=f"tcp://127.0.0.1:{free_port()}", timeout=1)
+    assert not dist.is_initialized()
+
+
+def test_a_world_that_must_run_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeshError, match="dist_init_required=False"):
+        init_distributed(dist_init_required=False)
+
+
+# --- farewell --------------------------------------------------------------------------------------------------------
+
+
+PATIENCE = 30.0
+
+
+class FakeStore:
+    """The three calls of a torch store that are used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+        self.gone = False
+        self.lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            if self.gone:
+                raise RuntimeError("Connection reset by peer")
+            self.values[key] = self.values.get(key, 0) + amount
+            return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        return all(key in self.values for key in keys)
+
+
+def test_the_first_of_all_ranks_has_the_claim() -> None:
+    store = FakeStore()
+    first, second = ExitNotice(store), ExitNotice(store)
+    assert not first.claimed("early exit")
+    assert [second.claim("early exit"), first.claim("early exit"), second.claim("early exit")] == [True, False, False]
+    assert first.claimed("early exit") and not first.claimed("another")
+
+
+def test_a_world_of_one_and_a_store_that_is_gone_leave_it_to_each() -> None:
+    alone = ExitNotice()
+    assert [alone.claim("x"), alone.claim("x"), alone.claimed("x"), alone.claimed("y")] == [True, False, True, False]
+    store = FakeStore()
+    store.gone = True
+    assert ExitNotice(store).claim("x") and not ExitNotice(store).claimed("x")
+
+
+@pytest.fixture()
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_rank_leaves_soon_after_another_has_claimed() -> None:
+    store, left = FakeStore(), threading.Event()
+    watching = ExitNotice(store)
+    watching.watch("early exit", left.set)
+    assert not left.is_set()
+    ExitNotice(store).claim("early exit")
+    assert left.wait(PATIENCE)
+    watching.close()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_rank_that_claims_itself_or_has_stopped_watching_is_left_alone() -> None:
+    store, left = FakeStore(), threading.Event()
+    own, closed = ExitNotice(store), ExitNotice(store)
+    own.watch("early exit", left.set)
+    closed.watch("early exit", left.set)
+    closed.close()
+    own.claim("early exit")
+    own.close()
+    assert not left.is_set()
+
+
+def test_without_a_store_nothing_watches() -> None:
+    alone = ExitNotice()
+    alone.watch("x", pytest.fail)
+    alone.close()
+
+
+def claim_together() -> bool:
+    return open_exit_notice().claim("test_farewell")
+
+
+def test_real_ranks_agree_on_one(ranks: Pools) -> None:
+    assert sorted(ranks(2).run(claim_together)) == [False, True]

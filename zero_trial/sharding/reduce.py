@@ -197,9 +197,14 @@ class GradReducer:
         self._land_all()
 
     def _left_anywhere(self) -> list[int]:
-        """The groups that are still to be reduced on some rank, the same list on all. One number is exchanged when there are none."""
+        """Return the groups that are still to be reduced on some rank, the same list on all.
+
+        One number is exchanged when there are none. On a device no rank asks: the answer would stop the
+        host in every step. There a rank that alone has gradients left waits in its reduction until the time limit.
+        """
         own = [not grad_buffer.shard_filled or grad_buffer.touched for grad_buffer in self.grad_buffers]
-        axes = [axis for axis in (self._shard, self._replica) if axis.size > 1]
+        on_host = any(self._shard.on_host(grad_buffer.group.full) for grad_buffer in self.grad_buffers)
+        axes = [axis for axis in (self._shard, self._replica) if axis.size > 1 and on_host]
         if axes:
             count = torch.tensor([sum(own)], dtype=torch.int32, device=axes[0].control_device)
             for axis in axes:

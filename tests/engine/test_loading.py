@@ -12,7 +12,8 @@ from torch import nn
 
 import zero_trial
 from zero_trial.checkpoint import Slice, save_checkpoint
-from zero_trial.engine.loading import COUNTERS, StateLoader
+from zero_trial.engine.loading import load_state
+from zero_trial.engine.saving import COUNTERS
 from zero_trial.errors import CheckpointError
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -20,7 +21,7 @@ CONFIG = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0
 
 def test_nothing_there(tmp_path: Path) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
-    assert StateLoader(engine).load(tmp_path / "none", None, True, True, True, True) == (None, None)
+    assert load_state(engine, tmp_path / "none", None) == (None, None)
     assert all(getattr(engine, name) == 0 for name in COUNTERS)
 
 
@@ -75,7 +76,7 @@ def test_where_nothing_is_whole_nobody_starts_afresh(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, tag="a")
     (tmp_path / "a" / "manifest.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint is whole: got .*a/manifest\.json: not a manifest.*move the damaged"
+        CheckpointError, match=r"no checkpoint is intact: got .*a/manifest\.json: not a manifest.*move the damaged"
     ):
         engine.load_checkpoint(tmp_path)
 

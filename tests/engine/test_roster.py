@@ -13,7 +13,7 @@ import zero_trial
 from zero_trial.engine.engine import Engine, ParameterCheck
 from zero_trial.errors import TrialError
 
-FRESH = r"parameters that came after its engine was made, and that nobody trains: got "
+FRESH = r"parameters that were added after its engine was built, and that are not trained: got "
 
 
 def make_engine(stage: int = 0) -> Engine:
@@ -67,7 +67,7 @@ def test_many_are_counted() -> None:
 def test_what_was_frozen_then_stays_frozen() -> None:
     engine = make_engine()
     engine.module[0].bias.requires_grad_(True)
-    with pytest.raises(TrialError, match=r"unfrozen after the engine was made, and nobody trains them: got 0.bias"):
+    with pytest.raises(TrialError, match=r"unfrozen after the engine was built, and are not trained: got 0.bias"):
         engine.eval()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+import gc
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 
 import zero_trial
 from tests.support.late import make_late
+from tests.support.models import TinyLM, make_engine, train_engine
 from zero_trial.engine.monitors import Event, Monitor
-from zero_trial.engine.observe import StepEvents
+from zero_trial.engine.observe import Observer, StepEvents
 
 
 class Memory:
@@ -46,7 +48,8 @@ def watched(scaled: bool = False, **config: Any) -> tuple[zero_trial.Engine, Mem
     defaults = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
     engine = zero_trial.initialize(model=Mean(), config=defaults | config)[0]
     memory = Memory()
-    engine.reporter = StepEvents(engine, Monitor([memory]), scaled=scaled)
+    monitor = Monitor([memory])
+    engine.observer = Observer(monitor, events=StepEvents(monitor, scaled=scaled))
     return engine, memory
 
 
@@ -132,7 +135,7 @@ def test_the_events_of_a_late_step_come_with_the_next_one():
     for number, value in enumerate((1.0, float("inf"), 3.0)):
         losses += train(engine, value)
         assert len(memory.of("train_loss")) == number
-        assert engine.verdict.open
+        assert engine.outcome.open
     engine.destroy()
     samples = [2, 4, 6]
     assert memory.of("train_loss") == list(zip(losses, samples, strict=True))
@@ -151,19 +154,35 @@ def test_the_events_of_a_late_step_come_before_its_evaluation():
     assert names == ["train_loss", "lr", "eval_loss", "train_loss", "lr"]
 
 
-class Gone:
-    pass
-
-
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_end_of_the_interpreter_writes_what_is_due(gone: bool) -> None:
     """An engine is there then as a rule; if it is not, its rate is not known, but the loss is."""
     engine, memory = late()
     losses = train(engine, 1.0)
-    events = engine.reporter
-    assert isinstance(events, StepEvents) and memory.events == []
+    events = engine.observer.events
+    assert events is not None and memory.events == []
     if gone:
-        events._engine = weakref.proxy(Gone())  # of one that is gone at once
-    events._last_words()
+        assert events._due is not None
+        events._due.engine = lambda: None
+    events.close()
     assert memory.of("train_loss") == [(losses[0], 2)]
     assert memory.of("lr") == ([] if gone else [(0.25, 2)])
+
+
+def test_an_engine_that_is_dropped_writes_what_is_due(tmp_path: Path) -> None:
+    engine = make_engine(TinyLM, {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    engine.outcome.deferred = True
+    train_engine(engine, range(1))
+    del engine
+    gc.collect()
+    assert len((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()) == 2
+
+
+def test_a_late_step_is_not_overwritten_by_the_next_one():
+    """A step after another engine's loss: no backward pass of this engine's has asked for the outcome of the step before."""
+    engine, memory = late()
+    for value in (1.0, 2.0):
+        engine(torch.full((2,), value)).backward()
+        engine.step()
+    engine.destroy()
+    assert memory.of("lr") == [(0.25, 2), (0.125, 4)]

@@ -1,4 +1,4 @@
-"""What the host decides about a step. Overflows on several ranks: test_behaviour_precision; the device's decision: test_late_verdict."""
+"""Steps that the host decides. Overflows on several ranks: test_behaviour_precision; steps that the device decides: test_deferred_step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 import zero_trial
 from tests.support.models import make_engine
-from zero_trial.engine.step import StepOutcome
 
 
 def one_weight(value: float = 3.0, **config: object) -> zero_trial.Engine:
@@ -34,36 +33,37 @@ def step(engine: zero_trial.Engine, gradient: float) -> float:
 
 def test_a_step_is_applied_clipped_and_counted():
     engine = one_weight(gradient_clipping=0.5)
-    verdict = engine.verdict
-    assert type(verdict) is StepOutcome and verdict.norm is None and not verdict.applied and not verdict.open
+    result = engine.outcome.result()
+    assert not engine.outcome.deferred and result.norm is None and not result.applied and not engine.outcome.open
     assert step(engine, 2.0) == pytest.approx(2.5)
-    assert (verdict.norm, verdict.applied, verdict.skipped, verdict.nonfinite) == (2.0, True, 0, None)
-    assert verdict.known() is verdict
+    assert engine.outcome.result() is result
+    assert (result.norm, result.applied, result.skipped, result.nonfinite) == (2.0, True, 0, None)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_step_without_a_finite_norm_is_skipped(bad: float) -> None:
     engine = one_weight()
     assert step(engine, bad) == 3.0
-    verdict = engine.verdict
-    assert not verdict.applied and verdict.skipped == 1 and not math.isfinite(verdict.norm or 0.0)
-    assert verdict.nonfinite is not None and verdict.nonfinite.parameter == "weight"
-    assert step(engine, 1.0) == 2.0 and verdict.applied and verdict.skipped == 1
+    result = engine.outcome.result()
+    assert not result.applied and result.skipped == 1 and not math.isfinite(result.norm or 0.0)
+    assert result.nonfinite is not None and result.nonfinite.parameter == "weight"
+    assert step(engine, 1.0) == 2.0 and result.applied and result.skipped == 1
 
 
 def test_gradients_are_divided_by_ranks_wire_and_loss_scale():
     engine = one_weight(fp16={"enabled": True, "loss_scale": 8})
-    assert engine.verdict.unscale() == 1 / 8
+    assert engine.outcome.gradient_multiplier() == 1 / 8
     assert engine.sharded.gradient_multiplier() == 1 / 8
 
 
-def test_the_engine_shows_what_the_verdict_says_and_takes_what_it_is_told():
+def test_the_engine_shows_the_outcome_and_takes_what_it_is_given():
     engine = one_weight()
     step(engine, math.inf)
     assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
-    assert engine.last_nonfinite is engine.verdict.nonfinite and engine.loss_scaler is engine.verdict.scaler
+    result = engine.outcome.result()
+    assert engine.last_nonfinite is result.nonfinite and engine.loss_scaler is result.loss_scale
     engine.skipped_steps = 7
-    assert engine.verdict.skipped == 7
+    assert engine.outcome.result().skipped == 7
 
 
 def test_between_boundaries_no_step_was_applied():

@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.models import TinyLM, make_engine, train_engine
 from tests.support.pool import Pools
-from zero_trial.engine.observe import StepEvents, StepReporter, StepReporterGroup
-from zero_trial.engine.profile import PhaseGroup, Phases, Timers
 
 
 def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -25,7 +23,8 @@ def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) 
 
 def test_nobody_watches_unless_asked():
     engine = make_engine(TinyLM, {})
-    assert type(engine.phases) is Phases and type(engine.reporter) is StepReporter and not engine.monitor.enabled
+    assert vars(engine.observer) == dict.fromkeys(vars(engine.observer)) | {"monitor": engine.monitor}
+    assert not engine.monitor.enabled
 
 
 def test_steps_per_print_and_throughput(caplog: pytest.LogCaptureFixture):
@@ -60,7 +59,6 @@ def test_dump_state(caplog: pytest.LogCaptureFixture):
 def test_monitors_get_the_events_of_a_run(tmp_path: Path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     engine = make_engine(TinyLM, monitor | {"steps_per_print": 1})
-    assert isinstance(engine.reporter, StepReporterGroup)
     losses = train_engine(engine, range(3))
     engine.monitor.write_events([("Mine/accuracy", 0.5, engine.global_samples)])
     read = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
@@ -77,15 +75,16 @@ def test_the_loss_scale_of_fp16(tmp_path: Path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 5}}
     engine = make_engine(TinyLM, monitor | autocast)
-    assert isinstance(engine.reporter, StepEvents)
     train_engine(engine, range(1))
     assert (tmp_path / "job" / "Train_Samples_loss_scale.csv").read_text().splitlines() == ["step,loss_scale", "8,32.0"]
 
 
 def test_several_watchers_of_phases():
     engine = make_engine(TinyLM, {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}})
-    assert isinstance(engine.phases, PhaseGroup)
-    assert isinstance(make_engine(TinyLM, {"wall_clock_breakdown": True}).phases, Timers)
+    observer = engine.observer
+    assert observer.timers is not None and observer.profiler is not None
+    alone = make_engine(TinyLM, {"wall_clock_breakdown": True}).observer
+    assert alone.timers is not None and alone.profiler is None
 
 
 def test_disable_python_gc():
@@ -114,7 +113,7 @@ def on_two_ranks(logger: dict[str, Any]) -> tuple[list[str], dict[str, dict[str,
         train_engine(engine, range(1))
     finally:
         logging.getLogger("zero_trial").removeHandler(handler)
-    return printed, engine.comms_summary(), type(engine.reporter) is not StepReporter
+    return printed, engine.comms_summary(), engine.observer.lines is not None
 
 
 def test_comms_logger(ranks: Pools):

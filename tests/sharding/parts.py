@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import cut_pieces
+from zero_trial.sharding.pieces import ShardPiece, cut_pieces
 from zero_trial.sharding.plan import plan_for_stage
 
 
@@ -97,12 +98,31 @@ def make_model(
     )
 
 
+_OPTIMIZERS: WeakKeyDictionary[ShardedModel, ShardedOptimizer] = WeakKeyDictionary()
+
+
 def add_optimizer(
     model: ShardedModel, base: type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any
 ) -> ShardedOptimizer:
     pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
-    model.optimizer = ShardedOptimizer(base([piece.weight for piece in pieces], **kwargs), pieces, scale=lambda: 1.0)  # type: ignore[call-arg]
-    return model.optimizer
+    made = ShardedOptimizer(base([piece.weight for piece in pieces], **kwargs), pieces, groups=model.groups)  # type: ignore[call-arg]
+    _OPTIMIZERS[model] = made
+    return made
+
+
+def optimizer_of(model: ShardedModel) -> ShardedOptimizer:
+    """The one that :func:`add_optimizer` made."""
+    return _OPTIMIZERS[model]
+
+
+def run_update(
+    optimizer: ShardedOptimizer,
+    multiplier: float,
+    updated: Callable[[Sequence[ShardPiece], bool], None] = lambda pieces, rounded: None,
+) -> None:
+    """One update of all pieces."""
+    for pieces, rounded in optimizer.update(multiplier):
+        updated(pieces, rounded)
 
 
 def address(tensor: torch.Tensor) -> int:

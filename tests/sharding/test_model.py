@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import add_optimizer, make_model, mesh_for
+from tests.sharding.parts import add_optimizer, make_model, mesh_for, optimizer_of, run_update
 from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
@@ -24,8 +24,7 @@ def step(model: ShardedModel, number: int = 0) -> float:
     loss.backward()
     model.end_backward()
     model.settle()
-    assert model.optimizer is not None
-    model.optimizer.step(1.0 / model.mesh.data.size)
+    run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
     model.reducer.reset()
     model.publish()
     model.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sharding.parts import add_optimizer, make_model
+from tests.sharding.parts import add_optimizer, make_model, optimizer_of, run_update
 from tests.sharding.two_groups import Small, build
 from tests.support.pool import Pools
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
@@ -60,8 +60,11 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         model.begin_backward(reduce=True, last=True)
         loss.backward()
         model.end_backward()
+        publisher = ParamPublisher(model.groups, optimizer_of(model).pieces, model.arrivals.under_way)
         model.settle()
-        model.update(0.5 / model.mesh.data.size)
+        run_update(optimizer_of(model), 0.5 / model.mesh.data.size, publisher.updated)
+        publisher.finish()
+        model.unsharder.start_step()
         model.reducer.reset()
         model.wait()
     return [group.master.clone() for group in model.groups] + [group.shard.clone() for group in model.groups]

@@ -10,7 +10,7 @@ import torch
 from tests.sharding.parts import make_model
 from tests.sharding.two_groups import Small, by_decay
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
 from zero_trial.sharding.pieces import cut_pieces, rebind
 
 
@@ -29,10 +29,14 @@ def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:
         assert [id(p) for p in opt_group["params"]] == [
             id(piece.weight) for piece in pieces if piece.opt_group == index
         ]
-    optimizer = ShardedOptimizer(base, pieces, scale=lambda: 8.0)
+    optimizer = ShardedOptimizer(base, pieces, status=Scaled())
     base.param_groups[0]["lr"] = 0.125  # a scheduler holds the base
     assert optimizer.param_groups[0]["lr"] == 0.125
     assert (optimizer.loss_scale, optimizer.cur_scale) == (8.0, 8.0)
+
+
+class Scaled(StepStatus):
+    loss_scale = 8.0  # type: ignore[assignment]
 
 
 STEPPED = [

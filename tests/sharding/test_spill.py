@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.sharding.late_shelf import LateShelf, LateTicket
-from tests.sharding.parts import make_grad_buffer, make_group, parameters
+from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, StateColumn, SwappedStore, state_columns
@@ -74,14 +74,14 @@ class Training:
             columns = {torch.float32: state_columns(self.base)}
             store = SwappedStore(masters, pieces, self.base.state, columns, slot_numel=CUT, slots=slots)
         self.store = store
-        self.optimizer = ShardedOptimizer(self.base, pieces, scale=lambda: 1.0, store=store)
+        self.optimizer = ShardedOptimizer(self.base, pieces, store=store)
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
             grad_buffer.shard.copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
         publication = ParamPublisher(self.groups, self.optimizer.pieces, [])
-        self.optimizer.step(0.5, publication.updated)
+        run_update(self.optimizer, 0.5, publication.updated)
         publication.finish()
 
     def values(self) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        away.optimizer.step(1.0, stop)
+        run_update(away.optimizer, 1.0, stop)
     after = away.values()
     assert len(after) == len(before) and all(value.isfinite().all() for value in after)
     away.step(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.parts import make_grad_buffer, make_group, parameters
+from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from tests.support.strict_mover import StrictMover
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.offload.host import StagedPiece, StagedStore, StagingBuffers, master_to_host
@@ -49,14 +49,14 @@ class Training:
             behind = SwappedStore(masters, pieces, base.state, columns, slot_numel=CUT, slots=2)
         store = StagedStore(pieces, desk, behind, buffers=buffers) if buffers else None  # type: ignore[arg-type]
         self.store = store
-        self.optimizer = ShardedOptimizer(base, pieces, scale=lambda: 1.0, store=store)
+        self.optimizer = ShardedOptimizer(base, pieces, store=store)
         for number in range(3):
             for grad_buffer in grad_buffers:
                 grad_buffer.shard.copy_(
                     torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
                 )
             publication = ParamPublisher(self.groups, pieces, [])
-            self.optimizer.step(0.5, publication.updated)
+            run_update(self.optimizer, 0.5, publication.updated)
             publication.finish()
 
     def values(self) -> list[torch.Tensor]:
@@ -100,6 +100,6 @@ def test_a_step_that_is_broken_off_leaves_the_desk_usable() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        training.optimizer.step(1.0, stop)
-    training.optimizer.step(1.0)
+        run_update(training.optimizer, 1.0, stop)
+    run_update(training.optimizer, 1.0)
     assert training.store is not None and len(training.store.host_buffers) == 4

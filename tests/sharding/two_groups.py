@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.sharding.parts import make_model
+from tests.sharding.parts import make_model, optimizer_of, run_update
 from zero_trial.sharding.grouping import GroupingLimits
 from zero_trial.zero import ShardedModel, ShardingSettings
 
@@ -46,14 +46,13 @@ def build(stage: int, **kwargs: Any) -> ShardedModel:
 
 
 def train(model: ShardedModel, steps: int) -> None:
-    assert model.optimizer is not None
     for step in range(steps):
         loss = model.module(torch.linspace(-1, 1, 33).view(3, 11).to(model.policy.param) * (step + 1))
         model.begin_backward(reduce=True, last=True)
         loss.backward()
         model.end_backward()
         model.settle()
-        model.optimizer.step(1.0 / model.mesh.data.size)
+        run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
         model.reducer.reset()
         model.publish()
         model.wait()

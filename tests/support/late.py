@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import zero_trial
-from zero_trial.engine.step import DeferredStepOutcome, PinnedReadback
+from zero_trial.engine.step import PinnedReadback, StepOutcome
 
 # What waits for a CUDA device, or for which the host must know a value.
 WAITING = frozenset(
@@ -18,12 +18,16 @@ WAITING = frozenset(
 )
 
 
-def make_late(engine: zero_trial.Engine) -> DeferredStepOutcome:
-    """From now on ``engine`` does as on CUDA: before its first step."""
-    assert engine.optimizer is not None and engine.optimizer.takes_gates(engine.device)
-    verdict = DeferredStepOutcome(engine.sharded, engine.wiring, engine.device, engine.optimizer)
-    engine.verdict = verdict
-    return verdict
+def make_late(engine: zero_trial.Engine) -> StepOutcome:
+    """Let ``engine`` do as on CUDA, from before its first step."""
+    assert engine.optimizer is not None and engine.optimizer.takes_device_scalars(engine.device)
+    engine.outcome.deferred = True
+    return engine.outcome
+
+
+def waits(outcome: StepOutcome) -> int:
+    """How often the host has waited for the device's outcome."""
+    return outcome._readback.received if outcome._readback is not None else 0
 
 
 class Device(TorchDispatchMode):
@@ -71,14 +75,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def on_device(engine: zero_trial.Engine, verdict: DeferredStepOutcome, act: Callable[[], Any]) -> list[str]:
+def on_device(engine: zero_trial.Engine, outcome: StepOutcome, act: Callable[[], Any]) -> list[str]:
     """What ``act()`` read of gradients, their norm, masters and parameters."""
     units = engine.sharded.groups
     tensors = [unit.full for unit in units] + [unit.shard for unit in units] + [unit.master for unit in units]
     tensors += [landing.shard for landing in engine.sharded.grad_buffers] + list(
         engine.sharded.reducer.square_sums.values()
     )
-    courier: PinnedReadback = verdict.courier
-    with Device([*tensors, courier.there], [courier._here]) as device:
+    if outcome._readback is None and outcome.deferred:
+        outcome._readback = PinnedReadback(engine.device, 5)
+    readback = outcome._readback
+    there, here = ([readback.there], [readback._here]) if readback is not None else ([], [])
+    with Device([*tensors, *there], here) as device:
         act()
     return device.reads

@@ -31,10 +31,10 @@ from zero_trial.ds_config.keys_running import ActivationCheckpointingSection
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import filled_line
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.compat import hints_of
-from zero_trial.engine.engine import Engine, ParameterCheck
+from zero_trial.engine.compat import hints_of, rank_loader
+from zero_trial.engine.engine import Engine
 from zero_trial.engine.lr_schedules import choose_schedule
-from zero_trial.engine.observe import attach_observers
+from zero_trial.engine.observe import COLLECTOR_PAUSE, Observer, build_observer, describe_state
 from zero_trial.engine.offload_config import (
     REAL_BACKENDS,
     OffloadBackends,
@@ -54,7 +54,7 @@ from zero_trial.engine.optimizers import (
 from zero_trial.engine.pipeline_build import ResolvedPipeline, build_layers, resolve_pipeline, with_stages
 from zero_trial.engine.pipeline_engine import PipelineEngine
 from zero_trial.engine.resolved_config import ResolvedConfig, mesh_shape, resolve_config
-from zero_trial.engine.step import choose_step_outcome
+from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
@@ -231,19 +231,28 @@ def initialize(
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     if _device().type == "cpu" or offloads(settings):
         agree_on_kernels(mesh.world)
-    engine = build_engine(model, settings, mesh, _device(), optimizer, model_parameters, lr_scheduler, mpu)
-    if mesh.rank == 0 and (filled := filled_line(settings)):
-        log.info("%s", filled)
-    engine.verdict = choose_step_outcome(engine.sharded, engine.wiring, engine.device, engine.optimizer)
-    if mesh.rank == 0 and (line := offload_line(engine)) is not None:
-        log.info("%s", line)
-    attach_observers(engine)
-    engine.roster = ParameterCheck(engine.module)
+    engine = build_engine(
+        model,
+        settings,
+        mesh,
+        _device(),
+        optimizer,
+        model_parameters,
+        lr_scheduler,
+        mpu,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        observed=True,
+    )
+    if settings.disable_python_gc:
+        COLLECTOR_PAUSE.hold(engine)
     _configure_checkpointing(settings, mesh)
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(
-            training_data, **({"collate_fn": collate_fn} if collate_fn is not None else {})
-        )
+    if mesh.rank == 0:
+        lines = [filled_line(settings), offload_line(engine)]
+        if settings.dump_state:
+            lines.append(describe_state(settings, engine.resolved, mesh, engine.sharded.groups))
+        for line in filter(None, lines):
+            log.info("%s", line)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -269,48 +278,59 @@ def build_engine(
     lr_scheduler: Any = None,
     mpu: Any = None,
     places: OffloadBackends = REAL_BACKENDS,
+    *,
+    training_data: Any = None,
+    collate_fn: Any = None,
+    observed: bool = False,
 ) -> Engine:
-    """The engine on a mesh that there is already; arguments as in :func:`initialize`. Collective over the mesh.
+    """Build the engine on a mesh that exists already; arguments as in :func:`initialize`. Collective over the mesh.
 
-    ``places`` are those of offloaded state; a rehearsal has some without a disk.
+    ``places`` are those of offloaded state; a dry run has some without a disk. ``observed``: with monitors, timers and lines, and on CUDA
+    with steps that the device decides.
     """
-    wiring = resolve_config(settings, mesh.data.size)
+    resolved = resolve_config(settings, mesh.data.size)
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
     _require_values(model)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
+    optimizes = optimizer is not None or settings.optimizer is not None
     groups = parameter_groups(model, optimizer, model_parameters)
+    trained = [param for group in groups for param in group["params"]] if optimizes else []
     if optimizer is None and settings.optimizer is not None:
-        trained = {id(param) for group in groups for param in group["params"]}
-        tensors = {name: param for name, param in model.named_parameters() if id(param) in trained}
-        check_shapes(settings.optimizer.type, tensors, mesh.shard.size if wiring.plan.shard_optimizer else 1)
+        ids = {id(param) for param in trained}
+        tensors = {name: param for name, param in model.named_parameters() if id(param) in ids}
+        check_shapes(settings.optimizer.type, tensors, mesh.shard.size if resolved.plan.shard_optimizer else 1)
     pipeline: ResolvedPipeline | None = None
     if isinstance(model, PipelineModule):
-        wiring, pipeline = resolve_pipeline(model, settings, mesh, wiring, device)
-    log_dtypes(model, wiring.policy.param, mesh)
-    log_model_parts(model, mesh, wiring)
-    trained = list(itertools.chain(*(group["params"] for group in groups))) if _optimizes(optimizer, settings) else []
-    everything = list(model.parameters())
-    offload = plan_offload(settings, mesh, device, trained, wiring.policy.param, places, everything)
+        resolved, pipeline = resolve_pipeline(model, settings, mesh, resolved, device)
+    log_dtypes(model, resolved.policy.param, mesh)
+    log_model_parts(model, mesh, resolved)
+    offload = plan_offload(settings, mesh, device, trained, resolved.policy.param, places, list(model.parameters()))
+    outcome = StepOutcome(resolved, mesh, device, deferred=observed and device.type == "cuda")
     sharded = ShardedModel(
         model,
-        [group["params"] for group in groups] if _optimizes(optimizer, settings) else [],
-        wiring.plan,
+        [group["params"] for group in groups] if optimizes else [],
+        resolved.plan,
         mesh,
-        wiring.policy,
-        wiring.sharding,
+        resolved.policy,
+        resolved.sharding,
         pipeline.domains if pipeline is not None else (),
         offload.house,
+        outcome,
     )
-    parts = (model, sharded, None, None, wiring, settings, mesh, device)
-    place: dict[str, Any] = {"local_rank": read_rank_env().local_rank, "client_mpu": mpu}
-    engine = Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, wired=pipeline)
-    wrapped = _build_optimizer(engine, optimizer, groups, settings, offload)
-    engine.optimizer = sharded.optimizer = wrapped
-    engine.lr_scheduler = choose_schedule(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
-    return engine
+    wrapped = _build_optimizer(sharded, outcome, optimizer, groups, settings, offload) if optimizes else None
+    schedule = choose_schedule(wrapped.base if wrapped is not None else None, lr_scheduler, settings)
+    observer = build_observer(settings, resolved, model, mesh, device) if observed else Observer()
+    loader = None
+    if training_data is not None:
+        options = {"collate_fn": collate_fn} if collate_fn is not None else {}
+        loader = rank_loader(training_data, resolved.batch.micro_batch_size, mesh, settings, **options)
+    parts = (model, sharded, wrapped, schedule, outcome, observer, resolved, settings, mesh, device)
+    place: dict[str, Any] = {"client_mpu": mpu, "training_dataloader": loader}
+    place["local_rank"] = read_rank_env().local_rank
+    return Engine(*parts, **place) if pipeline is None else PipelineEngine(*parts, **place, resolved_pipeline=pipeline)
 
 
 def _require_values(model: nn.Module) -> None:
@@ -369,44 +389,35 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _optimizes(optimizer: Any, settings: DsConfig) -> bool:
-    return optimizer is not None or settings.optimizer is not None
-
-
 def _build_optimizer(
-    engine: Engine, optimizer: Any, groups: Groups, settings: DsConfig, offload: OffloadPlan
-) -> ShardedOptimizer | None:
-    if not _optimizes(optimizer, settings):
-        return None
-    landings = engine.sharded.grad_buffers
+    sharded: ShardedModel,
+    outcome: StepOutcome,
+    optimizer: Any,
+    groups: Groups,
+    settings: DsConfig,
+    offload: OffloadPlan,
+) -> ShardedOptimizer:
+    """Build the optimizer over this rank's pieces: the client's object, made to step on them, or what builds one over them."""
+    buffers = sharded.grad_buffers
     if isinstance(optimizer, torch.optim.Optimizer):
         base = optimizer
-        pieces = cut_pieces(
-            landings,
-            whole_tensors=not is_elementwise(type(base)) and not isinstance(base, FusedLamb),
-            most=offload.most,
-            make=offload.piece,
-        )
+        pieces = cut_pieces(buffers, whole_tensors=_needs_tensors(base), most=offload.most, make=offload.piece)
         rebind(base, pieces)
-    else:
-        spec = None if optimizer is not None else resolve_optimizer(settings.optimizer.type, settings.optimizer.params)  # type: ignore[union-attr]
-        pieces = cut_pieces(
-            landings,
-            whole_tensors=spec is not None and not spec.elementwise and not spec.binds_tensors,
-            most=offload.most,
-            make=offload.piece,
-        )
-        build = spec.build if spec is not None else optimizer
-        base = build(groups_over(pieces, groups))
-        if (
-            spec is None and not is_elementwise(type(base)) and not isinstance(base, FusedLamb)
-        ):  # a callable does not say before what it gives
-            pieces = cut_pieces(landings, whole_tensors=True)
-            base = build(groups_over(pieces, groups))
+    elif optimizer is None and settings.optimizer is not None:
+        spec = resolve_optimizer(settings.optimizer.type, settings.optimizer.params)
+        whole = not spec.elementwise and not spec.binds_tensors
+        pieces = cut_pieces(buffers, whole_tensors=whole, most=offload.most, make=offload.piece)
+        base = spec.build(groups_over(pieces, groups))
+    else:  # a callable: its optimizer says only afterwards whether it needs whole tensors
+        pieces = cut_pieces(buffers, whole_tensors=False, most=offload.most, make=offload.piece)
+        base = optimizer(groups_over(pieces, groups))
+        if _needs_tensors(base):
+            pieces = cut_pieces(buffers, whole_tensors=True)
+            base = optimizer(groups_over(pieces, groups))
     store = offload.store(base, pieces, is_elementwise(type(base)))
-    wrapped = ShardedOptimizer(base, pieces, scale=lambda: engine.loss_scaler.scale, store=store)
-    comm = engine.mesh.shard
-    wrapped.bind_tensors(
-        [landing.group for landing in landings], lambda sums: comm.all_reduce_small(sums, "tensor norms")
-    )
-    return wrapped
+    return ShardedOptimizer(base, pieces, groups=sharded.groups, shard=sharded.mesh.shard, status=outcome, store=store)
+
+
+def _needs_tensors(base: torch.optim.Optimizer) -> bool:
+    """Return whether ``base`` works on whole tensors, so that they cannot be cut anywhere."""
+    return not is_elementwise(type(base)) and not isinstance(base, FusedLamb)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.auto import hint_names
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, DataError
 from zero_trial.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
 
@@ -195,3 +196,9 @@ def sharded_loader(
         dataset, num_replicas=ranks, rank=rank, shuffle=True, drop_last=drop_last
     )
     return ShardedLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **kwargs)
+
+
+def rank_loader(dataset: Any, batch_size: int, mesh: Mesh, config: DsConfig, **options: Any) -> DataLoader[Any]:
+    """This rank's part of ``dataset`` in batches of ``batch_size``: what ``training_data`` and ``engine.deepspeed_io`` give."""
+    drop_last = config.dataloader_drop_last
+    return sharded_loader(dataset, batch_size, mesh.data.index, mesh.data.size, drop_last=drop_last, **options)

@@ -1,12 +1,16 @@
-"""The parameters that a model had when its engine was made: what is put into it later is trained by nobody, and saved by nobody."""
+"""The engine: forward, backward and step of a sharded model, with DeepSpeed's names for everything else that is asked of it.
+
+The step itself is in :mod:`zero_trial.engine.step`. An engine knows nothing about experiments.
+"""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,26 +19,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.engine.compat import EngineMpu, sharded_loader
+from zero_trial.engine import loading, saving
+from zero_trial.engine.compat import EngineMpu, rank_loader
 from zero_trial.engine.monitors import Monitor
-from zero_trial.engine.observe import COLLECTOR_PAUSE, StepReporter
-from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, Phases
+from zero_trial.engine.observe import BACKWARD, COLLECTOR_PAUSE, FORWARD, REDUCE_WAIT, STEP, Observer
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.engine.saving import StateSaver
-from zero_trial.engine.step import StepOutcome
+from zero_trial.engine.step import NonFiniteStep, StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.precision import LossScale, cast_floats, forward_of
 from zero_trial.sharding.dtypes import wide_dtype
-from zero_trial.zero import ShardedModel, ShardedOptimizer
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.optimizer import ShardedOptimizer
 
-if TYPE_CHECKING:
-    from zero_trial.engine.step import NonFiniteStep
+log = logging.getLogger("zero_trial")
 
 SHOWN = 3  # names in a message
 
 
 class ParameterCheck:
-    """Of one module. It keeps no parameter alive."""
+    """Refuses parameters that came to a module, or were unfrozen, after its engine was built: they would be neither trained nor saved.
+
+    It keeps no parameter alive.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -44,9 +50,10 @@ class ParameterCheck:
             self._trained[param] = param.requires_grad
 
     def check(self, where: str) -> None:
-        """Raises TrialError for parameters that came, or were unfrozen, after the engine was made. Reads names and flags only.
+        """Raise TrialError for such parameters. Reads names and flags only.
 
-        Frozen ones under names of their own may come: nobody is to train them (a moving average, a metric's network), and a checkpoint has them.
+        Frozen ones under names of their own may come: they are not to be trained (a moving average, a metric's network), and a checkpoint
+        has them.
         """
         fresh, unfrozen = [], []
         for name, param in self._module.named_parameters():
@@ -57,14 +64,14 @@ class ParameterCheck:
                 unfrozen.append(name)
         if fresh:
             raise TrialError(
-                "the model has parameters that came after its engine was made, and that nobody trains",
+                "the model has parameters that were added after its engine was built, and that are not trained",
                 where=where,
                 got=_listed(fresh),
                 fix="Change the model before initialize(); to change it later, save a checkpoint and initialize() anew.",
             )
         if unfrozen:
             raise TrialError(
-                "parameters were unfrozen after the engine was made, and nobody trains them",
+                "parameters were unfrozen after the engine was built, and are not trained",
                 where=where,
                 got=_listed(unfrozen),
                 fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() anew.",
@@ -76,89 +83,287 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-# The engine's questions, values and checkpoint calls under DeepSpeed's names: nothing here takes part in a step.
+class Engine(nn.Module):
+    """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
 
+    The text below never names a ZeRO stage: the lifetimes are in the plan. Every rank must call ``backward`` and ``step`` equally often.
+    What depends on whether the last step was skipped may wait for the device (on CUDA).
 
-class EngineSurface(nn.Module):
-    """What user code asks of an engine besides stepping it. :class:`Engine` sets the attributes.
-
-    What depends on whether the last step was skipped is asked of the verdict, which may have to wait for the device (on CUDA).
+    Args:
+        module: the user's model; its parameters are the sharded model's.
+        optimizer: over the shards, or None: then only forward and backward work.
+        outcome: applies the steps; ``model`` and ``optimizer`` ask it for the loss scale.
+        client_mpu: the caller's model-parallel unit, which ``engine.mpu`` then is.
     """
 
-    module: nn.Module
-    optimizer: ShardedOptimizer | None
-    config: DsConfig
-    mesh: Mesh
-    device: torch.device
-    verdict: StepOutcome
-    micro_steps: int
-    local_rank: int
-    _batch: BatchTriple
-    _lr_scheduler: Any
-    _saver: StateSaver
-    _updated: bool
-    roster: ParameterCheck | None = None  # of the module, from initialize() on
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ShardedModel,
+        optimizer: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        outcome: StepOutcome,
+        observer: Observer,
+        resolved: ResolvedConfig,
+        config: DsConfig,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        local_rank: int = 0,
+        client_mpu: Any = None,
+        training_dataloader: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.sharded = model
+        self.optimizer = optimizer
+        self.outcome = outcome
+        self.observer = observer
+        self.resolved = resolved
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.mpu = client_mpu if client_mpu is not None else EngineMpu(mesh)
+        self.local_rank = local_rank
+        self.training_dataloader = training_dataloader
+        self.global_steps = self.global_samples = self.micro_steps = 0
+        self._lr_scheduler = lr_scheduler
+        self._batch: BatchTriple = resolved.batch
+        self._stepped = False  # the last call of step was at a boundary
+        self._boundary: bool | None = None  # set by a caller who owns the boundary
+        self._pending = 0  # backward passes since the last step
+        self._managed = config.managed_gradient_accumulation
+        self._call = forward_of(module, resolved.autocast, device.type)
+        self._sync = True
+        self._check = ParameterCheck(module)
+        if observer.events is not None:
+            weakref.finalize(self, observer.events.close)  # also when the interpreter ends
 
-    def train(self, mode: bool = True) -> EngineSurface:
-        """torch's own. Raises TrialError for parameters that the model did not have when the engine was made."""
-        self._check_roster("engine.train" if mode else "engine.eval")
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward. Floating inputs are cast to the parameters' dtype when that is 16-bit."""
+        with self.observer.phase(FORWARD, self):
+            if self.resolved.policy.param != torch.float32:
+                args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
+            output = self._call(*args, **kwargs)
+        self.observer.saw_output(self, output)
+        return output
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Compute the gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale, and reduce them where the plan says so.
+
+        Returns loss/accumulation. Collective over the data-parallel ranks whenever gradients are reduced.
+        """
+        self._check_loss(loss)
+        self.outcome.finalize()  # the loss scale is known, and old gradients are needed no more
+        self.observer.saw_loss(self, loss)
+        steps = self._batch.accumulation if scale_wrt_gas else 1
+        last = self.is_gradient_accumulation_boundary()
+        reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
+        with self.observer.phase(BACKWARD, self):
+            if last and self.optimizer is not None:
+                self.optimizer.expect()
+            self.sharded.begin_backward(reduce=reduce, last=last)
+            factor = self.outcome.loss_scale / steps
+            (loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor).backward(
+                retain_graph=retain_graph
+            )
+        with self.observer.phase(REDUCE_WAIT, self):
+            self.sharded.end_backward()
+        self._pending += 1
+        return loss.detach() if steps == 1 else loss.detach() / steps
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At the accumulation boundary: clip, update, publish, advance the schedule; before it: only count. Collective.
+
+        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one. Raises TrialError at a boundary that
+        no gradient has reached: weight decay and momentum would move the weights all the same.
+        """
+        boundary = not self._managed or self.is_gradient_accumulation_boundary()
+        if boundary and self.optimizer is not None:
+            self._require_gradients()
+        micro_batches = self._batch.accumulation if self._managed else self._pending
+        self.micro_steps += 1 if self._managed else micro_batches
+        self._stepped = False
+        if boundary:
+            self._take_step(micro_batches, lr_kwargs or {})
+
+    def _take_step(self, micro_batches: int, lr_kwargs: Mapping[str, Any]) -> None:
+        """Take an optimizer step after ``micro_batches`` backward passes."""
+        if self.optimizer is None:
+            raise TrialError(
+                "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
+            )
+        with self.observer.phase(STEP, self):
+            self.outcome.finalize()
+            self.observer.before_step(self)
+            self.outcome.apply(self.sharded, self.optimizer, self.global_steps, self._lr_scheduler, lr_kwargs)
+            self._stepped = True
+            self.global_steps += 1
+            self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
+            self._pending = 0
+            self.mesh.heartbeat.step = self.global_steps
+        self.observer.after_step(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator).
+
+        In the middle of an accumulation it starts again: a step would otherwise divide the gradients of too few micro-batches by all.
+        """
+        self.sharded.reducer.reset()
+        self._pending = 0
+        done = self.micro_steps % self._batch.accumulation if self._managed and self._boundary is None else 0
+        if done:
+            self.micro_steps -= done
+            if self.mesh.rank == 0:
+                log.warning(
+                    "zero_grad() after %d of %d micro-batches: the accumulation starts again",
+                    done,
+                    self._batch.accumulation,
+                )
+        for param in self.module.parameters():
+            param.grad = None
+
+    def _require_gradients(self) -> None:
+        """Raise TrialError where there is no gradient of this engine's own losses since the last step, nor of another's."""
+        if not self._pending and not any(buffer.touched or buffer.shard_filled for buffer in self.sharded.grad_buffers):
+            raise TrialError(
+                "there are no gradients to step with",
+                where="engine.step",
+                got=f"no backward pass since step {self.global_steps}",
+                fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+            )
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TrialError(
+                "the loss is not a scalar",
+                where="engine.backward",
+                got=got,
+                expected="a tensor with one element",
+                fix="Use loss.mean().",
+            )
+        if not loss.requires_grad:
+            raise TrialError(
+                "the loss does not require grad",
+                where="engine.backward",
+                fix="Compute it with gradients enabled, from a parameter that requires grad.",
+            )
+
+    # --- accumulation ---------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last one before an update; where the caller owns the boundary, what it has set."""
+        if self._boundary is not None or not self._managed:
+            return bool(self._boundary)
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Let the caller say where the boundary is, from now on."""
+        self._boundary = is_boundary
+
+    def pending_micro_batches(self) -> int:
+        """Count the micro-batches whose gradients wait for a step."""
+        counted = self._managed and self._boundary is None
+        return self.micro_steps % self._batch.accumulation if counted else self._pending
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication, at every ZeRO stage; the first backward pass after the block reduces the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the mode, as torch does. Raises TrialError for parameters that the model did not have when the engine was built."""
+        self._check.check("engine.train" if mode else "engine.eval")
         super().train(mode)
         return self
 
-    def _check_roster(self, where: str) -> None:
-        if self.roster is not None:
-            self.roster.check(where)
+    def destroy(self) -> None:
+        """Remove all hooks, so that the module is an ordinary one again; close monitors; drop offloaded state. Collective over shard.
 
-    # --- values that wait for the last step -------------------------------------------------------------------------
+        All that can be closed is closed, also where a disk has failed and the module cannot be whole again: then StorageError comes at the end.
+        """
+        with ExitStack() as last_first:
+            last_first.callback(COLLECTOR_PAUSE.release, self)
+            if self.optimizer is not None:
+                last_first.callback(self.optimizer.close)
+            last_first.callback(self.observer.close)
+            last_first.callback(self.sharded.remove_hooks)
+            last_first.callback(self.outcome.close)
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall through to the module, so that ``engine.generate(...)`` works."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and hasattr(modules["module"], name):
+                return getattr(modules["module"], name)
+            raise
+
+    # --- outcome of the last step: may wait for it ----------------------------------------------------------------
+
+    @property
+    def step_is_open(self) -> bool:
+        """Whether the device has yet to say if the last step was applied."""
+        return self.outcome.open
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradient before clipping; None before the first."""
-        return self.verdict.known().norm
+        return self.outcome.result().norm
 
     def was_step_applied(self) -> bool:
-        """Did the last :meth:`step` change the parameters?"""
-        return self._updated and self.verdict.known().applied
+        """Whether the last :meth:`step` changed the parameters."""
+        return self._stepped and self.outcome.result().applied
 
     @property
     def skipped_steps(self) -> int:
-        return self.verdict.known().skipped
+        return self.outcome.result().skipped
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
-        self.verdict.known().skipped = count
+        self.outcome.result().skipped = count
 
     def skipped_between(self, first: int, end: int) -> int:
-        """How many of the steps number ``first`` to ``end`` - 1 (as :attr:`global_steps` counts) were skipped, of the last thousand skipped ones
+        """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as :attr:`global_steps` counts), of the last thousand skipped ones
         since the engine was built."""
-        return sum(first <= step < end for step in self.verdict.known().skipped_at)
+        return sum(first <= step < end for step in self.outcome.result().skipped_at)
 
     @property
     def last_nonfinite(self) -> NonFiniteStep | None:
-        """Whose gradient was to blame for the last skipped step. On CUDA with several ranks it is named with the next backward pass."""
-        return self.verdict.known().nonfinite
+        """The gradient that caused the last skipped step. On CUDA with several ranks it is named with the next backward pass."""
+        return self.outcome.result().nonfinite
 
     @property
     def loss_scaler(self) -> LossScale:
-        return self.verdict.known().scaler
+        return self.outcome.result().loss_scale
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: LossScale) -> None:
-        self.verdict.known().scaler = scaler
+        self.outcome.result().loss_scale = scaler
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scaler.scale
 
     @property
     def lr_scheduler(self) -> Any:
-        self.verdict.known()
+        self.outcome.settle()
         return self._lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
         self._lr_scheduler = schedule
-
-    def seconds_waited(self) -> float | None:
-        """Seconds that this process has spent in collectives so far, most of them waiting for other ranks; None on CUDA, where the device waits."""
-        return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
-
-    # --- values ---------------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
@@ -171,13 +376,21 @@ class EngineSurface(nn.Module):
     def get_type(self) -> list[str]:
         return [type(self.optimizer.base).__name__] if self.optimizer is not None else []
 
-    @property
-    def loss_scale(self) -> float:
-        return self.loss_scaler.scale
+    # --- measurements ---------------------------------------------------------------------------------------------
 
     @property
-    def cur_scale(self) -> float:
-        return self.loss_scaler.scale
+    def monitor(self) -> Monitor:
+        """Writers of scalars: ``engine.monitor.write_events([(name, value, step)])``."""
+        return self.observer.monitor
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
+        states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
+        return self.sharded.persistent_bytes() | {"optimizer": states}
+
+    def seconds_waited(self) -> float | None:
+        """Seconds that this process has spent in collectives so far, most of them waiting for other ranks; None on CUDA, where the device waits."""
+        return self.mesh.heartbeat.waited if self.device.type == "cpu" else None
 
     def comms_summary(self) -> dict[str, dict[str, int]]:
         """Calls, elements and bytes that this rank had to send since construction, by ``collective/axis``.
@@ -253,8 +466,8 @@ class EngineSurface(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes ``save_dir/tag`` (default ``global_stepN``). Collective over the world: every rank must call. See :class:`Saver`."""
-        self.verdict.conclude()
-        self._check_roster("engine.save_checkpoint")
+        self.outcome.finalize()
+        self._check.check("engine.save_checkpoint")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise TrialError(
                 "client_state is not a dict",
@@ -262,7 +475,9 @@ class EngineSurface(nn.Module):
                 got=type(client_state).__name__,
                 expected="a dict or None",
             )
-        return self._saver.save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters)
+        return saving.save_state(
+            self, Path(save_dir), tag, dict(client_state or {}), without_frozen=exclude_frozen_parameters
+        )
 
     def load_checkpoint(
         self,
@@ -282,21 +497,22 @@ class EngineSurface(nn.Module):
                 fix="Load into engine.module inside GatheredParameters instead.",
             )
         full = not load_module_only
-        self.verdict.conclude()
-        return self._saver.load(
+        self.outcome.finalize()
+        return loading.load_state(
+            self,
             Path(load_dir),
             tag,
-            load_module_strict,
-            full and load_optimizer_states,
-            full and load_lr_scheduler_states,
-            full,
+            strict=load_module_strict,
+            with_optimizer=full and load_optimizer_states,
+            with_schedule=full and load_lr_scheduler_states,
+            with_counters=full,
         )
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
         """The model's weights in the parameters' dtype as one safetensors file, written by rank 0. Collective."""
-        return self._saver.save_weights(Path(save_dir), save_filename, exclude_frozen_parameters)
+        return saving.save_weights(self, Path(save_dir), save_filename, without_frozen=exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """The module's whole state dict on every rank. Collective over shard."""
@@ -317,239 +533,4 @@ class EngineSurface(nn.Module):
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
         """A loader over this rank's part of ``dataset``."""
         size = batch_size or self.train_micro_batch_size_per_gpu()
-        return sharded_loader(
-            dataset,
-            size,
-            self.mesh.data.index,
-            self.mesh.data.size,
-            drop_last=self.config.dataloader_drop_last,
-            **kwargs,
-        )
-
-
-# The object that runs one step (forward, backward, reduce, clip, update, gather) and knows nothing about experiments.
-
-
-log = logging.getLogger("zero_trial")
-
-
-class Engine(EngineSurface):
-    """A model with its sharded optimizer: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()``.
-
-    The text below never names a ZeRO stage: what lives how long is in the plan. Every rank must call ``backward`` and ``step`` equally often.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        model: ShardedModel,
-        optimizer: ShardedOptimizer | None,
-        lr_scheduler: Any,
-        wiring: ResolvedConfig,
-        config: DsConfig,
-        mesh: Mesh,
-        device: torch.device,
-        *,
-        local_rank: int = 0,
-        client_mpu: Any = None,
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.sharded = model
-        self.optimizer = optimizer
-        self.wiring = wiring
-        self.config = config
-        self.mesh = mesh
-        self.device = device
-        self.mpu = client_mpu if client_mpu is not None else EngineMpu(mesh)
-        self.local_rank = local_rank
-        self.training_dataloader: Any = None
-        self.verdict = StepOutcome(model, wiring, device)
-        self.lr_scheduler = lr_scheduler
-        self.global_steps = self.global_samples = self.micro_steps = 0
-        self._batch = wiring.batch
-        self._updated = False  # the last call of step was at a boundary
-        self._boundary: bool | None = None  # set by a caller who owns the boundary
-        self._pending = 0  # backward passes since the last step
-        self._managed = config.managed_gradient_accumulation
-        self._call = forward_of(module, wiring.autocast, device.type)
-        self._sync = True
-        self._saver = StateSaver(self)
-        self.monitor, self.phases, self.reporter = (
-            Monitor(),
-            Phases(),
-            StepReporter(),
-        )  # null objects, until somebody watches
-        model.optimizer = optimizer
-        model.gradient_multiplier = lambda: self.verdict.unscale()
-
-    # --- one step -------------------------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. Floating inputs are cast to the parameters' dtype when that is 16-bit."""
-        self.phases.begin(FORWARD)
-        if self.wiring.policy.param != torch.float32:
-            args, kwargs = cast_floats((args, kwargs), self.wiring.policy.param)
-        output = self._call(*args, **kwargs)
-        self.phases.end(FORWARD)
-        return output
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale; reduced where the plan says so. Returns loss/accumulation.
-
-        Collective over the data-parallel ranks whenever gradients are reduced.
-        """
-        self._check_loss(loss)
-        self.verdict.conclude()  # the loss scale is known, and old gradients are needed no more
-        self.reporter.saw_loss(loss)
-        self.phases.begin(BACKWARD)
-        steps = self._batch.accumulation if scale_wrt_gas else 1
-        last = self.is_gradient_accumulation_boundary()
-        reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
-        self.sharded.begin_backward(reduce=reduce, last=last)
-        factor = self.verdict.scaler.scale / steps
-        (loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor).backward(
-            retain_graph=retain_graph
-        )
-        self.phases.end(BACKWARD)
-        self.phases.begin(REDUCE_WAIT)
-        self.sharded.end_backward()
-        self.phases.end(REDUCE_WAIT)
-        self._pending += 1
-        return loss.detach() if steps == 1 else loss.detach() / steps
-
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At the accumulation boundary: clip, update, publish, advance the schedule; before it: nothing but counting. Collective.
-
-        Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one. Raises TrialError at a boundary to
-        which no gradient has come: weight decay and momentum would move the weights all the same.
-        """
-        boundary = not self._managed or self.is_gradient_accumulation_boundary()
-        if boundary and self.optimizer is not None:
-            self._require_gradients()
-        micro_batches = self._batch.accumulation if self._managed else self._pending
-        self.micro_steps += 1 if self._managed else micro_batches
-        self._updated = False
-        if boundary:
-            self._update(micro_batches, lr_kwargs or {})
-
-    def _update(self, micro_batches: int, lr_kwargs: Mapping[str, Any]) -> None:
-        """The update itself, after ``micro_batches`` backward passes."""
-        if self.optimizer is None:
-            raise TrialError(
-                "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
-            )
-        self.phases.begin(STEP)
-        self.verdict.conclude()
-        self.sharded.reducer.ensure_reduced()
-        self.verdict.decide(self.global_steps, self._lr_scheduler, lr_kwargs)
-        self._updated = True
-        self.global_steps += 1
-        self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
-        self._pending = 0
-        self.mesh.heartbeat.step = self.global_steps
-        self.phases.end(STEP)
-        self.reporter.after_step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator).
-
-        In the middle of an accumulation it starts again: a step would otherwise divide the gradients of too few micro-batches by all.
-        """
-        self.sharded.reducer.reset()
-        self._pending = 0
-        done = self.micro_steps % self._batch.accumulation if self._managed and self._boundary is None else 0
-        if done:
-            self.micro_steps -= done
-            if self.mesh.rank == 0:
-                log.warning(
-                    "zero_grad() after %d of %d micro-batches: the accumulation starts again",
-                    done,
-                    self._batch.accumulation,
-                )
-        for param in self.module.parameters():
-            param.grad = None
-
-    def _require_gradients(self) -> None:
-        """Of this engine's own losses since the last step, or of another's."""
-        if not self._pending and not any(
-            landing.touched or landing.shard_filled for landing in self.sharded.grad_buffers
-        ):
-            raise TrialError(
-                "there are no gradients to step with",
-                where="engine.step",
-                got=f"no backward pass since step {self.global_steps}",
-                fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
-            )
-
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TrialError(
-                "the loss is not a scalar",
-                where="engine.backward",
-                got=got,
-                expected="a tensor with one element",
-                fix="Use loss.mean().",
-            )
-        if not loss.requires_grad:
-            raise TrialError(
-                "the loss has no history",
-                where="engine.backward",
-                fix="Compute it with gradients enabled, from a parameter that requires grad.",
-            )
-
-    # --- accumulation ---------------------------------------------------------------------------------------------
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Is the micro-batch under way the last one before an update? A caller who owns the boundary has said so, or it is not known to be."""
-        if self._boundary is not None or not self._managed:
-            return bool(self._boundary)
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on the caller says where the boundary is."""
-        self._boundary = is_boundary
-
-    def pending_micro_batches(self) -> int:
-        """Micro-batches whose gradients wait for a step."""
-        counted = self._managed and self._boundary is None
-        return self.micro_steps % self._batch.accumulation if counted else self._pending
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate, at every ZeRO stage; the first one outside reduces the sum. No communication of gradients."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def persistent_bytes(self) -> dict[str, int]:
-        """Bytes per kind that outlive a step on this rank: parameters (with masters), gradients, optimizer state."""
-        states = self.optimizer.persistent_bytes() if self.optimizer is not None else 0
-        return self.sharded.persistent_bytes() | {"optimizer": states}
-
-    def destroy(self) -> None:
-        """Takes all hooks off; the module is an ordinary one again, monitors are closed, and offloaded state is gone. Collective over shard.
-
-        All that can be closed is closed, also where a disk has failed and the module cannot be whole again: then StorageError comes at the end.
-        """
-        with ExitStack() as last_first:
-            last_first.callback(COLLECTOR_PAUSE.release, self)
-            if self.optimizer is not None:
-                last_first.callback(self.optimizer.close)
-            last_first.callback(self.monitor.close)
-            last_first.callback(self.reporter.close)
-            last_first.callback(self.sharded.remove_hooks)
-            last_first.callback(self.verdict.close)
-
-    def __getattr__(self, name: str) -> Any:
-        """Falls through to the module, so that ``engine.generate(...)`` works."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" in modules and hasattr(modules["module"], name):
-                return getattr(modules["module"], name)
-            raise
+        return rank_loader(dataset, size, self.mesh, self.config, **kwargs)

@@ -12,8 +12,8 @@ import torch
 
 from zero_trial.engine.compat import PipelineParallelGrid, RepeatingLoader
 from zero_trial.engine.engine import Engine
+from zero_trial.engine.observe import REDUCE_WAIT
 from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, training_schedule
-from zero_trial.engine.profile import REDUCE_WAIT
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import map_tensors
 from zero_trial.pipeline.executor import Executor, LastStageResult, MicroBatches, StepOptions
@@ -37,11 +37,11 @@ class PipelineEngine(Engine):
 
     is_pipe_parallel = True
 
-    def __init__(self, *args: Any, wired: ResolvedPipeline, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, resolved_pipeline: ResolvedPipeline, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.settings = wired.settings
-        self.policy = wired.policy
-        self.price = wired.price
+        self.settings = resolved_pipeline.settings
+        self.policy = resolved_pipeline.policy
+        self.price = resolved_pipeline.price
         self._chunks = self.pipeline.chunks
         self.grid = PipelineParallelGrid(self.mesh)
         if kwargs.get("client_mpu") is None:
@@ -51,7 +51,7 @@ class PipelineEngine(Engine):
         )
         self.stage = Stage(self._run_chunk, lambda chunk: not self._chunks[chunk].recomputes)
         self.executor = Executor(
-            self.mesh.pipe, self.stage, self._shards, self.device, _Watch(self), channel=wired.channel
+            self.mesh.pipe, self.stage, self._shards, self.device, _Phases(self), channel=resolved_pipeline.channel
         )
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._iterator: Iterator[Any] | None = None
@@ -76,21 +76,21 @@ class PipelineEngine(Engine):
             self._iterator = data_iter
         self.module.train()
         meal = self._read(self.gradient_accumulation_steps())
-        self.verdict.conclude()
+        self.outcome.finalize()
         schedule = self.schedule(meal.micro_batches)
         self._shards.start_step()
         self.sharded.wait()
-        self.sharded.expect_step()
-        scale = self.verdict.scaler.scale * meal.lines
+        if self.optimizer is not None:
+            self.optimizer.expect()
+        scale = self.outcome.loss_scale * meal.lines
         batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
         outcome = self._perform(schedule, batch, StepOptions(loss=self._loss))
-        self.phases.begin(REDUCE_WAIT)
-        self.sharded.reducer.land()
-        self.phases.end(REDUCE_WAIT)
+        with self.observer.phase(REDUCE_WAIT, self):
+            self.sharded.reducer.land()
         loss = self._mean(meal, outcome)
-        self.reporter.saw_loss(loss)
+        self.observer.saw_loss(self, loss)
         self.micro_steps += self.gradient_accumulation_steps()
-        self._update(meal.micro_batches, {})
+        self._take_step(meal.micro_batches, {})
         self.executor.finish()
         return loss
 
@@ -129,7 +129,7 @@ class PipelineEngine(Engine):
             losses = self._losses(meal, outcome)
             return (losses, outputs) if return_logits else losses
         loss = self._mean(meal, outcome)
-        self.reporter.saw_evaluation(loss)
+        self.observer.saw_evaluation(self, loss)
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
@@ -164,12 +164,12 @@ class PipelineEngine(Engine):
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
         chunk = self._chunks[number]
         chunk.micro_batch = self.global_steps * self.gradient_accumulation_steps() + micro_batch + 1
-        dtype = self.wiring.policy.param
+        dtype = self.resolved.policy.param
         if number == 0 and dtype != torch.float32:
             value = cast_floats(value, dtype)
-        if self.wiring.autocast is None:
+        if self.resolved.autocast is None:
             return chunk(value)
-        with torch.autocast(self.device.type, dtype=self.wiring.autocast):
+        with torch.autocast(self.device.type, dtype=self.resolved.autocast):
             return chunk(value)
 
     def _loss(self, output: Any, label: Any) -> torch.Tensor:
@@ -177,9 +177,9 @@ class PipelineEngine(Engine):
         if function is None:
             loss: torch.Tensor = output
             return loss
-        if self.wiring.autocast is None:
+        if self.resolved.autocast is None:
             return function(output, label)
-        with torch.autocast(self.device.type, dtype=self.wiring.autocast):
+        with torch.autocast(self.device.type, dtype=self.resolved.autocast):
             return function(output, label)
 
     def _mean(self, meal: StepInput, outcome: LastStageResult) -> torch.Tensor:
@@ -283,17 +283,18 @@ class PipelineEngine(Engine):
         _refuse("step")
 
 
-class _Watch:
-    """The engine's phases, whoever watches them by now."""
+class _Phases:
+    """The executor's phases, reported to the engine's observer. The engine keeps the executor alive, not the other way round."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
+        self._observer = engine.observer
 
     def begin(self, phase: str) -> None:
-        self._engine.phases.begin(phase)
+        self._observer.begin(phase, self._engine)
 
     def end(self, phase: str) -> None:
-        self._engine.phases.end(phase)
+        self._observer.end(phase, self._engine)
 
 
 def _batch(meal: StepInput) -> MicroBatches:

@@ -1,6 +1,6 @@
-"""Who watches the phases of a micro-batch: forward, backward, reduce wait, step.
+"""Stopwatches, the FLOPs profile of a model or of one engine step, and its report.
 
-The engine calls :meth:`Phases.begin` and :meth:`Phases.end`; the base class is the null object for a run that watches nothing.
+``get_model_profile`` profiles any module; ``flops_profiler`` in ds_config profiles one micro-batch of a running engine.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,42 +23,7 @@ from zero_trial.ds_config.keys_running import FlopsProfilerSection
 from zero_trial.engine.flop_count import FlopCount, Flops, Peak, peak_of
 from zero_trial.errors import ConfigError
 
-if TYPE_CHECKING:
-    from zero_trial.engine.engine import Engine
-
 FORWARD, BACKWARD, REDUCE_WAIT, STEP = "forward", "backward", "reduce wait", "step"
-
-
-class Phases:
-    """Watches nothing."""
-
-    def begin(self, phase: str) -> None:
-        """``phase`` starts. A phase that an exception cut short is simply begun again."""
-
-    def end(self, phase: str) -> None:
-        """``phase`` has ended."""
-
-
-class PhaseGroup(Phases):
-    """Several watchers; the last begins last and ends first, so that it sees the least of the others."""
-
-    def __init__(self, members: Sequence[Phases]) -> None:
-        self._members = tuple(members)
-
-    def begin(self, phase: str) -> None:
-        for member in self._members:
-            member.begin(phase)
-
-    def end(self, phase: str) -> None:
-        for member in reversed(self._members):
-            member.end(phase)
-
-
-def watch_with(members: Sequence[Phases]) -> Phases:
-    """One object for all ``members``: the null object for none, the member itself for one."""
-    if len(members) == 1:
-        return members[0]
-    return PhaseGroup(members) if members else Phases()
 
 
 # Stopwatches by name: CUDA events on CUDA (nothing waits until the sums are asked for), the monotonic clock elsewhere.
@@ -69,7 +33,7 @@ def watch_with(members: Sequence[Phases]) -> Phases:
 _PAIRS_KEPT = 256
 
 
-class Timers(Phases):
+class Timers:
     """Milliseconds per name since the last :meth:`take`, by the host's clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -390,32 +354,47 @@ class _Stage(Enum):
     DONE = auto()
 
 
-class StepProfiler(Phases):
-    """Follows the phases of ``engine``; ``profile`` is the result once there is one."""
+class ProfiledEngine(Protocol):
+    """The part of an engine that says which micro-batch is under way."""
 
-    def __init__(self, engine: Engine, section: FlopsProfilerSection) -> None:
-        self._engine = weakref.proxy(engine)
+    training: bool
+    global_steps: int
+
+
+class StepProfiler:
+    """Follows the phases of an engine of ``module``; ``profile`` is the result once there is one.
+
+    ``dtype``: of the matrix products, for the device's peak; ``samples``: in a micro-batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, samples: int, section: FlopsProfilerSection
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._dtype = dtype
+        self._samples = samples
         self._section = section
         self._stage = _Stage.WAITING
-        self._count = FlopCount(engine.module)
+        self._count = FlopCount(module)
         self._forward = Flops(0, {})
         self._counted_at = 0
-        self._timers = make_timers(engine.device)
+        self._timers = make_timers(device)
         self._hooks = ExitStack()
         self.profile: ModelProfile | None = None
 
-    def begin(self, phase: str) -> None:
-        if self._passes_by(phase):
+    def begin(self, phase: str, engine: ProfiledEngine) -> None:
+        if self._passes_by(phase, engine):
             return
         if phase == FORWARD:
-            self._start()
+            self._start(engine.global_steps)
         if self._stage is _Stage.COUNTING:
             self._count.resume()
         elif self._stage is _Stage.TIMING:
             self._timers.begin(f"/{phase}")
 
-    def end(self, phase: str) -> None:
-        if self._passes_by(phase):
+    def end(self, phase: str, engine: ProfiledEngine) -> None:
+        if self._passes_by(phase, engine):
             return
         if self._stage is _Stage.COUNTING:
             self._count.pause()
@@ -423,42 +402,39 @@ class StepProfiler(Phases):
                 self._forward = self._count.read()
             else:
                 self._count.close()
-                self._counted_at, self._stage = self._engine.global_steps, _Stage.COUNTED
+                self._counted_at, self._stage = engine.global_steps, _Stage.COUNTED
         elif self._stage is _Stage.TIMING:
             self._timers.end(f"/{phase}")
             if phase == BACKWARD:
-                self._finish()
+                self._finish(engine.global_steps)
 
-    def _passes_by(self, phase: str) -> bool:
+    def _passes_by(self, phase: str, engine: ProfiledEngine) -> bool:
         """Nothing to do: the profile is there, or this is an evaluation, or a phase that is not profiled."""
         if self._stage is _Stage.DONE or phase not in (FORWARD, BACKWARD):
             return True
-        return phase == FORWARD and not self._engine.training
+        return phase == FORWARD and not engine.training
 
-    def _start(self) -> None:
-        steps = self._engine.global_steps
+    def _start(self, steps: int) -> None:
         if self._stage is _Stage.WAITING and steps >= self._section.profile_step - 1:
             self._stage = _Stage.COUNTING
         elif self._stage is _Stage.COUNTED and steps > self._counted_at:
             self._stage = _Stage.TIMING
-            self._hooks.enter_context(timed_modules(self._engine.module, self._timers))
+            self._hooks.enter_context(timed_modules(self._module, self._timers))
 
-    def _finish(self) -> None:
+    def _finish(self, step: int) -> None:
         self._hooks.close()
         self._stage = _Stage.DONE
-        engine, sums = self._engine, self._timers.take()
+        sums = self._timers.take()
         phases = (sums.pop(f"/{FORWARD}"), sums.pop(f"/{BACKWARD}"))
-        dtype = engine.wiring.autocast or engine.wiring.policy.param
-        peak = peak_of(engine.device, dtype)
-        self.profile = build_profile(engine.module, self._forward, self._count.read(), sums, phases, peak)
-        self._report(self.profile)
+        peak = peak_of(self._device, self._dtype)
+        self.profile = build_profile(self._module, self._forward, self._count.read(), sums, phases, peak)
+        self._report(self.profile, step)
 
-    def _report(self, profile: ModelProfile) -> None:
-        engine, section = self._engine, self._section
-        samples = engine.train_micro_batch_size_per_gpu()
+    def _report(self, profile: ModelProfile, step: int) -> None:
+        section = self._section
         text = render(
             profile,
-            title=f"FLOPs profile of rank 0, step {engine.global_steps}, one micro-batch of {samples} samples",
+            title=f"FLOPs profile of rank 0, step {step}, one micro-batch of {self._samples} samples",
             detailed=section.detailed,
             module_depth=section.module_depth,
             top_modules=section.top_modules,

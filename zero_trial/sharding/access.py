@@ -7,7 +7,7 @@ from torch import nn
 
 from zero_trial.errors import TrialError
 from zero_trial.sharding.dtypes import wide_dtype
-from zero_trial.sharding.full_params import owner_of_param
+from zero_trial.sharding.full_params import optimizer_of_param, owner_of_param
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 from zero_trial.sharding.param_group import ParamGroup
@@ -49,12 +49,13 @@ def _find(param: torch.Tensor) -> tuple[ShardedModel, ParamGroup, int]:
     return holder, *holder.group_of(param)
 
 
-def _optimizer_of(model: ShardedModel) -> ShardedOptimizer:
-    if model.optimizer is None:
+def _optimizer_of(param: torch.Tensor) -> ShardedOptimizer:
+    optimizer = optimizer_of_param(param)
+    if not isinstance(optimizer, ShardedOptimizer):
         raise TrialError(
             "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
         )
-    return model.optimizer
+    return optimizer
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
@@ -91,19 +92,19 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """State ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...), whole; None before the first step. Collective over shard."""
-    model, group, index = _find(param)
-    shard = _optimizer_of(model).state_shard(group, optim_state_key)
+    _, group, index = _find(param)
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
-    model, group, index = _find(param)
-    shard = _optimizer_of(model).state_shard(group, optim_state_key)
+    _, group, index = _find(param)
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
     if shard is None:
         raise TrialError("the optimizer has no such state yet", where=optim_state_key, fix="Take a step first.")
     write_to_shard(group, index, shard, value)
-    _optimizer_of(model).set_state_shard(group, optim_state_key, shard)
+    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -124,8 +125,8 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of a state tensor, flat; None before the first step. Local."""
-    model, group, index = _find(param)
-    shard = _optimizer_of(model).state_shard(group, optim_state_key)
+    _, group, index = _find(param)
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else _local(group, index, shard)
 
 

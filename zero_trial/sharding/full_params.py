@@ -32,8 +32,9 @@ class ShardOwner(Protocol):
         """Takes edits over (those of rank ``source``; None: nothing was edited) and returns to the state before :meth:`open`. Collective."""
 
 
-# parameter -> how to reach its holder
+# parameter -> how to reach its holder, and the optimizer that has its state
 _HOLDERS = WeakTensorKeyDictionary()
+_OPTIMIZERS = WeakTensorKeyDictionary()
 
 
 def register_owner(params: Iterable[nn.Parameter], holder: ShardOwner) -> None:
@@ -52,6 +53,19 @@ def forget_owner(params: Iterable[nn.Parameter]) -> None:
     """These parameters are ordinary ones again."""
     for param in params:
         _HOLDERS.pop(param, None)
+        _OPTIMIZERS.pop(param, None)
+
+
+def register_optimizer(params: Iterable[nn.Parameter], optimizer: object) -> None:
+    """``optimizer`` (a ShardedOptimizer) has the state of these parameters from now on."""
+    for param in params:
+        _OPTIMIZERS[param] = ref(optimizer)
+
+
+def optimizer_of_param(param: torch.Tensor) -> object | None:
+    """Return the optimizer with the state of ``param``; None where its engine has none."""
+    found = _OPTIMIZERS.get(param)
+    return found() if found is not None else None
 
 
 def owner_of_param(param: torch.Tensor) -> ShardOwner | None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from zero_trial.comm import AxisComm, Mesh, Pending
 from zero_trial.errors import TrialError
-from zero_trial.ops.optimizers import DeviceScalars
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding import full_params
 from zero_trial.sharding.dtypes import living_dtype, wide_dtype
@@ -33,7 +32,7 @@ from zero_trial.sharding.grouping import (
 )
 from zero_trial.sharding.init import read_first_values
 from zero_trial.sharding.layout import lay_out
-from zero_trial.sharding.optimizer import ShardedOptimizer
+from zero_trial.sharding.optimizer import StepStatus
 from zero_trial.sharding.param_group import ParamGroup, keep_freed_memory, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
 from zero_trial.sharding.publish import DeferredGathers, ParamPublisher
@@ -215,6 +214,7 @@ class ShardedModel:
         settings: ShardingSettings,
         manual_groups: Sequence[ManualGroup] = (),
         house: Callable[[ParamGroup], None] = lambda group: None,
+        status: StepStatus | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -239,9 +239,7 @@ class ShardedModel:
             in_flight=settings.in_flight,
         )
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
-        self.optimizer: ShardedOptimizer | None = None
-        # From a reduced gradient shard to the averaged gradient.
-        self.gradient_multiplier: Callable[[], float] = lambda: 1.0
+        self._status = status if status is not None else StepStatus()
         self.arrivals = DeferredGathers(module)
         self._visits = SummonedParams(self.groups, self.wait, mesh.data)
         full_params.register_owner(self._params(), self)
@@ -275,21 +273,18 @@ class ShardedModel:
         """Some parameters do not always live: their values are in the shards."""
         return self.plan.frees_parameters
 
+    def gradient_multiplier(self) -> float:
+        """The factor from a reduced gradient shard to the averaged gradient."""
+        return self._status.gradient_multiplier()
+
     # --- one step -------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
         """A backward pass of this model's own loss starts; ``reduce``: its gradients cross the wire; ``last``: the step follows."""
         self.unsharder.last_micro_batch = last
-        if last:
-            self.expect_step()
         for grad_buffer in self.grad_buffers:
             grad_buffer.begin_pass()
         self.reducer.begin(reduce=reduce)
-
-    def expect_step(self) -> None:
-        """The step follows, unless it is skipped: optimizer state that lives elsewhere begins to come."""
-        if self.optimizer is not None:
-            self.optimizer.expect()
 
     def end_backward(self) -> None:
         """The backward pass has returned; afterwards the gradients that were to be reduced are. Collective over shard and replica if so."""
@@ -321,18 +316,6 @@ class ShardedModel:
         :meth:`wait` or :meth:`wait_when_called` must follow. Collective over shard.
         """
         ParamPublisher(self.groups, (), self.arrivals.under_way).finish()
-        self.unsharder.start_step()
-
-    def update(self, multiplier: float, gate: DeviceScalars | None = None, *, defer: bool = False) -> None:
-        """One optimizer step with ``multiplier`` times the reduced gradients, and :meth:`publish` of each group as soon as it is done, while
-        the next one is updated. What is said there holds here. ``gate``: see :meth:`ShardedOptimizer.step`; a step that the device skips
-        publishes the values that were there. ``defer``: :meth:`wait_when_called` will follow. Collective over shard."""
-        if self.optimizer is None:
-            raise TrialError("there is no optimizer to step", where="ShardedModel.update")
-        self.settle()
-        publication = ParamPublisher(self.groups, self.optimizer.pieces, self.arrivals.under_way, lend=not defer)
-        self.optimizer.step(multiplier, publication.updated, gate)
-        publication.finish()
         self.unsharder.start_step()
 
     def publish_frozen(self) -> None:

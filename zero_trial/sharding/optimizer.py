@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
 from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import (
@@ -23,6 +24,7 @@ from zero_trial.ops.optimizers import (
     supports_device_scalars,
     undo_step,
 )
+from zero_trial.sharding.full_params import register_optimizer
 from zero_trial.sharding.layout import ParamSlot
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore, segments_of
@@ -172,12 +174,23 @@ def _fused(base: torch.optim.Optimizer) -> bool:
 # The optimizer over shards: any torch optimizer, stepping on this rank's flat pieces of the master weights.
 
 
-def _nobody(pieces: Sequence[ShardPiece], rounded: bool) -> None:
-    return None
+class StepStatus:
+    """What the engine knows of its steps, for code that shows numbers to users: the last step may still be undone.
 
+    As it is: of a loop without an engine, in which every step's outcome is known and the loss is not scaled.
+    """
 
-def _known() -> None:
-    """Every step's outcome is."""
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass."""
+        return 1.0
+
+    def gradient_multiplier(self) -> float:
+        """The factor from a reduced gradient shard to the averaged gradient."""
+        return 1.0
+
+    def settle(self) -> None:
+        """Wait until the last step's outcome is known."""
 
 
 def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
@@ -192,7 +205,8 @@ def _batching(base: torch.optim.Optimizer) -> dict[str, Any]:
 class ShardedOptimizer:
     """Steps ``base`` on the shards' pieces; everything user code knows of an optimizer (``param_groups``, lr) is the base's own.
 
-    ``loss_scale`` and ``cur_scale`` report what ``scale`` returns, as DeepSpeed's optimizer objects do.
+    ``groups`` are all parameter groups of the model, the same on every rank, and ``shard`` is the axis that cuts them. ``loss_scale`` and
+    ``cur_scale`` report the engine's loss scale, as DeepSpeed's optimizer objects do.
     """
 
     def __init__(
@@ -200,36 +214,40 @@ class ShardedOptimizer:
         base: torch.optim.Optimizer,
         pieces: Sequence[ShardPiece],
         *,
-        scale: Callable[[], float],
+        groups: Sequence[ParamGroup] = (),
+        shard: AxisComm | None = None,
+        status: StepStatus | None = None,
         store: StateStore | None = None,
     ) -> None:
         self.base = base
         self.pieces = list(pieces)
         self._store = store if store is not None else DeviceStore(self.pieces, **_batching(base))
         self._kept = OptimizerState(base, self.pieces, self._store)
-        self._scale = scale
+        self._status = status if status is not None else StepStatus()
         self._stateful = 0  # weights that had state before the last step
-        # What must happen before numbers are shown: the last step may still be taken back.
-        self.when_asked: Callable[[], None] = _known
+        register_optimizer((param for group in groups for param in group.params), self)
+        if shard is not None:
+            trained = [group for group in groups if group.trainable]
+            self.bind_tensors(trained, lambda sums: shard.all_reduce_small(sums, "tensor norms"))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        self.when_asked()
+        self._status.settle()
         return self.base.param_groups
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        self.when_asked()
+        self._status.settle()
         return self.base.state
 
     @property
     def loss_scale(self) -> float:
-        return self._scale()
+        return self._status.loss_scale
 
     cur_scale = loss_scale
 
-    def takes_gates(self, device: torch.device) -> bool:
-        """Whether :meth:`step` can be told by ``device``, where the gradients are, without the host's reading anything there."""
+    def takes_device_scalars(self, device: torch.device) -> bool:
+        """Return whether :meth:`update` can read factor and skip on ``device``, where the gradients are, so that the host reads nothing there."""
         if not supports_device_scalars(self.base) or not isinstance(self._store, DeviceStore):
             return False
         at_home = all(piece.weight.device == piece.grad_buffer.shard.device for piece in self.pieces)
@@ -237,38 +255,35 @@ class ShardedOptimizer:
 
     @property
     def divides(self) -> bool:
-        """Whether a gate must hold what gradients are divided by: torch's own fused optimizers multiply by nothing."""
+        """Whether device scalars must hold what gradients are divided by: torch's own fused optimizers multiply by nothing."""
         return not isinstance(self.base, ShardOptimizer)
 
     def expect(self) -> None:
         """A step is coming, unless it is skipped: state that lives elsewhere begins to come."""
         self._store.expect()
 
-    def step(
-        self,
-        multiplier: float | None = None,
-        updated: Callable[[Sequence[ShardPiece], bool], None] = _nobody,
-        gate: DeviceScalars | None = None,
-    ) -> None:
-        """One update with ``multiplier`` times the reduced gradients. Optimizers that sum norms over tensors (LAMB) are collective over shard.
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise TrialError: a loop of plain torch would step without reduced gradients, and would not publish the new values."""
+        raise TrialError(
+            "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
+            where="optimizer.step",
+            fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
+        )
 
-        ``updated(pieces, rounded)`` hears of pieces as soon as they are done; ``rounded``: their 16-bit copies are, too. Bytes per parameter
-        from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass where the optimizer fuses, else 28 and two casts of 6 each.
-        With a ``gate`` (see :meth:`takes_gates` and :attr:`divides`) the device may skip the step: then :meth:`take_back` must follow.
+    def update(
+        self, multiplier: float, scalars: DeviceScalars | None = None
+    ) -> Iterator[tuple[Sequence[ShardPiece], bool]]:
+        """Step with ``multiplier`` times the reduced gradients; yield pieces as soon as they are done, with whether their 16-bit copies are, too.
 
-        Called without numbers, as a loop of plain torch does, it is a TrialError: nobody would bring the new values to the parameters.
+        Bytes per parameter from a 16-bit gradient to a 16-bit parameter (Adam): 28 in one pass where the optimizer fuses, else 28 and two
+        casts of 6 each. With ``scalars`` (see :meth:`takes_device_scalars` and :attr:`divides`) the device may skip the step: then
+        :meth:`undo_step` must follow. Optimizers that sum norms over tensors (LAMB) are collective over shard.
         """
-        if not isinstance(multiplier, (int, float)):
-            raise TrialError(
-                "the engine steps this optimizer: it reduces, clips and unscales the gradients before, and gathers the parameters after",
-                where="optimizer.step",
-                fix="Call engine.step() instead, and leave optimizer.zero_grad() out.",
-            )
         self._stateful = len(self.base.state)
         for batch in self._store.batches():
             self._store.borrow(batch)
-            rounded = self._update(batch, multiplier, gate)
-            updated(batch, self._store.give_back(batch, rounded))
+            rounded = self._update(batch, multiplier, scalars)
+            yield batch, self._store.give_back(batch, rounded)
 
     def _update(self, batch: Sequence[ShardPiece], multiplier: float, gate: DeviceScalars | None) -> bool:
         if isinstance(self.base, ShardOptimizer) and self.base.fuses:
@@ -285,8 +300,8 @@ class ShardedOptimizer:
             piece.weight.grad = None
         return False
 
-    def take_back(self) -> None:
-        """The device has skipped the last step: what the host counted and made for it is as before."""
+    def undo_step(self) -> None:
+        """Undo what the host counted and made for the last step, which the device has skipped."""
         undo_step(self.base, self._stateful)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -321,12 +336,12 @@ class ShardedOptimizer:
 
     def views(self) -> Iterator[StateView]:
         """See :meth:`OptimizerState.views`; values are there only inside :meth:`lent`."""
-        self.when_asked()
+        self._status.settle()
         return self._kept.views()
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """See :meth:`OptimizerState.scalars`."""
-        self.when_asked()
+        self._status.settle()
         return self._kept.scalars()
 
     def make_state(
@@ -336,22 +351,22 @@ class ShardedOptimizer:
         shape_of: Callable[[str, str], tuple[int, ...] | None],
     ) -> None:
         """See :meth:`OptimizerState.make`; only inside :meth:`lent`."""
-        self.when_asked()
+        self._status.settle()
         self._kept.make(kinds, scalars, shape_of)
 
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None:
         """See :meth:`OptimizerState.shard`."""
-        self.when_asked()
+        self._status.settle()
         return self._kept.shard(group, kind)
 
     def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None:
         """See :meth:`OptimizerState.set_shard`."""
-        self.when_asked()
+        self._status.settle()
         self._kept.set_shard(group, kind, shard)
 
     def persistent_bytes(self) -> int:
         """See :meth:`OptimizerState.resident_bytes`."""
-        self.when_asked()
+        self._status.settle()
         return self._kept.resident_bytes()
 
 

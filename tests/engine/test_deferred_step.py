@@ -13,12 +13,11 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, Case, Turn, build_engine
-from tests.support.late import make_late, on_device
+from tests.support.late import make_late, on_device, waits
 from tests.support.models import Tower
 from tests.support.pipelines import batches, layers
 from tests.support.pipelines import make_engine as make_pipeline
 from tests.support.pool import Pools
-from zero_trial.engine.step import DeferredStepOutcome, StepOutcome, choose_step_outcome
 from zero_trial.errors import Diverged
 
 STEPS = 8
@@ -109,7 +108,7 @@ def train(
         if ask == "always" or (ask == "rank 1" and engine.global_rank == 1):
             told.append(answers(engine))
     when["now"] = False
-    engine.verdict.conclude()
+    engine.outcome.finalize()
     logging.getLogger("zero_trial").removeHandler(lines)
     said = [line for line in lines.lines if "not finite" in line]
     return left(engine) | {"losses": losses, "told": told, "said": said}
@@ -239,19 +238,19 @@ def test_hybrid_sharding(ranks: Pools) -> None:
 # --- who waits, and when ----------------------------------------------------------------------------------------------
 
 
-def waits(stage: str, optimizer: str, config: dict[str, Any]) -> list[Any]:
+def reads(stage: str, optimizer: str, config: dict[str, Any]) -> list[Any]:
     """Reads of the device in three steps, of which the second overflows; then how often the courier was waited for, before and after."""
     engine = build_engine(
         Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=SCHEDULE | config, clip=0.3), STAGES[stage]
     )
-    verdict, when, found = make_late(engine), {"now": False}, []
+    outcome, when, found = make_late(engine), {"now": False}, []
     spoil(engine, "last.bias", 0, when, float("inf"))
     for step in range(3):
         when["now"] = step == 1
         value = loss(engine, Turn(step, 0, engine.global_rank))
         engine.backward(value)
-        before = verdict.courier.received
-        found.append((on_device(engine, verdict, engine.step), before, verdict.courier.received, verdict.open))
+        before = waits(outcome)
+        found.append((on_device(engine, outcome, engine.step), before, waits(outcome), outcome.open))
     return found
 
 
@@ -259,24 +258,24 @@ def waits(stage: str, optimizer: str, config: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 def test_nothing_is_read_in_a_step_and_once_after_it(ranks: Pools, stage: str, optimizer: str) -> None:
     """Of two ranks, through gloo's shared memory, which reads what it sends; so here one rank alone."""
-    for found in ranks(1).run(waits, stage, optimizer, FP16):
+    for found in ranks(1).run(reads, stage, optimizer, FP16):
         assert found == [([], step, step, True) for step in range(3)]
 
 
 def test_the_proof_sees_who_reads():
     engine = build_engine(Case(Tower, loss), STAGES["zero1"])
-    verdict = make_late(engine)
+    outcome = make_late(engine)
 
     def read(what: Any) -> list[str]:
         engine.backward(loss(engine, Turn(0, 0, 0)))
-        return on_device(engine, verdict, what)
+        return on_device(engine, outcome, what)
 
     master = engine.sharded.groups[0].master
     assert read(lambda: master.sum().item()) == ["aten::_local_scalar_dense"]
     assert read(lambda: bool((master * 2).isnan().any()))[-1:] == ["aten::_local_scalar_dense"]
-    assert read(lambda: verdict.courier._here.copy_(verdict.courier.there)) == ["aten::copy_ to the host"]
+    assert read(lambda: outcome._readback._here.copy_(outcome._readback.there)) == ["aten::copy_ to the host"]
     assert read(lambda: master.sum()) == []
-    engine.verdict = StepOutcome(engine.sharded, engine.wiring, engine.device)
+    engine.outcome.deferred = False
     assert read(engine.step) == ["aten::_local_scalar_dense"]
 
 
@@ -310,12 +309,12 @@ LEAVES_OPEN: dict[str, Any] = {
 @pytest.mark.parametrize("name", [*ASKERS, *LEAVES_OPEN])
 def test_who_asks_for_the_verdict(name: str) -> None:
     engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
-    verdict = make_late(engine)
+    outcome = make_late(engine)
     engine.backward(loss(engine, Turn(0, 0, 0)))
     engine.step()
-    assert verdict.open and verdict.courier.received == 0
+    assert outcome.open and waits(outcome) == 0
     (ASKERS | LEAVES_OPEN)[name](engine)
-    assert verdict.courier.received == (name in ASKERS)
+    assert waits(outcome) == (name in ASKERS)
 
 
 # --- what a skipped step leaves ---------------------------------------------------------------------------------------
@@ -346,18 +345,18 @@ def test_a_checkpoint_right_after_a_skipped_step(ranks: Pools, stage: str, tmp_p
 
 def test_a_checkpoint_asks_before_it_is_written(tmp_path: Path) -> None:
     engine = build_engine(Case(Tower, loss, config=SCHEDULE), STAGES["zero1"])
-    verdict, when = make_late(engine), {"now": True}
+    outcome, when = make_late(engine), {"now": True}
     spoil(engine, "last.bias", 0, when, float("inf"))
     engine.backward(loss(engine, Turn(0, 0, 0)))
     engine.step()
-    assert verdict.open
+    assert outcome.open
     engine.save_checkpoint(tmp_path, "a")
-    assert not verdict.open and engine.optimizer is not None and not engine.optimizer.base.state
+    assert not outcome.open and engine.optimizer is not None and not engine.optimizer.base.state
     engine.backward(loss(engine, Turn(0, 0, 0)))
     engine.step()
-    assert verdict.open
+    assert outcome.open
     engine.load_checkpoint(tmp_path, "a")
-    assert not verdict.open and engine.skipped_steps == 1 and engine.global_steps == 1
+    assert not outcome.open and engine.skipped_steps == 1 and engine.global_steps == 1
 
 
 def test_who_holds_the_schedule_sees_it_advance_at_once_and_go_back_with_the_verdict():
@@ -389,13 +388,13 @@ class Custom:
 
 def test_a_schedule_that_cannot_go_back_is_only_stepped_when_the_verdict_is_known():
     engine = build_engine(Case(Tower, loss), STAGES["zero1"], lr_scheduler=lambda optimizer: Custom(optimizer))
-    verdict, when = make_late(engine), {"now": False}
+    outcome, when = make_late(engine), {"now": False}
     spoil(engine, "last.bias", 0, when, float("inf"))
     for step in range(3):
         when["now"] = step == 1
         engine.backward(loss(engine, Turn(step, 0, 0)))
         engine.step()
-        assert not verdict.open
+        assert not outcome.open
     assert engine.lr_scheduler.steps == 2 and engine.get_lr() == [1e-3 / 4]
 
 
@@ -453,7 +452,7 @@ def gan(late: bool) -> list[dict[str, Any]]:
         maker.step()
         critic.zero_grad()
     for engine in engines:
-        engine.verdict.conclude()
+        engine.outcome.finalize()
     return [left(engine) for engine in engines]
 
 
@@ -479,8 +478,8 @@ def pipeline(late: bool, stage: int, config: dict[str, Any]) -> dict[str, Any]:
     for step in range(5):
         when["now"] = step in (0, 2)
         losses.append(engine.train_batch(data).item())
-        pending.append(engine.verdict.open)
-    engine.verdict.conclude()
+        pending.append(engine.outcome.open)
+    engine.outcome.finalize()
     found = left(engine) | {"losses": losses}
     engine.destroy()
     assert pending == [late] * 5 and found["skipped"] == "2"
@@ -499,24 +498,22 @@ def test_a_pipeline(ranks: Pools, stage: int, config: dict[str, Any]) -> None:
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def test_the_device_decides_on_cuda_for_optimizers_that_it_can_tell():
-    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
-
-    def chosen(device: torch.device, **optimizer: Any) -> type[StepOutcome]:
+def test_the_device_decides_on_cuda_for_optimizers_that_support_it():
+    def supported(device: torch.device, **optimizer: Any) -> bool:
         engine = build_engine(Case(Tower, loss, optimizer=optimizer), STAGES["zero1"])
-        assert type(engine.verdict) is StepOutcome, "a CPU reads at no cost"
-        verdict = choose_step_outcome(engine.sharded, engine.wiring, device, engine.optimizer)
-        return type(verdict)
+        assert not engine.outcome.deferred, "a CPU reads at no cost"
+        assert engine.optimizer is not None
+        return engine.optimizer.takes_device_scalars(device)
 
-    assert chosen(cpu, **OPTIMIZERS["AdamW"]) is StepOutcome
-    assert chosen(cuda, type="RMSprop", params={"lr": 0.1}) is StepOutcome
-    assert chosen(cuda, type="AdamW", params={"lr": 0.1, "foreach": True, "torch_adam": True}) is StepOutcome
+    cuda = torch.device("cuda", 0)
+    assert not supported(cuda, type="RMSprop", params={"lr": 0.1})
+    assert not supported(cuda, type="AdamW", params={"lr": 0.1, "foreach": True, "torch_adam": True})
+    assert supported(torch.device("cpu"), **OPTIMIZERS["AdamW"])
 
 
-def test_an_optimizer_takes_gates_where_its_weights_and_gradients_are_together():
+def test_an_optimizer_reads_device_scalars_where_its_weights_and_gradients_are_together():
     engine = build_engine(Case(Tower, loss), STAGES["zero1"])
     optimizer = engine.optimizer
-    assert optimizer is not None and optimizer.takes_gates(engine.device)
+    assert optimizer is not None and optimizer.takes_device_scalars(engine.device)
     optimizer._store = object()  # type: ignore[assignment]
-    assert not optimizer.takes_gates(engine.device)
-    assert isinstance(DeferredStepOutcome(engine.sharded, engine.wiring, engine.device, optimizer), StepOutcome)
+    assert not optimizer.takes_device_scalars(engine.device)

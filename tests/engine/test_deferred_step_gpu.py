@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.engine.test_behaviour_gpu import on_ranks
-from tests.engine.test_late_verdict import FP16, OPTIMIZERS, SCHEDULE, differences, left, spoil, two_groups
+from tests.engine.test_deferred_step import FP16, OPTIMIZERS, SCHEDULE, differences, left, spoil, two_groups
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.models import Tower
-from zero_trial.engine.step import DeferredStepOutcome, StepOutcome
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,11 +37,9 @@ def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str,
     """Steps 1, 4 and 5 are not finite. Late steps run where every wait for the device is an error, but for the first: it makes state."""
     config = SCHEDULE | PRECISIONS[precision]
     engine = build_engine(Case(Tower, loss, two_groups, OPTIMIZERS[optimizer], config=config, clip=0.3), STAGES[stage])
-    assert type(engine.verdict) is DeferredStepOutcome and engine.device.type == "cuda"
+    assert engine.outcome.deferred and engine.device.type == "cuda"
     if prompt:
-        assert engine.optimizer is not None
-        engine.optimizer.when_asked = lambda: None
-        engine.verdict = StepOutcome(engine.sharded, engine.wiring, engine.device)
+        engine.outcome.deferred = False
     when = {"now": False}
     spoil(engine, "blocks.1.weight", 0, when, float("inf"))
     for step in range(STEPS):
@@ -55,8 +52,8 @@ def train(stage: str, precision: str, optimizer: str, prompt: bool) -> dict[str,
             engine.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert engine.verdict.open is not prompt
-    engine.verdict.conclude()
+        assert engine.outcome.open is not prompt
+    engine.outcome.finalize()
     found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in left(engine).items()}
     engine.destroy()
     return found

@@ -164,8 +164,6 @@ def test_optional_packages_have_one_importer(package: str):
 
 # Circles through TYPE_CHECKING that stand today: each is an object that knows its owner's class.
 KNOWN_CIRCLES = (
-    {"zero_trial.engine.engine", "zero_trial.engine.loading", "zero_trial.engine.observe"}
-    | {"zero_trial.engine.profile", "zero_trial.engine.saving"},
     {"zero_trial.master.core.searching", "zero_trial.master.core.state", "zero_trial.master.core.transaction"},
 )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.parts import add_optimizer, mesh_for
+from tests.sharding.parts import add_optimizer, mesh_for, run_update
 from tests.sharding.two_groups import Small, build, train
 from tests.support.pool import Pools
 
@@ -78,7 +78,7 @@ def state_travels(stage: int) -> list[bool]:
     loss.backward()
     other.end_backward()
     other.settle()
-    fresh.step(1.0 / other.mesh.data.size)
+    run_update(fresh, 1.0 / other.mesh.data.size)
     found = {(v.kind, v.name, v.start): v.tensor for v in fresh.views()}
     return [found.keys() == expected.keys(), all(torch.equal(found[key], expected[key]) for key in expected)]
 

@@ -32,6 +32,7 @@ from zero_trial.checkpoint.format import (
 from zero_trial.checkpoint.reader import CheckpointReader
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
+from zero_trial.util.files import replacing
 
 OPEN_FILES = 64  # at once; a checkpoint of many ranks has as many files
 
@@ -309,16 +310,8 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
     Raises OSError or SafetensorError, and leaves nothing behind then.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         save_file(dict(tensors), str(part), metadata=dict(metadata))
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-    DurableFiles().sync_folder(path.parent)
 
 
 # A model's weights out of a checkpoint, as safetensors files that any program reads: streamed, whole or not there at all.

@@ -29,6 +29,7 @@ from zero_trial.checkpoint.format import (
     same_tensor,
 )
 from zero_trial.errors import CheckpointError
+from zero_trial.util.files import sync_folder
 
 
 class Ranks(Protocol):
@@ -78,11 +79,7 @@ class DurableFiles:
 
     def sync_folder(self, folder: Path) -> None:
         """The folder's list of names is on the disk when this returns."""
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(folder)
 
     def rename(self, source: Path, destination: Path) -> None:
         """Atomic; ``destination`` must not exist."""

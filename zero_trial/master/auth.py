@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import time
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from zero_trial.master.errors import Invalid, PermissionDenied
 from zero_trial.master.records import Allocation, User
 from zero_trial.master.verbs import AccountVerbs
+from zero_trial.util.files import write_atomic
 
 
 def new_token() -> str:
@@ -191,15 +191,4 @@ def _read(file: Path) -> Credentials | None:
 
 
 def _write(file: Path, credentials: Credentials) -> None:
-    """Written beside and moved into place, and never readable by others, not even for a moment."""
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(asdict(credentials), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    write_atomic(file, json.dumps(asdict(credentials)), private=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
+from zero_trial.util.files import write_atomic
 
 
 class MasterDirectory:
@@ -97,11 +98,7 @@ class MasterDirectory:
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Say how the master is reached: pid, start, port, url, ready."""
         path = self.root / "master.json"
-        draft = path.with_suffix(".new")
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(state, file)
-        os.replace(draft, path)
+        write_atomic(path, json.dumps(state), durable=False, private=True)
 
     def state(self) -> dict[str, Any]:
         """What the newest master said; empty if there never was one."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Collection, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.layout import RunFolder
+from zero_trial.util.files import sync_folder
 
 METADATA = "metadata.json"
 MANIFEST = "manifest.json"
@@ -131,11 +131,7 @@ def publish(temporary: Path, final: Path) -> None:
     if final.exists():
         aside = final.rename(_other_name(final, "old"))
     temporary.rename(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(final.parent)
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
 

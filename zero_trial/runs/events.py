@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import StorageError
+from zero_trial.util.files import write_atomic
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
@@ -67,16 +67,7 @@ def replace_file(path: Path, text: str) -> None:
     """Make ``text`` the whole content of ``path``: written beside it, flushed to disk and renamed. Raises StorageError."""
     with _storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_atomic(path, text)
 
 
 @contextmanager

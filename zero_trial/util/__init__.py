@@ -1,1 +1,1 @@
-"""Small helpers that several rooms share: text for terminals."""
+"""Small helpers that several rooms share: text for people, files that appear whole, failures on several ranks."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.master.agent.processes import Identity
+from zero_trial.util.files import write_atomic
 
 CLAIM = "claim.json"
 EXIT = "exit.json"
@@ -53,7 +54,7 @@ def owner(folder: Path) -> Identity | None:
 def record_exit(folder: Path, ended: Exit) -> None:
     """Write how it ended; the file appears whole or not at all."""
     content = {"code": ended.code, "time": ended.time, "killed": ended.killed, "why": ended.why}
-    os.replace(_write(folder / f"{EXIT}.{_draft()}", content), folder / EXIT)
+    write_atomic(folder / EXIT, json.dumps(content), durable=False)
 
 
 def exit_of(folder: Path) -> Exit | None:

@@ -1,0 +1,55 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[Path]:
+    """Yield a new, empty file beside ``path`` that takes its place when the block ends.
+
+    If the block raises, the new file is removed and ``path`` stays as it was.
+
+    Args:
+        path: the file to replace or to create; its folder exists.
+        durable: content and name are on the disk afterwards, also if the machine loses power. A file that only running
+            processes read does not need that.
+        private: only this user can read the file, from its first moment on.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    os.close(os.open(draft, flags, 0o600 if private else 0o666))
+    try:
+        yield draft
+        if durable:
+            _sync(draft)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Write a file so that a reader finds the old content or the new one, also if this process is killed."""
+    with replacing(path, durable=durable, private=private) as draft:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the folder's list of names is on the disk."""
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -74,6 +74,7 @@ setup(
         "safetensors[torch]",  # saving through its torch part needs numpy
         "pyyaml",
         "tqdm",
+        "psutil",  # the table of processes: which ones of a run are left
         "google-re2",  # regular expressions of the master's clients, matched in linear time
         # The package `attrdict` does not import on Python >= 3.10; this fork provides the module of that name.
         "attrdict3",

@@ -46,12 +46,12 @@ def write_program(folder: Path, body: str, name: str = "program.py") -> Path:
     return path
 
 
-def supervisor(folder: Path, body: str, ranks: int = 2, patience: SupervisorTimeouts = QUICK) -> Supervisor:
+def supervisor(folder: Path, body: str, ranks: int = 2, timeouts: SupervisorTimeouts = QUICK) -> Supervisor:
     """A supervisor over ranks that run ``body``; the run's folder is ``folder/run``."""
     run_dir = folder / "run"
     run_dir.mkdir()
     command = AgentCommand(RankProgram(str(write_program(folder, body))), ranks, str(run_dir), cwd=str(folder))
-    return Supervisor(command, child_environment(), Silent(), patience=patience)
+    return Supervisor(command, child_environment(), Silent(), timeouts=timeouts)
 
 
 def child_environment() -> dict[str, str]:

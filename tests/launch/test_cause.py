@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.launch.agent import RankExit
 from zero_trial.launch.supervisor import Cause, first_cause, how_it_ended, is_secondary
-from zero_trial.runs.records import ErrorRecord, RankRecord
+from zero_trial.runs.records import ErrorRecord, RankExit, RankRecord
 
 RANKS = [RankRecord(0, 0, 100), RankRecord(1, 1, 101), RankRecord(2, 2, 102)]
 ECHO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41122"
@@ -64,7 +63,7 @@ def test_a_rank_that_only_vanished():
 def test_who_was_gone_before_anyone_was_asked_to_stop_comes_before_who_was_asked():
     """The agent's word about the first to die may be missing; rank 0 died of the agent's SIGTERM."""
     assert first_cause([], RANKS, [RankExit(0, 100, -15)], [RANKS[1]]) == Cause(
-        1, "the process ended without a word (killed?)", 5
+        1, "the process exited without an error report (killed?)", 5
     )
     both = [RankExit(0, 100, -15), RankExit(1, 101, -15)]  # somebody sent SIGTERM to rank 1
     assert first_cause([], RANKS, both, [RANKS[1]]) == Cause(1, how_it_ended(-15), 5)
@@ -97,7 +96,7 @@ def test_echoes(message: str, secondary: bool):
 
 
 def test_signals_in_words():
-    assert "out of memory" in how_it_ended(-9)
+    assert "OOM" in how_it_ended(-9)
     assert how_it_ended(-200).startswith("killed by signal 200")
 
 

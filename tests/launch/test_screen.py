@@ -111,3 +111,18 @@ def test_a_log_is_copied_up_to_the_traceback(tmp_path: Path):
     watcher.tick()
     watcher.close()
     assert out.getvalue() == "step 1\nstep 2\n"
+
+
+def test_what_ranks_say_does_not_control_the_terminal(tmp_path: Path):
+    """Escape sequences of a trial could rename the window, fill the clipboard or overwrite lines."""
+    out = io.StringIO()
+    screen = Screen(out, live=False)
+    screen.say("failed \x1b]52;c;aGk=\x07rank 1")
+    screen.show({"kind": "note", "message": "a\x1b[2Jb\x9b31mc"})
+    screen.show({"kind": "train", "step": 1, "loss": "\x1b]0;t\x07nan"})
+    screen.close()
+    log = tmp_path / "rank-0.log"
+    log.write_text("plain \x1b[31mred\x1b[0m\n")
+    watcher = LogWatcher(log, out, stop_at="")
+    watcher.close()
+    assert out.getvalue().splitlines() == ["failed rank 1", "note    abc", "train   step 1  loss nan", "plain red"]

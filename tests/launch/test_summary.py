@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_trial.launch.summary import summary_lines
+from zero_trial.launch.summary import done_line, summary_lines
 
 REPEAT = "zero-trial run runs/0001/config.lock.yaml"
 
@@ -48,3 +48,14 @@ def test_live_tensors_stand_beside_their_plan():
     assert line == "done    finished · tensors 30.0 MiB/rank (planned 31.0 MiB, error +3.3 %) · 2 ranks"
     assert summary_lines(measured, REPEAT)[0] == "done    finished · tensors 30.0 MiB/rank · 2 ranks"
     assert summary_lines(planned, REPEAT)[0] == "done    finished"
+
+
+def test_baselines_are_figures_of_the_same_quantity():
+    summary = {
+        "final_validation": {"accuracy": 0.9, "validation_loss": 0.3},
+        "chance_accuracy": 0.1,
+        "train_loss": 0.2,
+        "noise_loss": float("nan"),
+    }
+    line = done_line(summary)
+    assert "accuracy 0.9 (chance 0.1)" in line and "validation_loss 0.3 (train 0.2)" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,8 @@ def test_the_steps_of_the_tutorial_one_by_one() -> None:
     assert around.mpu is mpu == make_data_parallel_mpu(around.distributed)
     assert around.reconcile_ds_config(made).train_batch_size == 2
     assert around.reconcile_ds_config(config).train_batch_size == 2
+    sizes = SimpleNamespace(train_batch_size=2, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    assert around.reconcile_ds_config(sizes).data_parallel == 2, "an engine's _config has fields where it has methods"
     with pytest.raises(TrialError, match="Only one MPU can be passed"):
         around.set_mpu(mpu)
 
@@ -70,7 +73,7 @@ def test_questions_before_there_is_an_engine() -> None:
             ask()
     with pytest.raises(TrialError, match="Must have at least one model engine"):
         around.set_mpu(make_data_parallel_mpu(around.distributed))
-    with pytest.raises(TrialError, match="this is no engine: got Linear"):
+    with pytest.raises(TrialError, match="this is not an engine: got Linear"):
         around.wrap_model_engine(torch.nn.Linear(1, 1))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.trial.fake_engine import fake_factory
 from zero_trial.errors import ConfigError
 from zero_trial.runtime.in_memory import InMemoryPlatform
-from zero_trial.trial.context import ExperimentView
+from zero_trial.trial.context import ZeroTrialContext
 
 
 def test_the_platform_answers() -> None:
@@ -18,7 +19,7 @@ def test_the_platform_answers() -> None:
         experiment_id="x",
         steps_completed=3,
     )
-    view = ExperimentView(around)
+    view = ZeroTrialContext(around, fake_factory())
     assert view.get_hparam("lr") == 0.1 and view.get_hparams().model.width == 8
     assert view.get_data_config() == {"source": "text"} and view.get_experiment_config()["name"] == "e"
     assert (view.get_trial_id(), view.get_experiment_id(), view.get_trial_seed(), view.get_initial_batch()) == (

@@ -1,11 +1,10 @@
-"""The agent: torch.distributed.run, the process that starts the ranks of one host and meets the agents of other hosts.
+"""The command line of the agent: torch.distributed.run, which starts the ranks of one host and meets the agents of other hosts.
 
-This module builds its command line and reads its log; both are pure. The agent's own words go to ``<run>/logs/agent.log``.
+Its output goes to ``<run>/logs/agent.log``, and what the supervisor needs of it to ``agent.json`` beside it (zero_trial.runtime.agent).
 """
 
 from __future__ import annotations
 
-import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zero_trial.launch.hosts import RendezvousSpec
-
-# "failed (exitcode: -9) local_rank: 1 (pid: 5768) of binary: python": logged once, for the rank that failed first.
-_FIRST = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)")
-# "rank      : 1 (local_rank: 1)" and under it "exitcode  : -9 (pid: 5768)": one such pair per failed rank in the final report.
-_REPORTED = re.compile(r"\(local_rank: (?P<local>\d+)\)\s+exitcode\s+: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)")
+from zero_trial.runs.layout import RunFolder
 
 
 @dataclass(frozen=True)
@@ -36,15 +31,6 @@ class RankProgram:
 
 
 @dataclass(frozen=True)
-class RankExit:
-    """How a rank ended, as the agent saw it; a negative code is a signal."""
-
-    local_rank: int
-    pid: int
-    code: int
-
-
-@dataclass(frozen=True)
 class AgentCommand:
     """One host's part of a run: how many ranks, where they meet, what they run."""
 
@@ -55,11 +41,15 @@ class AgentCommand:
     cwd: str | None = None
 
     @property
-    def log_name(self) -> str:
-        """The agent's log in ``<run>/logs``: hosts that share the folder have one each."""
-        return (
-            "agent.log" if self.rendezvous.single else f"agent-{socket.gethostname()}-{self.rendezvous.node_rank}.log"
-        )
+    def log(self) -> Path:
+        """The agent's log; hosts that share the run's folder have one each."""
+        own = "" if self.rendezvous.single else f"-{socket.gethostname()}-{self.rendezvous.node_rank}"
+        return RunFolder(Path(self.run_dir)).logs / f"agent{own}.log"
+
+    @property
+    def record(self) -> Path:
+        """The agent's record for the supervisor."""
+        return self.log.with_suffix(".json")
 
     def argv(self, parent: int) -> list[str]:
         """The whole command: guard, torch.distributed.run, and for each rank again the guard and the target."""
@@ -68,20 +58,13 @@ class AgentCommand:
         rank += ["--inject-local-rank"] if self.target.local_rank else []
         return [
             *(sys.executable, "-m", "zero_trial.launch.guard", "--parent", str(parent)),
-            *("-m", "torch.distributed.run", "--nproc-per-node", str(self.ranks)),
+            *("-m", "zero_trial.runtime.agent", str(self.record), "--nproc-per-node", str(self.ranks)),
             # where it makes its empty folders; by default they stay behind in /tmp
-            *("--log-dir", str(Path(self.run_dir) / "logs" / "agent")),
+            *("--log-dir", str(self.log.parent / "agent")),
             *self.rendezvous.agent_arguments(),
             *rank,
             *self.target.guarded(),
         ]
-
-
-def failed_ranks(log: str) -> list[RankExit]:
-    """The failures that the agent's log tells of, each once, the one that it saw first in front."""
-    matches = [*_FIRST.finditer(log), *_REPORTED.finditer(log)]
-    found = [RankExit(local_rank=int(m["local"]), pid=int(m["pid"]), code=int(m["code"])) for m in matches]
-    return list(dict.fromkeys(found))
 
 
 def tail(text: str, lines: int = 5) -> Sequence[str]:

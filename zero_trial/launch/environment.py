@@ -1,4 +1,4 @@
-"""What this host has to run ranks on: processors and NVIDIA GPUs, counted without torch."""
+"""This host: its cores and GPUs, its network interface, its names, and the environment that its ranks are started with. No torch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _address_of(interface: str) -> str | None:
             return None
 
 
-# The environment that ranks are started with: what the user has set stands, the rest is filled in. Pure.
+# The environment of the ranks: what the user has set is kept, the rest is filled in.
 
 
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:

@@ -1,9 +1,4 @@
-"""Whether a run that has crashed is started again: ``max_restarts`` of the experiment, as far as it can help.
-
-A master starts a crashed trial again whatever the reason. Here somebody looks on, so a run is started again only if the reason may
-pass (a process that was killed, a lost connection, an error that nobody expected) and the run has saved something since it began:
-without a new checkpoint it would fail at the same place, after the same time.
-"""
+"""``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is started, restarted where that may help."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import Reconciliation, reconcile
 from zero_trial.ds_config.report import report_json, resolved_ds_config
 from zero_trial.ds_config.table import DsConfig
-from zero_trial.errors import ConfigError
+from zero_trial.errors import ConfigError, ExitStatus
 from zero_trial.experiment.experiment import ExperimentConfig, read_experiment
 from zero_trial.launch.agent import AgentCommand, RankProgram
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint, parse_entrypoint
@@ -29,36 +24,10 @@ from zero_trial.launch.environment import HostDevices, count_devices, host_envir
 from zero_trial.launch.hosts import HostPlan
 from zero_trial.launch.placement import PlacementRequest, place
 from zero_trial.launch.screen import EventWatcher, NoWatcher, Screen
-from zero_trial.launch.supervisor import INFRASTRUCTURE, LaunchResult, Supervisor
+from zero_trial.launch.supervisor import LaunchResult, Supervisor
 from zero_trial.runs.checkpoints import checkpoint_step, latest_checkpoint
 from zero_trial.runs.layout import RunFolder, given_run_folder, lock_run, new_run_folder, resumed_run_folder
 from zero_trial.runs.provenance import LockedFacts, locked_model_dir, write_lock
-
-UNEXPECTED = 1
-
-
-def newest_step(folder: Path) -> int | None:
-    """The step of the newest finished checkpoint in a run's folder."""
-    checkpoints = RunFolder(folder).checkpoints
-    steps = (checkpoint_step(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
-    return max((step for step in steps if step is not None), default=None)
-
-
-def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
-    """Whether to start again, given the newest checkpoint's step when the run began and now. Pure."""
-    if outcome.exit_code not in (INFRASTRUCTURE, UNEXPECTED):
-        return False  # it ended well, was asked to stop, or would fail in the same way
-    return now is not None and (before is None or now > before)
-
-
-def restart_line(outcome: LaunchResult, number: int, most: int, step: int | None) -> str:
-    """What the person who watches is told."""
-    cause = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
-    return f"restart {number} of {most}, from step {step}: {cause}"
-
-
-# ``zero-trial run``: one trial of an experiment on this host's ranks, checked before anything is started.
-
 
 DEFAULT_SEED = 0
 
@@ -239,3 +208,28 @@ def timed_check(request: RunRequest) -> tuple[CheckedRun, float]:
     start = time.perf_counter()
     checked = check(request, os.environ)
     return checked, time.perf_counter() - start
+
+
+# Restarts. A master starts a crashed trial again whatever the reason. Here the user watches, so a run is started again only
+# if the reason may pass (a killed process, a lost connection, an error that is not this package's) and it has saved a new
+# checkpoint: without one it would fail at the same place after the same time.
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest finished checkpoint in a run's folder."""
+    checkpoints = RunFolder(folder).checkpoints
+    steps = (checkpoint_step(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
+    return max((step for step in steps if step is not None), default=None)
+
+
+def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
+    """Whether to start again, by the step of the newest checkpoint before the run and after it. Pure."""
+    if outcome.exit_code not in (ExitStatus.INFRASTRUCTURE, ExitStatus.TRIAL_FAULT):
+        return False  # it ended well, was asked to stop, or would fail in the same way
+    return now is not None and (before is None or now > before)
+
+
+def restart_line(outcome: LaunchResult, number: int, most: int, step: int | None) -> str:
+    """``restart 1 of 3, from step 40: rank 1: killed by SIGKILL``."""
+    cause = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
+    return f"restart {number} of {most}, from step {step}: {cause}"

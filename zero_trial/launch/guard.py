@@ -1,4 +1,4 @@
-"""The guard: the first code of every process of a run, which ties it to its parent, opens its log and keeps its last words.
+"""The guard: the first code of every process of a run, which ties it to its parent, opens its log and records its error.
 
     python -m zero_trial.launch.guard --parent PID [--run-dir DIR] [--cwd DIR] [--inject-local-rank] (-m MODULE | --exec PROGRAM | SCRIPT) arguments
 
@@ -108,7 +108,7 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
         return _failed(run_dir, rank, error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
         return _failed(run_dir, rank, error, "interrupted", 130)
-    except Exception as error:  # the last place at which a rank's words can be kept
+    except Exception as error:  # the last place where a rank's error can be recorded
         _print_traceback(error)
         return _failed(run_dir, rank, error, with_user_line(f"{type(error).__name__}: {error}", error), 1)
 

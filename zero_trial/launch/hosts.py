@@ -1,4 +1,4 @@
-"""SLURM's host lists, ``gpu[01-03,7],login``, written out."""
+"""The hosts of a run: where they meet, what each of them starts, and how a hostfile or SLURM names them. Pure."""
 
 from __future__ import annotations
 
@@ -9,70 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_trial.errors import ConfigError
-
-_MOST_HOSTS = 100_000
-
-
-def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b. Raises ConfigError when it is not a host list."""
-    hosts = [host for part in _split(text) for host in _expand(part, text)]
-    if not hosts or not all(hosts):
-        raise _bad(text)
-    return hosts
-
-
-def _split(text: str) -> list[str]:
-    """Parts between commas that are not inside brackets."""
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
-        if depth not in (0, 1):
-            raise _bad(text)
-        if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
-    if depth:
-        raise _bad(text)
-    return [*parts, text[start:]]
-
-
-def _expand(part: str, text: str) -> list[str]:
-    """All names of one part: each bracket is a choice, and the choices multiply."""
-    pieces = re.split(r"\[([^\]]*)\]", part)
-    choices = [[piece] if place % 2 == 0 else _numbers(piece, text) for place, piece in enumerate(pieces)]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > _MOST_HOSTS:
-        raise _bad(text)
-    return ["".join(names) for names in itertools.product(*choices)]
-
-
-def _numbers(inside: str, text: str) -> list[str]:
-    """The numbers of one bracket: ``08-10,12`` is 08 09 10 12."""
-    numbers: list[str] = []
-    for item in inside.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if found is None:
-            raise _bad(text)
-        first, last = found[1], found[2] or found[1]
-        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
-            raise _bad(text)
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
-
-
-def _bad(text: str) -> ConfigError:
-    return ConfigError(
-        "this is not a list of hosts",
-        where="SLURM_NODELIST",
-        got=repr(text[:80]),
-        expected="for example gpu[01-03],login",
-    )
-
-
-# Where the ranks of a run meet: how many hosts, which of them this is, and the address at which they find each other.
-
 
 DEFAULT_PORT = 29500
 
@@ -120,34 +56,85 @@ class RendezvousSpec:
         ]
 
 
-def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSpec | None:
-    """The rendezvous that SLURM's variables describe, for one task per host; None outside a SLURM step or on one host.
+@dataclass(frozen=True)
+class HostPlan:
+    """One host's part. ``visible`` are the GPUs it may use, when the user chose among them; empty means all."""
 
-    The first host of the step's list is where they meet. Raises ConfigError when the step runs several tasks per host: the ranks of a host are
-    started here, not by srun.
-    """
-    if "SLURM_JOB_ID" not in env or "SLURM_NODEID" not in env:
-        return None
-    hosts = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or env.get("SLURM_JOB_NUM_NODES") or "1")
-    if hosts == 1:
-        return None
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or hosts)
-    if tasks != hosts:
-        raise ConfigError(
-            "this SLURM step starts several tasks per host, but one zero-trial per host starts all ranks of its host",
-            where="SLURM_NTASKS",
-            got=tasks,
-            expected=f"{hosts} (one per host)",
-            fix="Use srun --ntasks-per-node=1.",
+    host: str
+    ranks: int
+    rendezvous: RendezvousSpec
+    visible: tuple[int, ...] = ()
+
+    @property
+    def node_rank(self) -> int:
+        return self.rendezvous.node_rank
+
+
+def plan_hosts(
+    chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
+) -> list[HostPlan]:
+    """One plan per chosen host, numbered in hostfile order; they meet at the first one unless ``master_addr`` says otherwise."""
+    address = master_addr or next(iter(chosen))
+    return [
+        HostPlan(
+            host,
+            len(slots),
+            RendezvousSpec(str(len(chosen)), number, address, master_port) if len(chosen) > 1 else RendezvousSpec(),
+            tuple(slots) if list(slots) != list(present[host]) else (),
         )
-    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
-    return RendezvousSpec(
-        hosts=str(hosts),
-        node_rank=int(env["SLURM_NODEID"]),
-        master_addr=env.get("MASTER_ADDR") or expand_hosts(nodelist)[0],
-        master_port=int(env.get("MASTER_PORT") or port),
-        run_id=env["SLURM_JOB_ID"],
-    )
+        for number, (host, slots) in enumerate(chosen.items())
+    ]
+
+
+def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
+    """The plan of this host: by its number when given, else the one whose host is among this host's ``names``.
+
+    Raises ConfigError when neither finds exactly one.
+    """
+    if node_rank is not None:
+        if not 0 <= node_rank < len(plans):
+            raise ConfigError(
+                "there is no host of this number", where="--node_rank", got=node_rank, expected=f"0 to {len(plans) - 1}"
+            )
+        return plans[node_rank]
+    mine = [plan for plan in plans if plan.host in names]
+    if len(mine) != 1:
+        raise ConfigError(
+            "this host is not in the hostfile" if not mine else "this host is in the hostfile under several names",
+            where="hostfile",
+            got=", ".join(names),
+            expected=" or ".join(plan.host for plan in plans),
+            fix="Say which one it is with --node_rank, or start all of them from here with --launcher ssh.",
+        )
+    return mine[0]
+
+
+def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mapping[str, str]) -> list[str]:
+    """The command that starts one host's part from here. ``-tt``: when ssh ends here, the other side is told (SIGHUP)."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
+    line = " ".join(["exec env", *settings, shlex.join(command)]) if settings else "exec " + shlex.join(command)
+    return ["ssh", "-tt", "-o", "BatchMode=yes", plan.host, f"cd {shlex.quote(cwd)} && {line}"]
+
+
+def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
+    """``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts. Raises ConfigError for any other line."""
+    exports = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        key, equals, value = line.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(
+                "not an environment line", where=f"{name}:{number}", got=repr(line), expected="NAME=value"
+            )
+        exports[key] = value
+    return exports
+
+
+def localhost(slots: int) -> Slots:
+    """The hosts of a run without a hostfile."""
+    return {"localhost": list(range(slots))}
 
 
 # A hostfile in DeepSpeed's grammar, ``host slots=N`` per line, and the filters that choose hosts and slots from it. Pure.
@@ -246,85 +233,95 @@ def _slots(numbers: str, present: list[int], part: str, option: str) -> list[int
     return slots
 
 
-# The plan of a run over several hosts: which host starts how many ranks, as which number, and by which command. Pure.
+# SLURM: one task per host, and host lists such as ``gpu[01-03,7],login``.
 
 
-@dataclass(frozen=True)
-class HostPlan:
-    """One host's part. ``visible`` are the GPUs it may use, when the user chose among them; empty means all."""
+def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSpec | None:
+    """The rendezvous that SLURM's variables describe, for one task per host; None outside a SLURM step or on one host.
 
-    host: str
-    ranks: int
-    rendezvous: RendezvousSpec
-    visible: tuple[int, ...] = ()
-
-    @property
-    def node_rank(self) -> int:
-        return self.rendezvous.node_rank
-
-
-def plan_hosts(
-    chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
-) -> list[HostPlan]:
-    """One plan per chosen host, numbered in hostfile order; they meet at the first one unless ``master_addr`` says otherwise."""
-    address = master_addr or next(iter(chosen))
-    return [
-        HostPlan(
-            host,
-            len(slots),
-            RendezvousSpec(str(len(chosen)), number, address, master_port) if len(chosen) > 1 else RendezvousSpec(),
-            tuple(slots) if list(slots) != list(present[host]) else (),
-        )
-        for number, (host, slots) in enumerate(chosen.items())
-    ]
-
-
-def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
-    """The plan of this host: by its number when given, else the one whose host is among this host's ``names``.
-
-    Raises ConfigError when neither finds exactly one.
+    The first host of the step's list is where they meet. Raises ConfigError when the step runs several tasks per host: the ranks of a host are
+    started here, not by srun.
     """
-    if node_rank is not None:
-        if not 0 <= node_rank < len(plans):
-            raise ConfigError(
-                "there is no host of this number", where="--node_rank", got=node_rank, expected=f"0 to {len(plans) - 1}"
-            )
-        return plans[node_rank]
-    mine = [plan for plan in plans if plan.host in names]
-    if len(mine) != 1:
+    if "SLURM_JOB_ID" not in env or "SLURM_NODEID" not in env:
+        return None
+    hosts = int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or env.get("SLURM_JOB_NUM_NODES") or "1")
+    if hosts == 1:
+        return None
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or hosts)
+    if tasks != hosts:
         raise ConfigError(
-            "this host is not in the hostfile" if not mine else "this host is in the hostfile under several names",
-            where="hostfile",
-            got=", ".join(names),
-            expected=" or ".join(plan.host for plan in plans),
-            fix="Say which one it is with --node_rank, or start all of them from here with --launcher ssh.",
+            "this SLURM step starts several tasks per host, but one zero-trial per host starts all ranks of its host",
+            where="SLURM_NTASKS",
+            got=tasks,
+            expected=f"{hosts} (one per host)",
+            fix="Use srun --ntasks-per-node=1.",
         )
-    return mine[0]
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    return RendezvousSpec(
+        hosts=str(hosts),
+        node_rank=int(env["SLURM_NODEID"]),
+        master_addr=env.get("MASTER_ADDR") or expand_hosts(nodelist)[0],
+        master_port=int(env.get("MASTER_PORT") or port),
+        run_id=env["SLURM_JOB_ID"],
+    )
 
 
-def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mapping[str, str]) -> list[str]:
-    """The command that starts one host's part from here. ``-tt``: when ssh ends here, the other side is told (SIGHUP)."""
-    settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
-    line = " ".join(["exec env", *settings, shlex.join(command)]) if settings else "exec " + shlex.join(command)
-    return ["ssh", "-tt", "-o", "BatchMode=yes", plan.host, f"cd {shlex.quote(cwd)} && {line}"]
+_MOST_HOSTS = 100_000
 
 
-def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts. Raises ConfigError for any other line."""
-    exports = {}
-    for number, raw in enumerate(text.splitlines(), start=1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        key, equals, value = line.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(
-                "not an environment line", where=f"{name}:{number}", got=repr(line), expected="NAME=value"
-            )
-        exports[key] = value
-    return exports
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b. Raises ConfigError when it is not a host list."""
+    hosts = [host for part in _split(text) for host in _expand(part, text)]
+    if not hosts or not all(hosts):
+        raise _bad(text)
+    return hosts
 
 
-def localhost(slots: int) -> Slots:
-    """The hosts of a run without a hostfile."""
-    return {"localhost": list(range(slots))}
+def _split(text: str) -> list[str]:
+    """Parts between commas that are not inside brackets."""
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if depth not in (0, 1):
+            raise _bad(text)
+        if letter == "," and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    if depth:
+        raise _bad(text)
+    return [*parts, text[start:]]
+
+
+def _expand(part: str, text: str) -> list[str]:
+    """All names of one part: each bracket is a choice, and the choices multiply."""
+    pieces = re.split(r"\[([^\]]*)\]", part)
+    choices = [[piece] if place % 2 == 0 else _numbers(piece, text) for place, piece in enumerate(pieces)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > _MOST_HOSTS:
+        raise _bad(text)
+    return ["".join(names) for names in itertools.product(*choices)]
+
+
+def _numbers(inside: str, text: str) -> list[str]:
+    """The numbers of one bracket: ``08-10,12`` is 08 09 10 12."""
+    numbers: list[str] = []
+    for item in inside.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if found is None:
+            raise _bad(text)
+        first, last = found[1], found[2] or found[1]
+        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+            raise _bad(text)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _bad(text: str) -> ConfigError:
+    return ConfigError(
+        "this is not a list of hosts",
+        where="SLURM_NODELIST",
+        got=repr(text[:80]),
+        expected="for example gpu[01-03],login",
+    )

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from zero_trial.launch.summary import Event, event_line, training_facts, training_line
 from zero_trial.runs.events import Tail, json_lines
 from zero_trial.runs.layout import RunFolder
+from zero_trial.util.text import strip_control
 
 PLAIN_SECONDS = 10.0
 
@@ -35,9 +36,10 @@ class Screen:
         self._waiting: Event | None = None
 
     def say(self, line: str) -> None:
-        """Print a line that stays; a quiet screen shows nothing at all."""
+        """Print a line that stays, without what could control the terminal; a quiet screen shows nothing at all."""
         if self._quiet:
             return
+        line = strip_control(line)
         if self._bar is not None:
             self._bar.clear()
         self._stream.write(line + "\n")
@@ -80,7 +82,7 @@ class Screen:
         if self._bar is None:
             self._bar = self._new_bar(event)
         self._bar.n = event.get("step", self._bar.n)
-        self._bar.set_description_str(training_facts(event), refresh=False)
+        self._bar.set_description_str(strip_control(training_facts(event)), refresh=False)
         self._bar.refresh()
 
     def _new_bar(self, event: Event) -> Any:
@@ -154,7 +156,7 @@ class LogWatcher:
         for line in lines:
             self._stopped = self._stopped or line == self._stop_at
             if not self._stopped:
-                self._stream.write(line + "\n")
+                self._stream.write(strip_control(line) + "\n")
         if lines:
             self._stream.flush()
 

@@ -1,10 +1,11 @@
-"""The words for a run's events: one line of text for each kind. Pure; a number that an event does not hold is not shown."""
+"""Lines of text for a run's events and for its summary; a number that is missing is not shown. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from zero_trial.runs.records import baselines
 from zero_trial.util.text import format_bytes, format_clock, format_count, format_metric
 
 Event = Mapping[str, Any]
@@ -68,7 +69,7 @@ def start_line(event: Event) -> str | None:
     return "start   " + "  ".join(facts) if facts else None
 
 
-# The last lines of a run: what ``summary.json`` says, in words. Pure; a figure that is not there is not shown.
+# The last lines of a run: what summary.json says.
 
 
 def summary_lines(summary: Mapping[str, Any], repeat: str) -> list[str]:
@@ -89,24 +90,15 @@ def _duration(summary: Mapping[str, Any]) -> str:
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[str]:
-    """Each validation metric as ``before -> after``; a metric of bits per byte with its baselines in brackets."""
+    """Each validation metric as ``before -> after``, with its baselines in brackets where the summary has any."""
     before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
     shown = []
     for name, value in after.items():
         moved = name in before and before[name] != value  # one validation is the first and the last
         change = f"{format_metric(before[name])} -> {format_metric(value)}" if moved else format_metric(value)
-        shown.append(f"{name} {change}{_baselines(summary) if name.endswith('bits_per_byte') else ''}")
+        beside = ", ".join(f"{label} {format_metric(figure)}" for label, figure in baselines(name, summary).items())
+        shown.append(f"{name} {change}{f' ({beside})' if beside else ''}")
     return shown
-
-
-def _baselines(summary: Mapping[str, Any]) -> str:
-    ends = "_bits_per_byte"
-    known = [
-        f"{name[: -len(ends)]} {format_metric(summary[name])}"
-        for name in ("unigram_bits_per_byte", "xz_bits_per_byte")
-        if summary.get(name) is not None
-    ]
-    return f" ({', '.join(known)})" if known else ""
 
 
 def _figures(summary: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
-"""The processes of one run: tied to their parent, found by a mark in their environment, ended together.
+"""The supervisor: starts the ranks of one host, watches them, ends all of them when one fails or a stop is asked for, and finds the cause.
 
-No process of a run outlives it. Three things see to that, each for the case in which the others cannot act: the kernel kills a tied process when its
-parent dies (Linux), a watching thread does the same elsewhere, and at the end of a run whatever still carries its mark is killed.
+No process of a run outlives it. Three things see to that, each for the case in which the others cannot act: the kernel
+kills a guarded process when its parent dies (Linux), a watching thread does the same elsewhere, and at the end of a run
+every process that still carries the run's mark is killed.
 """
 
 from __future__ import annotations
@@ -23,199 +24,39 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+import psutil
+
 from zero_trial.errors import ExitStatus
-from zero_trial.launch.agent import AgentCommand, RankExit, failed_ranks, tail
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import ErrorRecord, RankRecord, read_errors, read_ranks
+from zero_trial.launch.agent import AgentCommand, tail
+from zero_trial.runs.records import ErrorRecord, RankExit, RankRecord, read_agent, read_errors, read_ranks
+
+INFRASTRUCTURE = ExitStatus.INFRASTRUCTURE
+"""The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost host."""
+
+PREEMPTED = ExitStatus.PREEMPTED
 
 MARK = "ZERO_TRIAL_RUN_MARK"
 """Environment variable that all processes of a run inherit; its value is unique to the run."""
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        # Either no /proc on this system (the signal above is the answer) or gone in this instant.
-        return not Path("/proc/self/stat").exists()
-    except OSError:
-        return False
-    # The state follows the command name, which is in brackets and may itself hold brackets and blanks.
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def marked_processes(mark: str) -> list[int]:
-    """Pids of this user's processes whose environment carries ``mark``; empty where there is no /proc. Never this process."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return [pid for pid in found if is_running(pid)]
-
-
-def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to each process that leads a group as a group, to the others alone; those that are gone are passed over."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, number)
-            else:
-                os.kill(pid, number)
-
-
-# The cause: which rank ended a run, and with what words, among all that the ranks and the agent left behind. Pure.
-#
-# When one rank dies, the others fail too: their connections to it break. Only the first failure is worth a person's time.
-
-
-INFRASTRUCTURE = ExitStatus.INFRASTRUCTURE
-"""The exit code of a run that ended for a reason outside of the trial: a killed rank, a lost host."""
-
-
-# How gloo, NCCL, TCPStore and our own mesh say that somebody else went away.
-_SECONDARY = re.compile(
-    r"connection (was )?(closed|reset|refused)|reset by peer|broken pipe|socket (timeout|closed)|connectFullMesh failed"
-    r"|remote process has exited|peer (rank )?.*(gone|left|closed|exited)"
-    r"|failed to recv|recvValue failed|sendBytes failed|wait timeout|timed out waiting|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
-    r"|process group.*(aborted|terminated)",
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What ended the run: the rank (None when no rank is to blame), the words for the user, and the exit code of the command.
-
-    ``echo`` says that the rank only heard of it: the cause itself is not known here.
-    """
-
-    rank: int | None
-    message: str
-    exit_code: int
-    echo: bool = False
-
-    @property
-    def headline(self) -> str:
-        """The words with the rank in front, unless they begin with a rank themselves: a verdict that all ranks share, told by the first to say it."""
-        named = self.rank is None or self.message.startswith("rank ")
-        return self.message if named else f"rank {self.rank}: {self.message}"
-
-
-def is_secondary(error: ErrorRecord) -> bool:
-    """Whether the error only tells that another rank has gone: it blames a connection or the mesh, not the trial."""
-    return error.type == "MeshError" or bool(_SECONDARY.search(error.message))
-
-
-def first_cause(
-    errors: Sequence[ErrorRecord],
-    ranks: Sequence[RankRecord],
-    deaths: Sequence[RankExit],
-    vanished: Sequence[RankRecord],
-) -> Cause | None:
-    """The cause of a failed run, or None when nothing is known.
-
-    ``deaths`` are the failures that the agent logged, the first one in front, without those that the supervisor itself brought about; ``vanished``
-    are ranks whose process was gone before anyone asked it to stop. In order: the earliest error that is no mere echo; a rank that died without
-    words; the earliest echo.
-    """
-    primary = sorted((error for error in errors if not is_secondary(error)), key=lambda error: error.time)
-    if primary:
-        return _from_error(primary[0])
-    silent = _silent(errors, ranks, deaths, vanished)
-    if silent is not None:
-        return silent
-    echoes = sorted(errors, key=lambda error: error.time)
-    return dataclasses.replace(_from_error(echoes[0]), echo=True) if echoes else None
-
-
-def _from_error(error: ErrorRecord) -> Cause:
-    # An exit code outside 1..255 cannot be passed on; 1 is then what remains of it.
-    return Cause(error.rank, error.message, error.exit_code if 0 < error.exit_code < 256 else 1)
-
-
-def _silent(
-    errors: Sequence[ErrorRecord],
-    ranks: Sequence[RankRecord],
-    deaths: Sequence[RankExit],
-    vanished: Sequence[RankRecord],
-) -> Cause | None:
-    """The rank that died without leaving an error: by the agent's word if it has one, else by its absence.
-
-    The agent ends the others with SIGTERM, and on a busy machine its word about the first may be missing: whoever died of anything else is asked
-    first, then whoever was gone before anyone was asked to stop, and last those that died of SIGTERM.
-    """
-    spoke = {error.rank for error in errors}
-    by_pid = {record.pid: record.rank for record in ranks}
-    silent = [(by_pid.get(death.pid, death.local_rank), death.code) for death in deaths]
-    silent = [(rank, code) for rank, code in silent if rank not in spoke]
-    for rank, code in silent:
-        if code != -signal.SIGTERM:
-            return _from_death(rank, code)
-    for record in vanished:
-        if record.rank in spoke:
-            continue
-        if (record.rank, -signal.SIGTERM) in silent:
-            return _from_death(record.rank, -signal.SIGTERM)
-        return Cause(record.rank, "the process ended without a word (killed?)", INFRASTRUCTURE)
-    return _from_death(*silent[0]) if silent else None
-
-
-def _from_death(rank: int, code: int) -> Cause:
-    return Cause(rank, how_it_ended(code), code if 0 < code < 256 else INFRASTRUCTURE)
-
-
-def how_it_ended(code: int) -> str:
-    """A process's end in words, with the usual reason where there is one."""
-    if code >= 0:
-        return f"the process ended with exit code {code} and left no error"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    why = {
-        "SIGKILL": " Somebody killed it, or the system ran out of memory (see dmesg).",
-        "SIGSEGV": " A native library crashed.",
-        "SIGBUS": " A native library crashed, or shared memory (/dev/shm) is full.",
-        "SIGABRT": " A native library gave up; its last words are in the log.",
-        "SIGILL": " A native library was built for another processor.",
-    }.get(name, "")
-    return f"killed by {name} (signal {-code}).{why}"
-
-
-# The supervisor: starts the ranks of one host, watches them, and ends every one of them when one fails or when it is told to stop.
-
-
-PREEMPTED = ExitStatus.PREEMPTED
-
-
 class Watcher(Protocol):
-    """Who shows the run while it goes on."""
+    """Shows the run while it goes on."""
 
     def tick(self) -> None:
-        """Look for news; called several times a second."""
+        """Show what is new; called several times a second."""
 
     def close(self) -> None:
-        """Show what is still to be shown and leave the screen in order."""
+        """Show the rest and leave the screen in order."""
 
 
 @dataclass(frozen=True)
 class SupervisorTimeouts:
-    """How long, in seconds, the supervisor waits: between looks, for ranks to end after one failed, for a save after a stop was asked for, and for
-    processes to disappear after they were killed."""
+    """How long the supervisor waits, in seconds."""
 
-    tick: float = 0.1
-    after_failure: float = 5.0
-    after_stop: float = 60.0
-    after_kill: float = 5.0
+    tick: float = 0.1  # between two looks
+    after_failure: float = 5.0  # for the other ranks to end
+    after_stop: float = 60.0  # for ranks that were asked to stop to save
+    after_kill: float = 5.0  # for killed processes to disappear
 
 
 @dataclass(frozen=True)
@@ -227,7 +68,7 @@ class LaunchResult:
 
 
 class Supervisor:
-    """One run on this host. ``stop`` asks the ranks to end by themselves (the first Ctrl-C); the second Ctrl-C kills them."""
+    """One run on this host. ``stop`` asks the ranks to save and end (the first Ctrl-C); the second Ctrl-C kills them."""
 
     def __init__(
         self,
@@ -236,15 +77,14 @@ class Supervisor:
         watcher: Watcher,
         *,
         stop: Callable[[], None] | None = None,
-        patience: SupervisorTimeouts | None = None,
+        timeouts: SupervisorTimeouts | None = None,
     ) -> None:
         self.command = command
         self.run_dir = Path(command.run_dir)
         self.env = env
         self.watcher = watcher
-        self.patience = patience or SupervisorTimeouts()
+        self.timeouts = timeouts or SupervisorTimeouts()
         self.mark = uuid.uuid4().hex
-        self._agent_log = RunFolder(self.run_dir).logs / command.log_name
         self._stop = stop or self._terminate_ranks
         self._asked: list[signal.Signals] = []
         self._vanished: tuple[RankRecord, ...] = ()
@@ -252,9 +92,10 @@ class Supervisor:
         self._deadline: float | None = None
 
     def run(self) -> LaunchResult:
-        """Start, watch, clean up. When this returns (or raises), no process of the run is left."""
-        log = self._agent_log
+        """Start the ranks and watch them to their end. When this returns or raises, no process of the run is left."""
+        log = self.command.log
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.command.record.unlink(missing_ok=True)  # of an earlier start in this folder
         with contextlib.ExitStack() as stack:
             stack.callback(self.watcher.close)
             stack.callback(self._sweep)
@@ -273,29 +114,29 @@ class Supervisor:
         return self._outcome(code, log)
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
-        """Look at ranks and agent until the agent has ended; returns its code."""
+        """Watch ranks and agent until the agent has ended; returns its code."""
         handled = 0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return agent.wait(self.patience.tick)
+                return agent.wait(self.timeouts.tick)
             self.watcher.tick()
             if len(self._asked) > handled:
                 handled = len(self._asked)
-                self._obey(handled)
+                self._handle_stop(handled)
             if self._deadline is None and self._has_failed():
-                self._give(self._time_to_end())
+                self._allow(self._time_to_end())
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._kill_ranks(agent)
 
-    def _obey(self, times: int) -> None:
+    def _handle_stop(self, times: int) -> None:
         """The first request lets the ranks save; each further one ends them now."""
         if times == 1 and self._own_ranks():
             self._stop()
-            self._give(self.patience.after_stop)
+            self._allow(self.timeouts.after_stop)
         else:
-            self._give(0.0)
+            self._allow(0.0)
 
-    def _give(self, seconds: float) -> None:
+    def _allow(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
 
     def _has_failed(self) -> bool:
@@ -305,9 +146,9 @@ class Supervisor:
         gone = {record.pid for record in self._open_ranks() if not is_running(record.pid)}
         if not gone:
             return False
-        # Read again: a rank that ends in order writes so before its process is gone.
+        # Read again: a rank that ends in order writes its exit code before its process is gone.
         self._vanished = tuple(record for record in self._open_ranks() if record.pid in gone)
-        return bool(self._vanished) and b"closing signal" in self._agent_log.read_bytes()
+        return bool(self._vanished) and read_agent(self.command.record).closing
 
     def _open_ranks(self) -> list[RankRecord]:
         return [record for record in self._own_ranks() if record.watched and record.exit_code is None]
@@ -319,7 +160,7 @@ class Supervisor:
     def _time_to_end(self) -> float:
         """How long the others may take: a preempted rank may still be saving."""
         preempted = any(error.exit_code == PREEMPTED for error in read_errors(self.run_dir))
-        return self.patience.after_stop if preempted else self.patience.after_failure
+        return self.timeouts.after_stop if preempted else self.timeouts.after_failure
 
     def _terminate_ranks(self) -> None:
         send_signal((record.pid for record in self._own_ranks()), signal.SIGTERM)
@@ -331,16 +172,16 @@ class Supervisor:
         self._killed |= pids
         send_signal(pids, signal.SIGKILL)
         try:
-            agent.wait(self.patience.after_kill)
+            agent.wait(self.timeouts.after_kill)
         except subprocess.TimeoutExpired:
             send_signal([agent.pid], signal.SIGKILL)
 
     def _sweep(self) -> None:
-        """Kill whatever still carries the run's mark, until nothing does."""
-        end = time.monotonic() + self.patience.after_kill
+        """Kill every process that still carries the run's mark, until there is none."""
+        end = time.monotonic() + self.timeouts.after_kill
         while (left := marked_processes(self.mark)) and time.monotonic() < end:
             send_signal(left, signal.SIGKILL)
-            time.sleep(self.patience.tick / 10)
+            time.sleep(self.timeouts.tick / 10)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -370,16 +211,168 @@ class Supervisor:
                 return LaunchResult(PREEMPTED, Cause(None, saved.message, PREEMPTED))
             number = self._asked[0]
             return LaunchResult(128 + number, Cause(None, f"stopped by {number.name}", 128 + number))
-        text = log.read_text(encoding="utf-8", errors="replace")
-        seen = [death for death in failed_ranks(text) if death.pid not in self._killed]
-        cause = first_cause(errors, self._own_ranks(), seen, self._vanished)
+        exits = [end for end in read_agent(self.command.record).failures if end.pid not in self._killed]
+        cause = first_cause(errors, self._own_ranks(), exits, self._vanished)
         if cause is None:
-            words = " | ".join(tail(text)) or "nothing"
+            last = " | ".join(tail(log.read_text(encoding="utf-8", errors="replace"))) or "nothing"
             cause = Cause(
                 None,
-                f"torch.distributed.run ended with code {code} before a rank did; its last words: {words}",
+                f"torch.distributed.run ended with code {code} before a rank did; its last lines: {last}",
                 INFRASTRUCTURE,
             )
         if cause.echo and not self.command.rendezvous.single:
-            cause = dataclasses.replace(cause, message=f"{cause.message} (the cause may stand on another host)")
+            cause = dataclasses.replace(cause, message=f"{cause.message} (the cause may be on another host)")
         return LaunchResult(cause.exit_code, cause)
+
+
+# The cause of a failure
+
+
+# How gloo, NCCL, TCPStore and our own communication say that another rank has gone.
+_SECONDARY = re.compile(
+    r"connection (was )?(closed|reset|refused)|reset by peer|broken pipe|socket (timeout|closed)|connectFullMesh failed"
+    r"|remote process has exited|peer (rank )?.*(gone|left|closed|exited)"
+    r"|failed to recv|recvValue failed|sendBytes failed|wait timeout|timed out waiting|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|process group.*(aborted|terminated)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What ended the run.
+
+    Attributes:
+        rank: None when no rank is to blame.
+        message: what the user reads.
+        exit_code: of the command.
+        echo: the rank failed because another one did; the cause itself is not known here.
+    """
+
+    rank: int | None
+    message: str
+    exit_code: int
+    echo: bool = False
+
+    @property
+    def headline(self) -> str:
+        """The message with the rank in front, unless it begins with a rank itself, as an error does that all ranks agree on."""
+        named = self.rank is None or self.message.startswith("rank ")
+        return self.message if named else f"rank {self.rank}: {self.message}"
+
+
+def is_secondary(error: ErrorRecord) -> bool:
+    """Whether the error only says that another rank has gone: it blames a connection or the mesh, not the trial."""
+    return error.type == "MeshError" or bool(_SECONDARY.search(error.message))
+
+
+def first_cause(
+    errors: Sequence[ErrorRecord],
+    ranks: Sequence[RankRecord],
+    exits: Sequence[RankExit],
+    vanished: Sequence[RankRecord],
+) -> Cause | None:
+    """The cause of a failed run, or None when nothing is known. Pure.
+
+    When one rank dies, the others fail too: their connections to it break. In this order: the earliest error that does
+    not only say so, a rank that died without an error record, the earliest error that does.
+
+    Args:
+        exits: the failures that the agent saw, the first one in front, without those that the supervisor caused.
+        vanished: ranks whose process was gone before any of them was asked to stop.
+    """
+    primary = sorted((error for error in errors if not is_secondary(error)), key=lambda error: error.time)
+    if primary:
+        return _from_error(primary[0])
+    silent = _silent(errors, ranks, exits, vanished)
+    if silent is not None:
+        return silent
+    echoes = sorted(errors, key=lambda error: error.time)
+    return dataclasses.replace(_from_error(echoes[0]), echo=True) if echoes else None
+
+
+def _from_error(error: ErrorRecord) -> Cause:
+    # An exit code outside 1..255 cannot be passed on; 1 is then what remains of it.
+    return Cause(error.rank, error.message, error.exit_code if 0 < error.exit_code < 256 else 1)
+
+
+def _silent(
+    errors: Sequence[ErrorRecord],
+    ranks: Sequence[RankRecord],
+    exits: Sequence[RankExit],
+    vanished: Sequence[RankRecord],
+) -> Cause | None:
+    """The rank that died without an error record: by what the agent saw if it saw one, else by its absence.
+
+    The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a rank that died of
+    anything else comes first, then one that was gone before any was asked to stop, and last those that died of SIGTERM.
+    """
+    spoke = {error.rank for error in errors}
+    by_pid = {record.pid: record.rank for record in ranks}
+    silent = [(by_pid.get(end.pid, end.local_rank), end.code) for end in exits]
+    silent = [(rank, code) for rank, code in silent if rank not in spoke]
+    for rank, code in silent:
+        if code != -signal.SIGTERM:
+            return _from_exit(rank, code)
+    for record in vanished:
+        if record.rank in spoke:
+            continue
+        if (record.rank, -signal.SIGTERM) in silent:
+            return _from_exit(record.rank, -signal.SIGTERM)
+        return Cause(record.rank, "the process exited without an error report (killed?)", INFRASTRUCTURE)
+    return _from_exit(*silent[0]) if silent else None
+
+
+def _from_exit(rank: int, code: int) -> Cause:
+    return Cause(rank, how_it_ended(code), code if 0 < code < 256 else INFRASTRUCTURE)
+
+
+def how_it_ended(code: int) -> str:
+    """Describe a process's end, with the usual reason where there is one."""
+    if code >= 0:
+        return f"the process ended with exit code {code} and left no error"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    why = {
+        "SIGKILL": " Killed from outside, or by the kernel's OOM killer (see dmesg).",
+        "SIGSEGV": " A native library crashed.",
+        "SIGBUS": " A native library crashed, or shared memory (/dev/shm) is full.",
+        "SIGABRT": " A native library gave up; its message is in the log.",
+        "SIGILL": " A native library was built for another processor.",
+    }.get(name, "")
+    return f"killed by {name} (signal {-code}).{why}"
+
+
+# Processes
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Pids of this user's running processes whose environment carries ``mark``; never this process."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # it is another user's, or it ends meanwhile
+            if process.environ().get(MARK) == mark and process.pid != os.getpid() and is_running(process.pid):
+                found.append(process.pid)
+    return found
+
+
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to each process that leads a group as a group, to the others alone; those that are gone are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)

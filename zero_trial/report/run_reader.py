@@ -28,6 +28,7 @@ from zero_trial.report.data import (
     differing_axes,
     leaves,
 )
+from zero_trial.runs.records import baselines
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration, format_number
 
@@ -174,24 +175,10 @@ def _changes(summary: Record, reports: Sequence[tuple[Any, dict[str, Any]]]) -> 
             str(name),
             float(first[name]) if finite(first.get(name)) else None,
             float(value),
-            _baselines(str(name), summary),
+            tuple(baselines(str(name), summary).items()),
         )
         for name, value in last.items()
         if finite(value)
-    )
-
-
-def _baselines(name: str, summary: Record) -> tuple[tuple[str, float], ...]:
-    """Figures of the summary that measure the same thing in another way.
-
-    ``unigram_bits_per_byte`` stands beside ``val_bits_per_byte``, and ``chance_accuracy`` beside ``accuracy``.
-    """
-    quantity = name.removeprefix("validation_").removeprefix("val_")
-    measured = summary.get("final_validation") or {}
-    return tuple(
-        (key.removesuffix(f"_{quantity}").replace("_", " "), float(value))
-        for key, value in summary.items()
-        if key.endswith(f"_{quantity}") and key not in measured and finite(value)
     )
 
 

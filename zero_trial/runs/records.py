@@ -7,6 +7,7 @@ it fails. Both are renamed into place, so that a reader never sees half a record
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -53,6 +54,27 @@ class ErrorRecord:
     expected: bool = False
 
 
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank ended, as its agent saw it; a negative code is a signal."""
+
+    local_rank: int
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """What the agent of one host says of its ranks.
+
+    ``closing``: it has begun to end those that are left. ``failures``: the first one in front; the agent itself ends the
+    others with SIGTERM.
+    """
+
+    closing: bool = False
+    failures: tuple[RankExit, ...] = ()
+
+
 def error_record(error: BaseException, rank: int, message: str, step: int | None = None) -> ErrorRecord:
     """The record of ``error``, which ends this rank now."""
     known = isinstance(error, ZeroTrialError)
@@ -82,6 +104,38 @@ def read_errors(run_dir: Path) -> list[ErrorRecord]:
     """Errors left so far, in the order of the ranks; a missing field gets the value that says nothing."""
     found = (_error(data) for data in _read_all(RunFolder(run_dir).error_files()))
     return sorted(found, key=lambda record: record.rank)
+
+
+def write_agent(path: Path, record: AgentRecord) -> None:
+    """Write or replace the record of an agent. Raises StorageError."""
+    write_json(path, asdict(record))
+
+
+def read_agent(path: Path) -> AgentRecord:
+    """The record of an agent; an empty one where it has written none, or it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return AgentRecord(bool(found["closing"]), tuple(RankExit(**failure) for failure in found["failures"]))
+    except (OSError, ValueError):
+        return AgentRecord()
+
+
+def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of summary.json that measure the same quantity in another way, by what is before its name.
+
+    ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of ``accuracy``.
+    """
+    quantity = metric.removeprefix("validation_").removeprefix("val_")
+    measured = summary.get("final_validation") or {}
+    return {
+        key.removesuffix(f"_{quantity}").replace("_", " "): float(value)
+        for key, value in summary.items()
+        if key.endswith(f"_{quantity}") and key not in measured and _is_finite(value)
+    }
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _error(data: Mapping[str, Any]) -> ErrorRecord:

@@ -1,6 +1,7 @@
-"""A Determined core.Context as a platform: metrics, checkpoints, preemption and progress of one trial on a cluster.
+"""A Determined cluster as a platform: metrics, checkpoints, preemption and progress of one trial over a core.Context.
 
-Nothing of Determined is imported here: the context comes in, and a test passes another one.
+The classes import nothing of Determined: the context is passed in, and a test passes another one. The functions at the end are
+the only place that imports it.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ class DeterminedPlatform:
             self.core.train.report_early_exit(EARLY_EXITS[reason])
 
 
-# Determined itself, and nobody else imports it: the task's facts, a core.Context for a trial, the harness's base classes.
+# Determined itself, imported only here: the task's facts, a core.Context for a trial, the harness's base classes.
 
 
 def installed() -> bool:

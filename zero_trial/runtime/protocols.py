@@ -67,25 +67,25 @@ class CheckpointStore(Protocol):
     def retain(self, storage_ids: Sequence[str]) -> None:
         """Rank 0 only: every checkpoint of this trial that is not named may be deleted.
 
-        May do nothing where others collect garbage.
+        Does nothing where the cluster deletes checkpoints.
         """
 
 
 class Preemption(Protocol):
-    """Whether someone wants this trial to stop, save, and be resumed later."""
+    """Whether this trial is asked to stop, save, and be resumed later."""
 
     def should_preempt(self) -> bool:
-        """Collective. The same answer on every rank: rank 0 asks, the others are told."""
+        """Collective. The same answer on every rank: rank 0 asks, the others get its answer."""
 
 
 class Progress(Protocol):
-    """How far the trial is, for a searcher and for a person who watches. Called on rank 0 only."""
+    """How far the trial is, for a searcher and for the user. Called on rank 0 only."""
 
     def report_progress(self, fraction: float) -> None:
         """``fraction`` of the whole run, 0 to 1."""
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """One live event (``kind``, ``step``, ``loss`` ...); it may be thrown away where nobody watches."""
+        """One live event (``kind``, ``step``, ``loss`` ...); it may be dropped."""
 
 
 class Platform(Protocol):
@@ -142,10 +142,10 @@ class Platform(Protocol):
         """Rank 0 only: the best value of the searcher's metric that was reported so far."""
 
     def sync_tensorboard(self) -> None:
-        """Each rank, after TensorBoard files may have changed: whoever keeps them elsewhere may copy them now."""
+        """Each rank, after TensorBoard files may have changed: a platform that keeps them elsewhere may copy them now."""
 
     def profile_system(self) -> bool:
-        """Each rank: measure this host's processors, memory and network from now on; False where nobody does."""
+        """Each rank: measure this host's processors, memory and network from now on; False where this platform does not."""
 
     def report_early_exit(self, reason: str) -> None:
         """From the rank that fails, whichever it is: posted once however many ranks call it.

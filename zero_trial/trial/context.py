@@ -1,4 +1,4 @@
-"""Hyperparameters: a plain dict whose keys can also be read as attributes."""
+"""A trial's context: its hyperparameters and experiment, its engines, its place among the ranks, its data and metrics."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from zero_trial.schema.source import open_source
 from zero_trial.trial.ds_config import Reconciled, reconcile_config, reconcile_engine, trial_ds_config, with_stages
 from zero_trial.trial.metrics import FunctionReducer, MetricReducer, ReducerTable
 from zero_trial.trial.settings import TrainPosition
+
+# The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer, dataloader, lr_scheduler)
+EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class HParams(dict[str, Any]):
@@ -42,9 +45,6 @@ def _nested(value: Any) -> Any:
     if isinstance(value, Mapping):
         return HParams(value)
     return [_nested(item) for item in value] if isinstance(value, list) else value
-
-
-# The four things that a trial must know of the mesh.
 
 
 @dataclass(frozen=True)
@@ -85,78 +85,38 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
     )
 
 
-# Batches on their way to a device.
+def mpu_of(engine: Any) -> ModelParallelUnit:
+    """The place that an engine gives its rank; an engine of a pipeline says itself where the first and the last layer are."""
+    if not getattr(engine, "is_pipe_parallel", False) or not hasattr(engine, "is_last_stage"):
+        return make_engine_mpu(engine.mpu)
+    return make_engine_mpu(engine.mpu, bool(engine.is_first_stage()), bool(engine.is_last_stage()))
 
 
-class DeviceMover:
-    """Moves tensors inside nested dicts, lists and tuples; says once per type that it leaves something where it is."""
+class ZeroTrialContext:
+    """Given to the trial's ``__init__``. ``engine_factory`` makes engines; the trial half never imports the engine."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._unknown: set[type] = set()
-
-    def move(self, data: Any, device: torch.device) -> Any:
-        if isinstance(data, torch.nn.Module) or hasattr(data, "to"):
-            return data.to(device)
-        if isinstance(data, Mapping):
-            return {key: self.move(value, device) for key, value in data.items()}
-        if isinstance(data, tuple) and hasattr(data, "_fields"):
-            return type(data)(*(self.move(value, device) for value in data))
-        if isinstance(data, (list, tuple)):
-            return type(data)(self.move(value, device) for value in data)
-        if type(data).__module__ == "numpy" and getattr(data, "ndim", None):
-            return torch.as_tensor(data, device=device)
-        if (
-            data is not None
-            and not isinstance(data, (int, float, str, bytes, bool))
-            and type(data) not in self._unknown
-        ):
-            self._unknown.add(type(data))
-            self._note(
-                f"to_device leaves {type(data).__name__} where it is: only tensors, dicts, lists and tuples are moved"
-            )
-        return data
-
-
-# torch's profiler around a run: entered once, stepped once per optimizer step.
-
-
-class Profiling:
-    """Nothing until ``set`` is called; then a torch.profiler.profile whose traces go to the TensorBoard folder."""
-
-    def __init__(self) -> None:
-        self._profile: Any = None
-
-    def set(self, path: Path, *args: Any, **options: Any) -> None:
-        """``args`` and ``options`` are those of torch.profiler.profile."""
-        options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(str(path)))
-        self._profile = torch.profiler.profile(*args, **options)
-
-    def step(self) -> None:
-        if self._profile is not None:
-            self._profile.step()
-
-    def __enter__(self) -> Profiling:
-        if self._profile is not None:
-            self._profile.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(kind, error, trace)
-
-
-# What a trial may ask about its experiment: hyperparameters, ids, seed, config.
-
-
-class ExperimentView:
-    """Read-only questions that the platform answers; ``ZeroTrialContext`` inherits them."""
-
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: Platform, engine_factory: EngineFactory, device: torch.device | None = None) -> None:
         self.platform = platform
         self._hparams = HParams(platform.hparams)
+        self._engine_factory = engine_factory
+        self.device = device if device is not None else torch.device("cpu")
+        self.engines: list[Any] = []
+        self.reducers = ReducerTable(platform.distributed)
+        self.profiling = Profiling()
+        self.auto_accumulation = True
+        self.check_reproducibility = True
+        self.ds_configs: list[dict[str, Any]] = []  # of the engines made by ``initialize``, as they were used
+        self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
+        self.weights_only = False  # the checkpoint to load is another trial's
+        self.position: TrainPosition | None = None
+        self._mpu: ModelParallelUnit | None = None
+        self._mpu_given = False
+        self._mover = DeviceMover(self.note)
+        self._stop = False
+        self._tensorboard = True
+        self._writer: Any = None
+
+    # The experiment
 
     @property
     def distributed(self) -> Distributed:
@@ -205,48 +165,19 @@ class ExperimentView:
         if self.distributed.rank == 0:
             self.platform.progress.emit({"kind": "note", "message": text, **more})
 
-
-# What a trial holds of its surroundings: its engines, its place among the ranks, its experiment.
-
-
-# The signature of zero_trial.initialize: (model=..., config=..., ...) -> (engine, optimizer, dataloader, lr_scheduler)
-EngineFactory = Callable[..., tuple[Any, Any, Any, Any]]
-
-
-class ZeroTrialContext(ExperimentView):
-    """Given to the trial's ``__init__``. ``engine_factory`` makes engines; the trial half never imports one."""
-
-    def __init__(self, platform: Platform, engine_factory: EngineFactory, device: torch.device | None = None) -> None:
-        super().__init__(platform)
-        self._engine_factory = engine_factory
-        self.device = device if device is not None else torch.device("cpu")
-        self.engines: list[Any] = []
-        self.reducers = ReducerTable(platform.distributed)
-        self.profiling = Profiling()
-        self.auto_accumulation = True
-        self.check_reproducibility = True
-        self.ds_configs: list[dict[str, Any]] = []  # of the engines made by ``initialize``, as they were used
-        self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
-        self.weights_only = False  # the checkpoint to load is another trial's
-        self.position: TrainPosition | None = None
-        self._mpu: ModelParallelUnit | None = None
-        self._mpu_given = False
-        self._mover = DeviceMover(self.note)
-        self._stop = False
-        self._tensorboard = True
-        self._writer: Any = None
-
     # Engines
 
     def initialize(
         self, model: Any = None, config: Mapping[str, Any] | str | Path | None = None, **options: Any
     ) -> Any:
-        """A wrapped engine for ``model``, in one call: finds the ds_config, lays ``hyperparameters.ds_config`` over
-        it, reconciles the batch
-        sizes, builds the engine, wraps it and takes its place among the ranks from it.
+        """Collective. A wrapped engine for ``model``, in one call.
 
-        ``options`` are further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler, model_parameters
-        ...). Collective.
+        Finds the ds_config, lays ``hyperparameters.ds_config`` over it, reconciles the batch sizes, builds the engine,
+        wraps it and takes this rank's place among the replicas from it.
+
+        Args:
+            config: a ds_config, its path, or None for the one that the experiment names.
+            options: further arguments of ``zero_trial.initialize`` (optimizer, lr_scheduler, model_parameters ...).
         """
         given = with_stages(trial_ds_config(config, self.platform), model)
         filled, table = reconcile_config(given, self.platform)
@@ -262,7 +193,7 @@ class ZeroTrialContext(ExperimentView):
         verbs = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if not all(callable(getattr(engine, verb, None)) for verb in verbs):
             raise TrialError(
-                "this is no engine",
+                "this is not an engine",
                 where="wrap_model_engine",
                 got=type(engine).__name__,
                 fix="Wrap the first of the four things that zero_trial.initialize returns.",
@@ -308,14 +239,12 @@ class ZeroTrialContext(ExperimentView):
         return self.engines[0]
 
     def reconcile_ds_config(self, engine_or_config: Any) -> Reconciled:
-        """Compares batch sizes with the hyperparameters and says how they agree. Takes an engine, a ds_config or its
-        path.
+        """Compare batch sizes with the hyperparameters and note how they agree.
 
-        Raises InvalidHP in a search, ConfigError otherwise, if they do not agree.
+        Takes an engine, an engine's ``_config``, a ds_config or its path. Raises InvalidHP in a search, ConfigError
+        otherwise, if they do not agree.
         """
-        if hasattr(engine_or_config, "train_micro_batch_size_per_gpu") and callable(
-            engine_or_config.train_micro_batch_size_per_gpu
-        ):
+        if not isinstance(engine_or_config, Mapping) and hasattr(engine_or_config, "train_micro_batch_size_per_gpu"):
             table = reconcile_engine(engine_or_config, self.platform)
         else:
             table = reconcile_config(open_source(engine_or_config), self.platform)[1]
@@ -457,14 +386,64 @@ class ZeroTrialContext(ExperimentView):
         return self._writer
 
 
-def mpu_of(engine: Any) -> ModelParallelUnit:
-    """The place that an engine gives its rank; an engine of a pipeline says itself where the first and the last layer are."""
-    if not getattr(engine, "is_pipe_parallel", False) or not hasattr(engine, "is_last_stage"):
-        return make_engine_mpu(engine.mpu)
-    return make_engine_mpu(engine.mpu, bool(engine.is_first_stage()), bool(engine.is_last_stage()))
-
-
 def count_parameters(model: Any) -> int:
     """Elements of all parameters; of a pipeline those of the whole model, of which this rank may have built only its part."""
     whole = getattr(model, "total_parameters", None)
     return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())
+
+
+class DeviceMover:
+    """Moves tensors inside nested dicts, lists and tuples; says once per type that it leaves something where it is."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._unknown: set[type] = set()
+
+    def move(self, data: Any, device: torch.device) -> Any:
+        if isinstance(data, torch.nn.Module) or hasattr(data, "to"):
+            return data.to(device)
+        if isinstance(data, Mapping):
+            return {key: self.move(value, device) for key, value in data.items()}
+        if isinstance(data, tuple) and hasattr(data, "_fields"):
+            return type(data)(*(self.move(value, device) for value in data))
+        if isinstance(data, (list, tuple)):
+            return type(data)(self.move(value, device) for value in data)
+        if type(data).__module__ == "numpy" and getattr(data, "ndim", None):
+            return torch.as_tensor(data, device=device)
+        if (
+            data is not None
+            and not isinstance(data, (int, float, str, bytes, bool))
+            and type(data) not in self._unknown
+        ):
+            self._unknown.add(type(data))
+            self._note(
+                f"to_device leaves {type(data).__name__} where it is: only tensors, dicts, lists and tuples are moved"
+            )
+        return data
+
+
+class Profiling:
+    """Nothing until ``set`` is called; then a torch.profiler.profile whose traces go to the TensorBoard folder."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def set(self, path: Path, *args: Any, **options: Any) -> None:
+        """``args`` and ``options`` are those of torch.profiler.profile."""
+        options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(str(path)))
+        self._profile = torch.profiler.profile(*args, **options)
+
+    def step(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def __enter__(self) -> Profiling:
+        if self._profile is not None:
+            self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(kind, error, trace)

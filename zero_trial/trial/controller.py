@@ -1,4 +1,4 @@
-"""The searcher's metric among the validation metrics, and which of two values is better."""
+"""The loop around a trial: a step, what is due after it, and the end, all at boundaries of one global step counter."""
 
 from __future__ import annotations
 

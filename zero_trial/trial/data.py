@@ -1,6 +1,4 @@
-"""The data loader: what torch's offers, plus exact sharding over the replicas, a reproducible shuffle and an exact
-resume.
-"""
+"""A trial's data on one rank: the DataLoader, the feed of training batches, epochs, and the position for an exact resume."""
 
 from __future__ import annotations
 

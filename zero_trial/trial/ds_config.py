@@ -130,13 +130,15 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[dict[str, An
 
 
 def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
-    """An engine's own numbers, compared with the hyperparameters. Errors as in ``reconcile_config``."""
-    table = Reconciled(
-        int(engine.train_batch_size()),
-        int(engine.train_micro_batch_size_per_gpu()),
-        int(engine.gradient_accumulation_steps()),
-        int(engine.dp_world_size),
-    )
+    """An engine's own numbers, or those of its config, compared with the hyperparameters. Errors as in ``reconcile_config``."""
+
+    def number(name: str) -> int:
+        value = getattr(engine, name)  # a method of an engine, a field of its config
+        return int(value() if callable(value) else value)
+
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch, micro, accumulation = map(number, names)
+    table = Reconciled(batch, micro, accumulation, batch // (micro * accumulation))
     pairs = {"global_batch_size": table.train_batch_size, "data_parallel_world_size": table.data_parallel}
     for name, value in pairs.items():
         wanted = platform.hparams.get(name)

@@ -1,4 +1,4 @@
-"""From what a trial returns to one number per name: checked, averaged over steps, reduced over batches and ranks."""
+"""Metrics: what a trial returns, checked and averaged over steps, batches and ranks; and the user's own reducers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ended, and what it has to show."""
+"""What a run reports: its outcome and summary, stragglers, and metrics, progress and diverged losses while it trains."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 The order of operations is repeat, distribute, skip:
 
-    repeat      epoch 0's order, epoch 1's order, ... end to end       a function of (seed, epoch) alone
-    batch       consecutive samples, ``batch_size`` each               a batch may span the seam of two epochs, so
-    every batch is full distribute  batch k goes to replica k mod N skip        the first ``skip`` batches of this
-    replica are jumped over by arithmetic; nothing is read
+    repeat      epoch 0's order, epoch 1's order, ... end to end: a function of (seed, epoch) alone
+    batch       consecutive samples, ``batch_size`` each; a batch may span the seam of two epochs, so every batch is full
+    distribute  batch k goes to replica k mod N
+    skip        the first ``skip`` batches of this replica are jumped over by arithmetic; nothing is read
 
 Optimizer step s of a run with global batch size G therefore trains exactly the samples [s*G, (s+1)*G) of the stream,
 whatever the number of replicas, the micro batch and the accumulation are. Resuming, on the same ranks or on others,
@@ -21,10 +21,8 @@ from typing import Protocol
 
 import torch
 
-MIX = (
-    0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth): neighbouring (seed, epoch) pairs give unrelated generator seeds
-)
-
+# 2**64 / golden ratio (Knuth): neighbouring (seed, epoch) pairs give unrelated generator seeds.
+MIX = 0x9E3779B97F4A7C15
 
 Order = Sequence[int] | torch.Tensor
 
@@ -39,7 +37,7 @@ class EpochOrder(Protocol):
 
 @dataclass(frozen=True)
 class Sequential:
-    """0, 1, 2, ..."""
+    """The samples in the order of the dataset."""
 
     length: int
 
@@ -52,9 +50,9 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A permutation per epoch from a generator of its own; no other random state is read or changed.
+    """A permutation per epoch (8 bytes per sample) from a generator of its own.
 
-    8 bytes per sample.
+    No other random state is read or changed.
     """
 
     length: int
@@ -70,10 +68,10 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class FromSampler:
-    """A user's sampler, run through once per epoch, after ``set_epoch(epoch)`` if it has that.
+    """A user's sampler, run through once per epoch, after ``set_epoch(epoch)`` if it has that method.
 
-    Its order must be a function of the epoch alone, the same on every rank; else ranks overlap and a resume is not
-    exact.
+    Its order must be a function of the epoch alone, the same on every rank. Otherwise ranks read the same samples, and
+    a resume is not exact.
     """
 
     sampler: Iterable[int]

@@ -1,4 +1,4 @@
-"""When things happen: every boundary of a run as a pure function of the one global step counter.
+"""When things happen and how long a trial runs: periods, boundaries as a pure function of one step counter, settings.
 
 Steps are optimizer steps, counted from the start of the trial and never from the start of a process or of an epoch;
 "after step s" means that s steps are complete. So a resumed run meets exactly the boundaries that an unbroken one

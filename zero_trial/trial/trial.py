@@ -1,4 +1,4 @@
-"""The user's class: model, data and metrics of one training run with one set of hyperparameters."""
+"""The user's class ZeroTrial, its import from the model's folder, and the seed that everything starts from."""
 
 from __future__ import annotations
 

@@ -1,0 +1,51 @@
+"""torch.distributed.run under the supervisor: ``python -m zero_trial.runtime.agent RECORD ARGUMENTS-OF-TORCHRUN``.
+
+It starts the ranks of one host and meets the agents of other hosts, as torch's own command does. Beside the log for people it
+writes RECORD: whether it has begun to end its ranks, and which of them failed, the first failure in front.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from zero_trial.runs.records import AgentRecord, RankExit, write_agent
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the ranks to their end. Raises ChildFailedError, as torch's command does, when one fails."""
+    record, *arguments = argv
+    note_closing(Path(record))
+    try:
+        torchrun.main(list(arguments))
+    except ChildFailedError as error:
+        write_agent(Path(record), AgentRecord(closing=True, failures=failures_of(error)))
+        raise
+
+
+def note_closing(record: Path) -> None:
+    """Make the agent write down that it ends its ranks, before it waits for them; torch has no other hook for that."""
+    close = PContext.close
+
+    def noted(self: PContext, *args: Any, **options: Any) -> None:
+        write_agent(record, AgentRecord(closing=True))
+        close(self, *args, **options)
+
+    setattr(PContext, "close", noted)  # noqa: B010 - mypy would not let a method be assigned
+
+
+def failures_of(error: ChildFailedError) -> tuple[RankExit, ...]:
+    """How the failed ranks ended: the first one, then those that ended because of it."""
+    _, first = error.get_first_failure()
+    others = [failure for failure in error.failures.values() if failure is not first]
+    return tuple(RankExit(failure.local_rank, failure.pid, failure.exitcode) for failure in (first, *others))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

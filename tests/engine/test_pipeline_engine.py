@@ -26,6 +26,7 @@ from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.checkpoint import CheckpointReader
 from zero_trial.checkpoint.folder import checkpoint_folder
+from zero_trial.engine import RepeatingLoader
 from zero_trial.pipeline import PipelineModule
 from zero_trial.pipeline.simulate import validate
 
@@ -357,3 +358,22 @@ def test_all_stages_skip_a_step_together(ranks: Pools) -> None:
     assert applied[-1]
     assert not applied[0]
     assert name
+
+
+def from_a_loader() -> tuple[list[float], list[float]]:
+    """Losses of three steps over a loader of four micro-batches, given as the loader itself and as one endless iterator."""
+    found = []
+    for endless in (False, True):
+        engine = make_engine(layers(2), 1, {"stage": 1}, 2)
+        loader = list(batches(0, 2, 2))
+        data = RepeatingLoader(loader) if endless else loader
+        found.append([engine.train_batch(data).item() for _ in range(3)])
+        assert engine.eval_batch(loader).item() == engine.eval_batch(iter(loader)).item()
+        engine.destroy()
+    return found[0], found[1]
+
+
+def test_a_loader_in_place_of_an_iterator() -> None:
+    """As DeepSpeed's documentation writes it: train_batch(dataloader)."""
+    given, endless = from_a_loader()
+    assert given == endless

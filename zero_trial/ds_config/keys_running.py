@@ -160,8 +160,8 @@ class CheckpointSection:
     load_universal: bool = refused(
         False,
         Bool(),
-        "DeepSpeed's universal checkpoints are not read; ours need no conversion to other meshes",
-        instead="Remove the key.",
+        "a checkpoint of ours loads on any mesh as it is; one of DeepSpeed, universal or not, is imported first",
+        instead="Remove the key; make a checkpoint of ours with: zero-trial ckpt import FOLDER NEW_FOLDER.",
     )
     use_node_local_storage: bool = refused(
         False,

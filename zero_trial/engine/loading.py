@@ -255,8 +255,9 @@ def _read_own(engine: CheckpointedEngine, reader: CheckpointReader) -> None:
     """Random generators and own buffers; they mean something only for as many ranks as wrote them."""
     if len(reader.manifest.rank_state) != engine.mesh.world.size:
         if engine.mesh.rank == 0:
-            log.info(
-                "checkpoint of %d ranks loaded on %d: random generators start from this run's seed",
+            log.warning(
+                "checkpoint of %d ranks loaded on %d: the random generators of torch, Python (random) and numpy start from this run's seed, "
+                "not from their saved state; buffers that differ between ranks have rank 0's values",
                 len(reader.manifest.rank_state),
                 engine.mesh.world.size,
             )
@@ -264,7 +265,7 @@ def _read_own(engine: CheckpointedEngine, reader: CheckpointReader) -> None:
     own = decode_state(reader.manifest.rank_state[engine.mesh.rank], reader.read)
     buffers = dict(CheckpointNames(engine).buffers())
     for name, value in own["buffers"].items():
-        if name in buffers:  # else the model has lost it since, and _read_weights has said so
+        if name in buffers:  # else the model has lost it since, and the caller loads with load_module_strict=False
             buffers[name].copy_(value)
     restore_rng(own["rng"], engine.device)
 

@@ -66,14 +66,18 @@ class PipelineEngine(Engine):
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
         """One optimizer step over ``gradient_accumulation_steps()`` micro-batches: the mean loss, a scalar, the same on all ranks.
 
         A micro-batch is ``(inputs, labels)``. A short one counts by its samples; where all ranks' data end within a batch, the step is made of
         what there is. Raises StopIteration on all ranks when the data has ended. Collective over the world.
+
+        Args:
+            data_iter: an iterator over micro-batches, or a loader, which goes on where the last call with it stopped, and is started again
+                whenever it ends. None: the iterator or loader that was given before.
         """
         if data_iter is not None:
-            self._iterator = data_iter
+            self._iterator = self._as_iterator(data_iter)
         self.module.train()
         meal = self._read(self.gradient_accumulation_steps())
         self.outcome.finalize()
@@ -96,7 +100,7 @@ class PipelineEngine(Engine):
 
     def eval_batch(
         self,
-        data_iter: Iterator[Any] | None = None,
+        data_iter: Iterable[Any] | None = None,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -108,7 +112,9 @@ class PipelineEngine(Engine):
         ``return_logits``: ``(loss, logits)``, logits a list with every micro-batch's output where the last layer is, None elsewhere.
         ``compute_loss=False``: that list alone. Losses are always told to all ranks, whatever ``bcast_loss`` says. Collective over the world.
         """
-        before, self._iterator = self._iterator, data_iter if data_iter is not None else self._iterator
+        before = self._iterator
+        if data_iter is not None:
+            self._iterator = iter(data_iter)
         was_training = self.module.training
         self.module.eval()
         try:
@@ -212,6 +218,14 @@ class PipelineEngine(Engine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """``fn(batch)`` gives ``(inputs, labels)``."""
         self._split_batch = fn
+
+    def _as_iterator(self, data: Iterable[Any]) -> Iterator[Any]:
+        """``data`` itself, or for a loader one endless iterator for all calls with it."""
+        if isinstance(data, Iterator) or hasattr(data, "__next__"):
+            return data
+        if not isinstance(self._iterator, RepeatingLoader) or self._iterator.loader is not data:
+            return RepeatingLoader(data)
+        return self._iterator
 
     def _read(self, wanted: int) -> StepInput:
         if self._failed:

@@ -129,6 +129,7 @@ def run_fault(project: Path, fault: str, ranks: int = 2) -> tuple[int, list[str]
     return done.returncode, done.stderr.splitlines(), done.stdout
 
 
+@pytest.mark.smoke
 def test_a_run_and_its_repetition(project: Path):
     """The summary holds what the screen shows, and the command that it ends with repeats it to the bit."""
     done = zero_trial("run", "const.yaml", "model", cwd=project)
@@ -157,6 +158,7 @@ def test_a_run_and_its_repetition(project: Path):
     )
 
 
+@pytest.mark.smoke
 def test_a_rank_killed_in_mid_step(project: Path):
     code, errors, _ = run_fault(project, "kill")
     assert code == 5
@@ -284,6 +286,7 @@ def test_what_can_be_known_before_is_said_before(changes: dict[str, Any], messag
     assert not (project / "runs").exists()
 
 
+@pytest.mark.smoke
 def test_a_plain_script(project: Path):
     """``launch`` shows rank 0, passes --local_rank to a script that knows it, and names the rank that fails."""
     script = project / "train.py"

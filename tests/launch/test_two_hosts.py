@@ -88,6 +88,7 @@ def launch_both(namespaces: tuple[str, str], folder: Path, **env: str) -> list[t
     return run_both(namespaces, folder, "launch", "--run-dir", "run-{node}", "train.py", **env)
 
 
+@pytest.mark.smoke
 def test_ranks_meet_across_hosts(namespaces: tuple[str, str], tmp_path: Path):
     (first, second) = launch_both(namespaces, tmp_path)
     assert first == (0, f"rank 0 of 2 over zta{os.getpid()} sum 3\n", "")

@@ -25,6 +25,7 @@ def searcher(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "metric": "validation_loss", "smaller_is_better": True, **more}
 
 
+@pytest.mark.smoke
 def test_a_grid_of_two_by_two_has_every_point_once(det: Det) -> None:
     number = det.create(
         searcher=searcher("grid"),

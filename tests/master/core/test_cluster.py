@@ -88,6 +88,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     made.cluster.close()
 
 
+@pytest.mark.smoke
 def test_a_trial_under_the_genuine_harness(live: Live) -> None:
     files = {"startup-hook.sh": b"export FROM_HOOK=hooked\n"}
     made = live.create("plain", files, environment={"environment_variables": ["FROM_CONFIG=configured"]})

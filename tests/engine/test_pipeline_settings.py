@@ -20,7 +20,7 @@ from zero_trial.engine.pipeline_build import (
 )
 from zero_trial.errors import ConfigError
 from zero_trial.pipeline.generators import RECIPES
-from zero_trial.pipeline.lowering import ModelBytes, Sharding, choose
+from zero_trial.pipeline.lowering import ModelBytes, choose
 from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding.plan import plan_for_stage
@@ -89,14 +89,9 @@ def test_the_words_are_those_of_the_recipes():
     assert {name: (row.chunks if row.fixed else None) for name, row in training.items()} == dict(SCHEDULE_CHUNKS)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_plan_and_its_stage_number_cut_the_same(stage: int):
-    assert sharding_of(plan_for_stage(stage)) == Sharding.of_stage(stage)
-
-
 @pytest.mark.parametrize("name", SCHEDULE_CHUNKS)
 def test_a_schedule_has_all_that_a_step_needs(name: str):
-    schedule = training_schedule(settings(schedule=name), choose(Sharding.of_stage(3)), 4)
+    schedule = training_schedule(settings(schedule=name), choose(sharding_of(plan_for_stage(3))), 4)
     assert (schedule.stages, schedule.micro_batches, schedule.steps, schedule.training) == (2, 4, True, True)
     assert schedule.parameters is ParameterLifetime.HOLD and schedule.reduction is ReductionTiming.BOUNDARY
 
@@ -134,8 +129,8 @@ def test_each_stage_has_its_weight():
 def test_the_line_at_the_start():
     one = settings(2, schedule="1f1b")
     chosen = choose_policy(one, plan_for_stage(2), [FOUR, FOUR], 8, None)
-    assert price_line(one, chosen, 8, 4) == (
+    assert price_line(one, chosen, 8, 4, 2) == (
         "pipeline: 1f1b, 2 stages x 1 chunk, 8 micro-batches, bubble 11.1%; ZeRO-2, parameters stay, gradients reduced at the boundary: "
         "0.0 MiB before activations, 2 x (D-1)/D of a stage's parameters moved per step, D = 4"
     )
-    assert "D =" not in price_line(one, chosen, 8, 1)
+    assert "D =" not in price_line(one, chosen, 8, 1, 2)

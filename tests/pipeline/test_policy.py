@@ -17,8 +17,9 @@ from zero_trial.pipeline.lowering import (
     needed,
 )
 from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
+from zero_trial.sharding.plan import plan_for_stage
 
-ZERO = [Sharding.of_stage(stage) for stage in range(4)]
+ZERO = [Sharding(*plan_for_stage(stage).cuts) for stage in range(4)]
 
 
 def volumes(policy: ZeroPolicy, name: str = "1f1b", micro_batches: int = 8) -> list[float]:
@@ -77,10 +78,11 @@ def test_what_a_stage_cannot_do(
         choose(ZERO[stage], parameters, reduction)
 
 
-def test_there_are_four_stages():
-    assert [choose(sharding).zero_stage for sharding in ZERO] == [0, 1, 2, 3]
+def test_each_stage_cuts_one_thing_more():
+    assert [sum(plan_for_stage(stage).cuts) for stage in range(4)] == [0, 1, 2, 3]
+    assert ZERO[1] == Sharding(optimizer=True) and ZERO[2] == Sharding(optimizer=True, gradients=True)
     with pytest.raises(ConfigError, match="no such ZeRO stage: got 4"):
-        Sharding.of_stage(4)
+        plan_for_stage(4)
 
 
 def pairs(policies: list[ZeroPolicy]) -> list[tuple[str | None, str]]:

@@ -12,6 +12,7 @@ from zero_trial.engine.pipeline_build import pipeline_settings, training_schedul
 from zero_trial.pipeline.lowering import Sharding, choose
 from zero_trial.pipeline.schedule import ParameterLifetime
 from zero_trial.preflight.pipeline_dry_run import Copies, HeldBytes, Parts, dry_run_rank, parts_of
+from zero_trial.sharding.plan import plan_for_stage
 
 NOTHING = Copies()
 
@@ -25,7 +26,7 @@ def held(
     schedule: str = "1f1b", rank: int = 0, micro_batches: int = 4, copies: Copies = NOTHING, **more: Any
 ) -> HeldBytes:
     one = pipeline_settings(settings(schedule=schedule))
-    policy = choose(Sharding.of_stage(3), more.pop("parameters", None))
+    policy = choose(Sharding(*plan_for_stage(3).cuts), more.pop("parameters", None))
     return dry_run_rank(parts(schedule), training_schedule(one, policy, micro_batches), rank, batch(), copies, **more)
 
 
@@ -64,7 +65,7 @@ def test_imagined_and_traced_agree(schedule: str):
 
 def test_recomputed_layers_hold_their_inputs_only():
     one = pipeline_settings(settings(pipeline={"activation_checkpoint_interval": 1}))
-    schedule = training_schedule(one, choose(Sharding.of_stage(0)), 4)
+    schedule = training_schedule(one, choose(Sharding(*plan_for_stage(0).cuts)), 4)
     found = dry_run_rank(parts_of(pipeline(), one), schedule, 0, batch(), Copies())
     assert found.activations < held().activations / 3
     assert found.activations >= 2 * ROWS * LENGTH * WIDTH * 4

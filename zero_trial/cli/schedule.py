@@ -70,9 +70,10 @@ def handle(options: argparse.Namespace) -> int:
     from zero_trial.pipeline.lowering import Sharding, choose, lower
     from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
     from zero_trial.pipeline.simulate import Costs, validate
+    from zero_trial.sharding.plan import plan_for_stage
 
     policy = choose(
-        Sharding.of_stage(options.zero),
+        Sharding(*plan_for_stage(options.zero).cuts),
         ParameterLifetime(options.policy) if options.policy else None,
         ReductionTiming(options.reduce) if options.reduce else None,
     )
@@ -83,9 +84,9 @@ def handle(options: argparse.Namespace) -> int:
     if options.png is not None:
         save_picture(schedule, report, options.png)
     if options.json:
-        print(json.dumps(_as_dict(schedule, report, policy)))
+        print(json.dumps(_as_dict(schedule, report, policy, options.zero)))
         return 0
-    print(_head(schedule, report, policy))
+    print(_head(schedule, report, policy, options.zero))
     print(f"\n{grid(report)}\n")
     if options.actions:
         print(f"{rows_as_text(schedule)}\n")
@@ -100,7 +101,7 @@ def _cost(text: str) -> int:
     return value
 
 
-def _head(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> str:
+def _head(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy, zero_stage: int) -> str:
     chunks = len(schedule.placement.of(0))
     words = [
         f"{schedule.stages} pipeline stages",
@@ -108,7 +109,7 @@ def _head(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> s
         f"{chunks} chunk{'s' * (chunks > 1)} per rank",
     ]
     if schedule.training:
-        words.append(f"ZeRO stage {policy.zero_stage}")
+        words.append(f"ZeRO stage {zero_stage}")
         words.append(f"reduce: {policy.reduction.value}")
     if policy.parameters is not None:
         words.append(f"parameters: {policy.parameters.value}")
@@ -149,7 +150,7 @@ def _table(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> 
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def _as_dict(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -> dict[str, Any]:
+def _as_dict(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy, zero_stage: int) -> dict[str, Any]:
     measured = report.as_dict()
     for index, rank in enumerate(measured["ranks"]):
         chunks = schedule.placement.of(index)
@@ -160,7 +161,7 @@ def _as_dict(schedule: Schedule, report: SimulationReport, policy: ZeroPolicy) -
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
         "chunks": len(schedule.placement.of(0)),
-        "zero_stage": policy.zero_stage,
+        "zero_stage": zero_stage,
         "parameters": policy.parameters,
         "reduction": schedule.reduction,
         **measured,

@@ -33,7 +33,7 @@ from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, Redu
 from zero_trial.pipeline.simulate import validate
 from zero_trial.precision import DtypePolicy
 from zero_trial.sharding.grouping import ManualGroup
-from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan, plan_for_stage
+from zero_trial.sharding.plan import ReduceAt, ZeroPlan, plan_for_stage
 from zero_trial.zero import ShardedModel
 
 ROOM = 0.75
@@ -75,11 +75,7 @@ def pipeline_settings(config: DsConfig) -> PipelineSettings:
 
 def sharding_of(plan: ZeroPlan) -> Sharding:
     """What the plan cuts and frees."""
-    return Sharding(
-        optimizer=plan.shard_optimizer,
-        gradients=plan.grads is Lifetime.USE,
-        parameters=plan.frees_parameters,
-    )
+    return Sharding(*plan.cuts)
 
 
 def training_schedule(
@@ -125,13 +121,15 @@ def choose_policy(
     return choose_fitting(options, price, None if limit is None else int(limit * ROOM))
 
 
-def price_line(settings: PipelineSettings, choice: PricedPolicy, micro_batches: int, ranks: int) -> str:
+def price_line(
+    settings: PipelineSettings, choice: PricedPolicy, micro_batches: int, ranks: int, zero_stage: int
+) -> str:
     """One line for the start of a run: schedule with its bubble, policy with its price among ``ranks`` data-parallel ranks."""
     report = validate(training_schedule(settings, choice.policy, micro_batches))
     chunks = settings.chunks_per_rank
     text = (
         f"pipeline: {settings.schedule}, {settings.stages} stages x {chunks} chunk{'s' * (chunks > 1)}, {micro_batches} micro-batches, "
-        f"bubble {report.bubble:.1%}; ZeRO-{choice.policy.zero_stage}, {choice.policy.describe()}: "
+        f"bubble {report.bubble:.1%}; ZeRO-{zero_stage}, {choice.policy.describe()}: "
         f"{choice.bytes / 2**20:.1f} MiB before activations"
     )
     if ranks > 1:
@@ -299,7 +297,7 @@ def resolve_pipeline(
     weights = [weigh(size, wiring.policy, mesh.shape.shard) for size in sizes]
     limit = _memory(device)
     choice = choose_policy(settings, wiring.plan, weights, wiring.batch.accumulation, limit)
-    price = price_line(settings, choice, wiring.batch.accumulation, mesh.data.size)
+    price = price_line(settings, choice, wiring.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
     if mesh.rank == 0:
         log.info("%s", price)
     plan = wiring.plan.told(reduce_at=ReduceAt(choice.policy.reduction.value))

@@ -1,7 +1,14 @@
-"""A parcel: how a value that goes from one stage to the next becomes a description and bytes, and a value again.
+"""Point-to-point channels between pipeline ranks: a value becomes a payload, its description and bytes, and a value again.
 
 Values are tensors of any dtype in nested tuples, lists and dicts, with None, booleans, numbers and strings between them. The description is
-JSON: the same shapes and values have the same text, so that it needs to be sent once.
+JSON: the same shapes and values have the same text, so that it is sent once.
+
+    header    8 numbers of 64 bits: kind, chunk, micro-batch, samples, description's number, its bytes, payload bytes, state
+    text      the description, the first time that it is used; or why the sender failed
+    payload   the tensors' bytes
+
+Messages between two ranks arrive in the order of the sends. The next header is asked for before it is needed, so a message moves while its
+receiver computes; nothing waits for a send before the step ends. Payloads are counted as ``send``, headers as ``header``.
 """
 
 from __future__ import annotations
@@ -148,14 +155,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
 
 
-# Channels: messages from one pipeline rank to another, each with a header that says what it is.
-#
-#     header    8 numbers of 64 bits: kind, chunk, micro-batch, samples, description's number, its bytes, payload bytes, state
-#     text      the description, the first time that it is used; or why the sender failed
-#     payload   the tensors' bytes
-#
-# Messages between two ranks arrive in the order of the sends. The next header is asked for before it is needed, so a message moves while its
-# receiver computes; nothing waits for a send before the step ends. Counted are payloads as ``send``, headers as ``header``.
+# --- messages -------------------------------------------------------------------------------------------------------
 
 
 HEADER = 8

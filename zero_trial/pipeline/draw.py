@@ -1,4 +1,4 @@
-"""A grid: a simulated schedule as text, a row per rank and a column per unit of time. Pure.
+"""A simulated schedule drawn as text, a row per rank and a column per unit of time, and as a picture.
 
     rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
     rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
@@ -57,7 +57,7 @@ def _whole(time: float) -> int:
     return int(time)
 
 
-# A picture of a simulated schedule: computations over time on the left, the most activations at once on the right.
+# --- picture: computations over time on the left, the most activations at once on the right ---------------------------------
 
 
 # Blue forward, orange backward or input gradient, green weight gradient; later chunks of a rank are darker.

@@ -1,4 +1,4 @@
-"""What went wrong in a pipeline, in words: which rank, stage, micro-batch and action, and the line of the layer."""
+"""The executor: performs one rank's row of a schedule, action by action. What each action means to sharding is its caller's to say."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _place(error: Exception) -> str | None:
     return f"It was raised in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
 
 
-# The executor: performs one rank's row of a schedule, action by action. What each action means to sharding is its caller's to say.
+# --- one step -----------------------------------------------------------------------------------------------------------
 
 
 FORWARD, BACKWARD = "forward", "backward"

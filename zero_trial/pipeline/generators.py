@@ -1,9 +1,7 @@
-"""GPipe: all forwards, then all backwards.
+"""The schedules by name: one generator of a rank's computations each, without messages and without sharding. Pure.
 
-    rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
-    rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
-
-Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1); M micro-batches' activations live on every rank. Huang et al. 2019.
+In their pictures, rows are ranks, columns units of time, and F0 is the forward of micro-batch 0; B is a backward and takes two units, or I and W
+are its halves for inputs and for weights. Prices are for P ranks and M micro-batches.
 """
 
 from __future__ import annotations
@@ -20,23 +18,31 @@ __all__ = ["RECIPES", "Recipe", "build"]
 
 
 def gpipe(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations; chunk and rank have the same number."""
+    """GPipe: all forwards, then all backwards.
+
+        rank 0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
+        rank 1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
+
+    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1); M micro-batches' activations live on every rank. Huang et al. 2019.
+
+    Yields rank ``rank``'s computations; chunk and rank have the same number.
+    """
     for kind in (ActionKind.F, ActionKind.B):
         for micro_batch in range(micro_batches):
             yield Action(kind, rank, micro_batch)
 
 
-# 1F1B: after a few forwards, one backward for each further forward.
-#
-#     rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
-#     rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
-#
-# Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1), as GPipe; but rank r holds the activations of min(P-r, M) micro-batches only.
-# Narayanan et al. 2021 (PipeDream-flush); DeepSpeed's TrainSchedule, which gives it max(2, min(P-r, M)) buffers.
-
-
 def one_f_one_b(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations; chunk and rank have the same number."""
+    """1F1B: after a few forwards, one backward for each further forward.
+
+        rank 0  F0 F1 .  .  B0 -  F2 B1 -  .  B2 -
+        rank 1  .  F0 B0 -  F1 B1 -  F2 B2 -  .  .
+
+    Prices, P ranks, M micro-batches: bubble (P-1)/(M+P-1), as GPipe; but rank r holds the activations of min(P-r, M) micro-batches only.
+    Narayanan et al. 2021 (PipeDream-flush); DeepSpeed's TrainSchedule, which gives it max(2, min(P-r, M)) buffers.
+
+    Yields rank ``rank``'s computations; chunk and rank have the same number.
+    """
     ahead = min(stages - rank - 1, micro_batches)  # forwards that are under way on the ranks behind
     for micro_batch in range(ahead):
         yield Action(ActionKind.F, rank, micro_batch)
@@ -46,17 +52,17 @@ def one_f_one_b(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         yield Action(ActionKind.B, rank, micro_batch)
 
 
-# Interleaved 1F1B: each rank holds v chunks, so that the pipeline fills v times as fast.
-#
-# The micro-batches go in groups through one chunk after the other. Groups are as even as possible and none is smaller than P (Megatron asks
-# for a multiple of P instead): a smaller one would leave a rank waiting for a chunk that waits for it.
-#
-# Prices, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages of 1F1B; rank r holds up to
-# (v-1)g + 2(P-r-1) + 1 chunks' activations, each 1/v of a rank's layers. Narayanan et al. 2021, §2.2.
-
-
 def interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ..."""
+    """Interleaved 1F1B: each rank holds v chunks, so that the pipeline fills v times as fast.
+
+    The micro-batches go in groups through one chunk after the other. Groups are as even as possible and none is smaller than P (Megatron asks
+    for a multiple of P instead): a smaller one would leave a rank waiting for a chunk that waits for it.
+
+    Prices, P ranks, M >= P micro-batches, groups of g: bubble (P-1)/(vM+P-1); v times the messages of 1F1B; rank r holds up to
+    (v-1)g + 2(P-r-1) + 1 chunks' activations, each 1/v of a rank's layers. Narayanan et al. 2021, §2.2.
+
+    Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
+    """
     groups = even_groups(micro_batches, stages)
     mine = [rank + stages * index for index in range(chunks)]
     forwards = [(chunk, micro_batch) for group in groups for chunk in mine for micro_batch in group]
@@ -78,18 +84,18 @@ def even_groups(micro_batches: int, smallest: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-# Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to its next.
-#
-# A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its gradients are complete at the end of a run:
-# the schedule that suits ZeRO 2 and 3.
-#
-# Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); v times the messages of 1F1B; vM chunks' activations live on every
-# rank; with ``Parameters.CHUNK`` 2v-1 gathers per rank (the last chunk's two runs meet); full gradients of one chunk at a time.
-# Lamy-Poirier 2023.
-
-
 def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ..."""
+    """Looped breadth-first: each rank takes all micro-batches through one chunk before it turns to its next.
+
+    A chunk's parameters are needed in two runs only, one of forwards and one of backwards, and its gradients are complete at the end of a run:
+    the schedule that suits ZeRO 2 and 3.
+
+    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); v times the messages of 1F1B; vM chunks' activations live on every
+    rank; with ``ParameterLifetime.CHUNK`` 2v-1 gathers per rank (the last chunk's two runs meet); full gradients of one chunk at a time.
+    Lamy-Poirier 2023.
+
+    Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
+    """
     mine = [rank + stages * index for index in range(chunks)]
     for chunk in mine:
         for micro_batch in range(micro_batches):
@@ -99,20 +105,20 @@ def looped_bfs(rank: int, stages: int, micro_batches: int, chunks: int) -> Itera
             yield Action(ActionKind.B, chunk, micro_batch)
 
 
-# ZB-H1: 1F1B whose backward is cut in two, so that weight gradients fill what was idle.
-#
-#     rank 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
-#     rank 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
-#     rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
-#
-# Rank r puts its weight gradients off by r micro-batches: so many activations fewer than rank 0 does it hold for the forwards ahead.
-#
-# Prices, P ranks, M >= P micro-batches, costs F, I, W: idle (P-1)(F+I-W) per rank, a third of 1F1B's where the costs are alike; at most
-# min(P, M) micro-batches' activations on every rank, which is 1F1B's maximum. Qi et al. 2023, §2.2.
-
-
 def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations; chunk and rank have the same number."""
+    """ZB-H1: 1F1B whose backward is cut in two, so that weight gradients fill what was idle.
+
+        rank 0  F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
+        rank 1  .  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+
+    Rank r puts its weight gradients off by r micro-batches: so many activations fewer than rank 0 does it hold for the forwards ahead.
+
+    Prices, P ranks, M >= P micro-batches, costs F, I, W: idle (P-1)(F+I-W) per rank, a third of 1F1B's where the costs are alike; at most
+    min(P, M) micro-batches' activations on every rank, which is 1F1B's maximum. Qi et al. 2023, §2.2.
+
+    Yields rank ``rank``'s computations; chunk and rank have the same number.
+    """
     ahead = min(stages - rank - 1, micro_batches)
     for micro_batch in range(ahead):
         yield Action(ActionKind.F, rank, micro_batch)
@@ -126,26 +132,26 @@ def zb_h1(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
         yield Action(ActionKind.W, rank, micro_batch)
 
 
-# ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients apart.
-#
-# The last chunk is on rank 0, so the first gradient arrives where the first forward began, and from then on a rank always has one of
-# F, I, W of one of its chunks to do. The phases of rank r, with `a` its chunk on the way down and `b` on the way up:
-#
-#     1. 2(P-r)-1 times    Fa              fill the way down
-#     2. r times           Fb Fa           what comes up again
-#     3. P-r times         Fb Ib Wb        the first gradients
-#     4. while forwards    Fa Ia Wa Fb Ib Wb
-#     5. r times           Ia Ib           others wait for these; their weight gradients can wait
-#     6. P-r times         Ia Wa
-#     7. the weight gradients that were put off
-#
-# Prices, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle
-# time; at most 2P chunks' activations on every rank, which is 1F1B's maximum; twice the messages of 1F1B, less those of the turn.
-# Fewer micro-batches run as the first M of 2P. Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
-
-
 def zb_v(rank: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations on its chunks ``rank`` and ``2 * stages - 1 - rank``."""
+    """ZB-V: two chunks per rank, down the ranks and up again, with input and weight gradients apart.
+
+    The last chunk is on rank 0, so the first gradient arrives where the first forward began, and from then on a rank always has one of
+    F, I, W of one of its chunks to do. The phases of rank r, with `a` its chunk on the way down and `b` on the way up:
+
+        1. 2(P-r)-1 times    Fa              fill the way down
+        2. r times           Fb Fa           what comes up again
+        3. P-r times         Fb Ib Wb        the first gradients
+        4. while forwards    Fa Ia Wa Fb Ib Wb
+        5. r times           Ia Ib           others wait for these; their weight gradients can wait
+        6. P-r times         Ia Wa
+        7. the weight gradients that were put off
+
+    Prices, P ranks, M >= 2P micro-batches, F = I = W: makespan 6M + P - 1 chunk computations, so bubble (P-1)/(6M+P-1), a sixth of 1F1B's idle
+    time; at most 2P chunks' activations on every rank, which is 1F1B's maximum; twice the messages of 1F1B, less those of the turn.
+    Fewer micro-batches run as the first M of 2P. Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+
+    Yields rank ``rank``'s computations on its chunks ``rank`` and ``2 * stages - 1 - rank``.
+    """
     chunks = {"a": rank, "b": 2 * stages - 1 - rank}
     counts: Counter[str] = Counter()
     for step in _steps(rank, stages, max(2 * stages, micro_batches)):
@@ -175,13 +181,13 @@ def _steps(rank: int, stages: int, micro_batches: int) -> Iterator[str]:
     yield from ("Wa",) * (left["a"] - (stages - rank))
 
 
-# Inference: forwards only.
-#
-# Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); nothing is kept for a backward.
-
-
 def inference(rank: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Action]:
-    """Rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ..."""
+    """Inference: forwards only.
+
+    Prices, P ranks of v chunks, M >= P micro-batches: bubble (P-1)/(vM+P-1); nothing is kept for a backward.
+
+    Yields rank ``rank``'s computations on its ``chunks`` chunks rank, rank + P, rank + 2P, ...
+    """
     for group in even_groups(micro_batches, stages):
         for index in range(chunks):
             for micro_batch in group:

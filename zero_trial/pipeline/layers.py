@@ -1,4 +1,4 @@
-"""Layer specs: layers that are described now and built later, only where they are needed. DeepSpeed's arguments."""
+"""Layers of a pipeline: described now and built later, only where they are needed; joined to chunks; and timed. DeepSpeed's arguments."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _trainable(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-# A chunk: the built layers of one contiguous part of a pipeline, as a module.
+# --- chunks: the built layers of one contiguous part of a pipeline --------------------------------------------------------
 
 
 Call = Callable[[Any], Any]
@@ -230,7 +230,7 @@ class Chunk(nn.Module):
         return call
 
 
-# A profile: how long each layer takes, forward and backward, measured once with an example input.
+# --- profile: how long each layer takes, forward and backward, measured once with an example input ------------------------
 
 
 ROUNDS = 3

@@ -198,12 +198,12 @@ def add_step(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=tuple((*row, Action(ActionKind.STEP)) for row in schedule.rows), steps=True)
 
 
-# A policy: which sharding actions a ZeRO plan puts into a schedule, what they move, and what they need. Pure.
+# --- policies: which sharding actions a ZeRO plan puts into a schedule, what they move, and what they need --------------
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it.
+    """What a ZeRO plan cuts into shards and frees, as far as a schedule has to know it: ``Sharding(*plan.cuts)``.
 
     ``optimizer``: each rank updates a shard. ``gradients``: full ones are freed once they are reduced. ``parameters``: full ones are freed
     between uses.
@@ -212,13 +212,6 @@ class Sharding:
     optimizer: bool = False
     gradients: bool = False
     parameters: bool = False
-
-    @classmethod
-    def of_stage(cls, stage: int) -> Sharding:
-        """By the ZeRO stage's number, where there is no plan: each stage cuts one thing more."""
-        if stage not in (0, 1, 2, 3):
-            raise ConfigError("no such ZeRO stage", where="zero_optimization.stage", got=stage, expected="0, 1, 2 or 3")
-        return cls(stage > 0, stage > 1, stage > 2)
 
 
 @dataclass(frozen=True)
@@ -239,11 +232,6 @@ class ZeroPolicy:
     sharding: Sharding
     parameters: ParameterLifetime | None
     reduction: ReductionTiming
-
-    @property
-    def zero_stage(self) -> int:
-        """As people call it."""
-        return sum((self.sharding.optimizer, self.sharding.gradients, self.sharding.parameters))
 
     def volume(self, rank: RankReport, chunks: int) -> float:
         """Elements that a rank with ``chunks`` alike chunks moves per step among its D data-parallel ranks, as in the table."""

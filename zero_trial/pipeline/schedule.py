@@ -1,7 +1,8 @@
-"""An action: one thing that one pipeline rank does at one place of its schedule.
+"""A schedule as data: for each pipeline rank the actions that it performs in one step. Pure.
 
-Its text form is short enough to draw: ``2F0`` is chunk 2's forward of micro-batch 0, ``2REDUCE`` the reduction of chunk 2's gradients.
-A chunk is a run of layers; chunks are numbered through the whole model, so that chunk c feeds chunk c + 1 wherever the two are.
+An action is one thing that one rank does. Its text form is short enough to draw: ``2F0`` is chunk 2's forward of micro-batch 0, ``2REDUCE`` the
+reduction of chunk 2's gradients. A chunk is a run of layers; chunks are numbered through the whole model, so that chunk c feeds chunk c + 1
+on whichever ranks the two are.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _unreadable(text: str) -> ConfigError:
     )
 
 
-# A placement: which pipeline rank holds which chunk of the model. Pure.
+# --- placement: which pipeline rank holds which chunk of the model ------------------------------------------------------
 #
 # loop, 3 ranks, 2 chunks each        V, 3 ranks, always 2 chunks each
 # rank 0   chunks 0 3                 rank 0   chunks 0 5    both ends: the loss comes out where the data goes in
@@ -159,7 +160,7 @@ class ChunkPlacement:
         return chunk > 0 and self.ranks[chunk] != self.ranks[chunk - 1]
 
 
-# A schedule: for each pipeline rank the actions that it performs in one step, and what they promise to do. Pure.
+# --- the schedule -----------------------------------------------------------------------------------------------------
 
 
 Row = tuple[Action, ...]

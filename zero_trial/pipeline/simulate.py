@@ -1,4 +1,10 @@
-"""What one chunk's computation of one micro-batch costs, in any unit of time."""
+"""The simulator: all ranks of a schedule are run through, and what would hang or compute something wrong is found before anything runs. Pure.
+
+A rank performs its actions in order. A send never waits. A receive waits until the message has been sent, and messages between two ranks
+arrive in the order of the sends; a reduction of tied weights waits for all that hold them; nothing else waits for other ranks, since
+reductions and gathers are among data-parallel ranks, which all perform the same row. Whatever order such ranks take in reality, they come to
+the same end: so one order is enough to find every deadlock (a Kahn network is determinate; Kahn 1974).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zero_trial.pipeline.schedule import (
     COMPUTE,
@@ -41,7 +47,7 @@ class Costs:
 ALIKE = Costs()
 
 
-# What a simulated schedule costs: its time, its bubble, and for each rank what lives and what moves. Pure.
+# --- the report: time, bubble, and for each rank what lives and what moves ------------------------------------------------
 
 
 class Span(NamedTuple):
@@ -106,27 +112,17 @@ class SimulationReport:
         return {"makespan": self.makespan, "bubble": self.bubble, "ranks": ranks}
 
 
-# One rank of a simulated schedule: how far it is, what it has, and what each action needs to be there. Pure.
+# --- one rank: how far it is, what it has, and what each action needs to be there -----------------------------------------
 
 
 Item = tuple[int, int]
 """(chunk, micro-batch)."""
 
 
-class SimulationState(Protocol):
-    """What ranks share: the schedule, messages under way with the time of their sending, and who has come to a tied reduction."""
-
-    schedule: Schedule
-    message_cost: float
-    channels: dict[tuple[int, int], deque[tuple[Action, float]]]
-    arrived: dict[int, set[int]]
-    holders: list[set[int]]
-
-
 class SimulatedRank:
     """One rank: how far it is, what it has, and the table kind -> what happens."""
 
-    def __init__(self, index: int, world: SimulationState, costs: dict[ActionKind, float]) -> None:
+    def __init__(self, index: int, world: _Simulation, costs: dict[ActionKind, float]) -> None:
         schedule = world.schedule
         self.index = index
         self.world = world
@@ -393,12 +389,7 @@ class SimulatedRank:
         raise self.fault("a computation is missing", expected=action)
 
 
-# Validation: all ranks of a schedule are simulated, and what would hang or go wrong is said before anything runs. Pure.
-#
-# A rank performs its actions in order. A send never waits. A receive waits until the message has been sent, and messages between two ranks
-# arrive in the order of the sends; a reduction of tied weights waits for all that hold them; nothing else waits for other ranks, since
-# reductions and gathers are among data-parallel ranks, which all perform the same row. Whatever order such ranks take in reality, they come to
-# the same end: so one order is enough to find every deadlock (a Kahn network is determinate; Kahn 1974).
+# --- all ranks ----------------------------------------------------------------------------------------------------------
 
 
 def validate(

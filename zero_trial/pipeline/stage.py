@@ -1,4 +1,8 @@
-"""A gate: where received tensors enter a chunk's graph, and where their gradients come out of it again."""
+"""A stage: what one pipeline rank computes with its chunks, micro-batch by micro-batch. It knows nothing of messages and of sharding.
+
+A stage boundary is where received tensors enter a chunk's graph, and where their gradients come out of it again. Between boundary and outputs
+a backward runs whole or in two halves.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +83,11 @@ def local_payload(value: Any) -> Payload:
     return parcel
 
 
+# --- a backward in two halves ---------------------------------------------------------------------------------------
+#
 # A backward pass in two halves: first the gradient of a chunk's inputs, which another rank waits for; later those of its weights.
 #
-#     nodes that lead to the inputs       out ── MulBackward ── AddmmBackward ── GeluBackward ── AddmmBackward ── gate
+#     nodes that lead to the inputs       out ── MulBackward ── AddmmBackward ── GeluBackward ── AddmmBackward ── boundary
 #     weights hang off them                                        │ │                              │ │
 #                                                               weight bias                      weight bias
 #
@@ -215,7 +221,7 @@ def _keeper(place: _Place) -> Any:
     return keep
 
 
-# A stage: what one pipeline rank computes with its chunks, micro-batch by micro-batch; it knows nothing of messages and of sharding.
+# --- the stage --------------------------------------------------------------------------------------------------------
 
 
 Item = tuple[int, int]

@@ -228,7 +228,7 @@ class PipelinePlanner:
             micro_batch,
             accumulation,
             parts.parameters,
-            price_line(pipeline, choice, accumulation, self.data_ranks),
+            price_line(pipeline, choice, accumulation, self.data_ranks, zero_stage),
         )
 
     def _states(self, settings: DsConfig, rank: int) -> Figures:

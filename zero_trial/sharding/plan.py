@@ -72,6 +72,11 @@ class ZeroPlan:
         return self.params is not Lifetime.ALWAYS
 
     @property
+    def cuts(self) -> tuple[bool, bool, bool]:
+        """Tell which are cut into shards between uses: optimizer state, gradients, parameters."""
+        return self.shard_optimizer, self.grads is Lifetime.USE, self.frees_parameters
+
+    @property
     def frees_memory(self) -> bool:
         """Some full copies are freed and revived in every step."""
         return Lifetime.USE in (self.params, self.grads)

@@ -20,7 +20,7 @@ ARROWS: Mapping[str, set[str]] = {
     "util": {"errors"},
     # Configuration
     "schema": {"errors"},
-    "ds_config": {"schema", "errors"},
+    "ds_config": {"schema", "sharding.plan", "errors"},
     "experiment": {"ds_config", "schema", "errors"},
     # The engine half: knows nothing of experiments.
     "comm": {"errors"},

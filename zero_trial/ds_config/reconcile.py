@@ -10,6 +10,7 @@ from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.report import Row, render_rows
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.sharding.plan import plan_for_stage
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def solve_axes(config: DsConfig, world_size: int) -> AxisSizes:
     shard = mesh.shard if mesh.shard is not None else zero.mics_shard_size
     replica = mesh.replica
     if shard is None and replica is None:
-        shard = 1 if zero.stage == 0 else data
+        shard = data if plan_for_stage(zero.stage).shard_optimizer else 1
     if shard is None and replica is not None:
         shard = data // replica
     if replica is None and shard is not None:
@@ -155,7 +156,7 @@ def _rows(config: DsConfig, batch: BatchTriple, axes: AxisSizes, world_size: int
 
 def _cuts(config: DsConfig, axes: AxisSizes) -> bool:
     """Whether ranks hold parts of a tensor's optimizer state."""
-    return config.zero_optimization.stage > 0 and axes.shard > 1
+    return plan_for_stage(config.zero_optimization.stage).shard_optimizer and axes.shard > 1
 
 
 def _differs(where: str, got: Any, expected: str, fix: str) -> ConfigError:

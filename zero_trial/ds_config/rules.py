@@ -9,6 +9,7 @@ from zero_trial.ds_config.keys_running import LIFETIMES, REDUCTIONS, RESHARDS, S
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
 from zero_trial.schema.document import Document, shown
+from zero_trial.sharding.plan import Lifetime, ZeroPlan, plan_for_stage
 
 Values = Mapping[str, Any]
 Where = Callable[[str], str]
@@ -26,6 +27,12 @@ def cross_faults(values: Values, document: Document) -> list[ConfigError]:
 
 def _get(values: Values, path: str) -> Any:
     return values.get(path, TABLE[path].default)
+
+
+def _plan(values: Values) -> tuple[int, ZeroPlan]:
+    """Return the ZeRO stage, for messages, and what it means."""
+    stage: int = _get(values, "zero_optimization.stage")
+    return stage, plan_for_stage(stage)
 
 
 def _one_precision(values: Values, where: Where) -> ConfigError | None:
@@ -103,8 +110,8 @@ def _nvme_needs_a_path(values: Values, where: Where) -> ConfigError | None:
 
 def _params_stay_off_nvme(values: Values, where: Where) -> ConfigError | None:
     path = "zero_optimization.offload_param.device"
-    stage = _get(values, "zero_optimization.stage")
-    if values.get(path) != "nvme" or stage == 3:
+    stage, plan = _plan(values)
+    if values.get(path) != "nvme" or plan.frees_parameters:
         return None
     return ConfigError(
         f"full parameters always live at ZeRO stage {stage}: they cannot be on NVMe",
@@ -116,8 +123,8 @@ def _params_stay_off_nvme(values: Values, where: Where) -> ConfigError | None:
 
 def _reshard_is_for_stage_3(values: Values, where: Where) -> ConfigError | None:
     path = "zero_optimization.reshard_after"
-    stage = _get(values, "zero_optimization.stage")
-    if _get(values, path) == "auto" or stage == 3:
+    stage, plan = _plan(values)
+    if _get(values, path) == "auto" or plan.frees_parameters:
         return None
     return ConfigError(
         f"parameters are never freed at ZeRO stage {stage}",
@@ -143,14 +150,14 @@ def _chunks_fit_the_schedule(values: Values, where: Where) -> ConfigError | None
 
 
 def _policy_is_for_the_stage(values: Values, where: Where) -> ConfigError | None:
-    path, stage = "pipeline.zero_policy", _get(values, "zero_optimization.stage")
+    path, (stage, plan) = "pipeline.zero_policy", _plan(values)
     policy = _get(values, path)
-    if policy in ("chunk", "free") and stage != 3:
+    if policy in ("chunk", "free") and not plan.frees_parameters:
         what, fix = (
             f"parameters are never freed at ZeRO stage {stage}",
             "Remove it, or set zero_optimization.stage to 3.",
         )
-    elif policy == "micro" and stage < 2:
+    elif policy == "micro" and plan.grads is Lifetime.ALWAYS:
         what = f"full gradients live at ZeRO stage {stage}, so reducing them more often saves nothing"
         fix = "Remove it, or set zero_optimization.stage to 2 or 3."
     else:

@@ -11,6 +11,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices, check_slots
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
+from zero_trial.sharding.plan import plan_for_stage
 from zero_trial.util.text import format_bytes
 
 
@@ -127,7 +128,7 @@ def _moments(config: DsConfig) -> int:
 def _copies(config: DsConfig, slots: int) -> int:
     """How many ranks have the same shard."""
     zero, ranks = config.zero_optimization, max(slots // config.mesh.pipe, 1)
-    if zero.stage == 0:
+    if not plan_for_stage(zero.stage).shard_optimizer:
         return ranks
     shard = config.mesh.shard if config.mesh.shard is not None else zero.mics_shard_size
     return max(ranks // shard, 1) if shard is not None and shard > 0 else 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.runtime.protocols import Distributed, JsonDistributed
 
 
@@ -45,12 +46,12 @@ class FakeEngine:
     def __init__(
         self,
         model: torch.nn.Module,
-        config: dict[str, Any],
+        config: dict[str, Any] | DsConfig,
         ranks: Distributed | None = None,
         skip_steps: tuple[int, ...] = (),
     ) -> None:
         self.module = model
-        self.config = config
+        self.config = config = dict(config.raw if isinstance(config, DsConfig) else config)
         self.ranks = ranks or JsonDistributed()
         self.device = torch.device("cpu")
         self.global_rank, self.world_size, self.dp_world_size = self.ranks.rank, self.ranks.size, self.ranks.size

@@ -63,7 +63,7 @@ def test_no_ds_config_at_all(tmp_path: Path) -> None:
 def test_the_hyperparameter_is_the_train_batch_size(tmp_path: Path) -> None:
     around = platform(tmp_path, 2, hparams={"global_batch_size": 24, "data_parallel_world_size": 2})
     filled, table = reconcile_config(open_source({"train_micro_batch_size_per_gpu": 4}), around)
-    assert (filled["train_batch_size"], filled["gradient_accumulation_steps"]) == (24, 3)
+    assert (filled.train_batch_size, filled.gradient_accumulation_steps) == (24, 3)
     assert str(table).startswith("global batch 24 = micro 4 x accumulation 3 x data-parallel ranks 2\n")
     assert "global_batch_size" in table.table
 
@@ -93,7 +93,8 @@ def test_auto_steps_come_from_the_length_of_the_run(tmp_path: Path) -> None:
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
     }
     around = platform(tmp_path, experiment={"searcher": {"name": "single", "max_length": {"batches": 70}}})
-    assert reconcile_config(open_source(config), around)[0]["scheduler"]["params"]["total_num_steps"] == 70
+    filled = reconcile_config(open_source(config), around)[0]
+    assert filled.scheduler is not None and filled.scheduler.params["total_num_steps"] == 70
 
 
 def test_an_engines_own_numbers(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ class Staged:
 def test_the_stages_of_a_model_decide_how_many_ranks_share_data(tmp_path: Path) -> None:
     config = open_source({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
     filled, table = reconcile_config(with_stages(config, Staged(2)), platform(tmp_path, ranks=4))
-    assert (filled["mesh"]["pipe"], table.data_parallel, table.train_batch_size) == (2, 2, 12)
+    assert (filled.mesh.pipe, table.data_parallel, table.train_batch_size) == (2, 2, 12)
     assert "mesh.pipe                       2   PipelineModule(num_stages=2)" in table.table
 
 

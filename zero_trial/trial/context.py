@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zero_trial.ds_config.overlay import overwrite_ds_config
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.runtime.protocols import Distributed, Platform
 from zero_trial.schema.source import open_source
@@ -105,7 +106,7 @@ class ZeroTrialContext:
         self.profiling = Profiling()
         self.auto_accumulation = True
         self.check_reproducibility = True
-        self.ds_configs: list[dict[str, Any]] = []  # of the engines made by ``initialize``, as they were used
+        self.ds_configs: list[DsConfig] = []  # of the engines made by ``initialize``, as they were used
         self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
         self.weights_only = False  # the checkpoint to load is another trial's
         self.position: TrainPosition | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from zero_trial.ds_config.overlay import overlay
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.reconcile import reconcile
+from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.runtime.protocols import Platform
 from zero_trial.schema.document import Document, Location
@@ -111,8 +112,10 @@ def _located(name: str | Path, model_dir: Path) -> str | Path:
     return name
 
 
-def reconcile_config(config: Document, platform: Platform) -> tuple[dict[str, Any], Reconciled]:
-    """``config`` checked, with "auto" and all three batch sizes filled in, and the table of how they agree.
+def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Reconciled]:
+    """``config`` read, with "auto" and all three batch sizes filled in, and the table of how they agree.
+
+    An engine takes the result as it is: a ds_config is read once.
 
     The hyperparameter ``global_batch_size`` is ``train_batch_size``; ``data_parallel_world_size`` must be what the
     ranks give. A contradiction is InvalidHP in a search (it goes on without this point), ConfigError otherwise.
@@ -121,10 +124,12 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[dict[str, An
     checked = read_ds_config(config, hints=_hints(platform), hyperparameters=platform.hparams, search=search)
     found = reconcile(checked, world, platform.hparams, search=search)
     batch = found.batch
-    filled = copy.deepcopy(dict(checked.raw))
-    filled["train_batch_size"] = batch.train_batch_size
-    filled["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
-    filled["gradient_accumulation_steps"] = batch.accumulation
+    given = {
+        "train_batch_size": batch.train_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.accumulation,
+    }
+    filled = dataclasses.replace(checked, raw={**checked.raw, **given}, **given)
     sizes = (batch.train_batch_size, batch.micro_batch_size, batch.accumulation, found.axes.data_parallel)
     return filled, Reconciled(*sizes, table=str(found))
 

@@ -94,7 +94,7 @@ def zero_stage(context: ZeroTrialContext) -> int | None:
         return int(asked())
     if not context.ds_configs:
         return None
-    return int((context.ds_configs[0].get("zero_optimization") or {}).get("stage", 0))
+    return context.ds_configs[0].zero_optimization.stage
 
 
 # Stragglers: a rank that all others wait for, found by how long each rank is busy between two talks.

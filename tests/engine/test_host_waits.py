@@ -64,3 +64,26 @@ def test_no_host_wait_in_a_step(strict: RankPool, stage: str, replicas: int, acc
         assert waits == []
         assert reads == []
         assert launches >= 2 * STEPS
+
+
+def test_a_wait_for_the_outcome_of_a_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits there for a device whose collectives wait for another rank says so, as in any collective."""
+    engine = build_engine(Case(lambda: Tower(5, 8), loss), STAGES["zero1"])
+    outcome, heartbeat = make_late(engine), engine.mesh.heartbeat
+    engine.backward(loss(engine, Turn(0, 0, 0)))
+    engine.step()
+    readback = outcome._readback
+    assert readback is not None
+    found, receive = [], readback.receive
+
+    def watched() -> torch.Tensor:
+        found.append(heartbeat.positions()[0])
+        return receive()
+
+    monkeypatch.setattr(readback, "receive", watched)
+    assert engine.get_global_grad_norm() is not None
+    (position,) = found
+    assert position is not None and position.inside
+    assert position.operation.startswith("the outcome of step ")
+    after = heartbeat.positions()[0]
+    assert after is not None and not after.inside

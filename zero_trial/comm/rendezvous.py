@@ -154,6 +154,7 @@ def _default_store() -> Any:
 # --- arriving ------------------------------------------------------------------------------------------------------
 
 KEY = "zero_trial/arrived/"
+CHECKS_PER_SECOND = 500  # of all ranks together, at the store
 LINGER_SECONDS = 1.0  # rank 0, whose store goes with it, stays so long for the others to ask who is missing
 
 
@@ -171,16 +172,29 @@ def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
     try:
         store.set(f"{KEY}{env.rank}", "1")
         if env.rank == 0:
-            store.wait([f"{KEY}{rank}" for rank in range(env.world_size)], limit)
+            _wait_for(store, [f"{KEY}{rank}" for rank in range(env.world_size)], env.world_size, limit)
             store.set(f"{KEY}all", "1")
         else:
-            store.wait([f"{KEY}all"], limit)
+            _wait_for(store, [f"{KEY}all"], env.world_size, limit)
     except RuntimeError as error:
         missing = missing_ranks(store, env.world_size)
         if env.rank == 0:
             time.sleep(LINGER_SECONDS)
         raise rendezvous_error(env, error, missing) from error
     return store
+
+
+def _wait_for(store: Any, keys: list[str], world_size: int, limit: datetime.timedelta) -> None:
+    """Return when ``keys`` are there. Raises RuntimeError after ``limit``.
+
+    Asks again and again, because a wait in the store that times out prints lines of the library's own, and cannot be interrupted.
+    """
+    deadline, nap = time.monotonic() + limit.total_seconds(), 0.002
+    while not store.check(keys):
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"waited {limit.total_seconds():g} s")
+        time.sleep(nap)
+        nap = min(2 * nap, max(0.1, world_size / CHECKS_PER_SECOND))
 
 
 def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
@@ -219,7 +233,6 @@ def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> Mesh
 # --- leaving early, together ---------------------------------------------------------------------------------------
 
 PERIOD_SECONDS = 0.5
-CHECKS_PER_SECOND = 500  # of all ranks together, at the store
 GRACE_SECONDS = 3.0  # for a rank that is about to end by itself
 CLAIM_KEY = "zero_trial/claim/"
 

@@ -135,7 +135,12 @@ class StepOutcome(StepStatus):
         opened, self._open = self._open, None
         if opened is None or self._readback is None:
             return
-        finite = self._take_norm(self._readback.receive()[_TOTAL].view(torch.float64).item(), opened.unscale)
+        # Here the host waits for the device, and so for ranks that its collectives need: a long wait must name them.
+        heartbeat = opened.model.mesh.heartbeat
+        heartbeat.waiting(f"the outcome of step {opened.step}")
+        total = self._readback.receive()[_TOTAL].view(torch.float64).item()
+        heartbeat.leave()
+        finite = self._take_norm(total, opened.unscale)
         found = None
         if not self._result.applied:
             for undo in opened.undo:

@@ -136,7 +136,7 @@ class StepOutcome(StepStatus):
         if opened is None or self._readback is None:
             return
         # Here the host waits for the device, and so for ranks that its collectives need: a long wait must name them.
-        heartbeat = opened.model.mesh.heartbeat
+        heartbeat = self._mesh.heartbeat
         heartbeat.waiting(f"the outcome of step {opened.step}")
         total = self._readback.receive()[_TOTAL].view(torch.float64).item()
         heartbeat.leave()

@@ -14,7 +14,7 @@ import torch
 from tests.trial.harness import Points
 from zero_trial.comm import destroy_distributed
 from zero_trial.engine import initialize
-from zero_trial.errors import TrialError
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.trial import Batch, Controller, DataLoader, TrainSettings, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.trial import seed_everything
@@ -110,3 +110,15 @@ def test_a_loss_that_is_not_a_scalar(tmp_path: Path) -> None:
 
     with pytest.raises(TrialError, match="the loss is not a scalar"):
         run(ds_config(0), 2, Vector, storage=tmp_path)
+
+
+def test_an_engines_config_agrees_with_the_hyperparameters() -> None:
+    """As trials written for Determined and DeepSpeed ask: ``context.reconcile_ds_config(model_engine._config)``."""
+    config = {**ds_config(1, accumulation=2), "train_batch_size": 8}
+    engine, *_ = initialize(model=torch.nn.Linear(1, 1), config=config)
+    context = ZeroTrialContext(InMemoryPlatform(hparams={"global_batch_size": 8}), initialize)
+    table = context.reconcile_ds_config(engine._config)
+    assert (table.train_batch_size, table.micro_batch_size, table.accumulation, table.data_parallel) == (8, 4, 2, 1)
+    wrong = ZeroTrialContext(InMemoryPlatform(hparams={"global_batch_size": 6}), initialize)
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        wrong.reconcile_ds_config(engine._config)

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,16 @@ class Engine(nn.Module):
         self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.dp_world_size)
 
     # --- questions ------------------------------------------------------------------------------------------------
+
+    @property
+    def _config(self) -> DsConfig:
+        """The ds_config with the batch sizes in use; scripts for DeepSpeed read it under this name."""
+        return replace(
+            self.config,
+            train_batch_size=self._batch.train_batch_size,
+            train_micro_batch_size_per_gpu=self._batch.micro_batch_size,
+            gradient_accumulation_steps=self._batch.accumulation,
+        )
 
     def zero_optimization_stage(self) -> int:
         return self.config.zero_optimization.stage

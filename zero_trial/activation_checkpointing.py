@@ -1,4 +1,4 @@
-"""Activations that are not kept between forward and backward: checkpointing, with its inputs cut over ranks or held on the host."""
+"""Activation checkpointing: recompute in backward; inputs kept whole, cut over model-parallel ranks, or on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dtypes of training and loss scaling: plain frozen values, no collectives, no state outside them."""
+"""Dtypes of training, loss scaling and autocast: plain frozen values, no collectives, no state outside them."""
 
 from __future__ import annotations
 

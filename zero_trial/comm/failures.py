@@ -1,4 +1,4 @@
-"""Ranks that fail together: a fault of one is raised by all, so that none waits for the next collective."""
+"""Fail on all ranks together: the fault of one is raised by all, so that none waits for the next collective."""
 
 from __future__ import annotations
 

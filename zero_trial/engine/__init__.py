@@ -1,4 +1,4 @@
-"""One training step, wired from the parts: the only room that knows all of them."""
+"""One training step, built from the parts: the only room that knows all of them."""
 
 from zero_trial.engine.build import initialize
 from zero_trial.engine.compat import RepeatingLoader, add_config_arguments

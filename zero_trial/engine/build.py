@@ -1,7 +1,4 @@
-"""Where the engine's lines go: the logger "zero_trial", with a handler of its own where the program has set up no logging.
-
-Progress goes to the standard output, warnings to the standard error; ``log_level`` says from which level on.
-"""
+"""Build an engine from a model, an optimizer and a ds_config: ``initialize()``, and what it logs before training."""
 
 from __future__ import annotations
 
@@ -64,136 +61,6 @@ from zero_trial.sharding.dtypes import describe_dtypes
 from zero_trial.sharding.grouping import is_model_parallel
 from zero_trial.sharding.pieces import cut_pieces, rebind
 from zero_trial.zero import ShardedModel, ShardedOptimizer
-
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
-
-
-class ConsoleHandler(logging.Handler):
-    """One line per record. The streams are looked up when a record comes, so that a redirection made later counts.
-
-    Where ``elsewhere`` says that lines are shown by others (a program that sets up the root logger after initialize()), it is silent.
-    """
-
-    def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
-        super().__init__()
-        self._elsewhere = elsewhere
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._elsewhere():
-            return
-        stream: TextIO = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-        stream.write(f"{self.format(record)}\n")
-        stream.flush()
-
-
-def open_console(
-    level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
-) -> None:
-    """Makes lines from ``level`` (default info) on visible. A level that the program has set itself is kept unless ``level`` is given.
-
-    Raises ConfigError for an unknown level.
-    """
-    log = logger if logger is not None else logging.getLogger("zero_trial")
-    if level is not None and level.lower() not in LEVELS:
-        raise ConfigError("no such level", where="log_level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
-    if not log.hasHandlers():
-        log.addHandler(handler if handler is not None else ConsoleHandler())
-    if level is not None:
-        log.setLevel(LEVELS[level.lower()])
-    elif log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
-
-
-# Which arithmetic the ranks of a world use on CPU: all the same, native only where every rank has it.
-#
-# Kernels and plain torch round differently in the last bit, so ranks that differed would train on weights that drift apart where they are
-# copies of each other, and a run would depend on which rank was placed where.
-
-
-log = logging.getLogger("zero_trial")
-
-
-def agree_on_kernels(world: AxisComm) -> None:
-    """Finds out what every rank has; where one has no native kernels, this process gives up its own. Collective over ``world``.
-
-    Rank 0 says so once. Raises KernelUnavailable on every rank where one was told to use native kernels and cannot, or can and others cannot.
-    """
-    own, trouble = _own()
-    told = {
-        "native": own is not None and own.native is not None,
-        "why": trouble.what if trouble is not None else own.why if own is not None else "",
-        "strict": trouble is not None or (own is not None and own.strict),
-    }
-    everyone: list[dict[str, Any]] = world.gather_json(told, "kernels")
-    if trouble is not None:
-        raise trouble
-    blind = next((rank for rank, row in enumerate(everyone) if not row["native"]), None)
-    if blind is None or not any(row["native"] or row["strict"] for row in everyone):
-        return
-    why = f"rank {world.ranks[blind]} has none ({everyone[blind]['why']})"
-    if any(row["strict"] for row in everyone):
-        raise KernelUnavailable(
-            "not every rank has native kernels, and all must compute alike",
-            where="ZERO_TRIAL_OPS=native",
-            got=why,
-            fix="Mend that rank, or set it to auto.",
-        )
-    if backend().native is not None:
-        backend().withdraw(why)
-    if world.index == 0:
-        log.warning("CPU kernels run as plain torch on all ranks, so that they compute alike: %s", why)
-
-
-def _own() -> tuple[Backend | None, KernelUnavailable | None]:
-    """This rank's backend, or why it has none although it must: the others are to hear of that before it ends."""
-    try:
-        return backend(), None
-    except KernelUnavailable as trouble:
-        return None, trouble
-
-
-# What rank 0 says of a model before it trains, where that is not simply what ds_config says.
-
-
-log = logging.getLogger("zero_trial")
-
-
-def log_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
-    """A line for each way in which parameters are not what ds_config asks for."""
-    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
-    for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
-        log.warning(line)
-
-
-def log_model_parts(model: nn.Module, mesh: Mesh, wiring: ResolvedConfig) -> None:
-    """A line where parts of a model decide for themselves what concerns them all, or do not say what they have in common."""
-    parts = mesh.model_part[1]
-    if parts == 1 or mesh.rank != 0:
-        return
-    if mesh.model.size == 1 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
-        what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
-        log.warning(
-            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
-            "so that weights which all parts hold can drift apart",
-            parts,
-            what,
-        )
-    elif mesh.model.size > 1 and not any(is_model_parallel(param) for param in model.parameters()):
-        log.warning(
-            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
-            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
-            parts,
-        )
-
-
-# ``initialize()``: the one place that wires an engine from a model, an optimizer and a ds_config.
-
 
 log = logging.getLogger("zero_trial")
 
@@ -421,3 +288,128 @@ def _build_optimizer(
 def _needs_tensors(base: torch.optim.Optimizer) -> bool:
     """Return whether ``base`` works on whole tensors, so that they cannot be cut anywhere."""
     return not is_elementwise(type(base)) and not isinstance(base, FusedLamb)
+
+
+# --- console -----------------------------------------------------------------------------------------------------------
+
+# The logger "zero_trial" gets a handler of its own where the program has set up no logging. Progress goes to the standard output, warnings
+# to the standard error; ``log_level`` is the level from which on lines are shown.
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class ConsoleHandler(logging.Handler):
+    """One line per record. The streams are looked up when a record comes, so that a redirection made later counts.
+
+    Where ``elsewhere`` says that lines are shown by others (a program that sets up the root logger after initialize()), it is silent.
+    """
+
+    def __init__(self, elsewhere: Callable[[], bool] = lambda: bool(logging.getLogger().handlers)) -> None:
+        super().__init__()
+        self._elsewhere = elsewhere
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._elsewhere():
+            return
+        stream: TextIO = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        stream.write(f"{self.format(record)}\n")
+        stream.flush()
+
+
+def open_console(
+    level: str | None, logger: logging.Logger | None = None, handler: logging.Handler | None = None
+) -> None:
+    """Makes lines from ``level`` (default info) on visible. A level that the program has set itself is kept unless ``level`` is given.
+
+    Raises ConfigError for an unknown level.
+    """
+    log = logger if logger is not None else logging.getLogger("zero_trial")
+    if level is not None and level.lower() not in LEVELS:
+        raise ConfigError("no such level", where="log_level", got=repr(level), expected=f"one of {', '.join(LEVELS)}")
+    if not log.hasHandlers():
+        log.addHandler(handler if handler is not None else ConsoleHandler())
+    if level is not None:
+        log.setLevel(LEVELS[level.lower()])
+    elif log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
+# Which arithmetic the ranks of a world use on CPU: all the same, native only where every rank has it.
+#
+# Kernels and plain torch round differently in the last bit, so ranks that differed would train on weights that drift apart where they are
+# copies of each other, and a run would depend on which rank was placed where.
+
+
+def agree_on_kernels(world: AxisComm) -> None:
+    """Finds out what every rank has; where one has no native kernels, this process gives up its own. Collective over ``world``.
+
+    Rank 0 says so once. Raises KernelUnavailable on every rank where one was told to use native kernels and cannot, or can and others cannot.
+    """
+    own, trouble = _own()
+    told = {
+        "native": own is not None and own.native is not None,
+        "why": trouble.what if trouble is not None else own.why if own is not None else "",
+        "strict": trouble is not None or (own is not None and own.strict),
+    }
+    everyone: list[dict[str, Any]] = world.gather_json(told, "kernels")
+    if trouble is not None:
+        raise trouble
+    blind = next((rank for rank, row in enumerate(everyone) if not row["native"]), None)
+    if blind is None or not any(row["native"] or row["strict"] for row in everyone):
+        return
+    why = f"rank {world.ranks[blind]} has none ({everyone[blind]['why']})"
+    if any(row["strict"] for row in everyone):
+        raise KernelUnavailable(
+            "not every rank has native kernels, and all must compute alike",
+            where="ZERO_TRIAL_OPS=native",
+            got=why,
+            fix="Mend that rank, or set it to auto.",
+        )
+    if backend().native is not None:
+        backend().withdraw(why)
+    if world.index == 0:
+        log.warning("CPU kernels run as plain torch on all ranks, so that they compute alike: %s", why)
+
+
+def _own() -> tuple[Backend | None, KernelUnavailable | None]:
+    """This rank's backend, or why it has none although it must: the others are to hear of that before it ends."""
+    try:
+        return backend(), None
+    except KernelUnavailable as trouble:
+        return None, trouble
+
+
+# What rank 0 says of a model before it trains, where that is not simply what ds_config says.
+
+
+def log_dtypes(model: nn.Module, asked: torch.dtype, mesh: Mesh) -> None:
+    """A line for each way in which parameters are not what ds_config asks for."""
+    trained = ((name, param.dtype) for name, param in model.named_parameters() if param.requires_grad)
+    for line in describe_dtypes(trained, asked) if mesh.rank == 0 else ():
+        log.warning(line)
+
+
+def log_model_parts(model: nn.Module, mesh: Mesh, wiring: ResolvedConfig) -> None:
+    """A line where parts of a model decide for themselves what concerns them all, or do not say what they have in common."""
+    parts = mesh.model_part[1]
+    if parts == 1 or mesh.rank != 0:
+        return
+    if mesh.model.size == 1 and (wiring.clip > 0 or wiring.policy.param == torch.float16):
+        what = "clips by its own gradient norm" if wiring.clip > 0 else "skips steps and scales its loss by itself"
+        log.warning(
+            "%d parallel parts of the model and no get_model_parallel_group() of the mpu: each %s, "
+            "so that weights which all parts hold can drift apart",
+            parts,
+            what,
+        )
+    elif mesh.model.size > 1 and not any(is_model_parallel(param) for param in model.parameters()):
+        log.warning(
+            "%d parallel parts of the model, and no parameter has tensor_model_parallel or model_parallel = True: "
+            "all are taken for copies of each other, and those of the first part alone make the gradient norm",
+            parts,
+        )

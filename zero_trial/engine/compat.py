@@ -1,4 +1,4 @@
-"""The questions that Megatron-style code and the trial ask of an engine's mesh, under DeepSpeed's names."""
+"""DeepSpeed's and Megatron's names: mesh units, the pipeline grid, script arguments, data loaders."""
 
 from __future__ import annotations
 

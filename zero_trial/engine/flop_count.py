@@ -1,6 +1,6 @@
-"""To which module an operation belongs, in forward and in backward.
+"""Count floating-point operations per module, and the peak of a device that they are compared with.
 
-Forward: hooks keep the stack of modules under way. Backward: an operation belongs to the module in whose forward its autograd node was made; nodes
+An operation in forward: hooks keep the stack of modules under way. In backward: an operation belongs to the module in whose forward its autograd node was made; nodes
 are known by their sequence number. (Hooks on gradients, as torch.utils.module_tracker has them, lose modules whose inputs need no gradient.)
 """
 

@@ -1,4 +1,4 @@
-"""One place that scalars are written to, and how its package is found."""
+"""Write scalars to TensorBoard, Weights & Biases, Comet or CSV files, as ds_config asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ds_config wants optimizer state and parameters to live, and the store for it: where the rank computes, in host memory, or in files."""
+"""Choose where optimizer state and parameters live: where the rank computes, in host memory, or in files."""
 
 from __future__ import annotations
 

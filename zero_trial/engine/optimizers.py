@@ -1,4 +1,4 @@
-"""Optimizer groups: what a client gave, over the model's parameters and then over pieces of their masters."""
+"""Optimizers by ds_config's name and params, and their parameter groups over pieces of the masters."""
 
 from __future__ import annotations
 

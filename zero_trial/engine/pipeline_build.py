@@ -1,4 +1,4 @@
-"""What ds_config says about a pipeline, as the values that its parts take: schedule, chunks, policy, cut, checkpointing. Pure."""
+"""Build a pipeline: settings of ds_config, this rank's layers and policy, and the sharding actions of its schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of a pipeline: whole batches at a time, DeepSpeed's verbs, over a schedule's actions."""
+"""The engine of a pipeline: whole batches at a time under DeepSpeed's names, over the actions of a schedule."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class PipelineEngine(Engine):
 
     def _as_iterator(self, data: Iterable[Any]) -> Iterator[Any]:
         """``data`` itself, or for a loader one endless iterator for all calls with it."""
-        if isinstance(data, Iterator) or hasattr(data, "__next__"):
+        if isinstance(data, Iterator):
             return data
         if not isinstance(self._iterator, RepeatingLoader) or self._iterator.loader is not data:
             return RepeatingLoader(data)

@@ -1,4 +1,4 @@
-"""From ds_config's sections to the values that the parts take: plan, mesh shape, dtypes, sizes. Pure."""
+"""Resolve ds_config into the values that the parts take: plan, mesh shape, dtypes, sizes. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Count floating-point operations per module, and the peak of a device that they are compared with.
 
-An operation in forward: hooks keep the stack of modules under way. In backward: an operation belongs to the module in whose forward its autograd node was made; nodes
-are known by their sequence number. (Hooks on gradients, as torch.utils.module_tracker has them, lose modules whose inputs need no gradient.)
+Forward: hooks keep the stack of modules under way. Backward: an operation belongs to the module in whose forward its autograd node was
+made; nodes are known by their sequence number. (Hooks on gradients, as torch.utils.module_tracker has them, lose modules whose inputs
+need no gradient.)
 """
 
 from __future__ import annotations

@@ -177,12 +177,11 @@ class StepOutcome(StepStatus):
             self._apply_on_device(model, optimizer, step, schedule, arguments, total)
             return
         result = self._result
-        finite = self._take_norm(total.item(), self.gradient_multiplier())
+        unscale = self.gradient_multiplier()
+        finite = self._take_norm(total.item(), unscale)
         if result.applied and result.norm is not None:
             factor = clip_factor(result.norm, self._config.clip) if finite else 1.0
-            update_and_publish(
-                model, optimizer, self.gradient_multiplier() * factor, defer_wait=self._config.defer_publish
-            )
+            update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
             if schedule is not None:
                 schedule.step(**arguments)
         else:

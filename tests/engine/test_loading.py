@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support.pool import Pools
 from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.engine.loading import load_state
 from zero_trial.engine.saving import COUNTERS
@@ -94,3 +95,19 @@ def test_a_tag_is_taken_as_text(tmp_path: Path, tag: Any) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
     engine.save_checkpoint(tmp_path, tag=tag)
     assert engine.load_checkpoint(tmp_path, tag=tag)[0] == str(tmp_path / str(tag))
+
+
+def saved_by_each_rank(folder: str) -> None:
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": 2})
+    engine.save_checkpoint(folder, "a")
+
+
+def test_another_number_of_ranks_names_the_generators_that_start_afresh(
+    ranks: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks(2).run(saved_by_each_rank, str(tmp_path))
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    with caplog.at_level(logging.WARNING, "zero_trial"):
+        engine.load_checkpoint(tmp_path, "a")
+    (line,) = [text for text in caplog.messages if "checkpoint of 2 ranks loaded on 1" in text]
+    assert all(name in line for name in ("torch", "random", "numpy"))

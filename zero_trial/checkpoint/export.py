@@ -1,4 +1,12 @@
-"""A checkpoint's tensors read in order, a chunk at a time: no tensor is ever whole in memory."""
+"""Export a checkpoint's weights as safetensors files that any program reads.
+
+    OUT.safetensors                         one file, if OUT is named like one
+    OUT/model.safetensors                   one file in a folder, if everything fits into a shard
+    OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging Face's layout
+
+Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written once, with the other
+names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained`` tie them again.
+"""
 
 from __future__ import annotations
 
@@ -34,46 +42,7 @@ from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import replacing
 
-OPEN_FILES = 64  # at once; a checkpoint of many ranks has as many files
-
-
-class TensorStream:
-    """A context manager that keeps the files open which were read last."""
-
-    def __init__(self, reader: CheckpointReader, chunk_bytes: int = 1 << 24) -> None:
-        self._reader = reader
-        self._chunk_bytes = chunk_bytes
-        self._open: OrderedDict[str, tuple[ExitStack, Any]] = OrderedDict()
-
-    def __enter__(self) -> TensorStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._open:
-            self._open.popitem()[1][0].close()
-
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """The elements of ``name`` from first to last, in new 1-D tensors of its dtype and at most ``chunk_bytes``. Raises CheckpointError."""
-        entry = self._reader.manifest.tensors[name]
-        step = max(1, self._chunk_bytes // dtype_of(entry.dtype).itemsize)
-        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
-            count = piece.stop - piece.start
-            for start in range(0, count, step):
-                yield self._read(piece.file, piece.key, start, min(start + step, count))
-
-    def _read(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
-        if file not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                self._open.popitem(last=False)[1][0].close()
-            stack = ExitStack()
-            self._open[file] = stack, stack.enter_context(self._reader.open_file(file))
-        self._open.move_to_end(file)
-        return self._reader.read_range(self._open[file][1], key, start, stop, file)
-
-
-# What an engine's checkpoint holds, in the model's own words: parameters with their optimizer state, buffers, tied names.
+# The inventory: parameters with their optimizer state, buffers and tied names of an engine's checkpoint.
 
 
 @dataclass(frozen=True)
@@ -165,7 +134,7 @@ def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | Non
     return entry.dtype
 
 
-# Which tensors an export writes, in which dtype, into which file: decided before anything is read. Pure.
+# The plan: which tensors are written, in which dtype, into which file. Decided before anything is read.
 
 
 class WeightSource(Enum):
@@ -302,26 +271,7 @@ def describe_dtypes(items: Iterable[ExportItem]) -> str:
     return _kinds(dtype_name(item.dtype) for item in items)
 
 
-# A model's weights as one safetensors file of its own, that is there whole or not at all.
-
-
-def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes ``tensors`` beside ``path`` and gives the file its name when it is on the disk: until then the old file, if any, stays.
-
-    Raises OSError or SafetensorError, and leaves nothing behind then.
-    """
-    with replacing(path) as part:
-        save_file(dict(tensors), str(part), metadata=dict(metadata))
-
-
-# A model's weights out of a checkpoint, as safetensors files that any program reads: streamed, whole or not there at all.
-#
-#     OUT.safetensors                         one file, where OUT is named like one
-#     OUT/model.safetensors                   one file in a folder, where everything fits into a shard
-#     OUT/model-00001-of-00003.safetensors    several, with model.safetensors.index.json, in Hugging Face's layout
-#
-# Memory: a few chunks of 16 MiB, whatever the sizes of tensors and shards. Tied weights are written once; who has tied them ties them again
-# after loading (``safetensors.torch.load_model`` and ``from_pretrained`` do), and the names are in the metadata.
+# The export itself: streamed, and whole or not there at all.
 
 
 SUFFIX = ".safetensors"
@@ -453,3 +403,57 @@ def _header(shard: Sequence[ExportItem], plan: ExportPlan) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+# Tensors read in order, a chunk at a time, so that none is ever whole in memory.
+
+
+OPEN_FILES = 64  # at once; a checkpoint of many ranks has as many files
+
+
+class TensorStream:
+    """A context manager that keeps the files open which were read last."""
+
+    def __init__(self, reader: CheckpointReader, chunk_bytes: int = 1 << 24) -> None:
+        self._reader = reader
+        self._chunk_bytes = chunk_bytes
+        self._open: OrderedDict[str, tuple[ExitStack, Any]] = OrderedDict()
+
+    def __enter__(self) -> TensorStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            self._open.popitem()[1][0].close()
+
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of ``name`` from first to last, in new 1-D tensors of its dtype and at most ``chunk_bytes``. Raises CheckpointError."""
+        entry = self._reader.manifest.tensors[name]
+        step = max(1, self._chunk_bytes // dtype_of(entry.dtype).itemsize)
+        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
+            count = piece.stop - piece.start
+            for start in range(0, count, step):
+                yield self._read(piece.file, piece.key, start, min(start + step, count))
+
+    def _read(self, file: str, key: str, start: int, stop: int) -> torch.Tensor:
+        if file not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                self._open.popitem(last=False)[1][0].close()
+            stack = ExitStack()
+            self._open[file] = stack, stack.enter_context(self._reader.open_file(file))
+        self._open.move_to_end(file)
+        return self._reader.read_range(self._open[file][1], key, start, stop, file)
+
+
+# The weights of a living model as one safetensors file.
+
+
+def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes ``tensors`` beside ``path`` and gives the file its name when it is on the disk: until then the old file, if any, stays.
+
+    Raises OSError or SafetensorError, and leaves nothing behind then.
+    """
+    with replacing(path) as part:
+        save_file(dict(tensors), str(part), metadata=dict(metadata))

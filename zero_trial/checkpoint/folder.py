@@ -1,5 +1,7 @@
-"""Which checkpoints a folder holds, and which is the latest that is whole: no pointer file, so none that can be
-torn."""
+"""The checkpoints in a folder: which there are, which is the latest, and what is damaged.
+
+There is no pointer file, so none that a crash could tear.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +79,10 @@ def _candidates(directory: Path) -> list[tuple[str, Path]]:
     return sorted(named.items())
 
 
-# The checkpoints that lie in a folder, as a person looks for them: whole, broken, or left over by a save that was killed.
+# All checkpoints in a folder, for a person: whole, broken, or left over from a killed save.
 #
-# A folder may be a run's (``checkpoints/`` in it), a folder of a trial's or of an engine's checkpoints, or one checkpoint itself:
+# The folder may be a run's (with ``checkpoints/`` in it), a folder of a trial's or an engine's checkpoints, or one
+# checkpoint:
 #
 #     step-000200/                        of a trial: metadata.json, trial_state.json
 #         model0/manifest.json            its engines
@@ -276,7 +279,7 @@ def _saved(
     return SavedCheckpoint(folder, step, engines, newest, sum(sizes), len(sizes), fault, trial=trial)
 
 
-# What is wrong with a checkpoint: every file that is not what was written, and the tensors that lie in it.
+# Damage: every file that is not as it was written, and the tensors in it.
 
 
 Told = Callable[[int], object]

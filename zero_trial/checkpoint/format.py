@@ -1,4 +1,4 @@
-"""The dtypes that a checkpoint may hold, by torch's name and by safetensors' name."""
+"""What a checkpoint consists of: dtypes, names of tensors, slices, and the manifest."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_trial.errors import CheckpointError
+
+# Dtypes: torch's names and those of safetensors.
+
 
 _SAFETENSORS: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -56,7 +59,7 @@ def safetensors_name(dtype: torch.dtype) -> str:
     return found
 
 
-# What a stored tensor is, by its name: a parameter, optimizer state, a buffer, or something that belongs to the run.
+# Names: a stored tensor is a parameter, optimizer state, a buffer, or belongs to the run.
 
 
 _PART = re.compile(r"part(\d+)of(\d+)/(.*)", re.DOTALL)
@@ -102,7 +105,7 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
 
 
-# A range of elements of a named logical tensor, and the memory on this rank that holds it or is to receive it.
+# Slices: a range of elements of a named tensor, and the memory of this rank that holds it or receives it.
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,9 @@ def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
     return {name: sorted(found) for name, found in out.items()}
 
 
-# A checkpoint's table of contents: which file holds which elements of which logical tensor, and everything that is
-# JSON.
+# The manifest: which file holds which elements of which tensor, and everything that is JSON.
 #
-# It says nothing of the ranks that wrote it except as information: a tensor is its dtype, its shape and its pieces.
+# It depends on the writing ranks only in ``world``, which informs: a tensor is its dtype, its shape and its pieces.
 
 
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""Does a checkpoint hold what a model wants? Names and shapes compared, and the differences said in one message."""
+"""Read ranges of a checkpoint's tensors straight into memory, whatever ranks wrote them."""
 
 from __future__ import annotations
 
@@ -14,116 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
 from zero_trial.errors import CheckpointError
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class TensorMismatch:
-    """``missing``: wanted, not stored. ``extra``: stored, not wanted. ``shapes``: name -> (stored, wanted)."""
-
-    stored: int
-    wanted: int
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def describe(self) -> str:
-        """``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte (50257, 768) vs (50304,
-        768)``"""
-        text = [f"checkpoint has {self.stored} tensors, model has {self.wanted}"]
-        text += [f"Missing: {_shortened(self.missing)}"] if self.missing else []
-        text += [f"Not in the model: {_shortened(self.extra)}"] if self.extra else []
-        differing = [f"{name} {stored} vs {wanted}" for name, (stored, wanted) in sorted(self.shapes.items())]
-        text += [f"Shape differs: {_shortened(differing)}"] if differing else []
-        return ". ".join(text)
-
-
-def compare_tensors(stored: Shapes, wanted: Shapes) -> TensorMismatch:
-    """All differences between the tensors of a checkpoint and those of a model."""
-    return TensorMismatch(
-        len(stored),
-        len(wanted),
-        missing=tuple(sorted(wanted.keys() - stored.keys())),
-        extra=tuple(sorted(stored.keys() - wanted.keys())),
-        shapes={
-            name: (tuple(stored[name]), tuple(shape))
-            for name, shape in wanted.items()
-            if name in stored and tuple(stored[name]) != tuple(shape)
-        },
-    )
-
-
-def require_match(
-    stored: Shapes, wanted: Shapes, *, where: str, allow_missing: bool = False, allow_extra: bool = False
-) -> None:
-    """Raises CheckpointError with every difference that is not allowed; another shape is never allowed."""
-    difference = compare_tensors(stored, wanted)
-    if difference.shapes or (difference.missing and not allow_missing) or (difference.extra and not allow_extra):
-        raise CheckpointError(
-            difference.describe(), where=where, fix="Build the model as it was when the checkpoint was saved."
-        )
-
-
-def _shortened(names: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
-# Which elements to copy from where to where: wanted ranges of logical tensors cut with the pieces of a manifest.
-# Pure.
-
-
-class ReadRequest(NamedTuple):
-    """Elements [start, stop) of ``name`` are wanted; ``target`` is the caller's number for where they go."""
-
-    name: str
-    start: int
-    stop: int
-    target: int
-
-
-class ReadCopy(NamedTuple):
-    """Elements [source_start, source_stop) of entry ``key`` in ``file`` go to ``target``, from element ``offset``
-    on."""
-
-    file: str
-    key: str
-    source_start: int
-    source_stop: int
-    target: int
-    offset: int
-
-
-def plan_copies(tensors: Mapping[str, TensorEntry], wants: Iterable[ReadRequest]) -> list[ReadCopy]:
-    """Copies that fill every want, in the order of files and of elements in them, so that disks are read forwards.
-
-    ``tensors`` covers each element once (``Manifest.check``). A want looks at all pieces of its tensor.
-    Raises CheckpointError for a want that is not in the checkpoint.
-    """
-    ordered = {name: sorted(entry.pieces, key=lambda piece: piece.start) for name, entry in tensors.items()}
-    copies: list[ReadCopy] = []
-    for want in wants:
-        if want.name not in ordered or not 0 <= want.start <= want.stop <= tensors[want.name].numel:
-            size = tensors[want.name].numel if want.name in ordered else None
-            raise CheckpointError(
-                "not in the checkpoint",
-                where=want.name,
-                got=f"elements {want.start} to {want.stop} wanted",
-                expected="no such tensor" if size is None else f"0 to {size}",
-            )
-        for piece in ordered[want.name]:
-            low, high = max(want.start, piece.start), min(want.stop, piece.stop)
-            if low < high:
-                first = low - piece.start
-                copies.append(ReadCopy(piece.file, piece.key, first, first + high - low, want.target, low - want.start))
-    return sorted(copies)
-
-
-# Opens a checkpoint, verifies it, and reads ranges of its tensors straight into the memory that waits for them.
 
 
 class CheckpointReader:
@@ -268,3 +158,113 @@ def read_digest(path: Path, block: int = 1 << 22, told: Callable[[int], object] 
             if told is not None:
                 told(len(chunk))
     return FileRecord(size, digest.hexdigest())
+
+
+# Which elements to copy from where to where: wanted ranges cut with the pieces of a manifest.
+
+
+class ReadRequest(NamedTuple):
+    """Elements [start, stop) of ``name`` are wanted; ``target`` is the caller's number for where they go."""
+
+    name: str
+    start: int
+    stop: int
+    target: int
+
+
+class ReadCopy(NamedTuple):
+    """Elements [source_start, source_stop) of entry ``key`` in ``file`` go to ``target``, from element ``offset``
+    on."""
+
+    file: str
+    key: str
+    source_start: int
+    source_stop: int
+    target: int
+    offset: int
+
+
+def plan_copies(tensors: Mapping[str, TensorEntry], wants: Iterable[ReadRequest]) -> list[ReadCopy]:
+    """Copies that fill every want, in the order of files and of elements in them, so that disks are read forwards.
+
+    ``tensors`` covers each element once (``Manifest.check``). A want looks at all pieces of its tensor.
+    Raises CheckpointError for a want that is not in the checkpoint.
+    """
+    ordered = {name: sorted(entry.pieces, key=lambda piece: piece.start) for name, entry in tensors.items()}
+    copies: list[ReadCopy] = []
+    for want in wants:
+        if want.name not in ordered or not 0 <= want.start <= want.stop <= tensors[want.name].numel:
+            size = tensors[want.name].numel if want.name in ordered else None
+            raise CheckpointError(
+                "not in the checkpoint",
+                where=want.name,
+                got=f"elements {want.start} to {want.stop} wanted",
+                expected="no such tensor" if size is None else f"0 to {size}",
+            )
+        for piece in ordered[want.name]:
+            low, high = max(want.start, piece.start), min(want.stop, piece.stop)
+            if low < high:
+                first = low - piece.start
+                copies.append(ReadCopy(piece.file, piece.key, first, first + high - low, want.target, low - want.start))
+    return sorted(copies)
+
+
+# A checkpoint's names and shapes compared with a model's.
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TensorMismatch:
+    """``missing``: wanted, not stored. ``extra``: stored, not wanted. ``shapes``: name -> (stored, wanted)."""
+
+    stored: int
+    wanted: int
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def describe(self) -> str:
+        """``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte (50257, 768) vs (50304,
+        768)``"""
+        text = [f"checkpoint has {self.stored} tensors, model has {self.wanted}"]
+        text += [f"Missing: {_shortened(self.missing)}"] if self.missing else []
+        text += [f"Not in the model: {_shortened(self.extra)}"] if self.extra else []
+        differing = [f"{name} {stored} vs {wanted}" for name, (stored, wanted) in sorted(self.shapes.items())]
+        text += [f"Shape differs: {_shortened(differing)}"] if differing else []
+        return ". ".join(text)
+
+
+def compare_tensors(stored: Shapes, wanted: Shapes) -> TensorMismatch:
+    """All differences between the tensors of a checkpoint and those of a model."""
+    return TensorMismatch(
+        len(stored),
+        len(wanted),
+        missing=tuple(sorted(wanted.keys() - stored.keys())),
+        extra=tuple(sorted(stored.keys() - wanted.keys())),
+        shapes={
+            name: (tuple(stored[name]), tuple(shape))
+            for name, shape in wanted.items()
+            if name in stored and tuple(stored[name]) != tuple(shape)
+        },
+    )
+
+
+def require_match(
+    stored: Shapes, wanted: Shapes, *, where: str, allow_missing: bool = False, allow_extra: bool = False
+) -> None:
+    """Raises CheckpointError with every difference that is not allowed; another shape is never allowed."""
+    difference = compare_tensors(stored, wanted)
+    if difference.shapes or (difference.missing and not allow_missing) or (difference.extra and not allow_extra):
+        raise CheckpointError(
+            difference.describe(), where=where, fix="Build the model as it was when the checkpoint was saved."
+        )
+
+
+def _shortened(names: tuple[str, ...] | list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

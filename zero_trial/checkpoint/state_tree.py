@@ -1,7 +1,7 @@
 """Plain Python state (nested dicts, lists, numbers, tensors) as JSON plus named tensors, and back, without loss.
 
-What JSON has no word for is an object with one key that starts with ``$``; a dict with such a key, or with keys that
-are not texts, is written as a list of pairs, so that no content of a checkpoint can pretend to be a marker.
+A value that JSON does not have is an object with one key that starts with ``$``. A dict with such a key, or with keys
+that are not strings, is written as a list of pairs, so that no content of a checkpoint can be taken for a marker.
 
     (1, 2)   {"$tuple": [1, 2]}          inf      {"$float": "inf"}           b"ab"      {"$bytes": "YWI="}
     {1: 2}   {"$items": [[1, 2]]}        {1, 2}   {"$set": [1, 2]}            tensor     {"$tensor": name}
@@ -137,7 +137,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
 }
 
 
-# The state of this process's random generators, taken and put back: torch (CPU and one CUDA device), numpy, random.
+# The state of this process's random generators: torch (CPU and one CUDA device), numpy, random.
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:

@@ -1,4 +1,13 @@
-"""What saving needs of the other ranks: a place among them, and an exchange of small JSON values."""
+"""Write a checkpoint so that a kill at any moment leaves the previous one, or the new one, whole.
+
+    1  rank 0     <directory>/<tag>.tmp-<id>/            new folder
+    2  each rank  rank-00000.safetensors ...             its slices; fsync; SHA-256
+    3  rank 0     manifest.json                          last file; fsync; folder fsync
+    4  rank 0     <tag>.tmp-<id>  ->  <tag>              rename; parent fsync
+
+If ``<tag>`` exists already it is renamed to ``<tag>.old-<id>`` first and removed at the end. Readers take the renamed
+folder for ``<tag>`` while that is missing.
+"""
 
 from __future__ import annotations
 
@@ -53,148 +62,6 @@ class SingleRank:
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         return [value]
-
-
-# The few changes that a checkpoint makes to a disk, each made durable before the next one relies on it.
-
-
-class DurableFiles:
-    """The local or shared file system. Tests put a disk in its place that breaks at a chosen step."""
-
-    def make_folder(self, folder: Path) -> None:
-        """Create ``folder`` (new) and its parents."""
-        folder.mkdir(parents=True)
-
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-        """A new file with the chunks, on the disk when this returns; its size and SHA-256, computed on the way."""
-        digest, size = sha256(), 0
-        with path.open("xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                size += chunk.nbytes if isinstance(chunk, memoryview) else len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        return FileRecord(size, digest.hexdigest())
-
-    def sync_folder(self, folder: Path) -> None:
-        """The folder's list of names is on the disk when this returns."""
-        sync_folder(folder)
-
-    def rename(self, source: Path, destination: Path) -> None:
-        """Atomic; ``destination`` must not exist."""
-        if destination.exists():
-            raise FileExistsError(f"{destination} exists")
-        os.rename(source, destination)
-
-    def remove_folder(self, folder: Path) -> None:
-        """With all that is in it; nothing happens if it does not exist."""
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-# The names of folders that a save uses on its way, and which of them nobody will finish any more.
-#
-# A temporary folder is named after the host and the process that writes it: ``<tag>.tmp-<host>-<pid>-<id>``. Two runs may save under one tag at
-# once: removing the other's folder while it is written, or while it gets its name, would spoil that one's checkpoint.
-
-
-TEMPORARY = ".tmp-"
-
-
-REPLACED = ".old-"
-
-
-FORGOTTEN_SECONDS = 24 * 3600.0
-"""A folder of another host, whose processes cannot be asked for, is given up when nothing was written into it for so long."""
-
-
-_OWNER = re.compile(r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}")
-
-
-def temporary_name(tag: str) -> str:
-    """A new name for the folder in which this process writes ``tag``."""
-    return f"{tag}{TEMPORARY}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Whether the save that made the temporary ``folder`` is over: its process is this one (which makes a new one now) or is no more."""
-    found = _OWNER.fullmatch(folder.name.partition(TEMPORARY)[2])
-    if found is None:
-        return True  # no running version of ours names folders like this
-    if found["host"] == _host():
-        return int(found["pid"]) == os.getpid() or not _lives(int(found["pid"]))
-    try:
-        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:
-        return False  # it is going just now
-    return time.time() - newest > FORGOTTEN_SECONDS
-
-
-def _host() -> str:
-    return sha256(socket.gethostname().encode()).hexdigest()[:8]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-# The bytes of one rank's safetensors file, made piece by piece, so that no second copy of a shard ever exists.
-#
-# The format (safetensors 0.4 and later): 8 bytes little-endian length of the header, the header as JSON padded with
-# spaces to 8 bytes, then the tensors' bytes end to end in the header's order.
-
-
-CHUNK_BYTES = 1 << 24  # how much of a tensor on another device is brought to the host at a time
-
-
-def piece_key(part: Slice) -> str:
-    """The safetensors name of a slice, unique within a file: ``param/wte.weight[0:4096]``."""
-    return f"{part.name}[{part.start}:{part.stop}]"
-
-
-def shard_chunks(slices: Sequence[Slice]) -> Iterator[bytes | memoryview]:
-    """The file's bytes in order. ``slices``: not empty ones, names of their keys all different."""
-    yield _header(slices)
-    for part in slices:
-        yield from _tensor_chunks(part.flat)
-
-
-def _header(slices: Sequence[Slice]) -> bytes:
-    entries: dict[str, object] = {}
-    end = 0
-    for part in slices:
-        start, end = end, end + part.tensor.numel() * part.tensor.element_size()
-        shape = [part.tensor.numel()]
-        entries[piece_key(part)] = {"dtype": safetensors_name(part.dtype), "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
-    per_chunk = flat.numel() if flat.device.type == "cpu" else max(1, CHUNK_BYTES // flat.element_size())
-    for start in range(0, flat.numel(), per_chunk):
-        host = flat[start : start + per_chunk].cpu()
-        # a view of the tensor's own memory, which ``host`` keeps alive until the consumer has taken the chunk
-        size = host.numel() * host.element_size()
-        yield memoryview((ctypes.c_char * size).from_address(host.data_ptr())).cast("B")
-
-
-# Writes a checkpoint so that a kill at any moment leaves the previous one, or the new one, whole.
-#
-#     1  rank 0     <directory>/<tag>.tmp-<id>/            new folder
-#     2  each rank  rank-00000.safetensors ...             its slices; fsync; SHA-256
-#     3  rank 0     manifest.json                          last file; fsync; folder fsync
-#     4  rank 0     <tag>.tmp-<id>  ->  <tag>              rename; parent fsync
-#
-# Where ``<tag>`` exists already it is renamed to ``<tag>.old-<id>`` first, which readers take for ``<tag>`` while that is
-# missing, and removed at the end.
 
 
 LONGEST_TAG = 200  # bytes: what a file system takes, less what a temporary folder adds
@@ -383,3 +250,134 @@ def _agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
     if "fault" in answer:
         raise CheckpointError("the checkpoint was not saved", where=label, got=answer["fault"])
     return str(answer["value"])
+
+
+# The bytes of one rank's safetensors file, made piece by piece, so that no second copy of a shard ever exists.
+#
+# The format (safetensors 0.4 and later): 8 bytes little-endian length of the header, the header as JSON padded with
+# spaces to 8 bytes, then the tensors' bytes end to end in the header's order.
+
+
+CHUNK_BYTES = 1 << 24  # how much of a tensor on another device is brought to the host at a time
+
+
+def piece_key(part: Slice) -> str:
+    """The safetensors name of a slice, unique within a file: ``param/wte.weight[0:4096]``."""
+    return f"{part.name}[{part.start}:{part.stop}]"
+
+
+def shard_chunks(slices: Sequence[Slice]) -> Iterator[bytes | memoryview]:
+    """The file's bytes in order. ``slices``: not empty ones, names of their keys all different."""
+    yield _header(slices)
+    for part in slices:
+        yield from _tensor_chunks(part.flat)
+
+
+def _header(slices: Sequence[Slice]) -> bytes:
+    entries: dict[str, object] = {}
+    end = 0
+    for part in slices:
+        start, end = end, end + part.tensor.numel() * part.tensor.element_size()
+        shape = [part.tensor.numel()]
+        entries[piece_key(part)] = {"dtype": safetensors_name(part.dtype), "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
+    per_chunk = flat.numel() if flat.device.type == "cpu" else max(1, CHUNK_BYTES // flat.element_size())
+    for start in range(0, flat.numel(), per_chunk):
+        host = flat[start : start + per_chunk].cpu()
+        # a view of the tensor's own memory, which ``host`` keeps alive until the consumer has taken the chunk
+        size = host.numel() * host.element_size()
+        yield memoryview((ctypes.c_char * size).from_address(host.data_ptr())).cast("B")
+
+
+# Names of the folders that a save uses on its way, and which of them were abandoned.
+#
+# A temporary folder is named after the host and the process that writes it: ``<tag>.tmp-<host>-<pid>-<id>``. Two runs
+# may save under one tag at once; removing the other's folder while it is written would spoil its checkpoint.
+
+
+TEMPORARY = ".tmp-"
+
+
+REPLACED = ".old-"
+
+
+FORGOTTEN_SECONDS = 24 * 3600.0
+"""A folder of another host, whose processes cannot be asked for, is given up when nothing was written into it for so long."""
+
+
+_OWNER = re.compile(r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}")
+
+
+def temporary_name(tag: str) -> str:
+    """A new name for the folder in which this process writes ``tag``."""
+    return f"{tag}{TEMPORARY}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether the save that made the temporary ``folder`` is over: its process is this one (which makes a new one now) or is no more."""
+    found = _OWNER.fullmatch(folder.name.partition(TEMPORARY)[2])
+    if found is None:
+        return True  # no running version of ours names folders like this
+    if found["host"] == _host():
+        return int(found["pid"]) == os.getpid() or not _lives(int(found["pid"]))
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return False  # it is going just now
+    return time.time() - newest > FORGOTTEN_SECONDS
+
+
+def _host() -> str:
+    return sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+# The changes that a save makes to a disk, each durable before the next one relies on it.
+
+
+class DurableFiles:
+    """The local or shared file system. Tests put a disk in its place that breaks at a chosen step."""
+
+    def make_folder(self, folder: Path) -> None:
+        """Create ``folder`` (new) and its parents."""
+        folder.mkdir(parents=True)
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+        """A new file with the chunks, on the disk when this returns; its size and SHA-256, computed on the way."""
+        digest, size = sha256(), 0
+        with path.open("xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += chunk.nbytes if isinstance(chunk, memoryview) else len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileRecord(size, digest.hexdigest())
+
+    def sync_folder(self, folder: Path) -> None:
+        """The folder's list of names is on the disk when this returns."""
+        sync_folder(folder)
+
+    def rename(self, source: Path, destination: Path) -> None:
+        """Atomic; ``destination`` must not exist."""
+        if destination.exists():
+            raise FileExistsError(f"{destination} exists")
+        os.rename(source, destination)
+
+    def remove_folder(self, folder: Path) -> None:
+        """With all that is in it; nothing happens if it does not exist."""
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Fixed-length windows of a byte sequence, each one a pure function of its index."""
+"""Text corpora from local files, windows of their bytes, and baselines that a loss has to beat."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.cat([self.text[start : start + self.sequence] for start in starts])
 
 
-# Bits per byte that need no model: what a loss has to beat before it means anything.
+# Baselines: bits per byte that need no model.
 
 
 BYTE_VALUES = 256
@@ -95,7 +95,7 @@ def _not_empty(val: torch.Tensor) -> None:
         raise DataError("there is no validation text to measure a baseline on", where="baseline", got="0 bytes")
 
 
-# A body of text from local files, split into train and validation by file, with a fingerprint of which text it was.
+# Corpora: text from local files, split into train and validation by file, with a fingerprint.
 #
 # Two numbers such as bits per byte may be compared only when the fingerprints of their corpora are equal.
 

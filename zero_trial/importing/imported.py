@@ -1,4 +1,4 @@
-"""What a reader of a foreign format has found: slices of tensors by file, the state beside them, and what was left out."""
+"""What was read from another program's files, and how it is written as a checkpoint of ours."""
 
 from __future__ import annotations
 
@@ -78,9 +78,6 @@ def fresh_state() -> dict[str, Any]:
         "ds_config": {},
         "client": {},
     }
-
-
-# Writes what a reader found as a checkpoint of ours.
 
 
 def write_imported(

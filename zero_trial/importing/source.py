@@ -1,4 +1,4 @@
-"""Plain weights, as torch and Hugging Face save them: one file, or several with an index."""
+"""Find out what a path holds, a DeepSpeed checkpoint or plain weights, and read it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,32 @@ from zero_trial.importing.deepspeed import read_deepspeed
 from zero_trial.importing.deepspeed_files import find_deepspeed
 from zero_trial.importing.imported import ImportedState, ImportOptions, folder_name, fresh_state
 from zero_trial.importing.torch_file import FileTensor, TorchFile
+
+
+def read_source(source: Path, tag: str | None, wishes: ImportOptions) -> ImportedState:
+    """The findings of the reader whose format this is. Raises CheckpointError for a path that is of none, or not there."""
+    if not source.exists():
+        raise CheckpointError("there is no such file or folder", where=str(source))
+    folder = find_deepspeed(source, tag)
+    if folder is not None:
+        return read_deepspeed(folder, wishes)
+    weights = find_weights(source)
+    if weights is not None:
+        return read_weights(weights, wishes)
+    if (source / MANIFEST_NAME).is_file() or any((path / MANIFEST_NAME).is_file() for path in source.iterdir()):
+        raise CheckpointError(
+            "this is a checkpoint of zero_trial already", where=str(source), fix="Load it with engine.load_checkpoint."
+        )
+    raise CheckpointError(
+        "nothing here that can be imported",
+        where=str(source),
+        got=", ".join(sorted(path.name for path in source.iterdir())[:6]) or "an empty folder",
+        expected=f"a DeepSpeed checkpoint (mp_rank_00_model_states.pt ...), or one of {', '.join(NAMES)}",
+    )
+
+
+# Plain weights, as torch and Hugging Face save them: one file, or several with an index.
+
 
 NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """What is looked for in a folder, the first that is there."""
@@ -149,28 +175,3 @@ def _tied(
     """Other names of a tensor, as ``engine.save_16bit_model`` writes them into a file."""
     pairs = {key.removeprefix("alias:"): name for key, name in metadata.items() if key.startswith("alias:")}
     return {alias: found[name] for alias, name in pairs.items() if name in found and alias not in found}
-
-
-# What a path holds, by what lies there: a DeepSpeed checkpoint, or plain weights.
-
-
-def read_source(source: Path, tag: str | None, wishes: ImportOptions) -> ImportedState:
-    """The findings of the reader whose format this is. Raises CheckpointError for a path that is of none, or not there."""
-    if not source.exists():
-        raise CheckpointError("there is no such file or folder", where=str(source))
-    folder = find_deepspeed(source, tag)
-    if folder is not None:
-        return read_deepspeed(folder, wishes)
-    weights = find_weights(source)
-    if weights is not None:
-        return read_weights(weights, wishes)
-    if (source / MANIFEST_NAME).is_file() or any((path / MANIFEST_NAME).is_file() for path in source.iterdir()):
-        raise CheckpointError(
-            "this is a checkpoint of zero_trial already", where=str(source), fix="Load it with engine.load_checkpoint."
-        )
-    raise CheckpointError(
-        "nothing here that can be imported",
-        where=str(source),
-        got=", ".join(sorted(path.name for path in source.iterdir())[:6]) or "an empty folder",
-        expected=f"a DeepSpeed checkpoint (mp_rank_00_model_states.pt ...), or one of {', '.join(NAMES)}",
-    )

@@ -1,4 +1,8 @@
-"""From a program's records to values: containers, tensors that lie in a file, and :class:`Foreign` for everything else."""
+"""Read a file of ``torch.save`` without pickle: its structure as values, its tensors as views of a memory map.
+
+Both of torch's formats are read. The newer one is an uncompressed zip archive; the older one is a row of pickles
+followed by the storages' bytes. docs/decisions/0031 says why torch's own ``weights_only`` reader does not do.
+"""
 
 from __future__ import annotations
 
@@ -347,12 +351,6 @@ _RULES: Mapping[str, Callable[[Resolver, PickledCall], Any]] = {
     "builtins.set": _a_set,
     "__builtin__.set": _a_set,
 }
-
-
-# A file of ``torch.save``, opened without pickle: its structure as values, and its tensors as views of a memory map.
-#
-# Both of torch's formats are read. The newer one is an uncompressed zip archive; the older one is a row of pickles with the storages' bytes
-# behind them.
 
 
 LARGEST_PROGRAM = 1 << 30

@@ -1,4 +1,4 @@
-"""What a report is about, as frozen values: one run, or the trials and decisions of a sweep. Pages are drawn from these and nothing else."""
+"""What a report shows, as frozen values: one run, or the trials and decisions of a sweep. Pages show nothing else."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class SweepReport:
         return tuple(sorted(measured, key=lambda trial: sign * (trial.best or 0.0)))
 
 
-# The leaves of nested values by dotted name, and which of them a sweep varies.
+# Nested values by dotted name, and which of them a sweep varies.
 
 
 def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:

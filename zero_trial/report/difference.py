@@ -1,4 +1,4 @@
-"""What a run's folder holds that another run can be compared with: settings, certificate, data, and the values of every step."""
+"""Compare two runs: settings and code first, then the first step at which their values differ."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 from zero_trial.errors import ConfigError
 from zero_trial.report.run_reader import COUNTERS, LOCK, in_force, is_run, read_json, read_lines, read_text
 from zero_trial.schema.yaml_source import read_yaml
+
+# What is compared of one run: settings, provenance, data, and the values of every step.
+
 
 Value = float | str | None
 
@@ -160,7 +163,7 @@ def _value(value: Any) -> Value:
     return float(value)
 
 
-# What differs between two runs: settings and code first, then the first step at which their values part. Pure.
+# The comparison.
 
 
 ABSENT = "not there"

@@ -1,4 +1,4 @@
-"""The best point of a sweep as an experiment that runs: the sweep's own configuration with one value for each range."""
+"""Read an experiment and its trials from the store of an embedded master, which may be running, as a sweep."""
 
 from __future__ import annotations
 
@@ -41,149 +41,6 @@ from zero_trial.report.run_reader import finite, series
 from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_duration
-
-KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
-
-
-DROPPED = ("project", "workspace", "checkpoint_policy", "labels")  # of the sweep, not of its best point
-
-
-def best_experiment(
-    config: Mapping[str, Any], hparams: Mapping[str, Any], seed: int | None, ds_config: Any = None
-) -> dict[str, Any]:
-    """The sweep's configuration with the searcher ``single`` and constant hyperparameters. ``ds_config`` replaces a file that is named.
-
-    Pure; ``config`` is left as it is.
-    """
-    found = {key: copy.deepcopy(value) for key, value in config.items() if key not in DROPPED}
-    searcher = config.get("searcher") or {}
-    found["name"] = f"{config.get('name') or 'sweep'}-best"
-    found["searcher"] = {"name": "single", **{key: searcher[key] for key in KEPT_OF_SEARCHER if key in searcher}}
-    length = _length(searcher)
-    if length is not None:
-        found["searcher"]["max_length"] = length
-    found["hyperparameters"] = as_hyperparameters(hparams)
-    if seed is not None:
-        found["reproducibility"] = {**(found.get("reproducibility") or {}), "experiment_seed": seed}
-    if ds_config is not None:
-        found["data"] = {**(found.get("data") or {}), "ds_config": ds_config}
-    return found
-
-
-def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values as an experiment may hold them: a mapping with a key ``type`` would be read as a range, so it becomes a const."""
-
-    def written(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return copy.deepcopy(value)
-        if "type" in value:
-            return {"type": "const", "val": copy.deepcopy(dict(value))}
-        return {key: written(inner) for key, inner in value.items()}
-
-    return {key: written(value) for key, value in values.items()}
-
-
-def _length(searcher: Mapping[str, Any]) -> Any:
-    """A whole training, as the searcher states it."""
-    if searcher.get("max_time") is not None and searcher.get("time_metric"):
-        return {str(searcher["time_metric"]): searcher["max_time"]}
-    return copy.deepcopy(searcher.get("max_length"))
-
-
-# Why a search stopped whom: its brackets played again, validation by validation, with the search's own rules.
-#
-# A search keeps who stands where, and not what it saw when it decided; but its decisions follow from the validations in the order in which
-# they came.
-
-
-@dataclass(frozen=True)
-class RungMeasurement:
-    """One validation as it came to the search: whose, after how many units, and the metric as it was reported."""
-
-    request_id: str
-    time: float
-    metric: float
-
-
-def bracket_histories(
-    config: Mapping[str, Any],
-    snapshot: Mapping[str, Any],
-    measured: Iterable[RungMeasurement],
-    names: Mapping[str, str],
-) -> tuple[BracketHistory, ...]:
-    """The brackets of an adaptive_asha search with their decisions; nothing for another search, or a snapshot that is not one.
-
-    ``names``: what each request id is called on the page.
-    """
-    try:
-        search = restore(config["searcher"], config.get("hyperparameters") or {}, snapshot)
-    except (ZeroTrialError, KeyError, TypeError, ValueError):
-        return ()
-    if not isinstance(search, AdaptiveAsha):
-        return ()
-    events = list(measured)
-    return tuple(
-        _replayed(
-            number, bracket, [event for event in events if event.request_id in bracket.position], search.sign, names
-        )
-        for number, bracket in enumerate(search.brackets, 1)
-    )
-
-
-def _replayed(
-    number: int, bracket: Bracket, events: list[RungMeasurement], sign: float, names: Mapping[str, str]
-) -> BracketHistory:
-    fresh = Bracket(
-        [Rung(rung.units) for rung in bracket.rungs], bracket.divisor, bracket.max_trials, bracket.max_concurrent
-    )
-    found: list[RungDecision] = []
-    stopped: set[str] = set()
-    for event in events:
-        if event.request_id in stopped:
-            continue
-        before = [len(rung.entries) for rung in fresh.rungs]
-        fresh.position.setdefault(event.request_id, 0)
-        value = WORST if math.isnan(event.metric) else sign * event.metric
-        stop = fresh.climb(event.request_id, int(event.time), value)
-        passed = [index for index, rung in enumerate(fresh.rungs) if len(rung.entries) > before[index]]
-        for index in passed:
-            ends = stop and index == passed[-1]
-            found.append(_decision(number, fresh, index, event, ends, names))
-        if stop:
-            stopped.add(event.request_id)
-    return BracketHistory(number, tuple(rung.units for rung in bracket.rungs), tuple(found))
-
-
-def _decision(
-    number: int, bracket: Bracket, index: int, event: RungMeasurement, ends: bool, names: Mapping[str, str]
-) -> RungDecision:
-    rung = bracket.rungs[index]
-    rank = 1 + next(at for at, (_, request_id) in enumerate(rung.entries) if request_id == event.request_id)
-    count = len(rung.entries)
-    top = index == len(bracket.rungs) - 1
-    if top:
-        verdict, why = RungOutcome.FINISHED, f"{ordinal(rank)} of {count} that came this far."
-    else:
-        may = max(int(count / bracket.divisor), 1)
-        verdict = RungOutcome.STOPPED if ends else RungOutcome.WENT_ON
-        why = (
-            f"{ordinal(rank)} of the {count} measured here so far; the best {may} may go on (1 in {bracket.divisor:g})."
-        )
-        if count == 1:
-            why = "The first to be measured here goes on."
-    return RungDecision(
-        names.get(event.request_id, event.request_id), verdict, number, index, rung.units, event.metric, why
-    )
-
-
-def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, 11th."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
-
-
-# Reads an experiment and its trials from the store of an embedded master, which may be at work.
-
 
 LARGEST_DS_CONFIG = 2**20  # bytes
 
@@ -422,3 +279,145 @@ def _experiment_status(experiment: Experiment) -> Status:
     }
     tone = words.get(experiment.state, Tone.BUSY)
     return Status((experiment.shown_state or experiment.state.value).lower().replace("_", " "), tone)
+
+
+# Why a search stopped a trial: its brackets replayed, validation by validation, with the search's own rules.
+#
+# A search stores the rungs and not what it saw when it decided; its decisions follow from the order of validations.
+
+
+@dataclass(frozen=True)
+class RungMeasurement:
+    """One validation as it came to the search: whose, after how many units, and the metric as it was reported."""
+
+    request_id: str
+    time: float
+    metric: float
+
+
+def bracket_histories(
+    config: Mapping[str, Any],
+    snapshot: Mapping[str, Any],
+    measured: Iterable[RungMeasurement],
+    names: Mapping[str, str],
+) -> tuple[BracketHistory, ...]:
+    """The brackets of an adaptive_asha search with their decisions; nothing for another search, or a snapshot that is not one.
+
+    ``names``: what each request id is called on the page.
+    """
+    try:
+        search = restore(config["searcher"], config.get("hyperparameters") or {}, snapshot)
+    except (ZeroTrialError, KeyError, TypeError, ValueError):
+        return ()
+    if not isinstance(search, AdaptiveAsha):
+        return ()
+    events = list(measured)
+    return tuple(
+        _replayed(
+            number, bracket, [event for event in events if event.request_id in bracket.position], search.sign, names
+        )
+        for number, bracket in enumerate(search.brackets, 1)
+    )
+
+
+def _replayed(
+    number: int, bracket: Bracket, events: list[RungMeasurement], sign: float, names: Mapping[str, str]
+) -> BracketHistory:
+    fresh = Bracket(
+        [Rung(rung.units) for rung in bracket.rungs], bracket.divisor, bracket.max_trials, bracket.max_concurrent
+    )
+    found: list[RungDecision] = []
+    stopped: set[str] = set()
+    for event in events:
+        if event.request_id in stopped:
+            continue
+        before = [len(rung.entries) for rung in fresh.rungs]
+        fresh.position.setdefault(event.request_id, 0)
+        value = WORST if math.isnan(event.metric) else sign * event.metric
+        stop = fresh.climb(event.request_id, int(event.time), value)
+        passed = [index for index, rung in enumerate(fresh.rungs) if len(rung.entries) > before[index]]
+        for index in passed:
+            ends = stop and index == passed[-1]
+            found.append(_decision(number, fresh, index, event, ends, names))
+        if stop:
+            stopped.add(event.request_id)
+    return BracketHistory(number, tuple(rung.units for rung in bracket.rungs), tuple(found))
+
+
+def _decision(
+    number: int, bracket: Bracket, index: int, event: RungMeasurement, ends: bool, names: Mapping[str, str]
+) -> RungDecision:
+    rung = bracket.rungs[index]
+    rank = 1 + next(at for at, (_, request_id) in enumerate(rung.entries) if request_id == event.request_id)
+    count = len(rung.entries)
+    top = index == len(bracket.rungs) - 1
+    if top:
+        verdict, why = RungOutcome.FINISHED, f"{ordinal(rank)} of {count} that came this far."
+    else:
+        may = max(int(count / bracket.divisor), 1)
+        verdict = RungOutcome.STOPPED if ends else RungOutcome.WENT_ON
+        why = (
+            f"{ordinal(rank)} of the {count} measured here so far; the best {may} may go on (1 in {bracket.divisor:g})."
+        )
+        if count == 1:
+            why = "The first to be measured here goes on."
+    return RungDecision(
+        names.get(event.request_id, event.request_id), verdict, number, index, rung.units, event.metric, why
+    )
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+# The best point of a sweep as an experiment that runs: the sweep's configuration with one value for each range.
+
+
+KEPT_OF_SEARCHER = ("metric", "smaller_is_better")
+
+
+DROPPED = ("project", "workspace", "checkpoint_policy", "labels")  # of the sweep, not of its best point
+
+
+def best_experiment(
+    config: Mapping[str, Any], hparams: Mapping[str, Any], seed: int | None, ds_config: Any = None
+) -> dict[str, Any]:
+    """The sweep's configuration with the searcher ``single`` and constant hyperparameters. ``ds_config`` replaces a file that is named.
+
+    Pure; ``config`` is left as it is.
+    """
+    found = {key: copy.deepcopy(value) for key, value in config.items() if key not in DROPPED}
+    searcher = config.get("searcher") or {}
+    found["name"] = f"{config.get('name') or 'sweep'}-best"
+    found["searcher"] = {"name": "single", **{key: searcher[key] for key in KEPT_OF_SEARCHER if key in searcher}}
+    length = _length(searcher)
+    if length is not None:
+        found["searcher"]["max_length"] = length
+    found["hyperparameters"] = as_hyperparameters(hparams)
+    if seed is not None:
+        found["reproducibility"] = {**(found.get("reproducibility") or {}), "experiment_seed": seed}
+    if ds_config is not None:
+        found["data"] = {**(found.get("data") or {}), "ds_config": ds_config}
+    return found
+
+
+def as_hyperparameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values as an experiment may hold them: a mapping with a key ``type`` would be read as a range, so it becomes a const."""
+
+    def written(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return copy.deepcopy(value)
+        if "type" in value:
+            return {"type": "const", "val": copy.deepcopy(dict(value))}
+        return {key: written(inner) for key, inner in value.items()}
+
+    return {key: written(value) for key, value in values.items()}
+
+
+def _length(searcher: Mapping[str, Any]) -> Any:
+    """A whole training, as the searcher states it."""
+    if searcher.get("max_time") is not None and searcher.get("time_metric"):
+        return {str(searcher["time_metric"]): searcher["max_time"]}
+    return copy.deepcopy(searcher.get("max_length"))

@@ -1,4 +1,4 @@
-"""Reads the folder of one run, of whatever it has written so far: finished, running, failed or preempted."""
+"""Read the folder of one run, finished, running, failed or preempted, or a folder of runs as a sweep."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def _experiment_name(lock: str) -> str:
         return ""
 
 
-# Reads a folder of run folders as a sweep: whatever differs among their configurations is what was swept.
+# A folder of runs as a sweep: whatever differs among their configurations was swept.
 
 
 _IGNORED = ("data.zero_trial.",)  # the lock's own facts

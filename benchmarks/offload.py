@@ -149,7 +149,7 @@ def step(trained: zero_trial.Engine, store: SwappedStore | None = None) -> float
 def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     """One row: medians over rounds."""
     here, away = parameter_engine(given, 0), parameter_engine(given, buffers)
-    shards = [unit.away for unit in away.sharded.groups if isinstance(unit.away, SwappedShard)]
+    shards = [unit.offloaded for unit in away.sharded.groups if isinstance(unit.offloaded, SwappedShard)]
     if not shards or not isinstance(file := shards[0].shelf.shelf, SwapFile):
         raise SystemExit("no parameters are in a file")
     order = [*reversed(shards), *shards]  # forward, and back

@@ -36,13 +36,13 @@ def engine_of(stage: str, config: dict[str, Any], folder: str | None, state: str
 
 
 def shelf_of(engine: Any) -> ParamSwapper:
-    found = next(unit.away for unit in engine.sharded.groups if unit.away is not None)
+    found = next(unit.offloaded for unit in engine.sharded.groups if unit.offloaded is not None)
     assert isinstance(found, SwappedShard)
     return found.shelf
 
 
 def away(engine: Any) -> list[Any]:
-    return [unit for unit in engine.sharded.groups if unit.away is not None]
+    return [unit for unit in engine.sharded.groups if unit.offloaded is not None]
 
 
 def edit(engine: Any) -> None:
@@ -169,7 +169,7 @@ def test_what_the_section_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("most", "stay"), [(8 * 91 * 91, True), (2 * (8384 + 96) + 10, False), (0, False)])
 def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) -> None:
     engine = engine_of("zero3-free", {}, str(tmp_path), max_in_cpu=most)
-    here = [unit for unit in engine.sharded.groups if unit.away is None]
+    here = [unit for unit in engine.sharded.groups if unit.offloaded is None]
     kept = sum(unit.layout.shard_numel for unit in here)
     assert kept <= most and (len(here) == len(engine.sharded.groups)) == stay
     line = offload_line(engine)
@@ -186,7 +186,7 @@ def test_so_many_elements_stay_in_memory(tmp_path: Path, most: int, stay: bool) 
 def test_small_parameters_stay(tmp_path: Path) -> None:
     """Below stage3_param_persistence_threshold they always live, and there is nothing to read."""
     engine = engine_of("zero3", {"bf16": {"enabled": True}}, str(tmp_path))
-    here = [unit for unit in engine.sharded.groups if unit.away is None]
+    here = [unit for unit in engine.sharded.groups if unit.offloaded is None]
     assert len(here) == 1 and all(slot.numel < 20 for slot in here[0].layout.slots)
     assert len(away(engine)) > 3
 

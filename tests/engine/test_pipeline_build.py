@@ -77,7 +77,7 @@ def test_one_stage_is_plain_training(schedule: str):
         config=CONFIG | {"gradient_clipping": 0.0, "pipeline": {"schedule": schedule}},
     )
     assert isinstance(engine, PipelineEngine)
-    assert engine.sharded.plan.reshard is Reshard.WHEN_TOLD
+    assert engine.sharded.plan.reshard is Reshard.SCHEDULED
     assert wrapped is engine.optimizer
     assert engine.mpu is engine.grid
     assert (engine.is_pipe_parallel, engine.is_first_stage(), engine.is_last_stage()) == (True, True, True)

@@ -73,7 +73,9 @@ def make_grad_buffer(
     """A gradient buffer and the list of its completions."""
     done: list[GradBuffer] = []
     dtype = dtype or group.dtype
-    return GradBuffer(group, dtype=dtype, shard_dtype=shard_dtype or dtype, on_complete=done.append), done
+    buffer = GradBuffer(group, dtype=dtype, shard_dtype=shard_dtype or dtype)
+    buffer.register_hooks(done.append)
+    return buffer, done
 
 
 def make_model(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.sharding.publish import DeferredGathers
+from zero_trial.sharding.publish import ParamPublisher
 
 
 class Parcel:
@@ -30,19 +30,19 @@ class Parcel:
 
 
 def test_what_is_under_way_arrives_once() -> None:
-    arrivals, parcel = DeferredGathers(nn.Linear(2, 2)), Parcel()
-    arrivals.under_way.append(parcel)  # type: ignore[arg-type]
-    assert arrivals.arrive() == [parcel]
-    assert arrivals.arrive() == []
+    publisher, parcel = ParamPublisher(nn.Linear(2, 2), ()), Parcel()
+    publisher._under_way.append(parcel)  # type: ignore[arg-type]
+    assert publisher.wait_result() == [parcel]
+    assert not publisher.wait_result()
     assert parcel.asked == ["result"]
 
 
 def test_whoever_calls_a_part_of_the_module_waits_and_strangers_do_not() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    arrivals, parcel = DeferredGathers(module), Parcel()
-    arrivals.under_way.append(parcel)  # type: ignore[arg-type]
-    arrivals.wait_when_called()
-    arrivals.wait_when_called()
+    publisher, parcel = ParamPublisher(module, ()), Parcel()
+    publisher._under_way.append(parcel)  # type: ignore[arg-type]
+    publisher.wait_at_next_forward()
+    publisher.wait_at_next_forward()
     nn.Linear(2, 2)(torch.ones(1, 2))
     assert parcel.asked == []
     module[1](torch.ones(1, 2))
@@ -51,5 +51,5 @@ def test_whoever_calls_a_part_of_the_module_waits_and_strangers_do_not() -> None
 
 
 def test_nothing_under_way_needs_no_hook() -> None:
-    DeferredGathers(nn.Linear(2, 2)).wait_when_called()
+    ParamPublisher(nn.Linear(2, 2), ()).wait_at_next_forward()
     assert not torch.nn.modules.module._global_forward_pre_hooks

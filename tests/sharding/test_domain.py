@@ -26,7 +26,7 @@ def told(stage: int) -> list[object]:
     model = ShardedModel(
         module,
         [list(module.parameters())],
-        plan_for_stage(stage).told(reduce_at=ReduceAt.BOUNDARY),
+        plan_for_stage(stage).scheduled(reduce_at=ReduceAt.BOUNDARY),
         mesh,
         dtype_policy("fp32"),
         ShardingSettings(limits=GroupingLimits(persistence=0)),
@@ -38,17 +38,17 @@ def told(stage: int) -> list[object]:
         found.append(len(owners))
     x = torch.ones(2, 8) * (mesh.rank + 1)
     for name, layers in (("a", module[:2]), ("b", module[2:])):
-        model.unsharder.start(name)
-        model.unsharder.ensure(name, record=False)
+        model.unsharder.unshard_async(name)
+        model.unsharder.unshard(name, record=False)
         for layer in layers:
             x = torch.tanh(layer(x))
     found.append([group.live for group in model.groups])
     x.sum().backward()
     for name in ("b", "a"):
-        model.landed(name)
+        model.end_pass(name)
         model.reduce(name)
-        model.unsharder.release(name)
-    model.reducer.land()
+        model.unsharder.reshard(name)
+    model.reducer.wait()
     found.append([group.live for group in model.groups])
     found.append(torch.stack(model.owned_square_sums()).sum().item())
     model.remove_hooks()

@@ -61,7 +61,7 @@ class Watch:
         self.most = max(self.most, self.model.unsharder.live_numel())
 
     def live(self) -> set[str]:
-        return {group.name for group in self.model.groups if group.live or group.gathering}
+        return {group.name for group in self.model.groups if group.live or group.unsharding}
 
 
 AT_NEED = UnshardLimits(prefetch=0)
@@ -84,7 +84,7 @@ def step(model: ShardedModel, *, last: bool = True, turns: int = 1) -> float:
         model.end_backward()
         value = loss.item()
     if last:
-        model.settle()
+        model.wait_before_writing()
         model.reducer.reset()
         model.publish()
         model.wait()
@@ -212,10 +212,10 @@ def test_evaluation_is_no_part_of_the_order_and_keeps_no_root() -> None:
 
 def test_everything_and_nothing() -> None:
     model, watch = build()
-    model.unsharder.ensure_all()
+    model.unsharder.unshard_all()
     assert len(watch.live()) == BLOCKS + 1
     assert model.unsharder.live_numel() == ROOT + BLOCKS * BLOCK
-    model.unsharder.free_all()
+    model.unsharder.reshard_all()
     assert watch.live() == set()
     model.unsharder.remove_hooks()
     assert model.module(torch.ones(1, WIDTH)).isnan()
@@ -288,7 +288,7 @@ def test_a_backward_pass_through_a_backward_pass(reshard: str) -> None:
                 assert torch.allclose(
                     grad_buffer.shard[piece.offset : piece.offset + piece.numel], grad.reshape(-1), atol=1e-7
                 )
-        model.settle()
+        model.wait_before_writing()
         model.reducer.reset()
         model.publish()
         assert watch.live() == set()

@@ -60,7 +60,7 @@ def test_groups_take_one_room_in_turn() -> None:
     assert sum(part.numel() for part in place.padding) == LAYOUT.numel - 22
     assert first.borrow() is place, "it has it already"
     first.give_back()
-    assert first.place is None
+    assert first.flat is None
     assert second.borrow().full.data_ptr() == place.full.data_ptr()
     second.give_back()
     assert first.borrow() is place, "the same views in every step"
@@ -122,29 +122,29 @@ def test_places_of_a_room_are_made_once() -> None:
         made.append(buffer)
         return cut(buffer, LAYOUT)
 
-    first = room.place("a", make)
-    assert room.place("b", make) is not first
-    assert room.place("a", make) is first
+    first = room.flat("a", make)
+    assert room.flat("b", make) is not first
+    assert room.flat("a", make) is first
     assert len(made) == 2
 
 
 def test_a_kept_buffer_waits_for_its_readers_before_it_is_written() -> None:
     comm = Comm()
     kept = PersistentGrads(LAYOUT, torch.float32, CPU, comm)  # type: ignore[arg-type]
-    comm.read.add(kept.place.full.data_ptr())
+    comm.read.add(kept.flat.full.data_ptr())
     place = kept.borrow()
     assert comm.waited == [place.full.data_ptr()]
     kept.give_back()
-    assert kept.place is place and place.full.untyped_storage().nbytes() == LAYOUT.numel * 4
+    assert kept.flat is place and place.full.untyped_storage().nbytes() == LAYOUT.numel * 4
 
 
 def test_a_revived_buffer_has_no_memory_in_between() -> None:
     revived = ResizedGrads(LAYOUT, torch.float32, CPU)
-    assert revived.place.full.untyped_storage().nbytes() == 0
+    assert revived.flat.full.untyped_storage().nbytes() == 0
     revived.borrow().full.fill_(1.0)
-    assert revived.place.views[0].sum() == 15
+    assert revived.flat.views[0].sum() == 15
     revived.give_back()
-    assert revived.place.full.untyped_storage().nbytes() == 0
+    assert revived.flat.full.untyped_storage().nbytes() == 0
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def loss_of(params: list[nn.Parameter], factor: float = 1.0) -> torch.Tensor:
 
 
 def gather(grad_buffer: GradBuffer) -> None:
-    grad_buffer.group.start_gather()
-    grad_buffer.group.finish_gather()
+    grad_buffer.group.unshard_async()
+    grad_buffer.group.finish_unshard()
 
 
 def backward(grad_buffer: GradBuffer, params: list[nn.Parameter], factor: float = 1.0) -> None:
@@ -52,7 +52,7 @@ def test_accumulation_adds_in_place(stage: int, shape: tuple[int, ...]) -> None:
         backward(grad_buffer, params, factor=10.0**turn)
         assert address(params[0].grad) == address(grad_buffer.full)  # type: ignore[arg-type]
     assert len(done) == 3
-    full = grad_buffer.close()
+    full = grad_buffer.seal()
     for index, slot in enumerate(grad_buffer.group.layout.slots):
         assert full[slot.offset : slot.offset + slot.numel].eq(111.0 * (index + 1)).all()
     assert all(param.grad is None for param in params)
@@ -66,7 +66,7 @@ def test_sixteen_bit_gradients_are_accumulated_in_fp32(shape: tuple[int, ...]) -
     for factor in (256.0, 1.0, 1.0, 1.0):
         backward(grad_buffer, params, factor)
         assert params[0].grad is None, "a 16-bit gradient is dropped once it is added"
-    full = grad_buffer.close()
+    full = grad_buffer.seal()
     slot = grad_buffer.group.layout.slots[0]
     assert full.dtype == torch.float32
     assert full[: slot.numel].eq(259.0).all()
@@ -80,7 +80,7 @@ def test_padding_and_parameters_without_a_gradient_are_zeros() -> None:
     grad_buffer.begin_pass()
     params[0].sum().backward()
     grad_buffer.end_pass()
-    full = grad_buffer.close()
+    full = grad_buffer.seal()
     assert done == [], "the group never became complete"
     assert full[:5].eq(1).all()
     assert full[5:].eq(0).all()
@@ -90,12 +90,12 @@ def test_what_did_not_land_this_time_is_not_what_landed_last_time() -> None:
     params = parameters([(5,), LARGE])
     grad_buffer, _ = make_grad_buffer(make_group(params, 1))
     backward(grad_buffer, params)
-    grad_buffer.close()
+    grad_buffer.seal()
     grad_buffer.reset()
     grad_buffer.begin_pass()
     params[0].sum().backward()
     grad_buffer.end_pass()
-    full = grad_buffer.close()
+    full = grad_buffer.seal()
     assert full[:5].eq(1).all()
     assert full[32:].eq(0).all()
 
@@ -125,7 +125,7 @@ def test_a_gradient_after_completion_marks_the_group_as_late() -> None:
     grad_buffer.end_pass()
     assert grad_buffer.late
     assert len(done) == 1
-    assert grad_buffer.close()[:5].eq(2.0).all()
+    assert grad_buffer.seal()[:5].eq(2.0).all()
 
 
 @pytest.mark.parametrize("shape", [LARGE, BELOW])
@@ -134,17 +134,17 @@ def test_a_sealed_buffer_is_not_written_and_late_gradients_wait(stage: int, shap
     params = parameters([shape])
     grad_buffer, _ = make_grad_buffer(make_group(params, stage))
     backward(grad_buffer, params)
-    full = grad_buffer.close()
-    assert not grad_buffer.touched
+    full = grad_buffer.seal()
+    assert not grad_buffer.has_gradients
     params[0].sum().backward()
     params[0].sum().backward()
     assert full[: params[0].numel()].eq(1).all(), "being reduced: hands off"
-    assert grad_buffer.touched
+    assert grad_buffer.has_gradients
     assert params[0].grad is not None
     assert address(params[0].grad) != address(full)
-    again = grad_buffer.close()
+    again = grad_buffer.seal()
     assert again[: params[0].numel()].eq(2).all()
-    assert not grad_buffer.touched
+    assert not grad_buffer.has_gradients
 
 
 def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
@@ -153,8 +153,8 @@ def test_gradients_outside_a_pass_complete_nothing_but_are_kept() -> None:
     grad_buffer, done = make_grad_buffer(make_group(params))
     loss_of(params).backward()
     assert done == []
-    assert grad_buffer.touched
-    assert grad_buffer.close()[:5].eq(1).all()
+    assert grad_buffer.has_gradients
+    assert grad_buffer.seal()[:5].eq(1).all()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -162,16 +162,16 @@ def test_reset_forgets_everything(stage: int) -> None:
     params = parameters([(5,), LARGE])
     grad_buffer, _ = make_grad_buffer(make_group(params, stage))
     backward(grad_buffer, params)
-    grad_buffer.close()
+    grad_buffer.seal()
     params[0].sum().backward()
     grad_buffer.shard_filled = True
     grad_buffer.reset()
-    assert not grad_buffer.touched
+    assert not grad_buffer.has_gradients
     assert not grad_buffer.sealed
     assert not grad_buffer.shard_filled
     assert all(param.grad is None for param in params)
     backward(grad_buffer, params, 3.0)
-    full = grad_buffer.close()
+    full = grad_buffer.seal()
     assert full[:5].eq(3).all()
     assert full[32:].eq(6).all()
 
@@ -187,7 +187,7 @@ def test_full_gradients_live_as_long_as_the_plan_says(stage: int) -> None:
     assert (address(grad_buffer.shard) == address(grad_buffer.full)) is kept
     backward(grad_buffer, params)
     assert grad_buffer.full.untyped_storage().nbytes() == whole
-    grad_buffer.close()
+    grad_buffer.seal()
     grad_buffer.free()
     assert grad_buffer.full.untyped_storage().nbytes() == (whole if kept else 0)
     grad_buffer.reset()
@@ -202,7 +202,7 @@ def test_gradients_that_user_code_sets_or_clears_between_passes() -> None:
     for param in params:
         assert param.grad is not None
         param.grad.mul_(2.0)  # user code may scale what it sees: it is the buffer
-    full = grad_buffer.close()
+    full = grad_buffer.seal()
     assert full[:5].eq(2).all()
     assert full[32:].eq(4).all()
 
@@ -214,5 +214,5 @@ def test_without_its_hooks_gradients_stay_with_the_parameters() -> None:
     grad_buffer.begin_pass()
     params[0].sum().backward()
     assert done == []
-    assert not grad_buffer.touched
+    assert not grad_buffer.has_gradients
     assert params[0].grad is not None

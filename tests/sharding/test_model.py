@@ -23,7 +23,7 @@ def step(model: ShardedModel, number: int = 0) -> float:
     model.begin_backward(reduce=True, last=True)
     loss.backward()
     model.end_backward()
-    model.settle()
+    model.wait_before_writing()
     run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
     model.reducer.reset()
     model.publish()
@@ -136,7 +136,7 @@ def taken_apart() -> list[bool]:
         loss.item() == expected.item(),
         all(same),
         all(grads),
-        not any(grad_buffer.touched for grad_buffer in model.grad_buffers),
+        not any(grad_buffer.has_gradients for grad_buffer in model.grad_buffers),
     ]
 
 

@@ -30,7 +30,8 @@ def test_groups_go_in_the_models_order_as_soon_as_they_are_done() -> None:
     published: list[str] = []
     for group in model.groups:
         group.publish = lambda rounded=False, lend=True, group=group: published.append(group.name)  # type: ignore[method-assign]
-    publication = ParamPublisher(model.groups, optimizer.pieces, [])
+    publication = ParamPublisher(model.module, model.groups)
+    publication.begin(optimizer.pieces)
     names = [group.name for group in model.groups]
     assert len(names) > 2
     of_first = [piece for piece in optimizer.pieces if piece.group is model.groups[0]]
@@ -49,7 +50,9 @@ def test_a_group_without_pieces_goes_in_its_turn() -> None:
     published: list[str] = []
     for group in model.groups:
         group.publish = lambda rounded=False, lend=True, group=group: published.append(f"{group.name} {rounded}")  # type: ignore[method-assign]
-    ParamPublisher(model.groups, (), []).finish()
+    publisher = ParamPublisher(model.module, model.groups)
+    publisher.begin()
+    publisher.finish()
     assert published == [f"{group.name} False" for group in model.groups]
 
 
@@ -60,8 +63,9 @@ def train(model: ShardedModel, dtype: torch.dtype, steps: int = 4) -> list[torch
         model.begin_backward(reduce=True, last=True)
         loss.backward()
         model.end_backward()
-        model.settle()
-        publisher = ParamPublisher(model.groups, optimizer_of(model).pieces, model.arrivals.under_way)
+        model.wait_before_writing()
+        publisher = model.publisher
+        publisher.begin(optimizer_of(model).pieces)
         run_update(optimizer_of(model), 0.5 / model.mesh.data.size, publisher.updated)
         publisher.finish()
         model.unsharder.start_step()

@@ -49,7 +49,7 @@ class Rig:
                 f"u{index}", layout, params, plan=plan.persistent(), dtype=dtype, device=torch.device("cpu"),
                 comm=self.mesh.shard, runs={0: (0, layout.numel)},
             )  # fmt: skip
-            self.grad_buffers.append(GradBuffer(group, dtype=dtype, shard_dtype=dtype, on_complete=self._complete))
+            self.grad_buffers.append(GradBuffer(group, dtype=dtype, shard_dtype=dtype))
         self.reducer = GradReducer(self.grad_buffers, self.mesh.shard, self.mesh.replica, **kwargs)
         launch = self.reducer._launch
 
@@ -59,25 +59,17 @@ class Rig:
 
         self.reducer._launch = watched  # type: ignore[method-assign]
 
-    def _complete(self, grad_buffer: GradBuffer) -> None:
-        self.reducer.offer(grad_buffer)
-
     @property
     def rank(self) -> int:
         return self.mesh.rank
 
     def backward(self, order: list[int], *, reduce: bool = True, factor: float = 1.0) -> None:
         """A pass in which the groups get gradients one after the other: (rank + 1) * (group + 1) * factor everywhere."""
-        for grad_buffer in self.grad_buffers:
-            grad_buffer.begin_pass()
-        if reduce:
-            self.reducer.begin()
+        self.reducer.begin_pass(reduce=reduce)
         for index in order:
             scale = (self.rank + 1) * (index + 1) * factor
             torch.stack([(scale * p).sum() for p in self.params[index]]).sum().backward()
-        for grad_buffer in self.grad_buffers:
-            grad_buffer.end_pass()
-        self.reducer.finish()
+        self.reducer.finish_pass()
 
     def sums(self) -> list[float]:
         """The value that fills each group's reduced gradient; NaN if it is not one value with zeros in the padding."""
@@ -107,7 +99,7 @@ TOTAL = {1: 1.0, 2: 3.0, 4: 10.0}
 def summed(stage: int, every: str, shard: int | None) -> list[float]:
     rig = Rig(stage, every=every, shard=shard)
     rig.backward([2, 1, 0])
-    rig.reducer.ensure_reduced()
+    rig.reducer.reduce_leftovers()
     return rig.sums()
 
 
@@ -155,10 +147,10 @@ def test_groups_go_in_one_order_on_all_ranks_and_from_the_second_step_in_that_of
 
 def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_groups() -> None:
     rig = Rig(2)
-    rig.reducer.take_order(["u1", "u2", "u0"])
+    rig.reducer.set_order(["u1", "u2", "u0"])
     assert rig.reducer.order_by_name() == ["u1", "u2", "u0"]
     for wrong in (None, [], ["u0"], ["u0", "u1", "u3"], ["u0", "u0", "u1", "u2"]):
-        rig.reducer.take_order(wrong)
+        rig.reducer.set_order(wrong)
         assert rig.reducer.order_by_name() == ["u1", "u2", "u0"]
 
 
@@ -198,14 +190,15 @@ def flying(in_flight: int, shard: int | None = None) -> int:
     """How many full gradient buffers live at most while groups complete one after the other."""
     rig = Rig(2, in_flight=in_flight, shard=shard)
     most = 0
-    offer = rig.reducer.offer
+    offer = rig.reducer.grad_ready
 
     def watched(grad_buffer: GradBuffer) -> None:
         nonlocal most
         offer(grad_buffer)
         most = max(most, sum(grad_buffer.live for grad_buffer in rig.grad_buffers))
 
-    rig.reducer.offer = watched  # type: ignore[method-assign]
+    for grad_buffer in rig.grad_buffers:
+        grad_buffer._on_ready = watched
     rig.backward([0, 1, 2])
     rig.reducer.reset()
     return most
@@ -231,14 +224,14 @@ def passed_on() -> list[str]:
         return start(kind, *args, **kwargs)
 
     rig.mesh.replica._start = watched  # type: ignore[method-assign]
-    finish = rig.reducer.finish
+    finish = rig.reducer.finish_pass
     seen: list[str] = []
 
     def finished() -> None:
         seen.extend(started)
         finish()
 
-    rig.reducer.finish = finished  # type: ignore[method-assign]
+    rig.reducer.finish_pass = finished  # type: ignore[method-assign]
     rig.backward([0, 1, 2])
     return seen
 
@@ -254,7 +247,7 @@ def second_sums(stage: int, every: str) -> tuple[list[float], list[float]]:
     rig.backward([2, 1, 0])
     (10.0 * (rig.rank + 1) * rig.params[1][0]).sum().backward()
     late = rig.sums()
-    rig.reducer.ensure_reduced()
+    rig.reducer.reduce_leftovers()
     return late, rig.sums()
 
 
@@ -272,8 +265,8 @@ def one_sided(stage: int, every: str) -> tuple[list[float], int]:
     rig.backward([2, 1, 0])
     if rig.rank == 1:
         (20.0 * rig.params[1][0]).sum().backward()
-    rig.reducer.ensure_reduced()
-    return rig.sums(), len(rig.reducer._completed)
+    rig.reducer.reduce_leftovers()
+    return rig.sums(), len(rig.reducer._seen)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -289,7 +282,7 @@ def test_the_order_of_completion_is_recorded_only_until_it_is_known() -> None:
         rig.backward([2, 1, 0])
         rig.reducer.reset()
     assert rig.reducer.order_by_name() == ["u2", "u1", "u0"]
-    assert rig.reducer._completed == []
+    assert rig.reducer._seen == []
 
 
 def no_sync() -> tuple[list[float], int]:
@@ -298,7 +291,7 @@ def no_sync() -> tuple[list[float], int]:
     rig.backward([2, 1, 0], reduce=False)
     rig.backward([2, 1, 0], reduce=False)
     before = len(rig.launched)
-    rig.reducer.ensure_reduced()
+    rig.reducer.reduce_leftovers()
     return rig.sums(), before
 
 
@@ -378,19 +371,15 @@ def test_square_sums_of_a_second_sum_on_top_are_those_of_both(
 def culprits(stage: int, every: str, bad_rank: int, position: int, value: float) -> list[tuple[int | None, str]]:
     """One element of one rank's gradient is ``value``."""
     rig = Rig(stage, every=every)
-    for grad_buffer in rig.grad_buffers:
-        grad_buffer.begin_pass()
-    rig.reducer.begin()
+    rig.reducer.begin_pass()
     weight = torch.ones(200 * 90)
     if rig.rank == bad_rank:
         weight[position] = value
     torch.stack([p.sum() for p in rig.params[2]]).sum().backward()
     (rig.params[1][0] * weight.view(200, 90)).sum().backward()
     torch.stack([p.sum() for p in rig.params[0]]).sum().backward()
-    for grad_buffer in rig.grad_buffers:
-        grad_buffer.end_pass()
-    rig.reducer.finish()
-    return [(culprit.rank, culprit.parameter()) for culprit in rig.reducer.culprits]
+    rig.reducer.finish_pass()
+    return [(culprit.rank, culprit.parameter()) for culprit in rig.reducer.nonfinite]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -413,11 +402,11 @@ def test_finite_gradients_have_no_culprits(ranks: Pools) -> None:
 def test_resetting_forgets_sums_and_culprits() -> None:
     rig = Rig(2)
     rig.backward([2, 1, 0], factor=float("inf"))
-    assert rig.reducer.culprits
+    assert rig.reducer.nonfinite
     rig.reducer.reset()
-    assert rig.reducer.culprits == []
+    assert rig.reducer.nonfinite == []
     assert rig.reducer.square_sums == {}
-    assert not any(grad_buffer.shard_filled or grad_buffer.touched for grad_buffer in rig.grad_buffers)
+    assert not any(grad_buffer.shard_filled or grad_buffer.has_gradients for grad_buffer in rig.grad_buffers)
     rig.backward([2, 1, 0])
     assert rig.sums() == [1.0, 2.0, 3.0]
 
@@ -425,9 +414,7 @@ def test_resetting_forgets_sums_and_culprits() -> None:
 def interrupted() -> list[float]:
     """A backward pass that ended in an exception of the user's, on all ranks, while reductions were under way."""
     rig = Rig(2)
-    for grad_buffer in rig.grad_buffers:
-        grad_buffer.begin_pass()
-    rig.reducer.begin()
+    rig.reducer.begin_pass()
     for index in (0, 1):
         torch.stack([p.sum() for p in rig.params[index]]).sum().backward()
     rig.reducer.reset()

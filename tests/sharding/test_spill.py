@@ -80,7 +80,8 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         for grad_buffer in self.grad_buffers:
             grad_buffer.shard.copy_(torch.randn(grad_buffer.shard.shape, generator=generator))
-        publication = ParamPublisher(self.groups, self.optimizer.pieces, [])
+        publication = ParamPublisher(torch.nn.Module(), self.groups)
+        publication.begin(self.optimizer.pieces)
         run_update(self.optimizer, 0.5, publication.updated)
         publication.finish()
 

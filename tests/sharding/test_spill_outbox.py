@@ -14,7 +14,7 @@ from zero_trial.sharding.offload.nvme_optimizer import RoundedBuffers, SwappedPi
 
 def piece_of(outbox: RoundedBuffers, away: Any = None) -> SwappedPiece:
     group = make_group(parameters([(64,)]), dtype=torch.bfloat16)
-    group.away = away
+    group.offloaded = away
     return SwappedPiece(group, make_grad_buffer(group)[0], 0, 32, 64, nn.Parameter(group.master[32:64]), outbox)
 
 

@@ -35,10 +35,10 @@ class Shelves:
     def gather(self, index: int) -> bool:
         """Whether the group's full copy is what its shard was; it is freed again."""
         group = self.groups[index]
-        group.start_gather()
-        group.finish_gather()
+        group.unshard_async()
+        group.finish_unshard()
         same = torch.equal(group.full, self.values[index])
-        group.free()
+        group.reshard()
         return same
 
     def parts(self, index: int) -> list[tuple[int, int]]:
@@ -46,8 +46,8 @@ class Shelves:
 
 
 def shard_of(group: ParamGroup) -> SwappedShard:
-    assert isinstance(group.away, SwappedShard)
-    return group.away
+    assert isinstance(group.offloaded, SwappedShard)
+    return group.offloaded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -121,7 +121,7 @@ def test_buffers_hold_no_more_than_the_largest_shard_or_a_quarter(most: int, cou
 def test_new_values_are_waited_for_before_they_are_read() -> None:
     shelves = Shelves()
     group, new = shelves.groups[0], torch.full_like(shelves.values[0], 3.0)
-    group.settle()
+    group.wait_before_writing()
     shelves.shelf.wrote(group, [shelves.disk.write(shelves.shelf.offset_of(group), new)])
     shelves.values[0] = new
     assert shelves.gather(0)
@@ -131,7 +131,7 @@ def test_what_was_read_ahead_is_forgotten_before_an_update() -> None:
     shelves = Shelves()
     group, new = shelves.groups[0], torch.full_like(shelves.values[0], 3.0)
     group.expect()
-    group.settle()
+    group.wait_before_writing()
     shelves.disk.write(shelves.shelf.offset_of(group), new).wait()
     shelves.values[0] = new
     assert shelves.gather(0)
@@ -141,15 +141,15 @@ def test_lent_shards_can_be_edited_and_nested() -> None:
     shelves = Shelves()
     group = shelves.groups[3]
     group.expect()
-    with shelves.shelf.lent(), group.lend():
+    with shelves.shelf.lent(), group.materialized():
         assert group.master is group.shard
         assert all(torch.equal(each.shard, value) for each, value in zip(shelves.groups, shelves.values, strict=True))
         group.shard[:3] = 7.0
         assert not group.expect()
-        group.start_gather()
+        group.unshard_async()
         assert group.full[0] == 7.0, "also gathered meanwhile"
-        group.finish_gather()
-        group.free()
+        group.finish_unshard()
+        group.reshard()
     assert is_absent(group.shard) and group.master is group.shard
     shelves.values[3][:3] = 7.0
     assert shelves.gather(3)
@@ -175,7 +175,7 @@ def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: i
 
 def test_some_stay_in_memory() -> None:
     shelves = Shelves(keep=CUT + 32)
-    assert [group.away is None for group in shelves.groups] == [False, True, False, True]
+    assert [group.offloaded is None for group in shelves.groups] == [False, True, False, True]
     assert shelves.shelf.kept == CUT + 32
     assert shelves.shelf.offset_of(shelves.groups[1]) is None
     assert [shelves.gather(index) for index in range(4)] == [True] * 4
@@ -184,7 +184,7 @@ def test_some_stay_in_memory() -> None:
 def test_groups_that_always_live_stay() -> None:
     group = make_group(parameters([(100,)]), stage=2, dtype=torch.bfloat16)
     ParamSwapper(LateShelf(), most=CUT, count=1).take(group)
-    assert group.away is None and not is_absent(group.shard)
+    assert group.offloaded is None and not is_absent(group.shard)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int, fault: Callable[[], BaseException]) -> None:

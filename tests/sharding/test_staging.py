@@ -55,7 +55,8 @@ class Training:
                 grad_buffer.shard.copy_(
                     torch.randn(grad_buffer.shard.shape, generator=torch.Generator().manual_seed(number))
                 )
-            publication = ParamPublisher(self.groups, pieces, [])
+            publication = ParamPublisher(torch.nn.Module(), self.groups)
+            publication.begin(pieces)
             run_update(self.optimizer, 0.5, publication.updated)
             publication.finish()
 

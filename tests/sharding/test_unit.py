@@ -67,15 +67,15 @@ def test_gathering_brings_back_the_same_bits(dtype: torch.dtype) -> None:
     before = [param.detach().to(dtype) for param in params]
     group = make_group(params, stage=3, dtype=dtype)
     for _ in range(2):
-        group.start_gather()
-        group.start_gather()
-        assert group.gathering
-        group.finish_gather()
-        group.finish_gather()
+        group.unshard_async()
+        group.unshard_async()
+        assert group.unsharding
+        group.finish_unshard()
+        group.finish_unshard()
         assert group.live
         assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
-        group.free()
-        group.free()
+        group.reshard()
+        group.reshard()
         assert all(param.isnan().all() for param in params)
 
 
@@ -84,13 +84,13 @@ def test_tensors_that_autograd_saved_see_the_refilled_storage() -> None:
     (weight,) = parameters([(4, 4)])
     value = weight.detach().clone()
     group = make_group([weight], stage=3)
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     x = torch.ones(2, 4, requires_grad=True)
     y = x @ weight
-    group.free()
-    group.start_gather()
-    group.finish_gather()
+    group.reshard()
+    group.unshard_async()
+    group.finish_unshard()
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(2, 4) @ value.t())  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_tensors_that_autograd_saved_see_the_refilled_storage() -> None:
 def test_parameters_that_always_live_are_not_freed() -> None:
     params = parameters(SHAPES)
     group = make_group(params, stage=2)
-    group.free()
+    group.reshard()
     assert group.live
     assert not any(param.isnan().any() for param in params)
 
@@ -111,8 +111,8 @@ def test_publishing_rounds_the_masters_into_the_parameters(stage: int, dtype: to
     wanted = torch.randn(group.layout.numel)
     group.master.copy_(wanted)
     assert group.publish() is None
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     for param, slot in zip(params, group.layout.slots, strict=True):
         assert torch.equal(param, wanted[slot.offset : slot.offset + slot.numel].view(slot.shape).to(dtype))
 
@@ -122,15 +122,15 @@ def test_publishing_rounds_the_masters_into_the_parameters(stage: int, dtype: to
 def test_taking_an_edited_copy(stage: int, dtype: torch.dtype) -> None:
     params = parameters(SHAPES)
     group = make_group(params, stage=stage, dtype=dtype)
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     with torch.no_grad():
         params[0].fill_(1.5)
-    group.take_full()
-    group.free()
+    group.load_full()
+    group.reshard()
     assert group.master[:60].eq(1.5).all()
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     assert params[0].eq(1.5).all()
 
 
@@ -141,8 +141,8 @@ def test_frozen_parameters_that_are_no_floats(dtype: torch.dtype) -> None:
     group = make_group([param], stage=3, dtype=dtype, trainable=False, runs={})
     assert param.shape == (2, 3)
     assert group.full.untyped_storage().nbytes() == 0
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     assert torch.equal(param, torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype))
 
 
@@ -158,19 +158,19 @@ def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
     for value, slot in zip(first, group.layout.slots, strict=True):
         flat[slot.offset : slot.offset + slot.numel] = value.reshape(-1)
     mesh.counters.reset()
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     gathered = mesh.counters.get("all_gather", "shard").elements
     whole = torch.equal(group.full, flat.to(dtype))
-    group.settle()
+    group.wait_before_writing()
     group.master.add_(1.0)
     mesh.counters.reset()
     pending = group.publish()
     if pending is not None:
         pending.wait()
     published = mesh.counters.get("all_gather", "shard").elements
-    group.start_gather()
-    group.finish_gather()
+    group.unshard_async()
+    group.finish_unshard()
     result: dict[str, object] = {
         "master": torch.equal(group.master, flat[low:high] + 1.0),
         "whole": whole,
@@ -183,7 +183,7 @@ def on_every_rank(stage: int, dtype: torch.dtype) -> dict[str, object]:
         "shard": group.layout.shard_numel,
         "alias": address(group.shard) == address(group.full),
     }
-    group.free()
+    group.reshard()
     return result
 
 

@@ -88,7 +88,7 @@ def test_without_hooks_the_module_is_plain_again():
 def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch):
     found = engine()
     most = 0
-    finish = ParamGroup.finish_gather
+    finish = ParamGroup.finish_unshard
 
     def watched(group: ParamGroup) -> None:
         nonlocal most
@@ -96,7 +96,7 @@ def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch)
         most = max(most, sum(live(found)))
 
     state = found.module.state_dict()
-    monkeypatch.setattr(ParamGroup, "finish_gather", watched)
+    monkeypatch.setattr(ParamGroup, "finish_unshard", watched)
     if how == "state_dict":
         found.module.state_dict()
     else:

@@ -13,26 +13,25 @@ from tests.sharding.parts import alone
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.comm.shm.probe import _MEMORIES
-from zero_trial.sharding.reduce import WireCasts
+from zero_trial.sharding.reduce import GradReducer
 
 
 def test_where_nobody_reads_in_place_a_cast_is_a_tensor() -> None:
-    wires = WireCasts(alone(), 2)
+    reducer = GradReducer([], alone(), alone())
     full = torch.tensor([1.0, 1 + 2**-9])
-    cast, room = wires.cast(full, torch.bfloat16)
+    cast, room = reducer._cast(full, torch.bfloat16)
     assert cast.tolist() == [1.0, 1.0] and cast.dtype is torch.bfloat16 and room is None
-    wires.release(room)
 
 
 def rooms_in_turn() -> None:
-    comm = build_mesh(MeshShape(shard=dist.get_world_size())).shard
-    wires = WireCasts(comm, 2)
+    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
+    comm, reducer = mesh.shard, GradReducer([], mesh.shard, mesh.replica, in_flight=0)
     full = torch.full((100,), 1.0 + comm.index)
-    first, one = wires.cast(full, torch.bfloat16)
-    second, other = wires.cast(full, torch.bfloat16)
+    first, one = reducer._cast(full, torch.bfloat16)
+    second, other = reducer._cast(full, torch.bfloat16)
     assert one is not other and one is not None
-    wires.release(one)
-    again, same = wires.cast(full[:90], torch.bfloat16)
+    reducer._casts.give_back(one)
+    again, same = reducer._cast(full[:90], torch.bfloat16)
     assert same is one
     assert again.data_ptr() == first.data_ptr() != second.data_ptr()
     out = torch.empty(45, dtype=torch.bfloat16)

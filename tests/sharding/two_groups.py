@@ -51,7 +51,7 @@ def train(model: ShardedModel, steps: int) -> None:
         model.begin_backward(reduce=True, last=True)
         loss.backward()
         model.end_backward()
-        model.settle()
+        model.wait_before_writing()
         run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
         model.reducer.reset()
         model.publish()

@@ -228,7 +228,9 @@ class Engine(nn.Module):
 
     def _require_gradients(self) -> None:
         """Raise TrialError where there is no gradient of this engine's own losses since the last step, nor of another's."""
-        if not self._pending and not any(buffer.touched or buffer.shard_filled for buffer in self.sharded.grad_buffers):
+        if not self._pending and not any(
+            buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers
+        ):
             raise TrialError(
                 "there are no gradients to step with",
                 where="engine.step",

@@ -46,13 +46,13 @@ def load_state(
             return None, None
         fail_together(world, lambda: _require_same_parts(engine, reader), "open checkpoint")
         state = fail_together(world, lambda: engine_state(reader), "engine state")
-        engine.sharded.settle()
+        engine.sharded.wait_before_writing()
         fail_together(world, lambda: _read_weights(engine, reader, strict), "read weights")
         engine.zero_grad()
         if with_optimizer and engine.optimizer is not None:
             fail_together(world, lambda: _read_optimizer(engine, reader, state), "read optimizer state")
         engine.sharded.publish()
-        engine.sharded.publish_frozen()
+        engine.sharded.publisher.publish_frozen()
         engine.sharded.wait()
         if with_schedule and state["scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
             fail_together(world, lambda: engine.lr_scheduler.load_state_dict(state["scheduler"]), "read lr schedule")
@@ -145,7 +145,7 @@ def _take_counters(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None
     if engine.micro_steps % engine.gradient_accumulation_steps():  # saved with another accumulation
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     engine.loss_scaler = engine.loss_scaler.restored(state["loss_scaler"])
-    engine.sharded.reducer.take_order(state["reduction_order"])
+    engine.sharded.reducer.set_order(state["reduction_order"])
 
 
 def _read_weights(engine: CheckpointedEngine, reader: CheckpointReader, strict: bool) -> None:

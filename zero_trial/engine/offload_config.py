@@ -260,8 +260,8 @@ def offload_line(engine: Engine) -> str | None:
 
 def _of_parameters(engine: Engine) -> str:
     units = engine.sharded.groups
-    here = sum(unit.layout.shard_numel for unit in units if unit.away is None)
-    away = [unit.away for unit in units if isinstance(unit.away, SwappedShard)]
+    here = sum(unit.layout.shard_numel for unit in units if unit.offloaded is None)
+    away = [unit.offloaded for unit in units if isinstance(unit.offloaded, SwappedShard)]
     stay = f"{here:,} elements of this rank's shards stay in memory"
     if not away:
         return f"offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; {stay}"

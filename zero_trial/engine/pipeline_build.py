@@ -190,21 +190,21 @@ class ChunkShards:
     def unshard(self, chunk: int) -> None:
         self._open.add(chunk)
         for domain in self._domains(chunk):
-            self._model.unsharder.start(domain)
+            self._model.unsharder.unshard_async(domain)
 
     def need(self, chunk: int) -> None:
         for domain in self._domains(chunk):
-            self._model.unsharder.ensure(domain, record=False)
+            self._model.unsharder.unshard(domain, record=False)
 
     def reshard(self, chunk: int) -> None:
         self._open.discard(chunk)
         for domain in self._domains(chunk):
             if not self._holders.get(domain, set()) & self._open:
-                self._model.unsharder.release(domain)
+                self._model.unsharder.reshard(domain)
 
     def landed(self, chunk: int) -> None:
         for domain in self._domains(chunk):
-            self._model.landed(domain)
+            self._model.end_pass(domain)
 
     def reduce(self, chunk: int) -> None:
         self._model.reduce(chunk_group(chunk))
@@ -300,7 +300,7 @@ def resolve_pipeline(
     price = price_line(settings, choice, wiring.batch.accumulation, mesh.data.size, config.zero_optimization.stage)
     if mesh.rank == 0:
         log.info("%s", price)
-    plan = wiring.plan.told(reduce_at=ReduceAt(choice.policy.reduction.value))
+    plan = wiring.plan.scheduled(reduce_at=ReduceAt(choice.policy.reduction.value))
     use_ring_channels_if_possible(mesh.pipe)
     if device.type == "cuda" and mesh.pipe.size > 1 and model.placement is not None:
         open_direction_groups(mesh, hops_of(model.placement))

@@ -90,7 +90,7 @@ class PipelineEngine(Engine):
         batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
         outcome = self._perform(schedule, batch, StepOptions(loss=self._loss))
         with self.observer.phase(REDUCE_WAIT, self):
-            self.sharded.reducer.land()
+            self.sharded.reducer.wait()
         loss = self._mean(meal, outcome)
         self.observer.saw_loss(self, loss)
         self.micro_steps += self.gradient_accumulation_steps()

@@ -77,7 +77,7 @@ def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
         def lend() -> None:
             if engine.optimizer is not None:
                 stack.enter_context(engine.optimizer.lent())
-            stack.enter_context(engine.sharded.lent())
+            stack.enter_context(engine.sharded.materialized())
 
         fail_together(engine.mesh.world, lend, label)
         yield

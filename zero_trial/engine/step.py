@@ -37,7 +37,6 @@ from zero_trial.precision import LossScale
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.norm import clip_factor, divisor
 from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
-from zero_trial.sharding.publish import ParamPublisher
 from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
 
 log = logging.getLogger("zero_trial")
@@ -170,7 +169,7 @@ class StepOutcome(StepStatus):
 
         The outcome of the step before is final. Afterwards the gradients are forgotten. Raises Diverged.
         """
-        model.reducer.ensure_reduced()
+        model.reducer.reduce_leftovers()
         with trace_range("norm"):
             total = self._square_sum(model)
         if self.deferred and optimizer.takes_device_scalars(self._device):
@@ -208,7 +207,7 @@ class StepOutcome(StepStatus):
         self._readback.send()
         unused = frozenset(group.block for group in model.groups if not model.unsharder.was_used(group.block))
         undo = [optimizer.undo_step]
-        opened = _OpenStep(step, unscale, model, undo, list(reducer.culprits), dict(reducer.square_sums), unused)
+        opened = _OpenStep(step, unscale, model, undo, list(reducer.nonfinite), dict(reducer.square_sums), unused)
         update_and_publish(model, optimizer, 1.0, scalars, defer_wait=self._config.defer_publish)
         self._open = opened
         reducer.reset()
@@ -297,8 +296,9 @@ def update_and_publish(
     ``scalars``: a factor and a skip that the device reads; a step that it skips publishes unchanged values. ``defer_wait``: the next forward
     waits for the published values instead of this call. Collective over shard.
     """
-    model.settle()
-    publisher = ParamPublisher(model.groups, optimizer.pieces, model.arrivals.under_way, lend=not defer_wait)
+    model.wait_before_writing()
+    publisher = model.publisher
+    publisher.begin(optimizer.pieces, lend=not defer_wait)
     with trace_range("update"):
         for pieces, rounded in optimizer.update(multiplier, scalars):
             publisher.updated(pieces, rounded)
@@ -306,7 +306,7 @@ def update_and_publish(
         publisher.finish()
         model.unsharder.start_step()
         if defer_wait:
-            model.wait_when_called()
+            publisher.wait_at_next_forward()
         else:
             model.wait()
 
@@ -430,7 +430,7 @@ Row = tuple[int, int, int, str]
 
 def find_culprit(model: ShardedModel, step: int) -> NonFiniteStep:
     """Name the first culprit in rank order, the same on every rank. Collective over data, model and pipe; only called when there is one."""
-    return agree_on_culprit(model, step, local_culprits(model, model.reducer.culprits), model.unsharder.was_used)
+    return agree_on_culprit(model, step, local_culprits(model, model.reducer.nonfinite), model.unsharder.was_used)
 
 
 def local_culprits(

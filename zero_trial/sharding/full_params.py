@@ -1,12 +1,12 @@
-"""Which group holds a parameter: the way from a bare ``nn.Parameter`` to its shard.
+"""Full values of sharded parameters for user code: GatheredParameters, state_dict() and load_state_dict(), and the safe_get_* functions.
 
-GatheredParameters and the safe_get_* functions are given parameters and nothing else, as in DeepSpeed's API. The directory is weak in both
-directions: it keeps neither parameters nor engines alive, and it stores nothing on the tensor.
+User code gives parameters and nothing else, as in DeepSpeed's API, so a directory leads from a bare ``nn.Parameter`` to the owner of its
+shard. It is weak in both directions: it keeps neither parameters nor engines alive, and it stores nothing on the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import ref
@@ -17,225 +17,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
+from zero_trial.sharding.dtypes import wide_dtype
+from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Lifetime
+from zero_trial.sharding.publish import ParamPublisher
 from zero_trial.sharding.unshard import ModuleHook
 
 
-class ShardOwner(Protocol):
-    """Whoever keeps the shards of some parameters."""
-
-    def open(self, params: list[nn.Parameter]) -> None:
-        """Brings the full parameters to life. Collective over shard."""
-
-    def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """Takes edits over (those of rank ``source``; None: nothing was edited) and returns to the state before :meth:`open`. Collective."""
-
-
-# parameter -> how to reach its holder, and the optimizer that has its state
-_HOLDERS = WeakTensorKeyDictionary()
-_OPTIMIZERS = WeakTensorKeyDictionary()
-
-
-def register_owner(params: Iterable[nn.Parameter], holder: ShardOwner) -> None:
-    """``holder`` keeps these parameters from now on."""
-    for param in params:
-        _HOLDERS[param] = ref(holder)
-
-
-def own_params(params: Iterable[nn.Parameter], holder: ShardOwner) -> None:
-    """``holder`` lives as long as these parameters do: nobody else keeps it (shards made before there is an engine)."""
-    for param in params:
-        _HOLDERS[param] = lambda holder=holder: holder
-
-
-def forget_owner(params: Iterable[nn.Parameter]) -> None:
-    """These parameters are ordinary ones again."""
-    for param in params:
-        _HOLDERS.pop(param, None)
-        _OPTIMIZERS.pop(param, None)
-
-
-def register_optimizer(params: Iterable[nn.Parameter], optimizer: object) -> None:
-    """``optimizer`` (a ShardedOptimizer) has the state of these parameters from now on."""
-    for param in params:
-        _OPTIMIZERS[param] = ref(optimizer)
-
-
-def optimizer_of_param(param: torch.Tensor) -> object | None:
-    """Return the optimizer with the state of ``param``; None where its engine has none."""
-    found = _OPTIMIZERS.get(param)
-    return found() if found is not None else None
-
-
-def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
-    """The holder of ``param``; None for an ordinary parameter that no engine has sharded."""
-    found = _HOLDERS.get(param)
-    return found() if found is not None else None
-
-
-def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
-    """Parameters grouped by holder, in the order of first sight; ordinary ones are left out."""
-    opt_groups: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
-    for param in params:
-        holder = owner_of_param(param)
-        if holder is not None:
-            opt_groups.setdefault(id(holder), (holder, []))[1].append(param)
-    return list(opt_groups.values())
-
-
-# Visits of user code to full parameters: blocks of GatheredParameters, one inside the other, that find them whole and may edit them.
-
-
-class SummonedParams:
-    """To ``groups``. ``wait`` returns when what was published is whole; edits are passed on over ``data``."""
-
-    def __init__(self, groups: Sequence[ParamGroup], wait: Callable[[], object], data: AxisComm) -> None:
-        self._groups = groups
-        self._wait = wait
-        self._data = data
-        # For each open() without its close(), innermost last: the groups that it brought to life.
-        self._opened: list[list[ParamGroup]] = []
-
-    def open(self, params: list[nn.Parameter]) -> None:
-        """See :class:`Holder`."""
-        self._wait()
-        visited = self._holding(params)
-        opened = [group for group in visited if not group.live]
-        for group in opened:
-            group.start_gather()
-        for group in opened:
-            group.finish_gather()
-        for group in visited:
-            group.pins += 1
-        self._opened.append(opened)
-
-    def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """See :class:`Holder`. Raises TrialError when the optimizer has freed what was being edited."""
-        opened, visited = self._opened.pop(), self._holding(params)
-        for group in visited:
-            group.pins -= 1
-        for group in visited:
-            if source is not None:
-                if not group.live:
-                    raise TrialError(
-                        "the optimizer stepped inside a block that edits parameters",
-                        where=f"GatheredParameters(modifier_rank={source})",
-                        fix="Leave the block before engine.step().",
-                    )
-                self._data.broadcast(group.full, f"edited {group.name}", source)
-                group.take_edits()
-            if group in opened:
-                group.free()
-
-    def _holding(self, params: list[nn.Parameter]) -> list[ParamGroup]:
-        wanted = {id(param) for param in params}
-        return [group for group in self._groups if any(id(param) in wanted for param in group.params)]
-
-
-# state_dict() and load_state_dict() of a sharded module, and of any part of it: whole tensors out, whole tensors in.
-#
-# torch calls the hooks of every module inside the one that was asked, outermost first. Each module's own parameters are gathered when its turn
-# comes and freed when another group's turn has come, so that the device holds one group at a time and never the whole model.
-
-
-class StateDictHooks:
-    """Collective over shard: every rank must ask the same part.
-
-    Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank of the axis.
-    """
-
-    def __init__(self, module: nn.Module, groups: Sequence[ParamGroup], wait: Callable[[], object]) -> None:
-        self._wait = wait
-        self._scope: nn.Module | None = None  # the part that was asked
-        self._loading = False
-        self._opened: list[ParamGroup] = []
-        self.handles: list[Any] = []
-        self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
-        group_of = {id(param): group for group in groups for param in group.params}
-        for part in module.modules():
-            if inside := _groups_of(part.parameters(), group_of):
-                self._install(part, inside, _groups_of(part.parameters(recurse=False), group_of))
-
-    def _install(self, part: nn.Module, inside: list[ParamGroup], own: list[ParamGroup]) -> None:
-        self.handles += [
-            part.register_state_dict_pre_hook(ModuleHook(lambda module, *_: self._open(module, own, loading=False))),
-            part.register_load_state_dict_pre_hook(
-                ModuleHook(lambda module, *_: self._open(module, own, loading=True))
-            ),
-            part._register_state_dict_hook(ModuleHook(self._given)),
-            part.register_load_state_dict_post_hook(ModuleHook(lambda module, _: self._taken(module, inside))),
-        ]
-
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
-    def _open(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
-        """Gathers the groups of the part's own parameters, in place of those of the part before it."""
-        if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
-            self._wait()
-            self._loading = False  # what an earlier call left open when it failed is dropped
-            self._close(())
-            self._scope, self._loading = part, loading
-        self._close(own)
-        closed = [group for group in own if not group.live]
-        for group in closed:
-            group.start_gather()
-        for group in closed:
-            group.finish_gather()
-        self._opened += closed
-
-    def _given(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """The part's own entries are views of buffers that will be freed: copies instead. Those of inner modules are copied already."""
-        if self._copies:
-            for name in (*part._parameters, *part._buffers):
-                if torch.is_tensor(value := state.get(prefix + name)):
-                    state[prefix + name] = value.to("cpu", copy=True)
-        if part is self._scope:
-            self._close(())
-            self._scope = None
-
-    def _taken(self, part: nn.Module, inside: list[ParamGroup]) -> None:
-        if part is self._scope:
-            loaded = _ids(part)
-            for group in inside:
-                if group.live and group not in self._opened:
-                    group.take_full(loaded)
-            self._close(())
-            self._scope, self._loading = None, False
-
-    def _close(self, keep: Collection[ParamGroup]) -> None:
-        """Frees the groups that were gathered here, but for ``keep``; what was loaded into them goes to the shards before."""
-        loaded = _ids(self._scope) if self._loading and self._scope is not None else None
-        for group in [group for group in self._opened if group not in keep]:
-            if loaded is not None and group.live:
-                group.take_full(loaded)
-            group.free()
-            self._opened.remove(group)
-
-
-def _ids(module: nn.Module) -> set[int]:
-    return {id(param) for param in module.parameters()}
-
-
-def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup]) -> list[ParamGroup]:
-    """The groups that hold any of ``params``, in the order of first sight."""
-    found = [group for param in params if (group := group_of.get(id(param))) is not None]
-    return list(dict.fromkeys(found))
-
-
-# Reading and editing full parameters that are sharded: ``with GatheredParameters(model.parameters()): ...``.
-
-
 class GatheredParameters:
-    """Inside the block the parameters hold their full values on every rank of the shard axis. Collective: every rank must enter.
+    """``with GatheredParameters(model.parameters()): ...`` reads and edits full parameters that are sharded.
+
+    Inside the block the parameters hold their full values on every rank of the shard axis. Collective: every rank must enter.
 
     ``modifier_rank=None``: read only; edits are dropped where parameters are sharded. ``modifier_rank=r``: what data-parallel rank ``r``
     wrote becomes everyone's value at every ZeRO stage, fp32 master weights included (those of elements that were not edited keep their bits).
-    Ordinary parameters pass through untouched. ``fwd_module`` is
-    accepted for compatibility: uses outside a module's own forward need no registration here.
+    Ordinary parameters pass through untouched. ``fwd_module`` is accepted for compatibility: uses outside a module's own forward need no
+    registration here.
     """
 
     def __init__(
@@ -249,15 +47,376 @@ class GatheredParameters:
             chosen: list[Any] = list(params.parameters())
         else:
             chosen = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._groups = by_owner(chosen) if enabled else []
+        self._owners = by_owner(chosen) if enabled else []
         self._modifier = modifier_rank
 
     def __enter__(self) -> None:
-        for holder, params in self._groups:
-            holder.open(params)
+        for owner, params in self._owners:
+            owner.open(params)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for holder, params in self._groups:
-            holder.close(params, self._modifier if kind is None else None)
+        for owner, params in self._owners:
+            owner.close(params, self._modifier if kind is None else None)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The fp32 master weight, whole. Collective over shard: every rank must call."""
+    _, group, index = _find(param)
+    with group.materialized():
+        return _wide(full_of_shard(group, index, group.master))
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
+    _, group, index = _find(param)
+    group.wait_before_writing()  # a gather under way reads the shard, and so may peers
+    with group.materialized():
+        write_to_shard(group, index, group.master, value)
+    pending = group.publish()
+    if pending is not None:
+        pending.wait()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The averaged, unscaled gradient of this step, whole, after backward at the boundary; None before. Collective over shard."""
+    model, group, index = _find(param)
+    grad_buffer = model.grad_buffer_of(group)
+    if grad_buffer is None or not grad_buffer.shard_filled:
+        return None
+    return _wide(full_of_shard(group, index, grad_buffer.shard)) * model.gradient_multiplier()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """State ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...), whole; None before the first step. Collective over shard."""
+    _, group, index = _find(param)
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
+    return None if shard is None else full_of_shard(group, index, shard)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Sets state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
+    _, group, index = _find(param)
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
+    if shard is None:
+        raise TrialError("the optimizer has no such state yet", where=optim_state_key, fix="Take a step first.")
+    write_to_shard(group, index, shard, value)
+    _optimizer_of(param).set_state_shard(group, optim_state_key, shard)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """This rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
+    _, group, index = _find(param)
+    with group.materialized():
+        return _wide(_local(group, index, group.master))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the averaged, unscaled gradient, flat; None before the boundary. Local."""
+    model, group, index = _find(param)
+    grad_buffer = model.grad_buffer_of(group)
+    if grad_buffer is None or not grad_buffer.shard_filled:
+        return None
+    return _wide(_local(group, index, grad_buffer.shard)) * model.gradient_multiplier()
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of a state tensor, flat; None before the first step. Local."""
+    _, group, index = _find(param)
+    shard = _optimizer_of(param).state_shard(group, optim_state_key)
+    return None if shard is None else _local(group, index, shard)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accepted for code that comes from DeepSpeed, and not needed: weights outside the blocks live for the whole step, and a block's own live
+    while it computes. A block's weight that another module uses belongs into ``zero_optimization.leaf_module``."""
+
+
+def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """The full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
+    shard = shard.to(group.shard.device)  # where the ranks exchange
+    full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+    group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
+    slot = group.layout.slots[index]
+    return full[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
+
+
+def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
+    slot = group.layout.slots[index]
+    if tuple(value.shape) != slot.shape:
+        raise TrialError(
+            "the value does not have the parameter's shape",
+            where=slot.name,
+            got=tuple(value.shape),
+            expected=slot.shape,
+        )
+    flat = value.reshape(-1)
+    for piece in group.layout.pieces(group.comm.index):
+        if piece.slot is slot:
+            shard[piece.offset : piece.offset + piece.numel].copy_(flat[piece.start : piece.stop])
+
+
+def _local(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """The elements of slot ``index`` in ``shard``, a copy."""
+    slot = group.layout.slots[index]
+    parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
+    return torch.cat(parts) if parts else shard.new_empty(0)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """fp32, or float64 where the parameter is."""
+    return values.to(wide_dtype(values.dtype, torch.float32))
+
+
+def _find(param: torch.Tensor) -> tuple[TrainedParams, ParamGroup, int]:
+    owner = owner_of_param(param)
+    model = owner.model() if isinstance(owner, FullParams) else None
+    if model is None:
+        raise TrialError(
+            "this parameter belongs to no engine",
+            got=tuple(param.shape),
+            fix="Pass a parameter of a model given to initialize().",
+        )
+    return model, *model.group_of(param)
+
+
+def _optimizer_of(param: torch.Tensor) -> StateShards:
+    found = _OPTIMIZERS.get(param)
+    optimizer: StateShards | None = found() if found is not None else None
+    if optimizer is None:
+        raise TrialError(
+            "this engine has no optimizer", fix="Give initialize() an optimizer, or name one in ds_config."
+        )
+    return optimizer
+
+
+class StateShards(Protocol):
+    """What the safe_get_* functions ask of an optimizer."""
+
+    def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None: ...
+
+    def set_state_shard(self, group: ParamGroup, kind: str, shard: torch.Tensor) -> None: ...
+
+
+class TrainedParams(Protocol):
+    """What the safe_get_* functions ask of a sharded model."""
+
+    def gradient_multiplier(self) -> float: ...
+
+    def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]: ...
+
+    def grad_buffer_of(self, group: ParamGroup) -> GradBuffer | None: ...
+
+
+class FullParams:
+    """Gathers the full parameters of one model for user code, and takes edits back. Collective over shard: every rank must ask for the same.
+
+    state_dict: torch calls the hooks of every module inside the one that was asked, outermost first. Each module's own parameters are
+    gathered when its turn comes and freed when another group's turn has come, so that the device holds one group at a time and never the
+    whole model. Where parameters are freed, ``state_dict`` hands out copies in the host's memory, on every rank of the axis.
+    """
+
+    def __init__(
+        self,
+        model: TrainedParams,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        publisher: ParamPublisher,
+        data: AxisComm,
+    ) -> None:
+        self.model = ref(model)
+        self._module = module
+        self._groups = groups
+        self._publisher = publisher
+        self._data = data
+        # For each open() without its close(), innermost last: the groups that it gathered.
+        self._opened: list[list[ParamGroup]] = []
+        self._scope: nn.Module | None = None  # the module whose state dict was asked for
+        self._loading = False
+        self._gathered: list[ParamGroup] = []  # for the state dict
+        self._drops_values = False
+        self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
+        self.handles: list[Any] = []
+        group_of = {id(param): group for group in groups for param in group.params}
+        for part in module.modules():
+            if inside := _groups_of(part.parameters(), group_of):
+                self._install(part, inside, _groups_of(part.parameters(recurse=False), group_of))
+
+    def _install(self, part: nn.Module, inside: list[ParamGroup], own: list[ParamGroup]) -> None:
+        def before(loading: bool) -> ModuleHook:
+            return ModuleHook(lambda module, *_: self._enter(module, own, loading=loading))
+
+        self.handles += [
+            part.register_state_dict_pre_hook(before(loading=False)),
+            part.register_load_state_dict_pre_hook(before(loading=True)),
+            part._register_state_dict_hook(ModuleHook(self._after_state_dict)),
+            part.register_load_state_dict_post_hook(ModuleHook(lambda module, _: self._after_load(module, inside))),
+        ]
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    # --- GatheredParameters ---------------------------------------------------------------------------------------
+
+    def open(self, params: list[nn.Parameter]) -> None:
+        """See :class:`ShardOwner`. May be nested."""
+        self._publisher.wait()
+        visited = self._holding(params)
+        opened = [group for group in visited if not group.live]
+        for group in opened:
+            group.unshard_async()
+        for group in opened:
+            group.finish_unshard()
+        for group in visited:
+            group.pins += 1
+        self._opened.append(opened)
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+        """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being edited."""
+        opened, visited = self._opened.pop(), self._holding(params)
+        for group in visited:
+            group.pins -= 1
+        for group in visited:
+            if source is not None:
+                if not group.live:
+                    raise TrialError(
+                        "the optimizer stepped inside a block that edits parameters",
+                        where=f"GatheredParameters(modifier_rank={source})",
+                        fix="Leave the block before engine.step().",
+                    )
+                self._data.broadcast(group.full, f"edited {group.name}", source)
+                group.apply_edits()
+            if group in opened:
+                group.reshard()
+
+    def _holding(self, params: list[nn.Parameter]) -> list[ParamGroup]:
+        wanted = {id(param) for param in params}
+        return [group for group in self._groups if any(id(param) in wanted for param in group.params)]
+
+    # --- state_dict, load_state_dict ------------------------------------------------------------------------------
+
+    def rank0_state_dict(self) -> dict[str, Any]:
+        """``state_dict()`` of the module for the first rank of the shard axis alone, in the host's memory; the other ranks get an empty one.
+
+        The ranks of a host then hold one copy of the model and not one each.
+        """
+        first = all(group.comm.index == 0 for group in self._groups)
+        self._drops_values = self._copies and not first
+        try:
+            state: dict[str, Any] = self._module.state_dict()
+        finally:
+            self._drops_values = False
+        return state if first else {}
+
+    def _enter(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
+        """Gathers the groups of the part's own parameters, in place of those of the part before it."""
+        if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
+            self._publisher.wait_result()
+            self._loading = False  # what an earlier call left open when it failed is dropped
+            self._free_gathered(())
+            self._scope, self._loading = part, loading
+        self._free_gathered(own)
+        freed = [group for group in own if not group.live]
+        for group in freed:
+            group.unshard_async()
+        for group in freed:
+            group.finish_unshard()
+        self._gathered += freed
+
+    def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """The part's own entries are views of buffers that will be freed: copies instead. Those of inner modules are copied already."""
+        if self._copies:
+            for name in (*part._parameters, *part._buffers):
+                if torch.is_tensor(value := state.get(prefix + name)):
+                    state[prefix + name] = None if self._drops_values else value.to("cpu", copy=True)
+        if part is self._scope:
+            self._free_gathered(())
+            self._scope = None
+
+    def _after_load(self, part: nn.Module, inside: list[ParamGroup]) -> None:
+        if part is self._scope:
+            loaded = _ids(part)
+            for group in inside:
+                if group.live and group not in self._gathered:
+                    group.load_full(loaded)
+            self._free_gathered(())
+            self._scope, self._loading = None, False
+
+    def _free_gathered(self, keep: Collection[ParamGroup]) -> None:
+        """Frees the groups that were gathered here, but for ``keep``; what was loaded into them goes to the shards before."""
+        loaded = _ids(self._scope) if self._loading and self._scope is not None else None
+        for group in [group for group in self._gathered if group not in keep]:
+            if loaded is not None and group.live:
+                group.load_full(loaded)
+            group.reshard()
+            self._gathered.remove(group)
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(param) for param in module.parameters()}
+
+
+def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup]) -> list[ParamGroup]:
+    """The groups that hold any of ``params``, in the order of first sight."""
+    found = [group for param in params if (group := group_of.get(id(param))) is not None]
+    return list(dict.fromkeys(found))
+
+
+class ShardOwner(Protocol):
+    """Keeps the shards of some parameters."""
+
+    def open(self, params: list[nn.Parameter]) -> None:
+        """Gathers the full parameters. Collective over shard."""
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None:
+        """Takes the edits of rank ``source`` over (None: nothing was edited) and returns to the state before :meth:`open`. Collective."""
+
+
+# parameter -> how to reach its owner, and the optimizer that has its state
+_OWNERS = WeakTensorKeyDictionary()
+_OPTIMIZERS = WeakTensorKeyDictionary()
+
+
+def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """``owner`` keeps these parameters from now on."""
+    for param in params:
+        _OWNERS[param] = ref(owner)
+
+
+def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
+    """``owner`` lives as long as these parameters do: nothing else keeps it (shards made before there is an engine)."""
+    for param in params:
+        _OWNERS[param] = lambda owner=owner: owner
+
+
+def forget_owner(params: Iterable[nn.Parameter]) -> None:
+    """These parameters are ordinary ones again."""
+    for param in params:
+        _OWNERS.pop(param, None)
+        _OPTIMIZERS.pop(param, None)
+
+
+def register_optimizer(params: Iterable[nn.Parameter], optimizer: StateShards) -> None:
+    """``optimizer`` has the state of these parameters from now on."""
+    for param in params:
+        _OPTIMIZERS[param] = ref(optimizer)
+
+
+def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
+    """The owner of ``param``; None for an ordinary parameter that no engine has sharded."""
+    found = _OWNERS.get(param)
+    return found() if found is not None else None
+
+
+def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
+    """Parameters grouped by owner, in the order of first sight; ordinary ones are left out."""
+    found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
+    for param in params:
+        owner = owner_of_param(param)
+        if owner is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(param)
+    return list(found.values())

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from zero_trial.comm import AxisComm, Mesh, build_mesh, init_distributed, read_rank_env, world_size
 from zero_trial.comm.mesh import plan_shape
 from zero_trial.errors import ConfigError
-from zero_trial.sharding import full_params
+from zero_trial.sharding.full_params import own_params, owner_of_param
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.param_group import absent
 
@@ -88,7 +88,7 @@ class PreSharded:
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:
     """The full first value of a parameter, gathered if it was cut while the model was built. Collective in that case."""
-    holder = full_params.owner_of_param(param)
+    holder = owner_of_param(param)
     if isinstance(holder, PreSharded):
         return param.detach() if holder.live else holder.gather()
     return param.detach()
@@ -99,7 +99,7 @@ Keep = Callable[[PreSharded], None]
 
 def presharded(params: Iterable[nn.Parameter]) -> list[PreSharded]:
     """The holders of those parameters that are cut."""
-    return [holder for param in params if isinstance(holder := full_params.owner_of_param(param), PreSharded)]
+    return [holder for param in params if isinstance(holder := owner_of_param(param), PreSharded)]
 
 
 # ``zero.Init``: building a model of which no rank ever holds the whole.
@@ -221,7 +221,7 @@ class Init:
             self._pending.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and full_params.owner_of_param(param) is None:
+        if param is not None and owner_of_param(param) is None:
             self._pending[id(param)] = param
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -233,13 +233,13 @@ class Init:
                     self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        if self._mesh is None or self._mesh.shard.size == 1 or full_params.owner_of_param(param) is not None:
+        if self._mesh is None or self._mesh.shard.size == 1 or owner_of_param(param) is not None:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
             holder = PreSharded(param, self._mesh.shard)
-        full_params.own_params([param], holder)
+        own_params([param], holder)
 
 
 class _Lifting(TorchFunctionMode):
@@ -257,7 +257,7 @@ class _Lifting(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if not _reads_metadata(func):
                 for leaf in tree_flatten((args, kwargs))[0]:
-                    holder = full_params.owner_of_param(leaf) if isinstance(leaf, nn.Parameter) else None
+                    holder = owner_of_param(leaf) if isinstance(leaf, nn.Parameter) else None
                     if isinstance(holder, PreSharded):
                         self._lift(holder)
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,13 @@
-"""What a parameter holds while its values are elsewhere: its full shape over a single element that no use can overlook."""
+"""Parameters that are gathered, freed and reduced together: a Layout plus its live buffers.
+
+Memory of one group of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
+
+    full     n p        always, or while the group computes
+    shard    n/N p      part of full while full always lives
+    master   4 n/N      fp32; the shard itself when parameters are fp32
+
+A shard, and a master, may be offloaded: then they read as NaN except inside ``materialized``.
+"""
 
 from __future__ import annotations
 
@@ -10,78 +19,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending
 from zero_trial.sharding.dtypes import has_own_master
 from zero_trial.sharding.layout import Layout
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
-
-
-def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of ``shape`` over one NaN: no memory, and any arithmetic with it shows. Integers, which have no NaN, get their largest value."""
-    numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
-    value = float("nan") if numbers else torch.iinfo(dtype).max
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
-
-
-def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
-    return tensor.numel() > 1 and not any(tensor.stride())
-
-
-# Keeps the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again.
-#
-# glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25
-# microseconds of CPU per KiB on each use.
-# A plan that frees and revives whole groups in every step pays that for all its parameters and gradients.
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-
-
-_LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
-
-
-def keep_freed_memory() -> bool:
-    """Sets glibc's thresholds for this process; True if that worked. Blocks above 32 MiB are still mapped one by one.
-
-    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not shrink after it.
-    """
-    mallopt = _glibc("mallopt")
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def give_freed_memory_back() -> bool:
-    """Gives the kernel every page of the heap that nothing lives on; True if there were any.
-
-    For moments at which much is freed that does not come again. A large block that is freed is seldom whole for the next one: some small thing
-    gets a place in it, and the heap grows by another block.
-    """
-    trim = _glibc("malloc_trim")
-    return trim is not None and bool(trim(0))
-
-
-def _glibc(name: str) -> Any:
-    """A function of the C library; None where that is another one."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):
-        return None
-
-
-# Parameters that are gathered, freed and reduced together: a Layout plus its live buffers.
-#
-# Memory of one group of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
-#
-#     full     n p        always, or while the group computes
-#     shard    n/N p      part of full while full always lives
-#     master   4 n/N      fp32; the shard itself when parameters are fp32
-#
-# A shard, and a master, may live outside of memory: then they read as NaN but inside ``lend``.
 
 
 class OffloadedShard(Protocol):
@@ -156,8 +99,8 @@ class ParamGroup:
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
         # Inside, master and shard are there, wherever they live.
-        self.lend: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.away: OffloadedShard | None = None
+        self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.offloaded: OffloadedShard | None = None
         self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
         self._gathering: Pending | None = None
         self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
@@ -170,7 +113,7 @@ class ParamGroup:
         if always:
             self._attach()
         else:
-            self.free()
+            self.reshard()
 
     def _fill(
         self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
@@ -195,24 +138,30 @@ class ParamGroup:
         low, high = self.layout.shard_range(self.comm.index)
         return self.full[low:high]
 
-    def start_gather(self) -> None:
-        """Begins to bring the full parameters to life; :meth:`finish_gather` completes it. Moves n (N-1)/N elements. Collective over shard."""
+    def unshard_async(self) -> None:
+        """Begins to bring the full parameters to life; :meth:`finish_unshard` completes it. Moves n (N-1)/N elements. Collective over shard."""
         if self.live or self._gathering is not None:
             return
-        storage = self.full.untyped_storage()
-        storage.resize_(self.layout.numel * self.full.element_size())
-        if self.away is not None:
-            self.away.fetch(self.own)
-        self._gathering = self.comm.all_gather(self.full, self.shard if self.away is None else self.own, self.name)
+        with profiled("zero_trial.unshard"):
+            self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+            if self.offloaded is not None:
+                self.offloaded.fetch(self.own)
+            shard = self.shard if self.offloaded is None else self.own
+            self._gathering = self.comm.all_gather(self.full, shard, self.name)
 
     def expect(self) -> bool:
-        """The group is used soon. Whether it is time to :meth:`start_gather`; a shard that is away begins to come, and next time it is. The
+        """The group is used soon. Whether it is time to :meth:`unshard_async`; a shard that is away begins to come, and next time it is. The
         answer depends on the order of calls alone, so that it is the same on all ranks of the axis."""
         if self.live or self._gathering is not None:
             return False
-        return self.away is None or self.away.expect()
+        return self.offloaded is None or self.offloaded.expect()
 
-    def finish_gather(self) -> None:
+    def unshard(self) -> None:
+        """Gathers the full parameters and waits for them. Collective over shard."""
+        self.unshard_async()
+        self.finish_unshard()
+
+    def finish_unshard(self) -> None:
         """Waits until the full parameters are there and lets the modules see them."""
         if self._gathering is not None:
             self._gathering.wait_result()
@@ -220,22 +169,22 @@ class ParamGroup:
             self._attach()
             self.live = True
 
-    def settle(self) -> None:
+    def wait_before_writing(self) -> None:
         """The shard may be written: a gather under way is finished, and no peer reads it in place any more.
 
         Peers must come as far: all ranks call this at the same place between their collectives.
         """
-        self.finish_gather()
-        if self.away is not None:
-            self.away.forget()
+        self.finish_unshard()
+        if self.offloaded is not None:
+            self.offloaded.forget()
         else:
             self.comm.wait_for_readers(self.shard)
 
     @property
-    def gathering(self) -> bool:
+    def unsharding(self) -> bool:
         return self._gathering is not None
 
-    def free(self, *, stale: bool = False) -> None:
+    def reshard(self, *, stale: bool = False) -> None:
         """Gives the full buffer's memory back, unless somebody has pinned it (``stale``: even then).
 
         The parameters keep their shapes but read as NaN: a use outside its time is loud, not stale. Tensors that autograd saved as views
@@ -255,18 +204,18 @@ class ParamGroup:
         Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
         """
         if self.master is not self.shard and not rounded:
-            with self.lend():
+            with self.materialized():
                 self.shard.copy_(self.master)
         if self.plan.params is not Lifetime.ALWAYS:
-            self.free(stale=True)
+            self.reshard(stale=True)
             return None
         if self.comm.size == 1:
             return None
         return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
 
-    def take_full(self, params: Collection[int] | None = None) -> None:
+    def load_full(self, params: Collection[int] | None = None) -> None:
         """The full copy was set, alike on all ranks: shard and master follow it. ``params`` (ids): only these parameters' elements do."""
-        self.settle()
+        self.wait_before_writing()
         if params is None:
             parts = [slice(None)]
         else:
@@ -275,17 +224,17 @@ class ParamGroup:
             }
             pieces = self.layout.pieces(self.comm.index)
             parts = [slice(piece.offset, piece.offset + piece.numel) for piece in pieces if piece.slot.name in chosen]
-        with self.lend():
+        with self.materialized():
             for part in parts:
                 if self.plan.params is not Lifetime.ALWAYS:
                     self.shard[part].copy_(self.own[part])
                 if self.master is not self.shard:
                     self.master[part].copy_(self.shard[part])
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
         """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
-        self.settle()
-        with self.lend():
+        self.wait_before_writing()
+        with self.materialized():
             if self.master is not self.shard:
                 master = self.master.to(self.own.device)
                 edited = self.own != master.to(self.dtype)
@@ -303,11 +252,70 @@ class ParamGroup:
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
-        low = low if self.away is None else 0  # what passes through buffers is counted once, by bytes_on_the_way
+        low = low if self.offloaded is None else 0  # what passes through buffers is counted once, by bytes_on_the_way
         return low + (0 if elsewhere else self.master.numel() * 4)
 
 
 def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
     """Bytes of the buffers through which shards come that live elsewhere."""
-    found = {id(one): one for group in groups if group.away is not None for one in group.away.buffers}
+    found = {id(one): one for group in groups if group.offloaded is not None for one in group.offloaded.buffers}
     return sum(one.numel() * one.element_size() for one in found.values())
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of ``shape`` over one NaN: no memory, and any arithmetic with it shows. Integers, which have no NaN, get their largest value."""
+    numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+    value = float("nan") if numbers else torch.iinfo(dtype).max
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """A range in torch's profiler; costs a fraction of a microsecond while no profiler is active."""
+    return record_function(name) if torch._C._autograd._profiler_enabled() else _NO_RANGE
+
+
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
+
+
+def keep_freed_memory() -> bool:
+    """Keeps the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again; True if that worked.
+
+    glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25 microseconds of CPU per KiB
+    on each use. A plan that frees and revives whole groups in every step pays that for all its parameters and gradients. Blocks above 32 MiB
+    are still mapped one by one.
+
+    Process-wide and idempotent; the peak of memory in use is unchanged, but the process does not shrink after it.
+    """
+    mallopt = _glibc("mallopt")
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def give_freed_memory_back() -> bool:
+    """Gives the kernel every page of the heap that nothing lives on; True if there were any.
+
+    For moments at which much is freed that does not come again. A large block that is freed is seldom whole for the next one: some small thing
+    gets a place in it, and the heap grows by another block.
+    """
+    trim = _glibc("malloc_trim")
+    return trim is not None and bool(trim(0))
+
+
+def _glibc(name: str) -> Any:
+    """A function of the C library; None where that is another one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None

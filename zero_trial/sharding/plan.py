@@ -45,7 +45,7 @@ class Reshard(Enum):
     WITHIN_LIMITS = "auto"  # kept while max_live_parameters and max_reuse_distance allow
     AFTER_FORWARD = "forward"  # after every forward and every backward of their group
     AFTER_STEP = "step"  # kept until the optimizer step
-    WHEN_TOLD = "told"  # gathered and freed by a schedule's actions, manual group by manual group
+    SCHEDULED = "scheduled"  # gathered and freed by a schedule's actions, manual group by manual group
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class ZeroPlan:
         """The plan for parameters too small to be worth freeing: always live, otherwise the same."""
         return ZeroPlan(self.shard_optimizer, Lifetime.ALWAYS, self.grads, self.reduce_at, self.reshard)
 
-    def told(self, *, reduce_at: ReduceAt) -> ZeroPlan:
+    def scheduled(self, *, reduce_at: ReduceAt) -> ZeroPlan:
         """The plan where a schedule says when to gather, free and reduce."""
-        return ZeroPlan(self.shard_optimizer, self.params, self.grads, reduce_at, Reshard.WHEN_TOLD)
+        return ZeroPlan(self.shard_optimizer, self.params, self.grads, reduce_at, Reshard.SCHEDULED)
 
     @property
     def frees_parameters(self) -> bool:
@@ -123,5 +123,5 @@ def _choice(kind: type[ReduceAt] | type[Reshard], value: str, where: str):  # ty
     try:
         return kind(value)
     except ValueError:
-        allowed = ", ".join(["auto", *(member.value for member in kind if member.value not in ("auto", "told"))])
+        allowed = ", ".join(["auto", *(member.value for member in kind if member.value not in ("auto", "scheduled"))])
         raise ConfigError("unknown choice", where=where, got=repr(value), expected=f"one of {allowed}") from None

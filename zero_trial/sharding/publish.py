@@ -1,4 +1,11 @@
-"""The way of new values from the masters to the parameters, group by group, as soon as the optimizer is done with each."""
+"""Publishes updated parameters: an all-gather of each group as soon as the optimizer is done with it, and the wait for what is under way.
+
+    update 0 | all-gather 0 ...........            groups go in the model's order on every rank
+             | update 1 | all-gather 1 ...
+                        | next forward: waits here (deferred), or at the end of the step
+
+Moves n (N-1)/N elements per step for the parameters that always live and are sharded.
+"""
 
 from __future__ import annotations
 
@@ -11,83 +18,94 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zero_trial.comm import Pending, wait_all
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import ParamGroup, profiled
 from zero_trial.sharding.pieces import ShardPiece
 
 
 class ParamPublisher:
-    """One step's publication. Groups go in the model's order on every rank, whatever order and share of them a rank updates.
+    """Publishes the groups of one model after each update, in the model's order on every rank, whatever share of them a rank updates."""
 
-    A rank may have no piece of a group at all (its part is padding): the group goes when its turn comes.
-    """
-
-    def __init__(
-        self, groups: Sequence[ParamGroup], pieces: Sequence[ShardPiece], pending: list[Pending], *, lend: bool = True
-    ) -> None:
-        self._waiting = deque(groups)
-        self._pending = pending
-        self._lend = lend
-        self._left: dict[int, int] = {}
+    def __init__(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        self._module = module
+        self._groups = groups
+        self._queue: deque[ParamGroup] = deque()  # not published yet in this step
+        self._pieces_left: dict[int, int] = {}  # by id of the group
         self._unrounded: set[int] = set()
+        self._lend = True
+        self._under_way: list[Pending] = []  # in the order in which they were sent
+        self._hook: Any = None
+
+    def begin(self, pieces: Sequence[ShardPiece] = (), *, lend: bool = True) -> None:
+        """An update of ``pieces`` begins. ``lend=False``: what has arrived may be edited before the peers have come as far."""
+        self._queue = deque(self._groups)
+        self._lend = lend
+        self._pieces_left.clear()
+        self._unrounded.clear()
         for piece in pieces:
-            self._left[id(piece.group)] = self._left.get(id(piece.group), 0) + 1
+            self._pieces_left[id(piece.group)] = self._pieces_left.get(id(piece.group), 0) + 1
 
     def updated(self, pieces: Sequence[ShardPiece], rounded: bool) -> None:
-        """These pieces' masters are new; ``rounded``: so are the 16-bit copies. Publishes each group in its turn. Collective over shard."""
+        """Publishes each group whose turn has come, now that these pieces' masters are new. Collective over shard.
+
+        ``rounded``: so are the pieces' 16-bit copies. A rank may have no piece of a group at all (its part is padding): the group goes when
+        its turn comes.
+        """
         for piece in pieces:
-            self._left[id(piece.group)] -= 1
+            self._pieces_left[id(piece.group)] -= 1
             if not rounded:
                 self._unrounded.add(id(piece.group))
-        while self._waiting and not self._left.get(id(self._waiting[0])):
-            self._publish(self._waiting.popleft())
+        while self._queue and not self._pieces_left.get(id(self._queue[0])):
+            self._publish(self._queue.popleft())
 
     def finish(self) -> None:
-        """Publishes what is left. Collective over shard."""
-        while self._waiting:
-            self._publish(self._waiting.popleft())
+        """Publishes what is left. :meth:`wait` or :meth:`wait_at_next_forward` must follow. Collective over shard."""
+        while self._queue:
+            self._publish(self._queue.popleft())
+
+    def publish_frozen(self) -> None:
+        """Publishes the groups that no step changes: their values were replaced (a checkpoint was read). Collective over shard."""
+        for group in self._groups:
+            if not group.trainable and (pending := group.publish()) is not None:
+                self._under_way.append(pending)
 
     def _publish(self, group: ParamGroup) -> None:
         if not group.trainable:
-            group.free()
+            group.reshard()
             return
-        rounded = id(group) in self._left and id(group) not in self._unrounded
-        if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
-            self._pending.append(pending)
+        with profiled("zero_trial.publish"):
+            rounded = id(group) in self._pieces_left and id(group) not in self._unrounded
+            if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
+                self._under_way.append(pending)
 
-
-# What was published and is still on its way to this rank, and who waits for it.
-
-
-class DeferredGathers:
-    """Of the parameters of ``module`` that always live. ``under_way``: in the order in which they were sent."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.under_way: list[Pending] = []
-        self._alarm: Any = None
+    # --- waiting --------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Returns when every parameter that always lives is whole again, here and on the other ranks of the shard axis, which must come as far."""
-        wait_all(self.arrive())
+        """Waits until every parameter that always lives is whole here and on the other ranks of the shard axis, which must come as far."""
+        wait_all(self.wait_result())
 
-    def arrive(self) -> list[Pending]:
-        """Returns when every parameter that always lives is whole again here; with what peers may still be reading."""
-        if self._alarm is not None:
-            self._alarm.remove()
-            self._alarm = None
-        pendings, self.under_way = self.under_way, []
+    def wait_result(self) -> Sequence[Pending]:
+        """Waits until every parameter that always lives is whole here; returns what peers may still be reading."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if not self._under_way:
+            return ()
+        pendings, self._under_way = self._under_way, []
         for pending in pendings:
             pending.wait_result()
         return pendings
 
-    def wait_when_called(self) -> None:
-        """Whoever calls the module next, or any part of it, waits first until its parameters are whole here: that rank may be the only one that calls
-        it. What was published with ``defer`` may then be edited. The hook is torch's global one and goes after that call."""
-        if self.under_way and self._alarm is None:
+    def wait_at_next_forward(self) -> None:
+        """Defers the wait to the next forward of the module, or of any part of it.
+
+        That rank may be the only one that calls it, so it waits for the result alone: what was published with ``lend=False`` may be edited
+        then. The hook is torch's global one, because any part may be called first; it is removed after that call.
+        """
+        if self._under_way and self._hook is None:
             parts, this = {id(part) for part in self._module.modules()}, weakref.ref(self)
 
-            def ring(module: nn.Module, _: object) -> None:
-                if id(module) in parts and (arrivals := this()) is not None:
-                    arrivals.arrive()
+            def before_forward(module: nn.Module, _: object) -> None:
+                if id(module) in parts and (publisher := this()) is not None:
+                    publisher.wait_result()
 
-            self._alarm = register_module_forward_pre_hook(ring)
+            self._hook = register_module_forward_pre_hook(before_forward)

@@ -1,14 +1,19 @@
-"""Gradients in the dtype of the wire, where that is not the one in which they were added up: cast straight to where peers read them.
+"""Reduces full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, group by group.
 
-    rooms   where ranks read in place: taken for a reduction and given back when it has landed; no copy out follows
-    else    a tensor of its own per reduction
+Groups are reduced in one order on all ranks, whatever the order in which their gradients became ready: first the construction order, then,
+from the second step on, the order that rank 0 saw in the first. A group that never becomes ready (unused parameters, another branch taken)
+is reduced with zeros when backward has ended: a missing gradient never leaves another rank waiting.
 
-Price: n elements of the wire's dtype per reduction in flight.
+    launch   cast to the wire's dtype, reduce-scatter over shard   | at most in_flight groups wait here
+             all-reduce over replica, first half: the sum          | ... and here
+             all-reduce over replica, second half: pass it on      | ... and here
+    store    into (or onto) the shard, square sum for the norm, full buffer freed
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,66 +26,14 @@ from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.dtypes import wide_dtype
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
 from zero_trial.sharding.norm import square_sum
+from zero_trial.sharding.param_group import profiled
 from zero_trial.sharding.plan import ReduceAt
-
-
-class WireCasts:
-    """Casts along ``comm``, at most about ``most`` at once."""
-
-    def __init__(self, comm: AxisComm, most: int) -> None:
-        self._comm = comm
-        self._rooms = BufferPool(comm, most)
-
-    def cast(self, full: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer | None]:
-        """``full`` (n,) in ``dtype``, and the room that it lies in."""
-        if not self._comm.reads_in_place(full.device):
-            return full.to(dtype), None
-        nbytes = full.numel() * dtype.itemsize
-        room = self._rooms.take(nbytes)
-        return room.buffer[:nbytes].view(dtype).copy_(full), room
-
-    def release(self, room: PooledBuffer | None) -> None:
-        """The reduction has landed; peers may still be reading."""
-        if room is not None:
-            self._rooms.give_back(room)
-
-
-# Turns full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, group by group.
-#
-# Groups are reduced in one order on all ranks, whatever the order in which their gradients became complete: first the construction order, then, from
-# the second step on, the order that rank 0 saw in the first. A group that never completes (unused parameters, another branch taken) is
-# reduced with zeros when backward has ended: a missing gradient never leaves another rank waiting.
-
-
-class _Phase(Enum):
-    """What a reduction waits for next. Along an axis of one rank there is nothing to wait for."""
-
-    SCATTER = "the sum over shard"
-    REDUCE = "the sum over replica"
-    GATHER = "its way to the other replicas"
-
-
-@dataclass(eq=False)
-class _Flight:
-    """One group's reduction under way, and the tensors that it owns."""
-
-    grad_buffer: GradBuffer
-    wire: torch.Tensor
-    room: PooledBuffer | None  # in which the wire lies, if it is a cast that peers read in place
-    out: torch.Tensor
-    stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
-    scatter: Pending
-    phase: _Phase = _Phase.SCATTER
-    reduce: Pending = DONE
-    square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was looked at
-    bad_replicas: dict[int, int] = field(
-        default_factory=dict
-    )  # replica index -> first position that is not finite, in its slice
+from zero_trial.sharding.unshard import Unsharder
 
 
 @dataclass(frozen=True)
 class NonFiniteGradient:
-    """A non-finite gradient: whose (rank; None when only the sum is known), and the group and position in its flat buffer.
+    """A gradient that is not finite: on which rank (None when only the sum is known), and its group and position in the flat buffer.
 
     ``exact`` is False when what is known to be bad is a sum over the shard axis to which ``rank`` belongs.
     """
@@ -95,12 +48,40 @@ class NonFiniteGradient:
         return slot.name if slot is not None else self.grad_buffer.group.name
 
 
-class GradReducer:
-    """Reduces the gradient buffers of one model.
+class _Phase(Enum):
+    """What a reduction waits for next."""
 
-    ``wire_dtype``: dtype on the wire (None: the gradient buffer's own). ``wire_scale`` multiplies before the sum (prescaling against overflow).
-    ``in_flight`` bounds how many groups wait at once in each phase, so that stage 2 and 3 hold at most that many full gradient buffers (three
-    times as many where gradients go over ``replica``, too).
+    SCATTER = "the sum over shard"
+    REDUCE = "the sum over replica"
+    GATHER = "the sum's way to the other replicas"
+
+
+@dataclass(eq=False)
+class _Reduction:
+    """One group's reduction under way, and the tensors that it owns."""
+
+    grad_buffer: GradBuffer
+    wire: torch.Tensor
+    pooled: PooledBuffer | None  # in which the wire lies, if it is a cast that peers read in place
+    out: torch.Tensor
+    stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
+    scatter: Pending
+    reduce: Pending = DONE
+    square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was looked at
+    # replica index -> first position that is not finite, in its slice
+    bad_replicas: dict[int, int] = field(default_factory=dict)
+
+
+class GradReducer:
+    """Reduces the gradient buffers of one model; their hooks call :meth:`grad_ready`.
+
+    Args:
+        shard, replica: the axes to reduce-scatter and to all-reduce over.
+        unsharder: frees a group's parameters when its gradients are ready (None: they always live).
+        wire_dtype: dtype on the wire (None: the gradient buffer's own).
+        wire_scale: multiplies before the sum (prescaling against overflow).
+        in_flight: how many groups wait at once in each phase: stages 2 and 3 hold at most that many full gradient buffers (three times as
+            many where gradients go over ``replica``, too).
     """
 
     def __init__(
@@ -109,6 +90,7 @@ class GradReducer:
         shard: AxisComm,
         replica: AxisComm,
         *,
+        unsharder: Unsharder | None = None,
         wire_dtype: torch.dtype | None = None,
         wire_scale: float = 1.0,
         in_flight: int = 2,
@@ -116,85 +98,99 @@ class GradReducer:
         self.grad_buffers = list(grad_buffers)
         self._shard = shard
         self._replica = replica
+        self._unsharder = unsharder
         self._wire_dtype = wire_dtype
         self._wire_scale = wire_scale
         self._in_flight = in_flight
-        self._wires = WireCasts(shard if shard.size > 1 else replica, in_flight + 2)
+        self._along = shard if shard.size > 1 else replica
+        self._casts = BufferPool(self._along, in_flight + 2)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
-        self._completed: list[int] = []
+        self._seen: list[int] = []  # in the order in which they became ready, until the order is learned
         self._learned = False
         self._cursor = 0
         self._ready: set[int] = set()
-        self._flights: list[_Flight] = []
+        self._waiting: dict[_Phase, deque[_Reduction]] = {phase: deque() for phase in _Phase}
         self.active = False
         # By group index, of this rank's slices of the finished shards: the norm is their sum over shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
-        self.culprits: list[NonFiniteGradient] = []
+        self.nonfinite: list[NonFiniteGradient] = []
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.register_hooks(self.grad_ready)
 
-    def begin(self, *, reduce: bool = True) -> None:
-        """A backward pass starts; ``reduce``: it is to be reduced. What one that ended in an exception left under way is waited for."""
-        self._land_all()
+    # --- a backward pass ------------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, reduce: bool = True) -> None:
+        """A backward pass starts; ``reduce``: it is to be reduced. Waits for what a pass that ended in an exception left under way."""
+        self.wait()
         self.active = reduce
         self._cursor = 0
         self._ready.clear()
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.begin_pass()
 
-    def offer(self, grad_buffer: GradBuffer) -> None:
-        """A group's gradients are complete. Launches all groups whose turn it is. Collective through the launched reductions."""
+    def grad_ready(self, grad_buffer: GradBuffer) -> None:
+        """A group's gradients are ready: launches all groups whose turn it is. Collective through the launched reductions."""
+        if self._unsharder is not None:
+            self._unsharder.after_gradients(grad_buffer.group)
         if not self.active:
             return
         index = self._index[id(grad_buffer)]
         if not self._learned:
-            self._completed.append(index)
+            self._seen.append(index)
         if not grad_buffer.late:
             self._ready.add(index)
         while self._cursor < len(self._order) and self._order[self._cursor] in self._ready:
             self._launch(self.grad_buffers[self._order[self._cursor]])
             self._cursor += 1
 
-    def finish(self) -> None:
+    def finish_pass(self) -> None:
         """Reduces what is left and waits for everything; then every group's shard holds its sum. Collective: every rank must call."""
+        for grad_buffer in self.grad_buffers:
+            grad_buffer.end_pass()
         if self.active:
             self.active = False
             for index in self._order[self._cursor :]:
                 self._launch(self.grad_buffers[index])
             self._cursor = len(self._order)
-            self._land_all()
+            self.wait()
             if not self._learned:
-                self._learn()
+                self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        """Starts to reduce these, whose gradients are complete: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
+        """Starts to reduce these, whose gradients are ready: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
-        if any(id(flight.grad_buffer) in chosen for flight in self._flights):
-            self.land()
+        if any(id(reduction.grad_buffer) in chosen for queue in self._waiting.values() for reduction in queue):
+            self.wait()
         for grad_buffer in grad_buffers:
             self._launch(grad_buffer)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Waits for all reductions under way; then their shards hold their sums."""
-        self._land_all()
+        for phase, queue in self._waiting.items():
+            while queue:
+                self._advance(phase)
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
         """Adds up the reduced shards of ``gradient buffer`` over the ranks that hold copies of it; then all have the sum, bit by bit the same.
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
-        grad_buffer.await_readers()
+        grad_buffer.wait_for_readers()
         copies.all_reduce(grad_buffer.shard, grad_buffer.group.name).wait()
         self.square_sums[self._index[id(grad_buffer)]] = square_sum(self._counted(grad_buffer))
 
-    def ensure_reduced(self) -> None:
+    def reduce_leftovers(self) -> None:
         """Before a step: reduces groups whose gradients no reduced backward pass took along. Collective: every rank must call.
 
-        Those are gradients from another engine's loss, from ``no_sync``, or such as came after their group was complete (re-entrant
-        checkpointing of shared weights); a group that was reduced before gets a second sum on top of the first. A group that has such gradients
-        on one rank alone is reduced on all of them: the others add zeros.
+        Those are gradients from another engine's loss, from ``no_sync``, or such as came after their group was ready (re-entrant
+        checkpointing of shared weights); a group that was reduced before gets a second sum on top of the first. A group that has such
+        gradients on one rank alone is reduced on all of them: the others add zeros.
         """
-        self.land()
+        self.wait()
         for index in self._left_anywhere():
             self._launch(self.grad_buffers[index])
-        self._land_all()
+        self.wait()
 
     def _left_anywhere(self) -> list[int]:
         """Return the groups that are still to be reduced on some rank, the same list on all.
@@ -202,7 +198,7 @@ class GradReducer:
         One number is exchanged when there are none. On a device no rank asks: the answer would stop the
         host in every step. There a rank that alone has gradients left waits in its reduction until the time limit.
         """
-        own = [not grad_buffer.shard_filled or grad_buffer.touched for grad_buffer in self.grad_buffers]
+        own = [not grad_buffer.shard_filled or grad_buffer.has_gradients for grad_buffer in self.grad_buffers]
         on_host = any(self._shard.on_host(grad_buffer.group.full) for grad_buffer in self.grad_buffers)
         axes = [axis for axis in (self._shard, self._replica) if axis.size > 1 and on_host]
         if axes:
@@ -217,101 +213,112 @@ class GradReducer:
         return [index for index, left in enumerate(own) if left]
 
     def reset(self) -> None:
-        """Forgets all gradients and sums of this step; reductions under way (backward ended in an exception) are waited for."""
-        self._land_all()
+        """Forgets all gradients and sums of this step; waits for reductions under way (backward ended in an exception)."""
+        self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
         self.square_sums.clear()
-        self.culprits.clear()
+        self.nonfinite.clear()
         self.active = False
 
-    def _learn(self) -> None:
-        """From now on groups go in the order that rank 0 saw, those that completed late or never at the end."""
-        seen = list(dict.fromkeys(index for index in self._completed if not self.grad_buffers[index].late))
+    # --- the order ------------------------------------------------------------------------------------------------
+
+    def _learn_order(self) -> None:
+        """From now on groups go in the order that rank 0 saw, those that became ready late or never at the end."""
+        seen = list(dict.fromkeys(index for index in self._seen if not self.grad_buffers[index].late))
         order = seen + [index for index in self._order if index not in seen]
         for axis in (self._shard, self._replica):
             order = axis.gather_json(order, "reduction order")[0]
         self._order = order
         self._learned = True
-        self._completed.clear()
+        self._seen.clear()
 
     def order_by_name(self) -> list[str] | None:
         """The learned order, for a checkpoint; None before the first reduced step."""
         return [self.grad_buffers[index].group.name for index in self._order] if self._learned else None
 
-    def take_order(self, names: list[str] | None) -> None:
+    def set_order(self, names: list[str] | None) -> None:
         """Continues with a learned order, if it is one of these groups. The order never changes results, only what overlaps."""
         known = {grad_buffer.group.name: index for index, grad_buffer in enumerate(self.grad_buffers)}
         if names is not None and sorted(names) == sorted(known):
             self._order = [known[name] for name in names]
             self._learned = True
 
+    # --- one reduction --------------------------------------------------------------------------------------------
+
     def _launch(self, grad_buffer: GradBuffer) -> None:
-        stash = grad_buffer.shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
-        full = grad_buffer.close()
-        dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)
-        wire, room = (full, None) if dtype == full.dtype else self._wires.cast(full, dtype)
-        if self._wire_scale != 1.0:
-            wire.mul_(self._wire_scale)
-        low, high = grad_buffer.group.layout.shard_range(self._shard.index)
-        straight = not grad_buffer.in_place and not grad_buffer.shard_filled and grad_buffer.shard.dtype == dtype
-        out = grad_buffer.shard if straight and self._shard.size > 1 else wire[low:high]
-        if stash is not None and self._shard.size > 1:
-            out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
-        scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name)
-        flight = _Flight(grad_buffer, wire, room, out, stash, scatter)
-        self._flights.append(flight)
-        if self._shard.size == 1:
-            self._advance(flight)
-        for phase in _Phase:
-            waiting = [flight for flight in self._flights if flight.phase is phase]
-            if len(waiting) > self._in_flight:
-                self._advance(waiting[0])
+        """Starts the group's reduction, and moves older ones on so that no phase has more than ``in_flight``."""
+        with profiled("zero_trial.reduce"):
+            stash = grad_buffer.shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
+            full = grad_buffer.seal()
+            dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)
+            wire, pooled = (full, None) if dtype == full.dtype else self._cast(full, dtype)
+            if self._wire_scale != 1.0:
+                wire.mul_(self._wire_scale)
+            low, high = grad_buffer.group.layout.shard_range(self._shard.index)
+            straight = not grad_buffer.in_place and not grad_buffer.shard_filled and grad_buffer.shard.dtype == dtype
+            out = grad_buffer.shard if straight and self._shard.size > 1 else wire[low:high]
+            if stash is not None and self._shard.size > 1:
+                out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
+            scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name)
+            self._waiting[_Phase.SCATTER].append(_Reduction(grad_buffer, wire, pooled, out, stash, scatter))
+            if self._shard.size == 1:
+                self._advance(_Phase.SCATTER)
+            for phase, queue in self._waiting.items():
+                if len(queue) > self._in_flight:
+                    self._advance(phase)
 
-    def _advance(self, flight: _Flight) -> None:
-        """Waits for the flight's phase and starts the next one. All ranks do so in the same order."""
-        if flight.phase is _Phase.SCATTER:
-            flight.scatter.wait_result(keep=True)
-            self._over_replicas(flight)
-            flight.phase = _Phase.REDUCE
+    def _cast(self, full: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer | None]:
+        """``full`` (n,) in ``dtype``; where ranks read in place, cast straight into a pooled buffer, so that no copy out follows."""
+        if not self._along.reads_in_place(full.device):
+            return full.to(dtype), None
+        nbytes = full.numel() * dtype.itemsize
+        pooled = self._casts.take(nbytes)
+        return pooled.buffer[:nbytes].view(dtype).copy_(full), pooled
+
+    def _advance(self, phase: _Phase) -> None:
+        """Waits for the oldest reduction of a phase and starts its next one. All ranks do so in the same order."""
+        reduction, following = self._waiting[phase][0], None
+        if phase is _Phase.SCATTER:
+            reduction.scatter.wait_result(keep=True)
             if self._replica.size > 1:
-                return
-        elif flight.phase is _Phase.REDUCE:
-            flight.reduce.start_next()
-            flight.phase = _Phase.GATHER
-            return
-        flight.reduce.wait_result()
-        self._flights.remove(flight)
-        self._store(flight)
+                self._start_sum_of_replicas(reduction)
+                following = _Phase.REDUCE
+        elif phase is _Phase.REDUCE:
+            reduction.reduce.start_next()
+            following = _Phase.GATHER
+        else:
+            reduction.reduce.wait_result()
+        self._waiting[phase].popleft()
+        if following is not None:
+            self._waiting[following].append(reduction)
+        else:
+            self._store(reduction)
 
-    def _over_replicas(self, flight: _Flight) -> None:
-        """Starts the sum over ``replica``, and takes note of its squares and of whose part spoils it: the sum is passed on over what was put in."""
+    def _start_sum_of_replicas(self, reduction: _Reduction) -> None:
+        """Starts the sum over ``replica``, and notes its squares and whose part is not finite: the sum is passed on over what was put in."""
 
         def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
             if not self._replica.on_host(total):
                 return
-            flight.square_sum = square_sum(total)
-            if not math.isfinite(flight.square_sum.item()):
+            reduction.square_sum = square_sum(total)
+            if not math.isfinite(reduction.square_sum.item()):
                 found = {index: first_nonfinite(part) for index, part in contributions.items()}
-                flight.bad_replicas = {index: position for index, position in found.items() if position is not None}
+                reduction.bad_replicas = {index: position for index, position in found.items() if position is not None}
 
-        flight.reduce = self._replica.all_reduce(flight.out, flight.grad_buffer.group.name, look)
+        reduction.reduce = self._replica.all_reduce(reduction.out, reduction.grad_buffer.group.name, look)
 
-    def _land_all(self) -> None:
-        for phase in _Phase:
-            for flight in [flight for flight in self._flights if flight.phase is phase]:
-                self._advance(flight)
-
-    def _store(self, flight: _Flight) -> None:
-        grad_buffer, out = flight.grad_buffer, flight.out
-        total = flight.square_sum if self._holds_all_of(flight) else None
+    def _store(self, reduction: _Reduction) -> None:
+        """The sum goes into the shard, or onto an earlier one; the full buffer is freed."""
+        grad_buffer, out = reduction.grad_buffer, reduction.out
+        total = reduction.square_sum if self._holds_all_of(reduction) else None
         if grad_buffer.in_place:
             if out.data_ptr() != grad_buffer.own.data_ptr():
                 grad_buffer.own.copy_(out)
-            if flight.stash is not None:
+            if reduction.stash is not None:
                 if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
-                    grad_buffer.await_readers()
-                grad_buffer.own.add_(flight.stash)
+                    grad_buffer.wait_for_readers()
+                grad_buffer.own.add_(reduction.stash)
         elif grad_buffer.shard_filled:
             accumulate(grad_buffer.shard, out)
         elif out.data_ptr() != grad_buffer.shard.data_ptr():
@@ -319,18 +326,19 @@ class GradReducer:
         grad_buffer.shard_filled = True
         total = square_sum(self._counted(grad_buffer)) if total is None else total
         self.square_sums[self._index[id(grad_buffer)]] = total
-        if self._shard.on_host(total) and not self._is_bad(grad_buffer) and not self._is_finite(grad_buffer, total):
-            self.culprits.extend(self._find(flight))
-        flight.scatter.received.release()
-        self._wires.release(flight.room)
+        if self._shard.on_host(total) and not self._is_blamed(grad_buffer) and not self._is_finite(grad_buffer, total):
+            self.nonfinite.extend(self._find_nonfinite(reduction))
+        reduction.scatter.received.release()
+        if reduction.pooled is not None:
+            self._casts.give_back(reduction.pooled)  # peers may still be reading
         grad_buffer.free()
         if grad_buffer.group.plan.reduce_at is ReduceAt.MICRO:
             grad_buffer.sealed = False
 
-    def _holds_all_of(self, flight: _Flight) -> bool:
+    def _holds_all_of(self, reduction: _Reduction) -> bool:
         """Whether the shard will be this sum, and nothing else."""
-        added = flight.stash is not None if flight.grad_buffer.in_place else flight.grad_buffer.shard_filled
-        return not added and flight.out.dtype == flight.grad_buffer.shard.dtype
+        added = reduction.stash is not None if reduction.grad_buffer.in_place else reduction.grad_buffer.shard_filled
+        return not added and reduction.out.dtype == reduction.grad_buffer.shard.dtype
 
     def _counted(self, grad_buffer: GradBuffer) -> torch.Tensor:
         """What of the reduced shard this rank counts in the norm: replicas hold the same, so that each counts one slice."""
@@ -343,21 +351,21 @@ class GradReducer:
             total = square_sum(grad_buffer.shard)
         return math.isfinite(total.item())
 
-    def _is_bad(self, grad_buffer: GradBuffer) -> bool:
+    def _is_blamed(self, grad_buffer: GradBuffer) -> bool:
         """An earlier micro-batch has spoilt it already: later ones are not to blame."""
-        return any(culprit.grad_buffer is grad_buffer for culprit in self.culprits)
+        return any(earlier.grad_buffer is grad_buffer for earlier in self.nonfinite)
 
-    def _find(self, flight: _Flight) -> list[NonFiniteGradient]:
+    def _find_nonfinite(self, reduction: _Reduction) -> list[NonFiniteGradient]:
         """Whose contribution was not finite: seen where direct exchange still holds each rank's part; else only the place in the sum.
 
         Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same fault: the one on whose shard axis it
         happened sees the rank, the one that adds the replicas sees that axis (or the rank, where it is of size one).
         """
-        grad_buffer, shard, replica = flight.grad_buffer, self._shard, self._replica
+        grad_buffer, shard, replica = reduction.grad_buffer, self._shard, self._replica
         low, _ = grad_buffer.group.layout.shard_range(shard.index)
         found = [
             NonFiniteGradient(shard.ranks[index], grad_buffer, low + position)
-            for index, part in flight.scatter.received.items()
+            for index, part in reduction.scatter.received.items()
             if (position := first_nonfinite(part)) is not None
         ]
         between = replica.on_host(grad_buffer.shard) and replica.size > 1
@@ -366,11 +374,11 @@ class GradReducer:
         if not found:
             found = [
                 NonFiniteGradient(replica.ranks[index], grad_buffer, low + start + position, exact=shard.size == 1)
-                for index, position in flight.bad_replicas.items()
+                for index, position in reduction.bad_replicas.items()
             ]
         if not found:
             position = first_nonfinite(grad_buffer.shard[start : start + length] if between else grad_buffer.shard)
-            known = bool(between or flight.scatter.received) or shard.size == replica.size == 1
+            known = bool(between or reduction.scatter.received) or shard.size == replica.size == 1
             if position is not None:
                 found.append(
                     NonFiniteGradient(shard.ranks[shard.index] if known else None, grad_buffer, low + start + position)

@@ -1,7 +1,7 @@
-"""A hook of ours on a user's module, which a deep copy of that module does not take along.
+"""Unshards parameters ahead of need and reshards them after use, where they do not always live.
 
-``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) then is an ordinary module: it reaches neither the engine's
-process groups nor its shards.
+Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again when a gradient reaches one of the
+module's outputs, and freed when their own gradients are ready. The module that is used next is gathered while the present one computes.
 """
 
 from __future__ import annotations
@@ -21,33 +21,232 @@ from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import Reshard
 
 
-class ModuleHook:
-    """Calls ``call``; copied, it does nothing."""
+class Unsharder:
+    """Keeps the blocks of one model alive while they are needed. ``groups``: by block name, those whose parameters do not always live.
 
-    __slots__ = ("_call",)
+    ``modules``: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
+    """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(
+        self,
+        modules: Mapping[str, Sequence[nn.Module]],
+        groups: Mapping[str, Sequence[ParamGroup]],
+        reshard: Reshard,
+        limits: UnshardLimits,
+    ) -> None:
+        self._groups = groups
+        self._reshard = reshard
+        self._limits = limits
+        self._sizes = {block: sum(group.layout.numel for group in chosen) for block, chosen in groups.items()}
+        self._total = sum(self._sizes.values())
+        self._order = UseOrder(self._sizes)
+        self._cleaning = False
+        self._to_be_continued = (
+            False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
+        )
+        self.last_micro_batch = True
+        self._inside_root = False
+        self.handles: list[Any] = []
+        if reshard is Reshard.SCHEDULED:
+            return  # a schedule knows when a block computes
+        for block in groups:
+            for module in modules[block]:
+                self._install(module, block, first=module is modules[block][0], last=module is modules[block][-1])
+        if ROOT in groups:
+            self._install_side_doors(modules[ROOT][0])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+    def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
+        before = functools.partial(self._before_forward, block, first)
+        after = functools.partial(self._after_forward, block, last, SideOutputs(module))
+        self.handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nothing
+    def _install_side_doors(self, root: nn.Module) -> None:
+        """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
+        held = {id(param) for group in self._groups[ROOT] for param in group.params}
+        for module in root.modules():
+            if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
+                self.handles.append(module.register_forward_pre_hook(ModuleHook(self._enter_sideways), prepend=True))
+                self.handles.append(module.register_forward_hook(ModuleHook(self._leave_sideways)))
+
+    def _enter_sideways(self, module: nn.Module, args: Any) -> None:
+        if not self._inside_root:
+            self.unshard(ROOT, record=False)
+
+    def _leave_sideways(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._inside_root and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._before_backward, ROOT))
+
+    def start_step(self) -> None:
+        """Parameters are about to change hands: a new sequence of uses begins."""
+        # A pass that raised did not say that it ended.
+        self._inside_root = self._cleaning = self._to_be_continued = False
+        self._order.start_step()
+
+    def unshard(self, block: str, *, record: bool = True) -> None:
+        """The block's parameters are there when this returns; what comes next is on its way. Collective over shard.
+
+        ``record=False`` for uses that are no part of a training step (evaluation): they predict nothing.
+        """
+        if record:
+            self._order.visit(block)
+        for group in self._groups.get(block, ()):
+            if group.offloaded is not None:
+                group.expect()
+        for group in self._groups.get(block, ()):
+            group.unshard_async()
+        for group in self._groups.get(block, ()):
+            group.finish_unshard()
+        if record:
+            self._prefetch()
+
+    def unshard_async(self, block: str) -> None:
+        """The block's parameters are on their way: :meth:`unshard` waits for them. Collective over shard."""
+        for group in self._groups.get(block, ()):
+            group.unshard_async()
+
+    def reshard(self, block: str) -> None:
+        """The block's parameters are needed no more; a gather under way is waited for first."""
+        for group in self._groups.get(block, ()):
+            group.finish_unshard()
+            group.reshard()
+
+    def unshard_all(self) -> None:
+        """Brings every block to life, outside the order of a step."""
+        for chosen in self._groups.values():
+            for group in chosen:
+                group.unshard_async()
+        for chosen in self._groups.values():
+            for group in chosen:
+                group.finish_unshard()
+
+    def reshard_all(self) -> None:
+        """Frees every block; a gather under way is waited for first."""
+        for chosen in self._groups.values():
+            for group in chosen:
+                group.finish_unshard()
+                group.reshard()
+
+    def was_used(self, block: str) -> bool:
+        """Has the block's forward run, with gradients, since the last update? True for what always lives."""
+        scheduled = self._reshard is Reshard.SCHEDULED
+        return scheduled or block not in self._groups or self._order.seen(block)
+
+    def live_numel(self) -> int:
+        """Elements of full parameters that live now or are on their way."""
+        return sum(
+            group.layout.numel for chosen in self._groups.values() for group in chosen if group.live or group.unsharding
+        )
+
+    def after_gradients(self, group: ParamGroup) -> None:
+        """The group's gradients are complete: its parameters are needed no more in this backward pass."""
+        if group.block in self._groups and not self._keeps_after_backward():
+            group.reshard()
+
+    def remove_hooks(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _prefetch(self) -> None:
+        if self._limits.prefetch <= 0:
+            return
+        fits = True
+        for block in self._order.upcoming(self._limits.prefetch):
+            fits = fits and (self._reshard is not Reshard.WITHIN_LIMITS or self._fits(self._sizes[block]))
+            for group in self._groups[block]:
+                if (group.offloaded is None or group.expect()) and fits:
+                    group.unshard_async()
+
+    def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside_root = self._inside_root or block == ROOT
+        self.unshard(block, record=torch.is_grad_enabled())
+        frozen = [group for group in self._groups[block] if not group.trainable]
+        if frozen and first and torch.is_grad_enabled():
+            self._free_when_reached(frozen, tensors_in((args, kwargs)))
+
+    def _after_forward(
+        self, block: str, last: bool, aside: SideOutputs, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        self._inside_root = self._inside_root and block != ROOT
+        if torch.is_grad_enabled():
+            outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
+            for tensor in outputs:
+                tensor.register_hook(functools.partial(self._before_backward, block))
+            if not outputs and any(group.trainable for group in self._groups[block]):
+                return  # the way back is not visible: stay until the step
+        if not last or torch._C._current_graph_task_id() != -1:
+            return  # its neighbours come next; or: recomputation inside a backward pass: its gradients follow at once
+        if not self._keeps_after_forward(block):
+            for group in self._groups[block]:
+                group.reshard()
+
+    def _before_backward(self, block: str, grad: torch.Tensor) -> None:
+        self.unshard(block)
+        self._to_be_continued = torch.is_grad_enabled()
+        if not self._cleaning:
+            self._cleaning = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        """Frees what backward left behind: groups whose parameters were not all used, and frozen ones. What is fetched ahead stays."""
+        self._cleaning = False
+        if not self._keeps_after_backward():
+            for chosen in self._groups.values():
+                for group in chosen:
+                    group.reshard()
+
+    def _free_when_reached(self, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
+        def free(_: torch.Tensor) -> None:
+            if not self._keeps_after_backward():
+                for group in groups:
+                    group.reshard()
+
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(free)
+
+    def _keeps_after_forward(self, block: str) -> bool:
+        if block == ROOT:
+            return torch.is_grad_enabled()
+        if self._reshard is not Reshard.WITHIN_LIMITS:
+            return self._reshard is Reshard.AFTER_STEP
+        distance = self._order.distance(block)
+        near = distance is None or distance <= self._limits.max_reuse_distance
+        return near and self._limits.max_reuse_distance > 0 and self._fits()
+
+    def _keeps_after_backward(self) -> bool:
+        if self._to_be_continued or self._reshard is Reshard.SCHEDULED:
+            return True
+        if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
+            return False
+        return self._reshard is Reshard.AFTER_STEP or self._fits()
+
+    def _fits(self, more: int = 0) -> bool:
+        """Whether what lives now, and ``more`` elements, stay within max_live."""
+        return self._total <= self._limits.max_live or self.live_numel() + more <= self._limits.max_live
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """What is left of a hook in a copy."""
-
-
-# In which order a model uses its blocks, remembered from the last step, and what it says about the next. Pure.
-#
-# recorded   root  h0  h1  h2 | h2  h1  h0
-# cursor                ^        the next needs: h2, then h2 (still live), h1
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
+            found.extend(t for t in tree_flatten(dict(vars(leaf)))[0] if isinstance(t, torch.Tensor))
+    return found
 
 
 class UseOrder:
-    """The sequence of blocks of one step, and a cursor in that of the step before.
+    """The sequence of blocks of one step, and a cursor in that of the step before. Pure.
+
+        recorded   root  h0  h1  h2 | h2  h1  h0
+        cursor                ^        the next needs: h2, then h2 (still live), h1
 
     A step that leaves the remembered order is followed as it goes, without prefetching, and becomes the order of the next. A use costs time
     for the blocks that are looked ahead at, not for all that the step still has (blocks times micro-batches, twice).
@@ -112,32 +311,30 @@ class UseOrder:
         return self._passed[places[later]] - self._passed[now] if later < len(places) else None
 
 
-# Tensors that a forward leaves on its modules instead of returning them: an auxiliary loss, say, through which gradients may come back.
-
-
 _OWN = frozenset(vars(nn.Module()))  # what every module has
 
 
 class SideOutputs:
-    """Of ``block`` and all inside it, asked after each forward.
+    """Tensors that a forward leaves on ``block`` or a module inside it instead of returning them: an auxiliary loss, say, through which
+    gradients may come back.
 
-    torch's own modules leave nothing: they are looked at only where they hold an attribute that could be a tensor, or have got a new one
+    torch's own modules leave nothing: they are examined only where they hold an attribute that could be a tensor, or have got a new one
     (a user's hook does that). Price: one look at an attribute for each of the others', one comparison for each quiet module.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._telling: list[Mapping[str, Any]] = []
+        self._watched: list[Mapping[str, Any]] = []
         self._quiet: list[tuple[Mapping[str, Any], int]] = []
         for module in block.modules():
             own = vars(module)
             if _is_quiet(module):
                 self._quiet.append((own, len(own)))
             else:
-                self._telling.append(own)
+                self._watched.append(own)
 
     def tensors(self) -> list[torch.Tensor]:
         """Those with a history that are there now."""
-        tables = [*self._telling, *(own for own, size in self._quiet if len(own) != size)]
+        tables = [*self._watched, *(own for own, size in self._quiet if len(own) != size)]
         return [
             value
             for own in tables
@@ -155,228 +352,24 @@ def _cannot_be_tensor(value: object) -> bool:
     return isinstance(value, (bool, int, float, str, tuple))
 
 
-# Turns this rank's shards into full parameters ahead of need, and frees them after use.
-#
-# Blocks are gathered when their module's forward begins, kept or freed when it ends, gathered again when a gradient reaches one of the
-# module's outputs, and freed when its own gradients are complete. The module that is used next is gathered while the present one computes.
+class ModuleHook:
+    """A hook on a user's module, which a deep copy of that module does not take along.
 
-
-class Unsharder:
-    """Keeps the blocks of one model alive while they are needed. ``groups``: by block name, those whose parameters do not always live.
-
-    ``modules``: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
+    ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) then is an ordinary module: it reaches neither the engine's process
+    groups nor its shards.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, Sequence[nn.Module]],
-        groups: Mapping[str, Sequence[ParamGroup]],
-        reshard: Reshard,
-        limits: UnshardLimits,
-    ) -> None:
-        self._groups = groups
-        self._reshard = reshard
-        self._limits = limits
-        self._sizes = {block: sum(group.layout.numel for group in chosen) for block, chosen in groups.items()}
-        self._total = sum(self._sizes.values())
-        self._order = UseOrder(self._sizes)
-        self._cleaning = False
-        self._to_be_continued = (
-            False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
-        )
-        self.last_micro_batch = True
-        self._inside_root = False
-        self.handles: list[Any] = []
-        if reshard is Reshard.WHEN_TOLD:
-            return  # somebody else knows when a block computes
-        for block in groups:
-            for module in modules[block]:
-                self._install(module, block, first=module is modules[block][0], last=module is modules[block][-1])
-        if ROOT in groups:
-            self._install_side_doors(modules[ROOT][0])
+    __slots__ = ("_call",)
 
-    def _install(self, module: nn.Module, block: str, *, first: bool, last: bool) -> None:
-        before = functools.partial(self._before_forward, block, first)
-        after = functools.partial(self._after_forward, block, last, SideOutputs(module))
-        self.handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True))
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
 
-    def _install_side_doors(self, root: nn.Module) -> None:
-        """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
-        held = {id(param) for group in self._groups[ROOT] for param in group.params}
-        for module in root.modules():
-            if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
-                self.handles.append(module.register_forward_pre_hook(ModuleHook(self._enter_sideways), prepend=True))
-                self.handles.append(module.register_forward_hook(ModuleHook(self._leave_sideways)))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
-    def _enter_sideways(self, module: nn.Module, args: Any) -> None:
-        if not self._inside_root:
-            self.ensure(ROOT, record=False)
-
-    def _leave_sideways(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._inside_root and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._before_backward, ROOT))
-
-    def start_step(self) -> None:
-        """Parameters are about to change hands: a new sequence of uses begins."""
-        # A pass that raised did not say that it ended.
-        self._inside_root = self._cleaning = self._to_be_continued = False
-        self._order.start_step()
-
-    def ensure(self, block: str, *, record: bool = True) -> None:
-        """The block's parameters are there when this returns; what comes next is on its way. Collective over shard.
-
-        ``record=False`` for uses that are no part of a training step (evaluation): they predict nothing.
-        """
-        if record:
-            self._order.visit(block)
-        for group in self._groups.get(block, ()):
-            if group.away is not None:
-                group.expect()
-        for group in self._groups.get(block, ()):
-            group.start_gather()
-        for group in self._groups.get(block, ()):
-            group.finish_gather()
-        if record:
-            self._prefetch()
-
-    def start(self, block: str) -> None:
-        """The block's parameters are on their way: :meth:`ensure` waits for them. Collective over shard."""
-        for group in self._groups.get(block, ()):
-            group.start_gather()
-
-    def release(self, block: str) -> None:
-        """The block's parameters are needed no more; a gather under way is waited for first."""
-        for group in self._groups.get(block, ()):
-            group.finish_gather()
-            group.free()
-
-    def ensure_all(self) -> None:
-        """Brings every block to life, outside the order of a step."""
-        for chosen in self._groups.values():
-            for group in chosen:
-                group.start_gather()
-        for chosen in self._groups.values():
-            for group in chosen:
-                group.finish_gather()
-
-    def free_all(self) -> None:
-        """Frees every block; a gather under way is waited for first."""
-        for chosen in self._groups.values():
-            for group in chosen:
-                group.finish_gather()
-                group.free()
-
-    def was_used(self, block: str) -> bool:
-        """Has the block's forward run, with gradients, since the last update? True for what always lives."""
-        told = self._reshard is Reshard.WHEN_TOLD
-        return told or block not in self._groups or self._order.seen(block)
-
-    def live_numel(self) -> int:
-        """Elements of full parameters that live now or are on their way."""
-        return sum(
-            group.layout.numel for chosen in self._groups.values() for group in chosen if group.live or group.gathering
-        )
-
-    def after_gradients(self, group: ParamGroup) -> None:
-        """The group's gradients are complete: its parameters are needed no more in this backward pass."""
-        if group.block in self._groups and not self._keeps_after_backward():
-            group.free()
-
-    def remove_hooks(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
-    def _prefetch(self) -> None:
-        if self._limits.prefetch <= 0:
-            return
-        fits = True
-        for block in self._order.upcoming(self._limits.prefetch):
-            fits = fits and (self._reshard is not Reshard.WITHIN_LIMITS or self._fits(self._sizes[block]))
-            for group in self._groups[block]:
-                if (group.away is None or group.expect()) and fits:
-                    group.start_gather()
-
-    def _before_forward(self, block: str, first: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inside_root = self._inside_root or block == ROOT
-        self.ensure(block, record=torch.is_grad_enabled())
-        frozen = [group for group in self._groups[block] if not group.trainable]
-        if frozen and first and torch.is_grad_enabled():
-            self._free_when_reached(frozen, tensors_in((args, kwargs)))
-
-    def _after_forward(
-        self, block: str, last: bool, aside: SideOutputs, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        self._inside_root = self._inside_root and block != ROOT
-        if torch.is_grad_enabled():
-            outputs = [t for t in (*tensors_in(output), *aside.tensors()) if t.requires_grad]
-            for tensor in outputs:
-                tensor.register_hook(functools.partial(self._before_backward, block))
-            if not outputs and any(group.trainable for group in self._groups[block]):
-                return  # the way back is not visible: stay until the step
-        if not last or torch._C._current_graph_task_id() != -1:
-            return  # its neighbours come next; or: recomputation inside a backward pass: its gradients follow at once
-        if not self._keeps_after_forward(block):
-            for group in self._groups[block]:
-                group.free()
-
-    def _before_backward(self, block: str, grad: torch.Tensor) -> None:
-        self.ensure(block)
-        self._to_be_continued = torch.is_grad_enabled()
-        if not self._cleaning:
-            self._cleaning = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        """Frees what backward left behind: groups whose parameters were not all used, and frozen ones. What is fetched ahead stays."""
-        self._cleaning = False
-        if not self._keeps_after_backward():
-            for chosen in self._groups.values():
-                for group in chosen:
-                    group.free()
-
-    def _free_when_reached(self, groups: list[ParamGroup], inputs: Iterable[torch.Tensor]) -> None:
-        def free(_: torch.Tensor) -> None:
-            if not self._keeps_after_backward():
-                for group in groups:
-                    group.free()
-
-        for tensor in inputs:
-            if tensor.requires_grad:
-                tensor.register_hook(free)
-
-    def _keeps_after_forward(self, block: str) -> bool:
-        if block == ROOT:
-            return torch.is_grad_enabled()
-        if self._reshard is not Reshard.WITHIN_LIMITS:
-            return self._reshard is Reshard.AFTER_STEP
-        distance = self._order.distance(block)
-        near = distance is None or distance <= self._limits.max_reuse_distance
-        return near and self._limits.max_reuse_distance > 0 and self._fits()
-
-    def _keeps_after_backward(self) -> bool:
-        if self._to_be_continued or self._reshard is Reshard.WHEN_TOLD:
-            return True
-        if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
-            return False
-        return self._reshard is Reshard.AFTER_STEP or self._fits()
-
-    def _fits(self, more: int = 0) -> bool:
-        """Whether what lives now, and ``more`` elements, stay within max_live."""
-        return self._total <= self._limits.max_live or self.live_numel() + more <= self._limits.max_live
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: list[torch.Tensor] = []
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
-            found.extend(t for t in tree_flatten(dict(vars(leaf)))[0] if isinstance(t, torch.Tensor))
-    return found
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing: a hook in a copy."""

@@ -1,6 +1,7 @@
 """Sharded parameters, gradients and optimizer state: one set of pieces for every ZeRO stage."""
 
-from zero_trial.sharding.access import (
+from zero_trial.sharding.full_params import (
+    GatheredParameters,
     register_external_parameter,
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -11,7 +12,6 @@ from zero_trial.sharding.access import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
-from zero_trial.sharding.full_params import GatheredParameters
 from zero_trial.sharding.grouping import ShardingSettings
 from zero_trial.sharding.init import Init
 from zero_trial.sharding.model import ShardedModel

@@ -144,7 +144,7 @@ class SwappedPiece(ShardPiece):
     @property
     def rounded(self) -> torch.Tensor | None:
         """In the outbox during the piece's update, or in the shard, where that is in memory."""
-        return super().rounded if self.group.away is None else self.outbox.room(self)
+        return super().rounded if self.group.offloaded is None else self.outbox.room(self)
 
 
 # Where each piece's part of each column is: in a file, and in whichever buffer the piece is in.
@@ -296,7 +296,7 @@ class SwappedStore:
         self.buffer_bytes = sum(slot.numel() for slot in self._free)
         for group in self._groups:
             if MASTER in regions[id(group)] or ROUNDED in regions[id(group)]:
-                group.lend = self.lent
+                group.materialized = self.lent
         with self.lent():  # an optimizer that makes its state when it is built
             pass
 

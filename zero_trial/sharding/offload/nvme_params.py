@@ -116,7 +116,7 @@ class ParamSwapper:
         offset = self.shelf.reserve(group.shard.numel() * group.shard.element_size())
         self.shelf.write(offset, group.shard).wait()
         shard = self._shards[id(group)] = SwappedShard(self, group, offset)
-        group.away, group.lend = shard, self.lent
+        group.offloaded, group.materialized = shard, self.lent
         shard.put_away()
         give_freed_memory_back()
 

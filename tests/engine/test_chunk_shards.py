@@ -27,9 +27,9 @@ class Told:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.unsharder: Any = SimpleNamespace(
-            start=lambda domain: self.words.append(f"start {domain}"),
-            ensure=lambda domain, record: self.words.append(f"ensure {domain}"),
-            release=lambda domain: self.words.append(f"release {domain}"),
+            unshard_async=lambda domain: self.words.append(f"start {domain}"),
+            unshard=lambda domain, record: self.words.append(f"ensure {domain}"),
+            reshard=lambda domain: self.words.append(f"release {domain}"),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,7 @@ def test_a_chunk_without_tied_layers_is_alone():
     shards, words = shards_of(ChunkPlacement.v(2), 1)
     shards.need(1)
     shards.landed(2)
-    assert words == ["ensure chunk1", "landed chunk2"]
+    assert words == ["ensure chunk1", "end_pass chunk2"]
     first, words = shards_of(ChunkPlacement.loop(2), 0)
     first.tied_reduce(0)
     assert words == ["sum_copies tied.e"]

@@ -47,5 +47,5 @@ def test_a_users_module_is_always_looked_at_and_torchs_are_not() -> None:
     assert aside.tensors() == []
     net(torch.ones(1, 2))
     assert [id(t) for t in aside.tensors()] == [id(net.balance)]
-    looked_at: Any = aside._telling
+    looked_at: Any = aside._watched
     assert looked_at == [vars(net)], "four linear layers and their container cost a comparison each"

@@ -1,6 +1,7 @@
-"""What the launcher told this process about its rank: the only reader of rank variables.
+"""Rank variables of the launcher: the only reader of them.
 
-torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun all end in one of these variable sets.
+torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun all
+set one of these sets of variables.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from zero_trial.errors import MeshError
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where this process stands: global rank, ranks in all, and the same within its host."""
+    """This process's global rank, the number of ranks, and both within its host."""
 
     rank: int = 0
     world_size: int = 1
@@ -33,10 +34,10 @@ _VARIABLE_SETS = (
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
-    """Reads the rank variables (from ``os.environ`` unless a mapping is given).
+    """Read the rank variables, from ``os.environ`` unless a mapping is given.
 
-    A variable that is set but is no integer, or a rank outside the world, is a MeshError: guessing 1 here is how a job trains
-    N independent models without a word.
+    Raises MeshError for a variable that is set but is not an integer, and for a rank outside the world:
+    with a guess of 1, a job would train N independent models without an error.
     """
     source = os.environ if environ is None else environ
     for names in _VARIABLE_SETS:
@@ -66,23 +67,23 @@ def _integer(source: Mapping[str, str], name: str) -> int:
 
 
 def is_cluster_trial(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a Determined master has started this process for a trial (a shell or a notebook of its is none)."""
+    """Say whether a Determined master has started this process for a trial, and not for a shell or a notebook."""
     source = os.environ if environ is None else environ
     return source.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in source
 
 
 def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
-    """The run's folder, if ``zero-trial launch`` has started this process and keeps its logs in one."""
+    """Return the run's folder, if ``zero-trial launch`` has started this process and keeps its logs in one."""
     return (os.environ if environ is None else environ).get("ZERO_TRIAL_RUN_DIR")
 
 
 def launcher_error_file(environ: Mapping[str, str] | None = None) -> str | None:
-    """Where torch.distributed.run looks for what a failed rank has to say, if it has started this process."""
+    """Return the file in which torch.distributed.run looks for a failed rank's error, if it has started this process."""
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
 
 
 def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Host and port where rank 0 keeps the store of the meeting place ``method``; None where another process does, or it is a file."""
+    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where another process does, or it is a file."""
     source = os.environ if environ is None else environ
     if method.startswith("tcp://"):
         place = urlsplit(method)
@@ -94,7 +95,7 @@ def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> 
 
 
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
-    """``env://`` when the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set no port)."""
+    """Return ``env://`` if the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set none)."""
     source = os.environ if environ is None else environ
     if "MASTER_ADDR" in source and "MASTER_PORT" in source:
         return "env://"

@@ -190,9 +190,8 @@ class RingChannels:
             segment.payload(torch.uint8, raw.numel()).copy_(raw)
             handle = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 0)
         ring.write(number, tag, raw, handle)
-        with contextlib.suppress(
-            BlockingIOError, BrokenPipeError
-        ):  # it is ringing already, or nobody is there to hear it
+        # The bell rings already, or its reader has ended.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._bells[to], b"\0")
         return RingSend()
 

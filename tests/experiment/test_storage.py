@@ -42,7 +42,7 @@ AZURE = "checkpoint_storage: Exactly one of connection_string or account_url mus
         ("{type: azure, container: c, connection_string: s, account_url: u}", AZURE),
         (
             "{type: hdfs, hdfs_url: u}",
-            "checkpoint_storage.type: hdfs is supported no more. Use shared_fs, directory, s3, gcs or azure.",
+            "checkpoint_storage.type: hdfs is no longer supported. Use shared_fs, directory, s3, gcs or azure.",
         ),
         (
             "{type: ftp}",

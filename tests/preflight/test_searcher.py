@@ -56,8 +56,8 @@ def test_what_is_missing(searcher: dict[str, Any], hyperparameters: dict[str, An
     [
         ({"name": "grid"}, "hyperparameters.lr: grid search is in use but count was not provided."),
         ({"name": "random"}, "searcher.max_trials: is a required property."),
-        ({"name": "async_halving", "max_trials": 3}, "searcher.name: async_halving exists no more."),
-        ({"name": "custom"}, "searcher.name: custom searchers exist no more."),
+        ({"name": "async_halving", "max_trials": 3}, "searcher.name: async_halving was removed."),
+        ({"name": "custom"}, "searcher.name: custom searchers were removed."),
         ({"name": "singel"}, 'searcher.name: wrong value: got "singel", expected one of "single"'),
     ],
 )

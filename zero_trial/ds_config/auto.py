@@ -1,4 +1,4 @@
-"""Where the value of a key comes from when it is left to zero_trial: names of hyperparameters, and formulas of the model's size.
+"""Fill "auto": from hyperparameters by name, and by formulas of the model's size.
 
 The names are those of Hugging Face's TrainingArguments and the short ones that trials use.
 """

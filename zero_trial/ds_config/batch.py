@@ -1,4 +1,4 @@
-"""The batch triangle: train_batch_size = micro batch size x accumulation steps x data-parallel ranks, solved or refused with a way out."""
+"""The batch triangle: train_batch_size = micro batch size x accumulation steps x data-parallel ranks."""
 
 from __future__ import annotations
 

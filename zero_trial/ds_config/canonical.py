@@ -1,4 +1,4 @@
-"""Spellings that DeepSpeed has left behind, and what they mean in the present ones."""
+"""One spelling per key: aliases are resolved, old keys translated, unknown keys reported with the nearest known one."""
 
 from __future__ import annotations
 

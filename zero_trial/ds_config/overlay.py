@@ -1,4 +1,4 @@
-"""Laying one configuration over another: nested or dotted, leaf by leaf, with the place of every changed leaf."""
+"""Lay one configuration over another, nested or dotted, leaf by leaf, with the place of every changed leaf."""
 
 from __future__ import annotations
 

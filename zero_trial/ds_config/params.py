@@ -1,4 +1,4 @@
-"""What optimizers and schedulers take, by name: the part of ``optimizer.params`` and ``scheduler.params`` that is known without torch."""
+"""The parameters of optimizers and schedulers by name, as far as they are known without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading ``optimizer.params`` and ``scheduler.params``: strict where the name is known here, as given where torch will check."""
+"""Read any form of ds_config into a DsConfig; all faults of a source are reported together."""
 
 from __future__ import annotations
 

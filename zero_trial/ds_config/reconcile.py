@@ -1,4 +1,4 @@
-"""What ds_config, the trial's hyperparameters, the slots and the mesh say about batches, brought together into one table or refused."""
+"""Solve batch sizes and mesh axes from ds_config, hyperparameters and slots, or list the contradictions."""
 
 from __future__ import annotations
 

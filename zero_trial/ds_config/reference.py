@@ -1,4 +1,4 @@
-"""The reference page of ds_config, written from the table: ``python -m zero_trial.ds_config.reference docs/reference/ds_config.md``."""
+"""Write the reference page: ``python -m zero_trial.ds_config.reference docs/reference/ds_config.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of name, value and source, and how they are printed as a table."""
+"""The resolved configuration: every value with its source, as a table, as JSON, and as a ds_config to read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between keys: pairs that exclude each other and keys that need another one. Pure."""
+"""Rules between keys: pairs that exclude each other, and keys that need another one. Pure."""
 
 from __future__ import annotations
 

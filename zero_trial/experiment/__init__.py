@@ -1,1 +1,1 @@
-"""The experiment configuration as a Determined 0.38.1 master reads it."""
+"""The experiment's YAML: one set of rules for ``zero-trial check``, ``run`` and ``plan`` and for the master."""

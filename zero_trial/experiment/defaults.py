@@ -1,4 +1,4 @@
-"""What a cluster adds to an experiment that says nothing itself, as a configuration that lies under the user's."""
+"""Defaults of a cluster, older forms of an experiment, and how one configuration is laid over another."""
 
 from __future__ import annotations
 

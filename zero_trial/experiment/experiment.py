@@ -1,4 +1,4 @@
-"""The experiment's YAML: what is run, on how many slots, how long, how often it is measured and saved, and with which values."""
+"""Read an experiment's YAML into an ExperimentConfig, with file and line of every fault."""
 
 from __future__ import annotations
 

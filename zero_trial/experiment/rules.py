@@ -1,4 +1,4 @@
-"""The whole experiment: every key at the top, what it may be and what it is where nothing is written."""
+"""The whole experiment: the type and default of every top-level key, and its completion as a master does it."""
 
 from __future__ import annotations
 

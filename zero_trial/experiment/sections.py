@@ -153,12 +153,12 @@ SEARCHER = Tagged(
     },
     'is not an object where object["name"] is one of single, random, grid or adaptive_asha',
     {
-        "adaptive": "adaptive exists no more. Use adaptive_asha with max_trials instead of budget.",
-        "adaptive_simple": "adaptive_simple exists no more. Use adaptive_asha with the same max_trials.",
-        "sync_halving": "sync_halving exists no more. Use adaptive_asha with bracket_rungs: [num_rungs].",
-        "async_halving": "async_halving exists no more. Use adaptive_asha with bracket_rungs: [num_rungs].",
-        "pbt": "pbt exists no more. Use adaptive_asha, or random.",
-        "custom": "custom searchers exist no more. Use single, random, grid or adaptive_asha.",
+        "adaptive": "adaptive was removed. Use adaptive_asha with max_trials instead of budget.",
+        "adaptive_simple": "adaptive_simple was removed. Use adaptive_asha with the same max_trials.",
+        "sync_halving": "sync_halving was removed. Use adaptive_asha with bracket_rungs: [num_rungs].",
+        "async_halving": "async_halving was removed. Use adaptive_asha with bracket_rungs: [num_rungs].",
+        "pbt": "pbt was removed. Use adaptive_asha, or random.",
+        "custom": "custom searchers were removed. Use single, random, grid or adaptive_asha.",
     },
 )
 
@@ -233,7 +233,7 @@ STORAGE = Tagged(
         ),
     },
     'is not an object where object["type"] is one of shared_fs, directory, s3, gcs or azure',
-    {"hdfs": "hdfs is supported no more. Use shared_fs, directory, s3, gcs or azure."},
+    {"hdfs": "hdfs is no longer supported. Use shared_fs, directory, s3, gcs or azure."},
 )
 
 

@@ -1,3 +1,3 @@
-"""Checking: an experiment looked at as a whole before anything is started, every fault with its place and its remedy."""
+"""Before a run: check the experiment, and plan each rank's memory with a dry run. Importing it loads no torch."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check of an experiment: everything that can be known before a rank is started, all faults together."""
+"""Check an experiment: report everything that is known to be wrong before a rank is started."""
 
 from __future__ import annotations
 

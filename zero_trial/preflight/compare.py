@@ -1,4 +1,4 @@
-"""Plans for one subject at every stage and micro-batch that is asked for, each rehearsed once."""
+"""Memory plans side by side at every stage and micro-batch, and the smallest change that fits."""
 
 from __future__ import annotations
 

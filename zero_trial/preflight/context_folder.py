@@ -1,4 +1,4 @@
-"""The patterns of a ``.detignore`` file (those of ``.gitignore``): which paths are not sent to a cluster."""
+"""Measure the model's folder after ``.detignore`` against Determined's limit for uploads."""
 
 from __future__ import annotations
 

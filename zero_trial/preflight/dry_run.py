@@ -1,4 +1,4 @@
-"""A model, with what else was given to ``initialize``, from which engines for rehearsals are built, as often as needed."""
+"""Run training steps of one rank on a fake mesh with the engine's own code, and measure the memory they hold."""
 
 from __future__ import annotations
 

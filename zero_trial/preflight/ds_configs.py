@@ -1,4 +1,4 @@
-"""The ds_config of every point of a search, read and reconciled with the ranks; the same fault at many points is one issue."""
+"""Resolve the ds_config of every point of a search; the same fault at many points is reported once."""
 
 from __future__ import annotations
 

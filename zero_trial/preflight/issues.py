@@ -1,4 +1,4 @@
-"""A finding: one fault, warning or note of a check, in an area, with its place, and the points of a search that it is about."""
+"""Issues of a check: severity, area, place, and the points of the search that they hold for."""
 
 from __future__ import annotations
 

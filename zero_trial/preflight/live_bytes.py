@@ -1,4 +1,4 @@
-"""How many bytes of tensors live at each moment: every storage that an operation makes is counted until it is gone."""
+"""Count the bytes of live tensors at each moment of a run."""
 
 from __future__ import annotations
 

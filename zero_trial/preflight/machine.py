@@ -1,4 +1,4 @@
-"""What the experiment asks of this machine: slots and precision against its GPUs and cores."""
+"""Check slots, precision and offload folders against this machine's GPUs, cores and disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline's parts without values: the layers of every stage, built where they cost no memory."""
+"""Run one pipeline rank's row of the schedule with its layers alone, and measure the memory it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline needs in memory: its states from the engine's own layouts, its peak from its row of the schedule."""
+"""Plan the memory of each pipeline stage: states from the engine's layouts, the peak from its row of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines for a trial that is planned: each stands in for one engine after the other, so that the trial's own ``train_batch`` can be rehearsed."""
+"""A proxy engine, through which a trial's own ``train_batch`` runs on one planned engine after another."""
 
 from __future__ import annotations
 

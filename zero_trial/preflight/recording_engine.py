@@ -1,4 +1,4 @@
-"""An engine that trains nothing: it answers for rank 0 of the run that is checked, over the plain model on the CPU."""
+"""A stand-in engine for ``zero-trial check``: rank 0 of the run over the plain model on the CPU; it trains nothing."""
 
 from __future__ import annotations
 

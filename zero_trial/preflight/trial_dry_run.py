@@ -1,4 +1,4 @@
-"""A rehearsal: the user's trial built in this process, as rank 0 of all, with an engine that trains nothing. Imports torch."""
+"""Build the user's trial in this process as rank 0 of all, with the stand-in engine, and report what fails."""
 
 from __future__ import annotations
 

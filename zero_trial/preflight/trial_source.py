@@ -1,4 +1,4 @@
-"""The names of metrics that a method's source states, read without running it."""
+"""Read a trial's source: metric names that a method returns, and plain torch calls that an engine replaces."""
 
 from __future__ import annotations
 

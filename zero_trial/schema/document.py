@@ -1,4 +1,4 @@
-"""A configuration as it was read: plain nested dicts and lists, and for every key the place where it stands."""
+"""A configuration as it was read: nested dicts and lists, and for every key its file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms in which a ds_config arrives (dict, file, url-safe base64 of JSON, JSON text) and how each becomes a Document."""
+"""Open a ds_config in any form (dict, file, url-safe base64 of JSON, JSON text) as a Document."""
 
 from __future__ import annotations
 

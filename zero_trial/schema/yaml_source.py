@@ -1,4 +1,4 @@
-"""What is wrong with a text that is no YAML, in words that say what to do about the line. Pure."""
+"""Read YAML with the line of every key; a duplicate key and a text that is not YAML are explained with their line."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.master.fakes import Master
+from tests.master.fakes import Sandbox
 
 
 @pytest.fixture
-def master(tmp_path: Path) -> Iterator[Master]:
+def master(tmp_path: Path) -> Iterator[Sandbox]:
     """A master with two slots whose trials are moved by hand."""
-    made = Master(tmp_path / "root")
+    made = Sandbox(tmp_path / "root")
     yield made
-    made.hub.close()
+    made.close()

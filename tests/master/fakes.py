@@ -1,10 +1,10 @@
-"""A master without processes: a hub on a folder of its own, workers that only remember, and a clock that is moved by hand."""
+"""A master without processes: the real core on a directory of its own, an agent that only remembers, and a clock that is moved by hand."""
 
 from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from zero_trial.master.agent.agent import LeaseState
 from zero_trial.master.agent.devices import SlotDevices
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.agent.lease import Exit
-from zero_trial.master.core import Master as Master_core
-from zero_trial.master.core.state import MasterState
+from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, NewExperiment
 
@@ -30,13 +29,15 @@ class Clock:
         return self.now
 
 
-class Workers:
-    """Remembers what it is told. ``running``: allocations whose processes are there, by id, also for the next master."""
+class FakeAgent:
+    """Remembers its orders. ``running``: allocations whose processes are there, by id, also for the next master."""
 
     def __init__(self) -> None:
         self.running: dict[str, StartOrder] = {}
         self.killed: list[str] = []
         self.started: list[str] = []
+
+    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, Exit], None]) -> None: ...
 
     def start(self, order: StartOrder) -> None:
         if order.allocation.id not in self.running:
@@ -47,40 +48,39 @@ class Workers:
         self.killed.append(allocation_id)
 
     def adopt(self, allocation_id: str) -> LeaseState:
-        return LeaseState.THERE if allocation_id in self.running else LeaseState.NOTHING
+        return LeaseState.RUNNING if allocation_id in self.running else LeaseState.NONE
 
     def close(self) -> None: ...
 
 
-class Master:
-    """A cluster whose trials are moved by hand; ``restart`` is a crash followed by a new master on the same folder."""
+class Sandbox(Master):
+    """A master whose trials are moved by hand; ``restart`` is a crash followed by a new master on the same directory."""
 
     def __init__(self, root: Path, slots: int = 2) -> None:
-        self.home = MasterDirectory(root)
-        self.home.prepare()
+        self.directory = MasterDirectory(root)
+        self.directory.prepare()
         self.devices = SlotDevices(slots, cores=slots)
         self.clock = Clock()
-        self.workers = Workers()
+        self.agent = FakeAgent()
         self.open()
 
     def open(self) -> None:
-        self.hub = MasterState(self.home, self.devices, clock=self.clock)
-        self.cluster = Master_core(self.hub, self.workers)
-        self.hub.begin("http://127.0.0.1:1")
+        super().__init__(self.directory, self.devices, self.agent, clock=self.clock)
+        self.take_over("http://127.0.0.1:1")
 
     def restart(self) -> None:
-        self.hub.close()
+        self.close()
         self.open()
 
     def create(self, **config: Any) -> Experiment:
-        activate = config.pop("activate", True)
+        activate, owner = config.pop("activate", True), config.pop("owner", "somebody")
         context = config.pop("context", {"model_def.py": b"pass"})
-        new = NewExperiment(yaml.safe_dump(experiment(**config)), tgz(context), "somebody", activate=activate)
-        return self.cluster.experiments.create(new).experiment
+        new = NewExperiment(yaml.safe_dump(experiment(**config)), tgz(context), owner, activate=activate)
+        return self.experiments.create(new).experiment
 
     def runs(self) -> list[StartOrder]:
         """What runs now, oldest first."""
-        return list(self.workers.running.values())
+        return list(self.agent.running.values())
 
     def run_of(self, trial_id: int) -> StartOrder:
         return next(order for order in self.runs() if order.allocation.trial_id == trial_id)
@@ -88,25 +88,23 @@ class Master:
     def exit(self, trial_id: int, code: int = 0, why: str = "") -> None:
         """The processes of a trial end."""
         name = self.run_of(trial_id).allocation.id
-        self.hub.on_exited(name, Exit(code, self.clock.now, why=why))
-        del self.workers.running[name]
+        self.on_exited(name, Exit(code, self.clock.now, why=why))
+        del self.agent.running[name]
 
     def validate(self, trial_id: int, metric: float, batches: int = 1) -> None:
         run = self.run_of(trial_id).allocation.run_id
         metrics = {"val": metric, "batches": batches}
-        self.cluster.trials.report_metrics(
-            trial_id, run_id=run, group="validation", steps_completed=batches, metrics=metrics
-        )
+        self.trials.report_metrics(trial_id, run_id=run, group="validation", steps_completed=batches, metrics=metrics)
 
     def ack(self, trial_id: int) -> None:
-        self.cluster.tasks.ack_preemption(self.run_of(trial_id).allocation.id)
+        self.tasks.ack_preemption(self.run_of(trial_id).allocation.id)
 
-    def state(self, trial_id: int) -> str:
-        return self.cluster.trials.get(trial_id).state.value
+    def state_of(self, trial_id: int) -> str:
+        return self.trials.get(trial_id).state.value
 
     def states(self, experiment_id: int) -> tuple[str, list[str]]:
         """The experiment's state and those of its trials."""
-        found = self.cluster.experiments
+        found = self.experiments
         return found.get(experiment_id).state.value, [trial.state.value for trial in found.trials(experiment_id)]
 
 

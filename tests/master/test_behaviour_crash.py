@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.master.fakes import Master
+from tests.master.fakes import Sandbox
 from zero_trial.master.store import Database
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ class World:
         monkeypatch.setattr(Database, "transaction", lambda database: fuse.transaction(lambda: plain(database)))
         self.search = search
         self.root = root
-        self.master = self.safely(lambda: Master(root))
+        self.master = self.safely(lambda: Sandbox(root))
         self.steps: dict[str, int] = {}  # by allocation
 
     def safely(self, work: Callable[[], Any]) -> Any:
@@ -83,16 +83,14 @@ class World:
             return work()
         except Crash:
             if hasattr(self, "master"):
-                workers = self.master.workers
-                self.master.hub.database.close()
+                workers = self.master.agent
+                self.master.state.database.close()
                 self.master.open()
-                assert self.master.workers is workers
+                assert self.master.agent is workers
             return work()
 
     def run(self) -> dict[str, Any]:
-        if not self.safely(
-            lambda: self.master.cluster.experiments.all() or self.master.create(**self.search, max_restarts=1)
-        ):
+        if not self.safely(lambda: self.master.experiments.all() or self.master.create(**self.search, max_restarts=1)):
             raise AssertionError("nothing was created")
         for _ in range(200):
             runs = self.master.runs()
@@ -104,12 +102,12 @@ class World:
     def advance(self, order: Any) -> None:
         run, master = order.allocation, self.master
         step = self.steps[run.id] = self.steps.get(run.id, 0) + 1
-        with master.hub.database.reading() as connection:
+        with master.state.database.reading() as connection:
             preempt = connection.execute("SELECT preempt FROM allocations WHERE id = ?", (run.id,)).fetchone()[0]
         if run.trial_id == 2 and run.run_id == 1 and step == 2:
             self.safely(lambda: self.leave(run.trial_id, 1))
         elif preempt:
-            self.safely(lambda: self.master.cluster.tasks.ack_preemption(run.id))
+            self.safely(lambda: self.master.tasks.ack_preemption(run.id))
             self.safely(lambda: self.leave(run.trial_id, 0))
         elif step <= 4:
             metric = (float(order.hparams["a"]) * 7.3 + step) % 5
@@ -123,15 +121,15 @@ class World:
             self.master.exit(trial_id, code)
 
     def outcome(self) -> dict[str, Any]:
-        found = self.master.cluster.experiments
+        found = self.master.experiments
         return {
             "state": found.get(1).state.value,
             "trials": [
                 (trial.request_id, trial.hparams, trial.seed, trial.state.value, trial.run_id, trial.restarts)
                 for trial in found.trials(1)
             ],
-            "started": [name.rpartition(".")[2] for name in self.master.workers.started],
-            "validations": [len(self.master.cluster.trials.metrics(trial.id)) for trial in found.trials(1)],
+            "started": [name.rpartition(".")[2] for name in self.master.agent.started],
+            "validations": [len(self.master.trials.metrics(trial.id)) for trial in found.trials(1)],
         }
 
 
@@ -143,7 +141,7 @@ def play(root: Path, search: str, at: int, after: bool) -> tuple[dict[str, Any],
         try:
             return world.run(), fuse.commits
         finally:
-            world.master.hub.close()
+            world.master.close()
 
 
 @pytest.mark.parametrize("search", SEARCHES)

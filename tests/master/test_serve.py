@@ -27,7 +27,7 @@ def once(root: Path, port: int | None = None) -> int:
     answers: list[int] = []
 
     def ready() -> None:
-        with urllib.request.urlopen(f"{asked.home.state()['url']}/info", timeout=30) as answer:
+        with urllib.request.urlopen(f"{asked.directory.state()['url']}/info", timeout=30) as answer:
             answers.append(answer.status)
         threading.Thread(target=lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
 
@@ -38,7 +38,7 @@ def once(root: Path, port: int | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert answers == [200]
-    return int(asked.home.state()["port"])
+    return int(asked.directory.state()["port"])
 
 
 def test_it_serves_until_it_is_asked_to_end_and_keeps_its_address(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from zero_trial.master.agent import scratch
+from zero_trial.master.agent import storage
 
 # Loaded by every Python of a task: the harness's fixed paths, moved below the task's own folder.
 RELOCATION = """
@@ -193,7 +193,7 @@ class Task:
         for name in ("run/info", "run/train/model", "work", "../shared_fs"):
             (home / name).mkdir(parents=True, exist_ok=True)
         env = environment(master, home, allocation, full_config(config, master.root), slots)
-        env["TMPDIR"] = str(scratch.make(home, {}))
+        env["TMPDIR"] = str(storage.make_scratch(home, {}))
         if latest_checkpoint is not None:
             env |= {"DET_LATEST_CHECKPOINT": latest_checkpoint, "DET_STEPS_COMPLETED": str(steps_completed)}
         python = "python3 -m determined.exec."
@@ -219,7 +219,7 @@ class Task:
             for pid in processes_of(home):  # ranks have sessions of their own
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            scratch.remove(home)
+            storage.remove_scratch(home)
         return cls(process.returncode, log, master.asked)
 
 

@@ -1,4 +1,4 @@
-"""The master's folder: where everything lies, who may read it (its owner), and that one master at most works in it."""
+"""The master's directory: the paths in it, its lock (one master at most works in it), and how to reach the master. Only its owner can read it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MasterDirectory:
 
     @property
     def storage(self) -> Path:
-        """Where checkpoints go if the experiment does not say."""
+        """Where checkpoints go unless the experiment names another storage."""
         return self.root / "storage"
 
     @property
@@ -54,17 +54,17 @@ class MasterDirectory:
         return self.root / "allocations"
 
     def allocation(self, allocation_id: str) -> Path:
-        """The folder of one run: who runs it, how it ended, its working directory."""
+        """The folder of one run: its lease, its exit, its working directory."""
         return self.allocations / allocation_id
 
     def trial_logs(self, trial_id: int) -> Path:
-        """The folder of a trial's output."""
+        """The folder of a trial's logs."""
         return self.logs / f"trial-{trial_id}"
 
     def lock(self, seconds: float = 0.0) -> bool:
-        """Become the one master of this root until this process ends; False if there is one.
+        """Become the one master of this directory until this process ends; False if there is one.
 
-        Waits up to ``seconds``: whoever asks whether there is one holds the lock for a moment.
+        Waits up to ``seconds``, because `locked` holds the lock for a moment.
         """
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         until = time.monotonic() + seconds
@@ -81,7 +81,7 @@ class MasterDirectory:
                 return True
 
     def locked(self) -> bool:
-        """Whether a master works here now."""
+        """Tell whether a master works here now."""
         if not self.root.is_dir():
             return False
         if self.lock():
@@ -90,18 +90,18 @@ class MasterDirectory:
         return True
 
     def unlock(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def write_state(self, state: Mapping[str, Any]) -> None:
-        """Say how the master is reached: pid, start, port, url, ready."""
+        """Record how the master is reached: pid, start, port, url, ready."""
         path = self.root / "master.json"
         write_atomic(path, json.dumps(state), durable=False, private=True)
 
     def state(self) -> dict[str, Any]:
-        """What the newest master said; empty if there never was one."""
+        """Read what the last master recorded; empty if no master has been started in this directory."""
         path = self.root / "master.json"
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,4 +1,7 @@
-"""A file of lines, read in blocks from either end: what it costs is what is looked at, however long the file is."""
+"""Lines of output on disk: one file per run of a trial, one JSON object per line; also how they are read back, while they are written too.
+
+Files are read in blocks from either end, so the cost depends on what is asked for and not on the length of the file.
+"""
 
 from __future__ import annotations
 
@@ -16,95 +19,19 @@ from typing import Any, BinaryIO
 from zero_trial.master.records import LogLine, LogQuery
 
 BLOCK = 64 * 1024  # bytes that are read at a time
-
-
 LONGEST = 16 * 1024 * 1024  # bytes of a line; what is longer, as in a damaged file, is cut
-
-
 Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
-
-
-def forward(path: Path, start: int = 0) -> Iterator[Line]:
-    """The whole lines from byte ``start`` on, oldest first. A file that is not there has none."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        file.seek(start)
-        held: list[bytes] = []  # blocks without a newline
-        place, size = start, 0
-        while block := file.read(BLOCK):
-            held.append(block)
-            size += len(block)
-            if b"\n" not in block and size < LONGEST:
-                continue
-            *whole, rest = b"".join(held).split(b"\n") if b"\n" in block else (b"".join(held), b"")
-            for line in whole:
-                yield place, line + b"\n"
-                place += len(line) + 1
-            held, size = [rest], len(rest)
-
-
-def backward(path: Path, before: int | None = None) -> Iterator[Line]:
-    """The whole lines before byte ``before`` (the file's end), newest first. What follows the last newline is not whole yet, and is left out."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        held: list[bytes] = []  # the last first: what is read of a line whose beginning is not
-        size, ended = 0, False  # ended: a newline follows what is held
-        for place, block in _blocks_from_end(file, before):
-            held.append(block)
-            size += len(block)
-            if b"\n" not in block and size < LONGEST:
-                continue
-            first, *whole = b"".join(reversed(held)).split(b"\n") if b"\n" in block else (b"", b"".join(reversed(held)))
-            end = place + size
-            for line in reversed(whole):
-                end -= len(line)
-                if ended:
-                    yield end, line + b"\n"
-                end -= 1  # the newline before it
-                ended = True
-            held, size = [first], len(first)
-        if ended:
-            yield 0, b"".join(reversed(held)) + b"\n"
-
-
-def _blocks_from_end(file: BinaryIO, before: int | None) -> Iterator[tuple[int, bytes]]:
-    place = file.seek(0, 2) if before is None else before
-    while place > 0:
-        size = min(BLOCK, place)
-        place -= size
-        file.seek(place)
-        yield place, file.read(size)
-
-
-def end_of_lines(path: Path) -> int:
-    """The byte after the last newline; 0 if there is none."""
-    return next((place + len(line) for place, line in backward(path)), 0)
-
-
-# Lines of output on disk: one file per run of a trial, one JSON object per line, and how they are read back, also while they are written.
-
 
 FOLLOW_SECONDS = 0.2
 """How often a followed log is looked at."""
 
-
 SILENCE_SECONDS = 1.0
 """After so long without a line a follower is given a None."""
-
 
 MASTER = 0
 """The run under which the master's own lines about a trial are kept."""
 
-
 _RANK = re.compile(r"^\[rank=(\d+)\] ")
-
-
 _LEVEL = re.compile(r"\b(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 
 
@@ -119,11 +46,13 @@ def entry(message: str, at: float, stdtype: str = "stdout", **more: Any) -> byte
 
 
 def append(path: Path, entries: Iterable[bytes]) -> None:
-    """Add lines to a file in one write: writers of several processes do not cut into each other's lines."""
+    """Append lines to a file, in one write as a rule: writers in several processes do not cut into each other's lines."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(handle, b"".join(entries))
+        left = memoryview(b"".join(entries))
+        while left:  # a write may be short: the disk is nearly full, or a signal came
+            left = left[os.write(handle, left) :]
     finally:
         os.close(handle)
 
@@ -252,3 +181,69 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
         and (not query.search or query.search in line.message)
         and (not query.allocation_ids or line.allocation_id in query.allocation_ids)
     )
+
+
+# -- a file of lines, read in blocks
+
+
+def forward(path: Path, start: int = 0) -> Iterator[Line]:
+    """The whole lines from byte ``start`` on, oldest first. A file that is not there has none."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(start)
+        held: list[bytes] = []  # blocks without a newline
+        place, size = start, 0
+        while block := file.read(BLOCK):
+            held.append(block)
+            size += len(block)
+            if b"\n" not in block and size < LONGEST:
+                continue
+            *whole, rest = b"".join(held).split(b"\n") if b"\n" in block else (b"".join(held), b"")
+            for line in whole:
+                yield place, line + b"\n"
+                place += len(line) + 1
+            held, size = [rest], len(rest)
+
+
+def backward(path: Path, before: int | None = None) -> Iterator[Line]:
+    """The whole lines before byte ``before`` (the file's end), newest first. What follows the last newline is not whole yet, and is left out."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        held: list[bytes] = []  # the last first: what is read of a line whose beginning is not
+        size, ended = 0, False  # ended: a newline follows what is held
+        for place, block in _blocks_from_end(file, before):
+            held.append(block)
+            size += len(block)
+            if b"\n" not in block and size < LONGEST:
+                continue
+            first, *whole = b"".join(reversed(held)).split(b"\n") if b"\n" in block else (b"", b"".join(reversed(held)))
+            end = place + size
+            for line in reversed(whole):
+                end -= len(line)
+                if ended:
+                    yield end, line + b"\n"
+                end -= 1  # the newline before it
+                ended = True
+            held, size = [first], len(first)
+        if ended:
+            yield 0, b"".join(reversed(held)) + b"\n"
+
+
+def _blocks_from_end(file: BinaryIO, before: int | None) -> Iterator[tuple[int, bytes]]:
+    place = file.seek(0, 2) if before is None else before
+    while place > 0:
+        size = min(BLOCK, place)
+        place -= size
+        file.seek(place)
+        yield place, file.read(size)
+
+
+def end_of_lines(path: Path) -> int:
+    """The byte after the last newline; 0 if there is none."""
+    return next((place + len(line) for place, line in backward(path)), 0)

@@ -11,10 +11,7 @@ from enum import Enum
 from typing import Any
 
 Json = Mapping[str, Any]
-
-
 EARLIEST = -62135596800.0
-
 
 LATEST = 253402300799.0
 """The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z and 9999-12-31T23:59:59Z."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,16 @@ class Field:
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
         self.agent = self.open()
 
-    def open(self) -> Agent:
+    def open(self, on_exited: Callable[[str, lease.Exit], None] | None = None) -> Agent:
         self.agent = Agent(
             self.home,
-            on_started=lambda name: self.said.put(("started", name)),
-            on_exited=lambda name, ended: self.said.put(("exited", name, ended.code, ended.why)),
             on_error=lambda message: self.said.put(("error", message)),
             grace=0.3,
             host_env=os.environ,
+        )
+        self.agent.begin(
+            lambda name: self.said.put(("started", name)),
+            on_exited or (lambda name, ended: self.said.put(("exited", name, ended.code, ended.why))),
         )
         return self.agent
 
@@ -127,7 +129,7 @@ def test_a_shepherd_that_is_killed_takes_its_flock_with_it(field: Field) -> None
     owner = lease.owner(field.home.allocation(name))
     assert owner is not None and len(left) >= 2
     owner.send(signal.SIGKILL)
-    field.expect("exited", name, 137, "its shepherd is gone")
+    field.expect("exited", name, 137, "its supervisor is gone")
     assert not any(identify(pid).alive for pid in left)
     field.agent.close()
     assert not temporary.exists()
@@ -139,7 +141,7 @@ def test_the_next_agent_takes_over_what_runs(field: Field) -> None:
     field.wait_for("up")
     field.agent.close()
     field.open()
-    assert field.agent.adopt(name) is LeaseState.THERE and field.agent.adopt("1.other.1") is LeaseState.NOTHING
+    assert field.agent.adopt(name) is LeaseState.RUNNING and field.agent.adopt("1.other.1") is LeaseState.NONE
     field.expect("started", name)
     (field.home.allocation(name) / "work" / "stop").touch()
     field.expect("exited", name, 4, "")
@@ -151,7 +153,7 @@ def test_what_ended_while_nobody_watched_is_told(field: Field) -> None:
     field.expect("exited", name, 5)
     field.agent.close()
     field.open()
-    assert field.agent.adopt(name) is LeaseState.THERE
+    assert field.agent.adopt(name) is LeaseState.RUNNING
     field.expect("started", name)
     field.expect("exited", name, 5, "")
 
@@ -207,8 +209,7 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
             raise OSError("the disk is full")
         field.said.put(("exited", name, ended.code, ended.why))
 
-    field.open()
-    field.agent._on_exited = refuse_once
+    field.open(refuse_once)
     name = field.start("exit 3")
     field.expect("started", name)
     said = field.expect("error")
@@ -219,7 +220,7 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
     assert "null" in field.expect("exited")[3]
-    field.patch.setattr(lease, "claim", lambda *_: 1 / 0)  # nobody foresaw this
+    field.patch.setattr(lease, "acquire", lambda *_: 1 / 0)  # nobody foresaw this
     field.agent.kill("x.1")
     assert "ZeroDivisionError" in field.expect("error")[1]
     field.patch.undo()

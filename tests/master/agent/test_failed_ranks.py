@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zero_trial.master.agent.failed_ranks import FailedRank, first_of, of_failure, verdict
+from zero_trial.master.agent.supervisor import FailedRank, first_of, of_failure, verdict
 
 MEMORY = "by somebody or because memory ran out"
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zero_trial.master.agent.lease import Exit, claim, claimed, exit_of, owner, record_exit
+from zero_trial.master.agent.lease import Exit, acquire, exists, exit_of, owner, record_exit
 from zero_trial.master.agent.processes import Identity
 
 
 def test_the_first_claim_holds(tmp_path: Path) -> None:
-    assert not claimed(tmp_path) and owner(tmp_path) is None
-    assert claim(tmp_path, Identity(1, "2"))
-    assert not claim(tmp_path, Identity(3, "4")) and not claim(tmp_path, None)
-    assert owner(tmp_path) == Identity(1, "2") and claimed(tmp_path)
+    assert not exists(tmp_path) and owner(tmp_path) is None
+    assert acquire(tmp_path, Identity(1, "2"))
+    assert not acquire(tmp_path, Identity(3, "4")) and not acquire(tmp_path, None)
+    assert owner(tmp_path) == Identity(1, "2") and exists(tmp_path)
 
 
 def test_a_void_one_belongs_to_nobody_for_ever(tmp_path: Path) -> None:
-    assert claim(tmp_path, None)
-    assert claimed(tmp_path) and owner(tmp_path) is None and not claim(tmp_path, Identity(1, "2"))
+    assert acquire(tmp_path, None)
+    assert exists(tmp_path) and owner(tmp_path) is None and not acquire(tmp_path, Identity(1, "2"))
 
 
 def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         with ThreadPoolExecutor(4) as pool:
-            won = list(pool.map(lambda _: claim(folder, None), range(4)))  # noqa: B023
+            won = list(pool.map(lambda _: acquire(folder, None), range(4)))  # noqa: B023
         assert won.count(True) == 1 and [path.name for path in folder.iterdir()] == ["claim.json"]
 
 
@@ -41,4 +41,4 @@ def test_files_that_a_power_cut_left_empty_are_a_claim_without_an_owner(tmp_path
     for content in ("", '{"pid"', "\0\0\0", "3"):
         (tmp_path / "claim.json").write_text(content)
         (tmp_path / "exit.json").write_text(content)
-        assert claimed(tmp_path) and owner(tmp_path) is None and exit_of(tmp_path) is None
+        assert exists(tmp_path) and owner(tmp_path) is None and exit_of(tmp_path) is None

@@ -1,4 +1,4 @@
-"""Shepherds: they write down what is said, report how it ended, and leave nothing behind."""
+"""Supervisors record output, report how it ended, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from zero_trial.master import logs
-from zero_trial.master.agent import lease, scratch
+from zero_trial.master.agent import lease, storage
 from zero_trial.master.agent.processes import Identity, identify
+from zero_trial.master.agent.supervisor import Lines
 from zero_trial.master.records import LogLine, LogQuery
-from zero_trial.master.shepherd import Lines
 
 ESCAPE = """
 import os, signal, sys, time
@@ -48,7 +48,7 @@ time.sleep(60)
 
 QUICK = """
 import sys, time
-from zero_trial.master.shepherd import AllocationSupervisor, RunOrder
+from zero_trial.master.agent.supervisor import AllocationSupervisor, RunOrder
 made = AllocationSupervisor(RunOrder(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
 made._start()
 time.sleep(0.3)  # it has ended by now, and nobody has looked
@@ -155,7 +155,7 @@ def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(flock: Flock) -> No
 
 
 def test_its_temporary_directory_ends_with_it(flock: Flock) -> None:
-    made = scratch.make(flock.folder, {})
+    made = storage.make_scratch(flock.folder, {})
     (made / "socket").touch()
     flock.run(*py("pass"))
     assert not made.exists()
@@ -182,7 +182,7 @@ def test_who_hears_sigterm_may_clean_up(flock: Flock) -> None:
 
 
 def test_what_is_claimed_already_is_not_run(flock: Flock) -> None:
-    assert lease.claim(flock.folder, None)
+    assert lease.acquire(flock.folder, None)
     assert flock.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
     assert not (flock.folder / "ran").exists() and lease.exit_of(flock.folder) is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_trial.master.core.experiment_lifecycle import (
+from zero_trial.master.core.lifecycle import (
     ActivateExperiment,
     CancelExperiment,
     ExperimentEvent,
@@ -12,7 +12,7 @@ from zero_trial.master.core.experiment_lifecycle import (
     PauseExperiment,
     SearchOver,
     Settled,
-    step,
+    step_experiment,
 )
 from zero_trial.master.records import ExperimentState as S
 
@@ -45,5 +45,5 @@ STORIES: list[tuple[S, ExperimentEvent, S, str]] = [
 
 @pytest.mark.parametrize(("before", "event", "after", "effects"), STORIES, ids=str)
 def test_story(before: S, event: ExperimentEvent, after: S, effects: str) -> None:
-    state, done = step(before, event)
+    state, done = step_experiment(before, event)
     assert (state, " ".join(effect.value for effect in done)) == (after, effects)

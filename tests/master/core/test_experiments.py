@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.master.core.test_checkpoints import base, save
-from tests.master.fakes import Master, experiment, tgz
+from tests.master.fakes import Sandbox, experiment, tgz
 from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
 from zero_trial.master.records import CheckpointState, ExperimentPatch, GcPolicy, NewExperiment
 
@@ -21,62 +21,58 @@ def new(**config: Any) -> NewExperiment:
 
 
 class TestCreate:
-    def test_what_was_submitted_is_kept(self, master: Master) -> None:
+    def test_what_was_submitted_is_kept(self, master: Sandbox) -> None:
         made = master.create(description="d", labels=["x"])
         assert (made.id, made.name, made.description, made.labels, made.owner) == (1, "test", "d", ("x",), "somebody")
         assert "max_restarts: 1" in made.original_config and made.config["max_restarts"] == 1
-        assert made.config["checkpoint_storage"]["host_path"] == str(master.home.storage)
-        assert master.cluster.experiments.context(1) == master.cluster.tasks.context(
-            master.runs()[0].allocation.task_id
-        )
+        assert made.config["checkpoint_storage"]["host_path"] == str(master.directory.storage)
+        assert master.experiments.context(1) == master.tasks.context(master.runs()[0].allocation.task_id)
 
-    def test_every_fault_is_named(self, master: Master) -> None:
+    def test_every_fault_is_named(self, master: Sandbox) -> None:
         with pytest.raises(Invalid) as caught:
             master.create(searcher={"name": "nothing"}, max_restarts=-1)
         assert "searcher" in str(caught.value) and "max_restarts" in str(caught.value)
-        assert master.cluster.experiments.all() == []
+        assert master.experiments.all() == []
 
-    def test_more_slots_than_there_are(self, master: Master) -> None:
+    def test_more_slots_than_there_are(self, master: Sandbox) -> None:
         with pytest.raises(Invalid, match=r"slots_per_trial.*3.*at most 2"):
             master.create(resources={"slots_per_trial": 3})
         with pytest.raises(Invalid, match="max_slots"):
             master.create(resources={"slots_per_trial": 2, "max_slots": 1})
 
-    def test_only_validated(self, master: Master) -> None:
-        made = master.cluster.experiments.create(
-            NewExperiment(yaml.safe_dump(experiment()), b"", "ada", validate_only=True)
-        )
-        assert made.experiment.id == 0 and master.cluster.experiments.all() == []
+    def test_only_validated(self, master: Sandbox) -> None:
+        made = master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", validate_only=True))
+        assert made.experiment.id == 0 and master.experiments.all() == []
 
-    def test_what_runs_differently_here_is_warned_of(self, master: Master) -> None:
+    def test_what_runs_differently_here_is_warned_of(self, master: Sandbox) -> None:
         mounts = [{"host_path": "/a", "container_path": "/b"}]
-        warnings = master.cluster.experiments.create(new(bind_mounts=mounts)).warnings
+        warnings = master.experiments.create(new(bind_mounts=mounts)).warnings
         assert any("bind_mounts" in line for line in warnings)
 
-    def test_templates_and_unknown_sources(self, master: Master) -> None:
+    def test_templates_and_unknown_sources(self, master: Sandbox) -> None:
         with pytest.raises(Unsupported):
-            master.cluster.experiments.create(NewExperiment("", b"", "ada", template="t"))
+            master.experiments.create(NewExperiment("", b"", "ada", template="t"))
         with pytest.raises(NotFound):
-            master.cluster.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", parent_id=9))
+            master.experiments.create(NewExperiment(yaml.safe_dump(experiment()), b"", "ada", parent_id=9))
         with pytest.raises(Invalid, match="source_trial_id"):
             master.create(searcher={"name": "single", "metric": "val", "source_trial_id": 9})
 
-    def test_what_no_environment_variable_holds_is_refused(self, master: Master) -> None:
+    def test_what_no_environment_variable_holds_is_refused(self, master: Sandbox) -> None:
         """Its trials could not be started, here or in a container."""
         master.create(data={"text": "x" * 100_000})
         with pytest.raises(Invalid, match=r"config: .* at most 131072\. Put"):
             master.create(data={"text": "x" * 131_000})
         with pytest.raises(Invalid, match="too large"):
-            master.cluster.experiments.patch(1, ExperimentPatch(description="x" * 40_000))
-        assert len(master.cluster.experiments.all()) == 1
+            master.experiments.patch(1, ExperimentPatch(description="x" * 40_000))
+        assert len(master.experiments.all()) == 1
 
-    def test_paused_it_waits(self, master: Master) -> None:
+    def test_paused_it_waits(self, master: Sandbox) -> None:
         made = master.create(activate=False)
         assert master.states(made.id) == ("PAUSED", ["PAUSED"]) and master.runs() == []
-        master.cluster.experiments.activate(made.id)
+        master.experiments.activate(made.id)
         assert len(master.runs()) == 1
 
-    def test_from_another_trials_checkpoint(self, master: Master) -> None:
+    def test_from_another_trials_checkpoint(self, master: Sandbox) -> None:
         master.create()
         name = save(master, 1, 3)
         master.create(searcher={"name": "single", "metric": "val", "source_trial_id": 1})
@@ -85,54 +81,54 @@ class TestCreate:
 
 
 class TestRunning:
-    def test_pause_and_activate(self, master: Master) -> None:
+    def test_pause_and_activate(self, master: Sandbox) -> None:
         made = master.create()
         save(master, 1, 3)
-        master.cluster.experiments.pause(made.id)
-        assert master.cluster.tasks.preemption_signal(master.run_of(1).allocation.id, 0)
+        master.experiments.pause(made.id)
+        assert master.tasks.preemption_signal(master.run_of(1).allocation.id, 0)
         master.ack(1)
         master.exit(1)
         assert master.states(made.id) == ("PAUSED", ["PAUSED"]) and master.runs() == []
-        master.cluster.experiments.activate(made.id)
+        master.experiments.activate(made.id)
         assert (master.run_of(1).steps_completed, master.run_of(1).allocation.run_id) == (3, 2)
-        assert not master.cluster.tasks.preemption_signal(master.run_of(1).allocation.id, 0)
+        assert not master.tasks.preemption_signal(master.run_of(1).allocation.id, 0)
 
-    def test_a_pause_that_is_ignored_ends_by_force(self, master: Master) -> None:
+    def test_a_pause_that_is_ignored_ends_by_force(self, master: Sandbox) -> None:
         made = master.create(preemption_timeout=60)
-        master.cluster.experiments.pause(made.id)
+        master.experiments.pause(made.id)
         master.clock.now += 59
-        master.hub.tick()
-        assert master.workers.killed == []
+        master.tick()
+        assert master.agent.killed == []
         master.clock.now += 2
-        master.hub.tick()
-        master.hub.tick()
-        assert master.workers.killed == [master.run_of(1).allocation.id]
+        master.tick()
+        master.tick()
+        assert master.agent.killed == [master.run_of(1).allocation.id]
         master.exit(1, code=137)
         assert master.states(made.id) == ("PAUSED", ["PAUSED"])
-        assert master.cluster.trials.get(1).restarts == 0
+        assert master.trials.get(1).restarts == 0
 
-    def test_cancel(self, master: Master) -> None:
+    def test_cancel(self, master: Sandbox) -> None:
         made = master.create(**TWO)
-        master.cluster.experiments.cancel(made.id)
+        master.experiments.cancel(made.id)
         assert master.states(made.id)[0] == "STOPPING_CANCELED"
         for trial_id in (1, 2):
             master.ack(trial_id)
             master.exit(trial_id)
         assert master.states(made.id) == ("CANCELED", ["CANCELED", "CANCELED"])
-        master.cluster.experiments.cancel(made.id)  # no effect, no error
+        master.experiments.cancel(made.id)  # no effect, no error
 
-    def test_kill(self, master: Master) -> None:
+    def test_kill(self, master: Sandbox) -> None:
         made = master.create(**TWO)
-        master.cluster.experiments.kill(made.id)
-        assert len(master.workers.killed) == 2
+        master.experiments.kill(made.id)
+        assert len(master.agent.killed) == 2
         for trial_id in (1, 2):
             master.exit(trial_id, code=137)
         assert master.states(made.id) == ("CANCELED", ["CANCELED", "CANCELED"])
 
-    def test_what_has_ended_neither_pauses_nor_goes_on(self, master: Master) -> None:
+    def test_what_has_ended_neither_pauses_nor_goes_on(self, master: Sandbox) -> None:
         made = master.create()
         master.exit(1)
-        for verb in (master.cluster.experiments.pause, master.cluster.experiments.activate):
+        for verb in (master.experiments.pause, master.experiments.activate):
             with pytest.raises(Conflict, match="COMPLETED"):
                 verb(made.id)
 
@@ -153,63 +149,63 @@ class TestRunning:
             "best_searcher_metric",
         ],
     )
-    def test_there_is_no_such_experiment(self, master: Master, verb: str) -> None:
+    def test_there_is_no_such_experiment(self, master: Sandbox, verb: str) -> None:
         with pytest.raises(NotFound):
-            getattr(master.cluster.experiments, verb)(99)
+            getattr(master.experiments, verb)(99)
 
 
 class TestKeeping:
-    def test_archive(self, master: Master) -> None:
+    def test_archive(self, master: Sandbox) -> None:
         made = master.create()
         with pytest.raises(Conflict):
-            master.cluster.experiments.archive(made.id)
+            master.experiments.archive(made.id)
         master.exit(1)
-        master.cluster.experiments.archive(made.id)
-        assert master.cluster.experiments.get(made.id).archived
-        master.cluster.experiments.unarchive(made.id)
-        assert not master.cluster.experiments.get(made.id).archived
+        master.experiments.archive(made.id)
+        assert master.experiments.get(made.id).archived
+        master.experiments.unarchive(made.id)
+        assert not master.experiments.get(made.id).archived
 
-    def test_patch(self, master: Master) -> None:
+    def test_patch(self, master: Sandbox) -> None:
         made = master.create()
         patch = ExperimentPatch(
             name="n", description="d", labels=["b", "a", "b"], notes="m", resources={"max_slots": 1, "priority": 3}
         )
-        found = master.cluster.experiments.patch(made.id, patch)
+        found = master.experiments.patch(made.id, patch)
         assert (found.name, found.description, found.labels, found.notes) == ("n", "d", ("b", "a"), "m")
         assert (
             found.config["resources"]["max_slots"],
             found.config["resources"]["priority"],
             found.config["name"],
         ) == (1, 3, "n")
-        lifted = master.cluster.experiments.patch(made.id, ExperimentPatch(resources={"max_slots": None}))
+        lifted = master.experiments.patch(made.id, ExperimentPatch(resources={"max_slots": None}))
         assert lifted.config["resources"]["max_slots"] is None and lifted.name == "n"
 
     @pytest.mark.parametrize("resources", [{"priority": 0}, {"priority": None}, {"max_slots": -1}, {"speed": 1}])
-    def test_patches_that_make_no_sense(self, master: Master, resources: dict[str, Any]) -> None:
+    def test_patches_that_make_no_sense(self, master: Sandbox, resources: dict[str, Any]) -> None:
         made = master.create()
         with pytest.raises(Invalid):
-            master.cluster.experiments.patch(made.id, ExperimentPatch(resources=resources))
+            master.experiments.patch(made.id, ExperimentPatch(resources=resources))
 
-    def test_a_higher_limit_lets_more_run(self, master: Master) -> None:
+    def test_a_higher_limit_lets_more_run(self, master: Sandbox) -> None:
         made = master.create(**TWO, resources={"slots_per_trial": 1, "max_slots": 1})
         assert len(master.runs()) == 1
-        master.cluster.experiments.patch(made.id, ExperimentPatch(resources={"max_slots": 2}))
+        master.experiments.patch(made.id, ExperimentPatch(resources={"max_slots": 2}))
         assert len(master.runs()) == 2
 
-    def test_collection_at_the_end_and_by_a_new_policy(self, master: Master) -> None:
+    def test_collection_at_the_end_and_by_a_new_policy(self, master: Sandbox) -> None:
         made = master.create()
         names = [save(master, 1, steps) for steps in (1, 2, 3)]
         for steps, metric in ((1, 0.1), (2, 0.5), (3, 0.3)):
             master.validate(1, metric, batches=steps)
         folder = base(master, 1)
         master.exit(1)
-        master.cluster.janitor.work()
+        master.garbage_collector.work()
         assert [(folder / name).exists() for name in names] == [True, False, True]  # best, latest
         policy = GcPolicy(1, 0, 0)
-        assert [item.uuid for item in master.cluster.experiments.preview_gc(made.id, policy)] == [names[2]]
-        master.cluster.experiments.patch(made.id, ExperimentPatch(gc_policy=policy))
-        master.cluster.janitor.work()
-        states = {item.uuid: item.state for item in master.cluster.experiments.checkpoints(made.id)}
+        assert [item.uuid for item in master.experiments.preview_gc(made.id, policy)] == [names[2]]
+        master.experiments.patch(made.id, ExperimentPatch(gc_policy=policy))
+        master.garbage_collector.work()
+        states = {item.uuid: item.state for item in master.experiments.checkpoints(made.id)}
         assert [states[name] for name in names] == [
             CheckpointState.COMPLETED,
             CheckpointState.DELETED,
@@ -218,11 +214,11 @@ class TestKeeping:
 
 
 class TestContinue:
-    def test_the_same_trial_goes_on_with_a_changed_config(self, master: Master) -> None:
+    def test_the_same_trial_goes_on_with_a_changed_config(self, master: Sandbox) -> None:
         made = master.create(max_restarts=0)
         name = save(master, 1, 3)
         master.exit(1, code=1)
-        master.cluster.experiments.resume_ended(made.id, "max_restarts: 4\nhyperparameters: {b: 2}\n")
+        master.experiments.resume_ended(made.id, "max_restarts: 4\nhyperparameters: {b: 2}\n")
         order = master.run_of(1)
         assert (order.latest_checkpoint, order.steps_completed, order.hparams, order.allocation.run_id) == (
             name,
@@ -234,38 +230,32 @@ class TestContinue:
         master.exit(1)
         assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
 
-    def test_it_survives_a_restart_of_the_master(self, master: Master) -> None:
+    def test_it_survives_a_restart_of_the_master(self, master: Sandbox) -> None:
         made = master.create()
         master.exit(1)
-        master.cluster.experiments.resume_ended(made.id, "")
+        master.experiments.resume_ended(made.id, "")
         master.restart()
         master.exit(1)
         assert master.states(made.id) == ("COMPLETED", ["COMPLETED"])
 
-    def test_what_cannot_be_continued(self, master: Master) -> None:
+    def test_what_cannot_be_continued(self, master: Sandbox) -> None:
         running, sweep = master.create(), master.create(**TWO)
         with pytest.raises(Conflict):
-            master.cluster.experiments.resume_ended(running.id, "")
+            master.experiments.resume_ended(running.id, "")
         with pytest.raises(Unsupported):
-            master.cluster.experiments.resume_ended(sweep.id, "")
+            master.experiments.resume_ended(sweep.id, "")
         with pytest.raises(NotFound):
-            master.cluster.experiments.resume_ended(9, "")
+            master.experiments.resume_ended(9, "")
         with pytest.raises(Invalid):
-            master.cluster.experiments.resume_ended(running.id, "[1, 2")
+            master.experiments.resume_ended(running.id, "[1, 2")
 
 
-def test_labels_that_many_clients_put_at_once_are_all_kept(master: Master) -> None:
+def test_labels_that_many_clients_put_at_once_are_all_kept(master: Sandbox) -> None:
     made = master.create(labels=["first"])
     labels = [f"label {number}" for number in range(20)]
     with ThreadPoolExecutor(20) as pool:
-        list(
-            pool.map(lambda label: master.cluster.experiments.patch(made.id, ExperimentPatch(add_label=label)), labels)
-        )
-    assert set(master.cluster.experiments.get(made.id).labels) == {"first", *labels}
+        list(pool.map(lambda label: master.experiments.patch(made.id, ExperimentPatch(add_label=label)), labels))
+    assert set(master.experiments.get(made.id).labels) == {"first", *labels}
     with ThreadPoolExecutor(20) as pool:
-        list(
-            pool.map(
-                lambda label: master.cluster.experiments.patch(made.id, ExperimentPatch(remove_label=label)), labels
-            )
-        )
-    assert master.cluster.experiments.get(made.id).labels == ("first",)
+        list(pool.map(lambda label: master.experiments.patch(made.id, ExperimentPatch(remove_label=label)), labels))
+    assert master.experiments.get(made.id).labels == ("first",)

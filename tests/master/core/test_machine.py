@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from tests.master.fakes import Master
+from tests.master.fakes import Sandbox
 from zero_trial.master.agent.devices import SlotDevices
 from zero_trial.master.errors import NotFound
 
 WHOLE = {"slots_per_trial": 2}
 
 
-def test_slots_and_who_holds_them(master: Master) -> None:
+def test_slots_and_who_holds_them(master: Sandbox) -> None:
     master.create()
-    held, free = master.cluster.machine.slots()
+    held, free = master.machine.slots()
     assert (
         held.allocation_id == master.run_of(1).allocation.id
         and free.allocation_id is None
         and held.device_type == "cpu"
     )
-    (pool,) = master.cluster.machine.resource_pools()
+    (pool,) = master.machine.resource_pools()
     assert (pool.slots, pool.used, pool.slot_type) == (2, 1, "cpu")
-    (agent,) = master.cluster.machine.agents()
+    (agent,) = master.machine.agents()
     assert [slot.number for slot in agent.slots] == [0, 1]
 
 
-def test_gpus_by_name(master: Master) -> None:
-    master.hub.devices = SlotDevices(2, 8, ("4", "GPU-a"))
-    assert [(slot.device_type, slot.name) for slot in master.cluster.machine.slots()] == [
+def test_gpus_by_name(master: Sandbox) -> None:
+    master.state.devices = SlotDevices(2, 8, ("4", "GPU-a"))
+    assert [(slot.device_type, slot.name) for slot in master.machine.slots()] == [
         ("cuda", "GPU 4"),
         ("cuda", "GPU GPU-a"),
     ]
@@ -35,21 +35,21 @@ def test_gpus_by_name(master: Master) -> None:
     assert master.run_of(1).visible_devices == "4"
 
 
-def test_a_disabled_slot_is_not_given_out(master: Master) -> None:
-    master.cluster.machine.set_slot_enabled(0, False)
+def test_a_disabled_slot_is_not_given_out(master: Sandbox) -> None:
+    master.machine.set_slot_enabled(0, False)
     master.create(resources=WHOLE)
     assert master.runs() == []
-    assert [slot.enabled for slot in master.cluster.machine.slots()] == [False, True]
-    master.cluster.machine.set_slot_enabled(0, True)
+    assert [slot.enabled for slot in master.machine.slots()] == [False, True]
+    master.machine.set_slot_enabled(0, True)
     assert len(master.runs()) == 1
     with pytest.raises(NotFound):
-        master.cluster.machine.set_slot_enabled(2, False)
+        master.machine.set_slot_enabled(2, False)
 
 
-def test_the_queue(master: Master) -> None:
+def test_the_queue(master: Sandbox) -> None:
     for priority in (42, 42, 7):
         master.create(resources={**WHOLE, "priority": priority})
-    jobs = master.cluster.machine.jobs()
+    jobs = master.machine.jobs()
     assert [(job.experiment_id, job.state, job.jobs_ahead) for job in jobs] == [
         (1, "SCHEDULED", 0),
         (3, "QUEUED", 0),
@@ -58,8 +58,8 @@ def test_the_queue(master: Master) -> None:
     assert (jobs[0].requested_slots, jobs[0].allocated_slots, jobs[1].allocated_slots) == (2, 2, 0)
 
 
-def test_who_we_are_outlives_a_restart(master: Master) -> None:
-    before = master.cluster.machine.info()
+def test_who_we_are_outlives_a_restart(master: Sandbox) -> None:
+    before = master.machine.info()
     master.restart()
-    assert master.cluster.machine.info() == before and before.version == "0.38.1"
-    assert master.cluster.machine.log_file() == master.home.log
+    assert master.machine.info() == before and before.version == "0.38.1"
+    assert master.machine.log_file() == master.directory.log

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.master.fakes import experiment, tgz
-from zero_trial.master.core.search import new_searcher, old_searcher, read_context
-from zero_trial.master.search import Create
+from zero_trial.master.core.context_archive import read_context
+from zero_trial.master.core.state import new_searcher
+from zero_trial.master.search import Create, ExitReason, restore
 
 
 def test_small_configuration_files_of_a_context_are_read() -> None:
@@ -23,9 +24,7 @@ def test_a_searcher_goes_on_where_it_was() -> None:
     first = new_searcher(config)
     start = first.start()
     assert isinstance(start[0], Create)
-    again = old_searcher(config, first.snapshot())
-    from zero_trial.master.search import ExitReason
-
+    again = restore(config["searcher"], config["hyperparameters"], first.snapshot())
     name = start[0].request_id
     assert again.on_exited(name, ExitReason.COMPLETED) == first.on_exited(name, ExitReason.COMPLETED)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zero_trial.master.core.trial_lifecycle import (
+from zero_trial.master.core.lifecycle import (
     Acked,
     CancelTrial,
     EarlyExit,
@@ -23,7 +23,7 @@ from zero_trial.master.core.trial_lifecycle import (
     TrialEvent,
     TrialLife,
     exit_reason,
-    step,
+    step_trial,
 )
 from zero_trial.master.records import TrialState
 from zero_trial.master.search import ExitReason
@@ -36,7 +36,7 @@ def live(*events: TrialEvent, max_restarts: int = 1) -> tuple[TrialLife, list[st
     """A life after these events, and all effects that there were."""
     life, done = TrialLife(max_restarts=max_restarts), []
     for event in events:
-        life, effects = step(life, event)
+        life, effects = step_trial(life, event)
         done += [effect.value for effect in effects]
     return life, done
 
@@ -171,10 +171,10 @@ def test_every_event_in_every_state_is_answered() -> None:
             continue
         seen.add(life)
         for event in events:
-            after, effects = step(life, event)
+            after, effects = step_trial(life, event)
             assert (after.state.final and not life.state.final) == (TrialEffect.END in effects)
             assert not (after.state.final and after.run is not RunStage.NONE)
             todo.append(replace(after, reason="", restarts=min(after.restarts, 1)))
         if life.run is RunStage.RUNNING:
-            assert step(step(life, KillTrial())[0], Exited(137))[0].state.final
+            assert step_trial(step_trial(life, KillTrial())[0], Exited(137))[0].state.final
     assert len(seen) > 30

@@ -5,116 +5,116 @@ from __future__ import annotations
 import pytest
 
 from tests.master.core.test_checkpoints import save
-from tests.master.fakes import Master
+from tests.master.fakes import Sandbox
 from zero_trial.master.errors import Conflict, Invalid, NotFound
 from zero_trial.master.records import LogQuery
 
 
-def report(master: Master, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:
-    master.cluster.trials.report_metrics(
+def report(master: Sandbox, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:
+    master.trials.report_metrics(
         1, run_id=run_id, group=group, steps_completed=steps, metrics=values, batch_metrics=[{"x": 1}]
     )
 
 
-def test_reports_are_seen_at_once(master: Master) -> None:
+def test_reports_are_seen_at_once(master: Sandbox) -> None:
     master.create()
     report(master, 1, loss=0.5)
     report(master, None, "gpu", load=1.0)
     master.validate(1, 0.25, batches=1)
-    found = master.cluster.trials.get(1)
+    found = master.trials.get(1)
     assert found.steps_completed == 1 and found.searcher_metric == 0.25
     assert found.latest_validation is not None and found.latest_validation.metrics["batches"] == 1
     assert found.summary_metrics["training"]["loss"]["mean"] == 0.5
-    assert {item.group for item in master.cluster.trials.metrics(1)} == {"training", "gpu", "validation"}
+    assert {item.group for item in master.trials.metrics(1)} == {"training", "gpu", "validation"}
 
 
-def test_a_stale_run_reports_nothing(master: Master) -> None:
+def test_a_stale_run_reports_nothing(master: Sandbox) -> None:
     master.create()
     master.exit(1, code=1)
     with pytest.raises(Invalid, match="got 1, expected 2"):
         report(master, 1, run_id=1, loss=1.0)
     report(master, 1, run_id=2, loss=1.0)
-    assert len(master.cluster.trials.metrics(1)) == 1
+    assert len(master.trials.metrics(1)) == 1
 
 
-def test_a_validation_said_twice_counts_once(master: Master) -> None:
+def test_a_validation_said_twice_counts_once(master: Sandbox) -> None:
     master.create()
     for _ in range(2):
         master.validate(1, 0.5)
-    assert len(master.cluster.trials.metrics(1, "validation")) == 1
+    assert len(master.trials.metrics(1, "validation")) == 1
 
 
-def test_workloads_are_the_trials_history(master: Master) -> None:
+def test_workloads_are_the_trials_history(master: Sandbox) -> None:
     master.create()
     report(master, 2, loss=0.1)
     report(master, 1, loss=0.2)
     master.validate(1, 0.5, batches=2)
     save(master, 1, 2)
     kinds = []
-    for item in master.cluster.trials.workloads(1):
+    for item in master.trials.workloads(1):
         one = item.training or item.validation or item.checkpoint
         assert one is not None
         kinds.append((type(one).__name__ if item.checkpoint else getattr(one, "group", ""), one.steps_completed))
     assert kinds == [("training", 1), ("training", 2), ("validation", 2), ("Checkpoint", 2)]
-    first = master.cluster.trials.workloads(1, include_batch_metrics=True)[0].training
+    first = master.trials.workloads(1, include_batch_metrics=True)[0].training
     assert first is not None and first.batch_metrics == [{"x": 1}]
 
 
-def test_progress_of_the_trial_and_of_the_search(master: Master) -> None:
+def test_progress_of_the_trial_and_of_the_search(master: Sandbox) -> None:
     master.create()
-    master.cluster.trials.report_progress(1, 0.5, is_raw=True)
-    assert master.cluster.trials.get(1).progress == 0.5
-    assert master.cluster.experiments.get(1).progress == pytest.approx(0.5)
-    master.cluster.trials.report_progress(1, 7.0, is_raw=True)
-    assert master.cluster.trials.get(1).progress == 1.0
+    master.trials.report_progress(1, 0.5, is_raw=True)
+    assert master.trials.get(1).progress == 0.5
+    assert master.experiments.get(1).progress == pytest.approx(0.5)
+    master.trials.report_progress(1, 7.0, is_raw=True)
+    assert master.trials.get(1).progress == 1.0
 
 
-def test_one_trial_is_killed_and_the_search_goes_on(master: Master) -> None:
+def test_one_trial_is_killed_and_the_search_goes_on(master: Sandbox) -> None:
     grid = {"name": "grid", "metric": "val", "max_concurrent_trials": 1}
     made = master.create(searcher=grid, hyperparameters={"a": {"type": "categorical", "vals": [1, 2]}})
-    master.cluster.trials.kill(1)
+    master.trials.kill(1)
     master.exit(1, code=137)
     master.exit(2)
     assert master.states(made.id) == ("COMPLETED", ["CANCELED", "COMPLETED"])
 
 
-def test_metadata_and_runner_state(master: Master) -> None:
+def test_metadata_and_runner_state(master: Sandbox) -> None:
     master.create()
-    assert master.cluster.trials.metadata(1) == {}
-    master.cluster.trials.set_metadata(1, {"a": [1]})
-    master.cluster.trials.set_runner_state(1, "training")
-    assert master.cluster.trials.metadata(1) == {"a": [1]} and master.cluster.trials.get(1).runner_state == "training"
+    assert master.trials.metadata(1) == {}
+    master.trials.set_metadata(1, {"a": [1]})
+    master.trials.set_runner_state(1, "training")
+    assert master.trials.metadata(1) == {"a": [1]} and master.trials.get(1).runner_state == "training"
 
 
-def test_a_rank_starts_only_while_its_trial_lives(master: Master) -> None:
+def test_a_rank_starts_only_while_its_trial_lives(master: Sandbox) -> None:
     master.create()
-    master.cluster.trials.start_run(1)
+    master.trials.start_run(1)
     master.exit(1)
     with pytest.raises(Conflict):
-        master.cluster.trials.start_run(1)
+        master.trials.start_run(1)
 
 
-def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Master) -> None:
+def test_a_trial_that_said_that_it_ends_and_does_not_is_ended(master: Sandbox) -> None:
     master.create()
-    master.cluster.trials.early_exit(1, "EXITED_REASON_INIT_INVALID_HP")
+    master.trials.early_exit(1, "EXITED_REASON_INIT_INVALID_HP")
     master.clock.now += 61
-    master.hub.tick()
-    assert len(master.workers.killed) == 1
+    master.tick()
+    assert len(master.agent.killed) == 1
     master.exit(1, code=137)
-    assert master.state(1) == "ERROR" and "INVALID_HP" in master.cluster.trials.get(1).reason
+    assert master.state_of(1) == "ERROR" and "INVALID_HP" in master.trials.get(1).reason
 
 
-def test_logs_tell_what_the_master_did(master: Master) -> None:
+def test_logs_tell_what_the_master_did(master: Sandbox) -> None:
     master.create()
     master.exit(1, code=3, why="so it goes")
     master.exit(1)
-    lines = [line.message for line in master.cluster.trials.logs(1, LogQuery(follow=True)) if line is not None]
+    lines = [line.message for line in master.trials.logs(1, LogQuery(follow=True)) if line is not None]
     assert lines == ["run 1 ended with exit code 3: so it goes", "run 2 ended with exit code 0"]
 
 
 @pytest.mark.parametrize("verb", ["get", "kill", "workloads", "metrics", "checkpoints", "metadata", "start_run"])
-def test_there_is_no_such_trial(master: Master, verb: str) -> None:
+def test_there_is_no_such_trial(master: Sandbox, verb: str) -> None:
     with pytest.raises(NotFound):
-        getattr(master.cluster.trials, verb)(99)
+        getattr(master.trials, verb)(99)
     with pytest.raises(NotFound):
-        master.cluster.trials.report_metrics(99, run_id=1, group="training", steps_completed=1, metrics={})
+        master.trials.report_metrics(99, run_id=1, group="training", steps_completed=1, metrics={})

@@ -1,27 +1,30 @@
-"""A server for a fake cluster, and the genuine clients' sessions to it."""
+"""A server for a master in a known state, and the genuine clients' sessions to it."""
 
 from __future__ import annotations
 
 import http.client
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.master.http.fake_cluster import TASK_TOKEN, USER_TOKEN, FakeCluster
+from tests.master.world import TASK_TOKEN, USER_TOKEN, World
 from zero_trial.master.http import Server
 from zero_trial.master.http.server import Timeouts
 
 
 @pytest.fixture
-def cluster() -> FakeCluster:
-    return FakeCluster()
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "root")
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def server(cluster: FakeCluster) -> Iterator[Server]:
-    with Server(cluster, patience=Timeouts(linger=0.2)) as running:
+def server(world: World) -> Iterator[Server]:
+    with Server(world, timeouts=Timeouts(linger=0.2)) as running:
         yield running
 
 

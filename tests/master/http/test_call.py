@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.master.http.fake_cluster import FakeCluster, allocation
+from tests.master.world import allocation
 from zero_trial.master.auth import Principal
 from zero_trial.master.errors import Invalid, PermissionDenied
-from zero_trial.master.http import render
 from zero_trial.master.http.request import (
     BadRequest,
-    HttpRequest,
     Request,
     Waits,
     moment,
@@ -22,6 +20,7 @@ from zero_trial.master.http.request import (
     real,
     whole,
 )
+from zero_trial.master.http.response import when
 from zero_trial.master.records import User
 
 USER = Principal(user=User(1, "somebody", admin=False, active=True, password=""))
@@ -29,8 +28,9 @@ TASK = Principal(allocation=allocation(1, 1))
 
 
 def call(query: str = "", body: bytes = b"", principal: Principal = USER) -> Request:
-    request = HttpRequest(parse_head(b"GET / HTTP/1.1"), {}, body, parse_query(query))
-    return Request(FakeCluster(), request, {}, principal, Waits(1))
+    master: Any = None  # none of these questions needs one
+    head = parse_head(b"GET / HTTP/1.1")
+    return Request(master, head, {}, {}, parse_query(query), body, principal, Waits(1))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_moment_can_be_written_in_utc(text: str) -> None:
     with pytest.raises(Invalid, match="years 1 to 9999"):
         moment(text, "reportTime")
     for edge in ("9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"):
-        assert render.when(moment(edge, "reportTime")) == edge.replace("Z", ".000Z")
+        assert when(moment(edge, "reportTime")) == edge.replace("Z", ".000Z")
 
 
 def test_a_body_is_an_object_or_nothing() -> None:

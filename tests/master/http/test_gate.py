@@ -1,4 +1,4 @@
-"""Who gets in: hosts, origins, tokens, and what each token is good for, over every route that there is."""
+"""AuthLevel gets in: hosts, origins, tokens, and what each token is good for, over every route that there is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import logging
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, FakeCluster, checkpoint
+from tests.master.world import OTHER_TASK_TOKEN, TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.http import Server
 from zero_trial.master.http.app import Application, all_routes
 from zero_trial.master.http.request import Request, RequestHead, parse_head
@@ -50,22 +51,23 @@ def names(routes: list[Route]) -> list[str]:
 
 
 def test_only_the_version_and_a_login_are_answered_without_a_token() -> None:
-    assert names([route for route in ROUTES if route.who is AuthLevel.ANYBODY]) == [
+    assert names([route for route in ROUTES if route.level is AuthLevel.ANYBODY]) == [
         "GET /info",
         "GET /api/v1/master",
         "POST /api/v1/auth/login",
     ]
 
 
-CLOSED = [route for route in ROUTES if route.who is not AuthLevel.ANYBODY]
+CLOSED = [route for route in ROUTES if route.level is not AuthLevel.ANYBODY]
 
 
-def test_without_a_good_token_no_other_route_answers(ask: Ask, cluster: FakeCluster) -> None:
+def test_without_a_good_token_no_other_route_answers(ask: Ask, world: World) -> None:
+    before = world.content()
     for route in CLOSED:
         path = path_of(route)
         assert ask(route.method, path)[0] == 401, route
         assert ask(route.method, path, user="wrong", task="wrong")[0] == 401, route
-    assert cluster.calls == []
+    assert world.content() == before
 
 
 def test_a_users_token_in_the_tasks_header_and_the_other_way_round_is_none(ask: Ask) -> None:
@@ -73,15 +75,16 @@ def test_a_users_token_in_the_tasks_header_and_the_other_way_round_is_none(ask: 
     assert ask("GET", "/api/v1/trials/1", user=TASK_TOKEN)[0] == 401
 
 
-def test_an_allocations_token_is_not_good_for_what_users_do(ask: Ask, cluster: FakeCluster) -> None:
+def test_an_allocations_token_is_not_good_for_what_users_do(ask: Ask, world: World) -> None:
+    before = world.content()
     for route in ROUTES:
-        if route.who is AuthLevel.USER:
+        if route.level is AuthLevel.USER:
             status, answer = ask(route.method, path_of(route), task=TASK_TOKEN)
             assert status in (401, 403), (route, answer)
-    assert cluster.calls == []
+    assert world.content() == before
 
 
-def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, cluster: FakeCluster) -> None:
+def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, world: World) -> None:
     """Every part of every path that names an allocation, a task, a trial or an experiment is tried with the other allocation's."""
     others = {
         "experimentId": "2",
@@ -90,9 +93,9 @@ def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, cluster:
         "allocationId": "task-2.1",
         "resourcesId": "resources-2",
     }
-    tried = 0
+    tried, before = 0, world.content()
     for route in ROUTES:
-        if route.who not in (AuthLevel.TASK, AuthLevel.BOTH):
+        if route.level not in (AuthLevel.TASK, AuthLevel.BOTH):
             continue
         for name, other in others.items():
             if f"{{{name}" in route.path:
@@ -100,7 +103,7 @@ def test_an_allocations_token_is_good_for_its_own_things_only(ask: Ask, cluster:
                 status, answer = ask(route.method, path_of(route, **{name: other}), task=TASK_TOKEN, body={})
                 assert status == 403, (route, name, answer)
     assert tried > 20
-    assert cluster.calls == []
+    assert world.content() == before
 
 
 OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
@@ -140,31 +143,30 @@ OWN_BODIES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("method", "path", "body"), OWN_BODIES)
 def test_nor_may_it_name_what_is_not_its_own_in_a_body(
-    ask: Ask, cluster: FakeCluster, method: str, path: str, body: dict[str, Any]
+    ask: Ask, world: World, method: str, path: str, body: dict[str, Any]
 ) -> None:
-    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 2, 2)
+    world.save(UUID, 2)
+    before = world.content()
     assert ask(method, path, task=TASK_TOKEN, body=body)[0] == 403
-    assert cluster.calls == []
+    assert world.content() == before
 
 
-def test_a_metric_report_for_another_trial_than_the_paths_is_refused(ask: Ask, cluster: FakeCluster) -> None:
+def test_a_metric_report_for_another_trial_than_the_paths_is_refused(ask: Ask, world: World) -> None:
     report = {"trialId": 2, "trialRunId": 1, "stepsCompleted": 1, "metrics": {"avgMetrics": {"loss": 1.0}}}
     assert (
         ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body={"group": "training", "metrics": report})[0]
         == 400
     )
-    assert cluster.reports == []
+    assert world.trials.metrics(1) == []
 
 
-def test_the_token_of_an_allocation_that_is_over_is_none(ask: Ask, cluster: FakeCluster) -> None:
-    cluster.token_owners.clear()
+def test_the_token_of_an_allocation_that_is_over_is_none(ask: Ask, world: World) -> None:
+    world.exit(2)
     assert ask("GET", "/api/v1/trials/2", task=OTHER_TASK_TOKEN)[0] == 401
 
 
-def test_a_user_who_was_switched_off_is_nobody(ask: Ask, cluster: FakeCluster) -> None:
-    from dataclasses import replace
-
-    cluster.stored_users[1] = replace(cluster.stored_users[1], active=False)
+def test_a_user_who_was_switched_off_is_nobody(ask: Ask, world: World) -> None:
+    world.accounts.put_user(replace(world.accounts.users()[0], active=False))
     assert ask("GET", "/api/v1/me", user=USER_TOKEN)[0] == 401
 
 
@@ -191,11 +193,12 @@ def test_localhost_is_this_host_too(ask: Ask, server: Server) -> None:
 @pytest.mark.parametrize(
     "origin", ["http://example.com", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1"]
 )
-def test_another_origin_is_not_answered(ask: Ask, server: Server, origin: str, cluster: FakeCluster) -> None:
+def test_another_origin_is_not_answered(ask: Ask, server: Server, origin: str, world: World) -> None:
+    before = world.content()
     headers = {"Origin": origin.format(port=server.port)}
     assert ask("GET", "/info", headers=headers)[0] == 403
     assert ask("POST", "/api/v1/experiments/1/kill", user=USER_TOKEN, headers=headers)[0] == 403
-    assert cluster.calls == []
+    assert world.content() == before
 
 
 def test_the_same_origin_is_answered_and_a_cross_site_fetch_is_not(ask: Ask, server: Server) -> None:
@@ -218,10 +221,11 @@ def test_the_same_origin_is_answered_and_a_cross_site_fetch_is_not(ask: Ask, ser
         "%201",
     ],
 )
-def test_what_is_no_number_never_reaches_a_verb(ask: Ask, cluster: FakeCluster, number: str) -> None:
+def test_what_is_no_number_never_reaches_a_verb(ask: Ask, world: World, number: str) -> None:
+    before = world.content()
     assert ask("GET", f"/api/v1/experiments/{number}", user=USER_TOKEN)[0] == 400
     assert ask("POST", f"/api/v1/experiments/{number}/kill", user=USER_TOKEN)[0] == 400
-    assert cluster.calls == []
+    assert world.content() == before
 
 
 def test_an_unknown_route_is_404_for_those_who_may_ask_and_is_written_down(
@@ -241,9 +245,9 @@ def test_what_is_known_and_not_supported_says_what_to_do(ask: Ask) -> None:
 
 
 def test_a_fault_of_ours_is_500_with_a_trace_in_the_log_and_the_server_goes_on(
-    ask: Ask, cluster: FakeCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.machine, "jobs", lambda: 1 / 0)
+    monkeypatch.setattr(world.machine, "jobs", lambda: 1 / 0)
     status, answer = ask("GET", "/api/v1/job-queues", user=USER_TOKEN)
     assert status == 500
     assert "ZeroDivisionError" in answer["message"]
@@ -281,7 +285,7 @@ def test_a_gigabyte_in_chunks_is_refused_when_it_passes_the_limit(server: Server
         assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_few_logins_are_checked_at_once(cluster: FakeCluster) -> None:
+def test_few_logins_are_checked_at_once(world: World) -> None:
     entered, leave, peak = threading.Semaphore(0), threading.Event(), []
 
     def check(call: Request) -> Response:
@@ -289,7 +293,7 @@ def test_few_logins_are_checked_at_once(cluster: FakeCluster) -> None:
         peak.append(leave.wait(30))
         return Response()
 
-    gate = Application(cluster, Router([Route("POST", "/login", check, AuthLevel.ANYBODY)]), port=1, waits=1)
+    gate = Application(world, Router([Route("POST", "/login", check, AuthLevel.ANYBODY)]), port=1, waits=1)
     head = parse_head(b"POST /login HTTP/1.1\r\nHost: 127.0.0.1:1")
     threads = [threading.Thread(target=gate, args=(head, lambda limit: b"")) for _ in range(8)]
     for thread in threads:
@@ -302,9 +306,9 @@ def test_few_logins_are_checked_at_once(cluster: FakeCluster) -> None:
     assert peak == [True] * 8
 
 
-def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations() -> None:
+def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations(world: World) -> None:
     route = Route("GET", "/api/v1/things/{thingId}", lambda call: Response(), AuthLevel.BOTH)
-    gate = Application(FakeCluster(), Router([route]), port=80, waits=1)
+    gate = Application(world, Router([route]), port=80, waits=1)
 
     def status(**headers: str) -> int:
         head = RequestHead(

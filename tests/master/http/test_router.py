@@ -6,7 +6,7 @@ import pytest
 
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.http.response import Response
-from zero_trial.master.http.router import Route, Router
+from zero_trial.master.http.router import Route, Router, why_unsupported
 
 
 def route(method: str, path: str) -> Route:
@@ -60,3 +60,25 @@ def test_literal_parts_win_and_nothing_is_guessed(method: str, path: str, expect
 def test_two_routes_for_the_same_thing_are_a_fault_of_ours() -> None:
     with pytest.raises(ZeroTrialError, match="two routes"):
         Router([route("GET", "/a/{x}"), route("GET", "/a/{y}")])
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/api/v1/notebooks", "not run"),
+        ("/api/v1/tensorboards/7/kill", "tensorboard --logdir"),
+        ("/api/v1/models/m/versions", "no model registry"),
+        ("/api/v1/experiments/7/move", "one project"),
+        ("/api/v1/trials/7/retain_logs", "logs are kept"),
+        ("/api/v1/workspaces/1/pin", "one workspace"),
+    ],
+)
+def test_parts_of_determined_that_are_not_here(path: str, words: str) -> None:
+    assert words in (why_unsupported(path) or "")
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "/api", "/api/v1", "/api/v1/inventions", "/api/v1/notebooksx", "/metadata/x"]
+)
+def test_what_nobody_knows_has_no_reason(path: str) -> None:
+    assert why_unsupported(path) is None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import tarfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import TASK_TOKEN, USER_TOKEN, UUID, FakeCluster, checkpoint, trial
+from tests.master.world import BEGAN, TASK_TOKEN, USER_TOKEN, UUID, World
 from zero_trial.master.records import CheckpointState
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -18,26 +17,19 @@ client = pytest.importorskip("determined.experimental.client")
 errors = pytest.importorskip("determined.common.api.errors")
 
 
-def fill(cluster: FakeCluster) -> None:
+def fill(world: World) -> None:
     for name, steps, metric, state in (
         ("a", 5, 0.5, "COMPLETED"),
         ("b", 10, 0.3, "DELETED"),
         ("c", 15, None, "COMPLETED"),
     ):
-        cluster.stored_checkpoints[name] = checkpoint(
-            name,
-            1,
-            1,
-            steps_completed=steps,
-            searcher_metric=metric,
-            state=CheckpointState[state],
-            reported=1_700_000_000.0 + steps,
-            validation_metrics={} if metric is None else {"validation_loss": metric, "accuracy": 1 - metric},
-        )
+        world.save(name, steps_completed=steps, state=CheckpointState[state], reported=BEGAN + steps)
+        if metric is not None:
+            world.report(1, "validation", steps, {"validation_loss": metric, "accuracy": 1 - metric})
 
 
-def test_lists_are_sorted_as_asked(user: Any, cluster: FakeCluster) -> None:
-    fill(cluster)
+def test_lists_are_sorted_as_asked(user: Any, world: World) -> None:
+    fill(world)
     by, order = bindings.checkpointv1SortBy, bindings.v1OrderBy
     for asked, expected in (
         ({"sortByAttr": by.END_TIME}, "abc"),
@@ -62,8 +54,8 @@ def test_a_wrong_order_is_refused(ask: Ask) -> None:
     assert ask("GET", "/api/v1/trials/1/checkpoints?sortByAttr=UUID", user=USER_TOKEN)[0] == 400
 
 
-def test_one_checkpoint_has_all_that_a_client_needs_to_download_it(user: Any, cluster: FakeCluster) -> None:
-    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 1, 1)
+def test_one_checkpoint_has_all_that_a_client_needs_to_download_it(user: Any, world: World) -> None:
+    world.save(UUID)
     found = client.Determined._from_session(user).get_checkpoint(UUID)
     assert found.training.experiment_config["checkpoint_storage"]["type"] == "shared_fs"
     assert (found.training.trial_id, found.metadata, found.resources) == (
@@ -75,33 +67,33 @@ def test_one_checkpoint_has_all_that_a_client_needs_to_download_it(user: Any, cl
         bindings.get_GetCheckpoint(user, checkpointUuid="none")
 
 
-def test_a_download_through_the_master(user: Any, cluster: FakeCluster, tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "weights.bin").write_bytes(b"w" * 700_000)
-    (tmp_path / "metadata.json").write_text("{}")
-    cluster.files = tmp_path
-    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 1, 1)
+def test_a_download_through_the_master(user: Any, world: World) -> None:
+    folder = world.directory.storage / UUID
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "weights.bin").write_bytes(b"w" * 700_000)
+    (folder / "metadata.json").write_text("{}")
+    world.save(UUID)
     answer = user.get(f"/checkpoints/{UUID}", headers={"Accept": "application/gzip"}, stream=True)
     with tarfile.open(fileobj=io.BytesIO(answer.content), mode="r:gz") as archive:
         assert archive.getnames() == ["deep/weights.bin", "metadata.json"]
         assert archive.extractfile("deep/weights.bin").read() == b"w" * 700_000  # type: ignore[union-attr]
 
 
-def test_files_that_are_gone_are_404(ask: Ask, cluster: FakeCluster) -> None:
-    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 1, 1)
+def test_files_that_are_gone_are_404(ask: Ask, world: World) -> None:
+    world.save(UUID)
     assert ask("GET", f"/checkpoints/{UUID}", user=USER_TOKEN)[0] == 404
 
 
-def test_a_trial_reads_its_own_experiments_and_the_one_that_it_starts_from(ask: Ask, cluster: FakeCluster) -> None:
-    cluster.stored_checkpoints["own"] = checkpoint("own", 1, 1)
-    cluster.stored_checkpoints["other"] = checkpoint("other", 2, 2)
+def test_a_trial_reads_its_own_experiments_and_the_one_that_it_starts_from(ask: Ask, world: World) -> None:
+    world.save("own")
+    world.save("other", 2)
     assert ask("GET", "/api/v1/checkpoints/own", task=TASK_TOKEN)[0] == 200
     assert ask("GET", "/api/v1/checkpoints/other", task=TASK_TOKEN)[0] == 403
-    cluster.stored_trials[1] = trial(1, 1, warm_start_checkpoint="other")
+    world.change_trial(1, warm_start_checkpoint="other")
     assert ask("GET", "/api/v1/checkpoints/other", task=TASK_TOKEN)[0] == 200
 
 
-def test_a_checkpoint_is_reported(task: Any, cluster: FakeCluster) -> None:
+def test_a_checkpoint_is_reported(task: Any, world: World) -> None:
     body = bindings.v1Checkpoint(
         allocationId="task-1.1",
         metadata={"steps_completed": 5},
@@ -113,7 +105,7 @@ def test_a_checkpoint_is_reported(task: Any, cluster: FakeCluster) -> None:
         state=bindings.checkpointv1State.COMPLETED,
     )
     bindings.post_ReportCheckpoint(task, body=body)
-    ((_, found),) = cluster.calls
+    found = world.checkpoints.get(UUID)
     assert (found.uuid, found.state, found.resources, found.reported) == (
         UUID,
         CheckpointState.COMPLETED,
@@ -126,6 +118,8 @@ def test_a_checkpoint_is_reported(task: Any, cluster: FakeCluster) -> None:
     "change",
     [
         {"uuid": 7},
+        {"uuid": "weights"},
+        {"reportTime": "9999-12-31T23:59:59-12:00"},
         {"metadata": []},
         {"resources": None},
         {"resources": {"a": "x"}},
@@ -133,37 +127,48 @@ def test_a_checkpoint_is_reported(task: Any, cluster: FakeCluster) -> None:
         {"reportTime": "noon"},
     ],
 )
-def test_a_report_that_is_none_is_refused(ask: Ask, cluster: FakeCluster, change: dict[str, Any]) -> None:
+def test_a_report_that_is_none_is_refused(ask: Ask, world: World, change: dict[str, Any]) -> None:
     body = {"uuid": UUID, "metadata": {}, "resources": {}, "allocationId": "task-1.1", "taskId": "task-1", **change}
     assert ask("POST", "/api/v1/checkpoints", task=TASK_TOKEN, body=body)[0] == 400
-    assert cluster.calls == []
+    assert world.trials.checkpoints(1) == []
 
 
-def test_the_harness_deletes_files_of_its_own(task: Any, cluster: FakeCluster) -> None:
-    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 1, 1)
+def test_the_harness_deletes_files_of_its_own(task: Any, world: World) -> None:
+    world.save(UUID)
     change = bindings.v1PatchCheckpoint(
         uuid=UUID, resources=bindings.PatchCheckpointOptionalResources(resources={"a": "1"})
     )
     bindings.patch_PatchCheckpoints(task, body=bindings.v1PatchCheckpointsRequest(checkpoints=[change]))
-    assert cluster.calls == [("patch_resources", UUID, {"a": 1})]
+    found = world.checkpoints.get(UUID)
+    assert (found.state, found.resources) == (CheckpointState.PARTIALLY_DELETED, {"a": 1})
 
 
-def test_users_delete_checkpoints_and_files(user: Any, cluster: FakeCluster) -> None:
-    bindings.delete_DeleteCheckpoints(user, body=bindings.v1DeleteCheckpointsRequest(checkpointUuids=["a", "b", "a"]))
-    body = bindings.v1CheckpointsRemoveFilesRequest(checkpointGlobs=["*.bin"], checkpointUuids=["a"])
+def test_users_delete_checkpoints_and_files(user: Any, world: World) -> None:
+    gone, kept = UUID, UUID.replace("6f", "7f")
+    for name in (gone, kept):
+        world.save(name)
+        folder = world.directory.storage / name
+        folder.mkdir(parents=True)
+        for file in ("a.bin", "b.json"):
+            (folder / file).write_text(file)
+    bindings.delete_DeleteCheckpoints(user, body=bindings.v1DeleteCheckpointsRequest(checkpointUuids=[gone, gone]))
+    world.garbage_collector.work()
+    assert not (world.directory.storage / gone).exists()
+    body = bindings.v1CheckpointsRemoveFilesRequest(checkpointGlobs=["*.bin"], checkpointUuids=[kept])
     bindings.post_CheckpointsRemoveFiles(user, body=body)
-    assert cluster.calls == [("delete_checkpoints", ["a", "b"]), ("remove_files", ["a"], ["*.bin"])]
+    assert [path.name for path in (world.directory.storage / kept).iterdir()] == ["b.json"]
+    assert world.checkpoints.get(kept).resources == {"b.json": 6}
 
 
 @pytest.mark.parametrize("body", [{}, {"checkpointUuids": "a"}, {"checkpointUuids": [1]}])
-def test_a_deletion_that_names_nothing_is_refused(ask: Ask, cluster: FakeCluster, body: dict[str, Any]) -> None:
+def test_a_deletion_that_names_nothing_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
     assert ask("DELETE", "/api/v1/checkpoints", user=USER_TOKEN, body=body)[0] == 400
     assert ask("POST", "/api/v1/checkpoints/rm", user=USER_TOKEN, body=body)[0] == 400
-    assert cluster.calls == []
 
 
-def test_a_metric_that_is_no_number_everywhere_is_sorted_by_where_it_is_one(user: Any, cluster: FakeCluster) -> None:
-    for name, value in (("a", 2), ("b", "NaN"), ("c", 1.5), ("d", [1])):
-        cluster.stored_checkpoints[name] = checkpoint(name, 1, 1, validation_metrics={"m": value})
+def test_a_metric_that_is_no_number_everywhere_is_sorted_by_where_it_is_one(user: Any, world: World) -> None:
+    for steps, (name, value) in enumerate((("a", 2), ("b", "NaN"), ("c", 1.5), ("d", [1]))):
+        world.save(name, steps_completed=steps)
+        world.report(1, "validation", steps, {"m": value})
     found = bindings.get_GetExperimentCheckpoints(user, id=1, sortByMetric="m")
     assert [each.uuid for each in found.checkpoints] == ["c", "a"]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import base64
 import io
 import tarfile
-from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import USER_TOKEN, UUID, FakeCluster, checkpoint, experiment
-from zero_trial.master.records import ExperimentState, GcPolicy
+from tests.master.world import CONFIG, USER_TOKEN, UUID, World
+from zero_trial.master.core.garbage import policy_of
+from zero_trial.master.records import CheckpointState, ExperimentState, GcPolicy
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
+
+
+TEXT = yaml.safe_dump(CONFIG)
 
 
 def file(path: str, content: bytes = b"", **changes: Any) -> Any:
@@ -33,32 +37,30 @@ def file(path: str, content: bytes = b"", **changes: Any) -> Any:
 
 def request(**changes: Any) -> Any:
     files = [file("sub", type=53, mode=16877), file("sub/data.txt", b"data"), file("model_def.py", b"print()")]
-    return bindings.v1CreateExperimentRequest(
-        **{"activate": True, "config": "name: example\n", "modelDefinition": files, **changes}
-    )
+    return bindings.v1CreateExperimentRequest(**{"activate": True, "config": TEXT, "modelDefinition": files, **changes})
 
 
-def test_create_stores_a_clean_context_and_the_text_as_it_came(user: Any, cluster: FakeCluster) -> None:
+def test_create_stores_a_clean_context_and_the_text_as_it_came(user: Any, world: World) -> None:
     answer = bindings.post_CreateExperiment(user, body=request())
     assert answer.experiment.id == 3
-    assert answer.experiment.originalConfig == "name: example\n"
+    assert answer.experiment.originalConfig == TEXT
     assert answer.experiment.username == "determined"
-    assert answer.warnings == [bindings.v1LaunchWarning.CURRENT_SLOTS_EXCEEDED]
-    with tarfile.open(fileobj=io.BytesIO(cluster.contexts[3])) as archive:
+    assert answer.warnings == []
+    with tarfile.open(fileobj=io.BytesIO(world.experiments.context(3))) as archive:
         assert archive.getnames() == ["model_def.py", "sub", "sub/data.txt"]
 
 
-def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, cluster: FakeCluster) -> None:
-    bindings.post_CreateExperiment(user, body=request(validateOnly=True, activate=False, parentId=1))
-    new = cluster.calls[0][1]
-    assert (new.validate_only, new.activate, new.parent_id) == (True, False, 1)
-    assert 3 not in cluster.stored_experiments
+def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, world: World) -> None:
+    assert bindings.post_CreateExperiment(user, body=request(validateOnly=True)).experiment.id == 0
+    assert len(world.experiments.all()) == 2
+    made = bindings.post_CreateExperiment(user, body=request(activate=False, parentId=1)).experiment
+    assert (made.id, made.state, made.forkedFrom) == (3, bindings.experimentv1State.PAUSED, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": "wrong"}, "must be one of the four searchers"),
+        ({"config": "searcher: {name: wrong}"}, "single, random, grid or adaptive_asha"),
         ({"template": "t"}, "templates are not kept here"),
         ({"unmanaged": True}, "unmanaged experiments are not kept here"),
         ({"projectId": 7}, "there is one project here"),
@@ -68,18 +70,17 @@ def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, cluster: F
     ],
 )
 def test_what_cannot_be_created_says_why_in_one_line(
-    user: Any, cluster: FakeCluster, changes: dict[str, Any], message: str
+    user: Any, world: World, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(errors.APIException) as caught:
         bindings.post_CreateExperiment(user, body=request(**changes))
     assert message in str(caught.value)
-    assert 3 not in cluster.stored_experiments
+    assert len(world.experiments.all()) == 2
 
 
-def test_lists_are_newest_first_and_filtered(user: Any, cluster: FakeCluster) -> None:
-    cluster.stored_experiments[3] = experiment(
-        3, owner="somebody", archived=True, labels=("a", "b"), state=ExperimentState.COMPLETED, name="Other"
-    )
+def test_lists_are_newest_first_and_filtered(user: Any, world: World) -> None:
+    world.create(**{**CONFIG, "name": "Other", "labels": ["a", "b"]}, owner="somebody")
+    world.change_experiment(3, state=ExperimentState.COMPLETED, archived=1)
     everything = bindings.get_GetExperiments(user, offset=0, limit=200)
     assert [each.id for each in everything.experiments] == [3, 2, 1]
     assert (everything.pagination.total, everything.pagination.endIndex) == (3, 3)
@@ -97,13 +98,14 @@ def test_lists_are_newest_first_and_filtered(user: Any, cluster: FakeCluster) ->
         assert [each.id for each in bindings.get_GetExperiments(user, **asked).experiments] == expected, asked
 
 
-def test_one_experiment_with_its_place_in_the_queue(user: Any) -> None:
+def test_one_experiment_with_its_place_in_the_queue(user: Any, world: World) -> None:
     answer = bindings.get_GetExperiment(user, experimentId=1)
     assert answer.experiment.state is bindings.experimentv1State.RUNNING
     assert answer.experiment.config["searcher"]["metric"] == "validation_loss"
     assert (answer.jobSummary.state, answer.jobSummary.jobsAhead) == (bindings.jobv1State.SCHEDULED, 0)
+    world.exit(2)
     assert bindings.get_GetExperiment(user, experimentId=2).jobSummary is None
-    with pytest.raises(errors.NotFoundException, match="there is no experiment 9"):
+    with pytest.raises(errors.NotFoundException, match="experiment 9 not found"):
         bindings.get_GetExperiment(user, experimentId=9)
 
 
@@ -115,25 +117,38 @@ def test_trials_of_an_experiment(user: Any) -> None:
         bindings.get_GetExperimentTrials(user, experimentId=9)
 
 
-def test_the_model_definition_comes_back_as_it_lies(user: Any) -> None:
-    assert base64.b64decode(bindings.get_GetModelDef(user, experimentId=1).b64Tgz) == b"context of 1"
+def test_the_model_definition_comes_back_as_it_lies(user: Any, world: World) -> None:
+    packed = base64.b64decode(bindings.get_GetModelDef(user, experimentId=1).b64Tgz)
+    assert packed == world.experiments.context(1) != b""
 
 
-def test_steering(user: Any, cluster: FakeCluster) -> None:
+def test_steering(user: Any, world: World) -> None:
+    def state(number: int) -> str:
+        return world.states(number)[0]
+
     bindings.post_PauseExperiment(user, id=1)
+    assert state(1) == "PAUSED"
     bindings.post_ActivateExperiment(user, id=1)
-    bindings.post_CancelExperiment(user, id=1)
-    bindings.post_KillExperiment(user, id="2")
-    bindings.post_UnarchiveExperiment(user, id=2)
-    bindings.delete_DeleteExperiment(user, experimentId=1)
-    assert cluster.calls == [("pause", 1), ("activate", 1), ("cancel", 1), ("kill", 2), ("unarchive", 2), ("delete", 1)]
-    with pytest.raises(errors.APIException, match="is not archived") as caught:
+    assert state(1) == "ACTIVE"
+    with pytest.raises(errors.APIException, match="experiment 1 is ACTIVE") as caught:
         bindings.post_ArchiveExperiment(user, id=1)
     assert caught.value.status_code == 409
+    bindings.post_CancelExperiment(user, id=1)
+    assert state(1) == "STOPPING_CANCELED"
+    bindings.post_KillExperiment(user, id="2")
+    assert state(2) == "STOPPING_KILLED" and world.agent.killed == ["task-2.1"]
+    world.exit(2)
+    bindings.post_ArchiveExperiment(user, id=2)
+    assert world.experiments.get(2).archived
+    bindings.post_UnarchiveExperiment(user, id=2)
+    assert not world.experiments.get(2).archived
+    bindings.delete_DeleteExperiment(user, experimentId=2)
+    assert state(2) == "DELETING"
 
 
-def test_the_client_changes_what_it_read(user: Any, cluster: FakeCluster) -> None:
+def test_the_client_changes_what_it_read(user: Any, world: World) -> None:
     """``det experiment set description`` and ``label add`` send the whole experiment back as a patch."""
+    before = world.experiments.get(1).config
     patch = bindings.v1PatchExperiment.from_json(bindings.get_GetExperiment(user, experimentId=1).experiment.to_json())
     patch.description, patch.labels = "new words", ["x", "y", "x"]
     answer = bindings.patch_PatchExperiment(user, body=patch, experiment_id=1)
@@ -142,11 +157,12 @@ def test_the_client_changes_what_it_read(user: Any, cluster: FakeCluster) -> Non
         ["x", "y"],
         "example",
     )
-    change = cluster.calls[-1][1]
-    assert (change.resources, change.gc_policy) == (None, None)
+    kept = ("resources", "checkpoint_storage")
+    after = world.experiments.get(1).config
+    assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
 
 
-def test_resources_and_gc_policy_are_changed_apart(user: Any, cluster: FakeCluster) -> None:
+def test_resources_and_gc_policy_are_changed_apart(user: Any, world: World) -> None:
     resources, storage = bindings.PatchExperimentPatchResources, bindings.PatchExperimentPatchCheckpointStorage
     for sent, expected in (
         (resources(maxSlots=2), {"max_slots": 2}),
@@ -155,13 +171,15 @@ def test_resources_and_gc_policy_are_changed_apart(user: Any, cluster: FakeClust
         (resources(priority=3), {"priority": 3}),
     ):
         bindings.patch_PatchExperiment(user, body=bindings.v1PatchExperiment(id=1, resources=sent), experiment_id=1)
-        assert cluster.calls[-1][1].resources == expected
+        found = world.experiments.get(1).config["resources"]
+        assert {key: found[key] for key in expected} == expected
     policy = storage(saveExperimentBest=0, saveTrialBest=1, saveTrialLatest=2)
     bindings.patch_PatchExperiment(
         user, body=bindings.v1PatchExperiment(id=1, checkpointStorage=policy), experiment_id=1
     )
-    assert cluster.calls[-1][1].gc_policy == GcPolicy(0, 1, 2)
-    assert cluster.calls[-1][1].resources is None
+    found = world.experiments.get(1).config
+    assert policy_of(found) == GcPolicy(0, 1, 2)
+    assert found["resources"]["priority"] == 3
 
 
 @pytest.mark.parametrize(
@@ -176,9 +194,10 @@ def test_resources_and_gc_policy_are_changed_apart(user: Any, cluster: FakeClust
         {"checkpointStorage": {"saveExperimentBest": 1}},
     ],
 )
-def test_a_patch_that_makes_no_sense_is_refused(ask: Ask, cluster: FakeCluster, body: dict[str, Any]) -> None:
+def test_a_patch_that_makes_no_sense_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
+    before = world.experiments.get(1)
     assert ask("PATCH", "/api/v1/experiments/1", user=USER_TOKEN, body=body)[0] == 400
-    assert cluster.calls == []
+    assert world.experiments.get(1) == before
 
 
 def test_single_labels(user: Any) -> None:
@@ -187,40 +206,35 @@ def test_single_labels(user: Any) -> None:
     assert bindings.delete_DeleteExperimentLabel(user, experimentId=1, label="a b").labels == ["c"]
 
 
-def test_an_ended_experiment_is_continued(user: Any, cluster: FakeCluster) -> None:
-    answer = bindings.post_ContinueExperiment(
-        user, body=bindings.v1ContinueExperimentRequest(id=1, overrideConfig="{}\n")
-    )
-    assert answer.experiment.id == 1
-    assert cluster.calls == [("continue", "{}\n")]
+def test_an_ended_experiment_is_continued(user: Any, world: World) -> None:
+    world.exit(1)
+    body = bindings.v1ContinueExperimentRequest(id=1, overrideConfig="hyperparameters: {lr: 0.5}\n")
+    answer = bindings.post_ContinueExperiment(user, body=body)
+    assert (answer.experiment.id, answer.experiment.hyperparameters["lr"]) == (1, 0.5)
+    assert world.states(1) == ("ACTIVE", ["ACTIVE"])
 
 
-def test_the_best_metric_is_404_until_there_is_one(task: Any, cluster: FakeCluster) -> None:
+def test_the_best_metric_is_404_until_there_is_one(task: Any, world: World) -> None:
     with pytest.raises(errors.NotFoundException):
         bindings.get_GetBestSearcherValidationMetric(task, experimentId=1)
-    cluster.best = 0.25
+    world.report(1, "validation", 1, {"validation_loss": 0.25})
     assert bindings.get_GetBestSearcherValidationMetric(task, experimentId=1).metric == 0.25
 
 
-def test_what_a_gc_policy_would_delete_is_shown_in_the_old_words(user: Any, cluster: FakeCluster) -> None:
-    cluster.stored_checkpoints[UUID] = checkpoint(UUID, 1, 1)
-    params = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+def test_what_a_gc_policy_would_delete_is_shown_in_the_old_words(user: Any, world: World) -> None:
+    world.save(UUID)
+    world.save("newer", steps_completed=6)
+    params = {"save_experiment_best": 0, "save_trial_best": 0, "save_trial_latest": 1}
     answer = user.get("experiments/1/preview_gc", params=params).json()
     assert answer["metric_name"] == "validation_loss"
     assert [(each["UUID"], each["StepsCompleted"], each["Resources"]) for each in answer["checkpoints"]] == [
         (UUID, 5, {"state.json": "11"})
     ]
-    assert cluster.calls == [("preview_gc", GcPolicy(0, 1, 1))]
+    assert world.checkpoints.get(UUID).state is CheckpointState.COMPLETED
 
 
-def test_an_experiment_that_ended_has_a_duration(user: Any, cluster: FakeCluster) -> None:
-    cluster.stored_experiments[1] = replace(
-        cluster.stored_experiments[1],
-        ended=1_700_000_060.0,
-        state=ExperimentState.ERROR,
-        shown_state="",
-        best_metric=float("nan"),
-    )
+def test_an_experiment_that_ended_has_a_duration(user: Any, world: World) -> None:
+    world.change_experiment(1, ended=1_700_000_060.0, state=ExperimentState.ERROR)
     found = bindings.get_GetExperiment(user, experimentId=1).experiment
     assert (found.duration, found.state, found.endTime) == (
         60,

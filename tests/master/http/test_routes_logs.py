@@ -6,14 +6,21 @@ import http.client
 import json
 import threading
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import USER_TOKEN, FakeCluster, line
+from tests.master.world import BEGAN, USER_TOKEN, World
 from zero_trial.master.http import Server
+
+
+@pytest.fixture(autouse=True)
+def written(world: World) -> None:
+    world.clock.now = BEGAN + 10
+    world.write(1, "first", {"m": "second", "r": 1, "l": "ERROR"})
+
 
 api = pytest.importorskip("determined.common.api")
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -31,56 +38,49 @@ def test_lines_are_printed_as_they_are(user: Any) -> None:
     ]
 
 
-def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, cluster: FakeCluster) -> None:
-    cluster.lines = [line("[rank=1] hello", rank=1)]
-    assert [each.message for each in api.trial_logs(user, 1)] == ["[2023-11-14T22:13:24.000Z] [rank=1] hello\n"]
+def test_a_rank_that_the_launcher_wrote_is_not_written_twice(user: Any, world: World) -> None:
+    world.write(2, "[rank=1] hello")
+    assert [each.message for each in api.trial_logs(user, 2)] == ["[2023-11-14T22:13:24.000Z] [rank=1] hello\n"]
 
 
-def test_heads_and_tails(user: Any, cluster: FakeCluster) -> None:
-    cluster.lines = [line(str(number)) for number in range(10)]
-    assert [each.log for each in api.trial_logs(user, 1, head=2)] == ["0", "1"]
-    assert [each.log for each in api.trial_logs(user, 1, tail=2)] == ["8", "9"]
+def test_heads_and_tails(user: Any, world: World) -> None:
+    world.write(2, *map(str, range(10)))
+    assert [each.log for each in api.trial_logs(user, 2, head=2)] == ["0", "1"]
+    assert [each.log for each in api.trial_logs(user, 2, tail=2)] == ["8", "9"]
 
 
-def test_what_is_asked_for_reaches_the_cluster(user: Any, cluster: FakeCluster) -> None:
-    list(
-        api.trial_logs(
-            user,
-            1,
-            rank_ids=[0, 1],
-            min_level=bindings.v1LogLevel.ERROR,
-            timestamp_after="2023-11-14T22:13:24Z",
-            timestamp_before="2023-11-14T22:13:25Z",
-            search_text="x",
-        )
+def test_lines_are_chosen_as_asked_for(user: Any, world: World) -> None:
+    wanted = {"m": "[x", "r": 1, "l": "ERROR", "t": BEGAN + 4}
+    others = ({"r": 2}, {"l": "INFO"}, {"t": BEGAN + 3}, {"t": BEGAN + 6}, {"m": "y"})
+    world.write(2, wanted, *({**wanted, "m": f"[x {other}", **other} for other in others))
+    found = api.trial_logs(
+        user,
+        2,
+        rank_ids=[0, 1],
+        min_level=bindings.v1LogLevel.ERROR,
+        timestamp_after="2023-11-14T22:13:24Z",
+        timestamp_before="2023-11-14T22:13:25Z",
+        search_text="[x",
     )
-    query = cluster.calls[-1][1]
-    assert (query.rank_ids, query.levels, query.since, query.until, query.search) == (
-        (0, 1),
-        ("ERROR", "CRITICAL"),
-        1_700_000_004.0,
-        1_700_000_005.0,
-        "x",
-    )
+    assert [each.log for each in found] == ["[x"]
 
 
-def test_filters_that_a_cluster_does_not_know_are_applied_before_the_limit(user: Any, cluster: FakeCluster) -> None:
-    cluster.lines = [
-        line(str(number), stdtype="stderr" if number % 2 else "stdout", source="master" if number > 7 else "task")
-        for number in range(10)
-    ]
+def test_every_filter_is_applied_before_the_limit(user: Any, world: World) -> None:
+    for number in range(10):
+        entry = {"m": str(number), "s": "stderr" if number % 2 else "stdout", "t": BEGAN + number}
+        world.write(2, entry, run_id=0 if number > 7 else 1)
 
     def logs(**asked: Any) -> list[str]:
-        return [each.log for each in api.trial_logs(user, 1, **asked)]
+        return [each.log for each in api.trial_logs(user, 2, **asked)]
 
     assert logs(stdtypes=["stderr"], head=2) == ["1", "3"]
     assert logs(stdtypes=["stderr"], tail=2) == ["7", "9"]
     assert logs(sources=["master"]) == ["8", "9"]
     assert logs(agent_ids=["laptop"], head=1) == ["0"]
     assert logs(agent_ids=["elsewhere"]) == []
-    assert logs(container_ids=["container-1"], head=1) == ["0"]
-    assert logs(container_ids=["container-2"]) == []
-    assert [each.log for each in bindings.get_TrialLogs(user, trialId=1, searchText="[3-5]", enableRegex=True)] == [
+    assert logs(container_ids=["container-2"], head=1) == ["0"]
+    assert logs(container_ids=["container-1"]) == []
+    assert [each.log for each in bindings.get_TrialLogs(user, trialId=2, searchText="[3-5]", enableRegex=True)] == [
         "3",
         "4",
         "5",
@@ -88,10 +88,8 @@ def test_filters_that_a_cluster_does_not_know_are_applied_before_the_limit(user:
 
 
 @pytest.mark.parametrize("of", ["trials/1", "tasks/task-1"])
-def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(
-    ask: Ask, cluster: FakeCluster, of: str
-) -> None:
-    cluster.lines = [line("a" * 10_000 + "!")]
+def test_an_expression_that_backtracks_for_ever_is_matched_in_linear_time(ask: Ask, world: World, of: str) -> None:
+    world.write(1, "a" * 10_000 + "!")
     started = time.monotonic()
     answer = ask("GET", f"/api/v1/{of}/logs?enableRegex=true&searchText=(a%2B)%2B%24", user=USER_TOKEN)
     assert answer == (200, {})
@@ -127,47 +125,52 @@ def test_a_trial_that_is_not_there_has_no_logs(user: Any) -> None:
         list(api.task_logs(user, "task-9"))
 
 
-def test_followed_lines_come_while_more_are_awaited(user: Any, cluster: FakeCluster) -> None:
+def test_followed_lines_come_while_more_are_awaited(user: Any, world: World) -> None:
     lines = iter(api.trial_logs(user, 1, follow=True))
     assert [next(lines).log, next(lines).log] == ["first", "second"]
-    cluster.log_ended.set()
-    assert [each.log for each in lines] == ["the last line"]
+    world.exit(1)
+    assert [each.log for each in lines] == ["run 1 ended with exit code 0"]
 
 
-def test_who_stops_reading_is_noticed_although_no_line_comes(server: Server, cluster: FakeCluster) -> None:
+def test_who_stops_reading_is_noticed_although_no_line_comes(
+    server: Server, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = threading.Event()
+    read = world.trials.logs
+
+    def watched(*asked: Any) -> Iterator[Any]:
+        try:
+            yield from read(*asked)
+        finally:
+            closed.set()
+
+    monkeypatch.setattr(world.trials, "logs", watched)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("GET", "/api/v1/trials/1/logs?follow=true", headers={"Authorization": f"Bearer {USER_TOKEN}"})
     answer = connection.getresponse()
     assert json.loads(answer.readline())["result"]["log"] == "first"
     answer.close()
     connection.close()
-    beats, deadline = cluster.log_beats, threading.Event()
-    for _ in range(100):
-        deadline.wait(0.05)
-        if cluster.log_beats == beats:
-            break
-        beats = cluster.log_beats
-    assert cluster.log_beats == beats, "the lines are still being read for nobody"
+    assert closed.wait(10), "the lines are still being read for nobody"
 
 
-def test_followers_take_only_part_of_the_connections(cluster: FakeCluster) -> None:
-    with Server(cluster, connections=4) as server:
+def test_followers_take_only_part_of_the_connections(world: World) -> None:
+    with Server(world, connections=4) as server:
         session = api.Session(server.url, "determined", USER_TOKEN, None, max_retries=0)
         following = [iter(api.trial_logs(session, 1, follow=True)) for _ in range(3)]
         for lines in following:
             next(lines)
         with pytest.raises(api.errors.APIException, match="too many logs are being followed"):
             next(iter(api.trial_logs(session, 1, follow=True)))
-        cluster.log_ended.set()
+        world.exit(1)
         for lines in following:
-            assert [each.log for each in lines][-1] == "the last line"
+            assert [each.log for each in lines][-1] == "run 1 ended with exit code 0"
         assert next(iter(api.trial_logs(session, 1, follow=True))).log == "first"
 
 
-def test_the_masters_own_log(user: Any, cluster: FakeCluster, tmp_path: Path) -> None:
+def test_the_masters_own_log(user: Any, world: World) -> None:
     assert list(bindings.get_MasterLogs(user)) == []
-    cluster.log = tmp_path / "master.log"
-    cluster.log.write_text(
+    world.directory.log.write_text(
         "no entry\n2026-01-31T12:00:00.000Z INFO up\n2026-01-31T12:00:01.000Z ERROR a fault\nTraceback\n  there\n2026-01-31T12:00:02.000Z INFO on\n"
     )
     entries = [each.logEntry for each in bindings.get_MasterLogs(user)]

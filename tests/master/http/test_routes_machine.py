@@ -7,27 +7,28 @@ from typing import Any
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import USER_TOKEN, FakeCluster
+from tests.master.world import USER_TOKEN, World
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
 
 
-def test_who_the_master_is(ask: Ask, user: Any) -> None:
+def test_who_the_master_is(ask: Ask, user: Any, world: World) -> None:
     status, answer = ask("GET", "/info")
     assert (status, answer["version"], answer["telemetry"]) == (200, "0.38.1", {"enabled": False})
     found = bindings.get_GetMaster(user)
-    assert (found.version, found.clusterName, found.rbacEnabled) == ("0.38.1", "here", False)
+    assert (found.version, found.clusterName, found.rbacEnabled) == ("0.38.1", world.machine.info().cluster_name, False)
     assert bindings.get_GetMasterConfig(user).config["resource_pools"] == [
-        {"pool_name": "default", "description": "this machine"}
+        {"pool_name": "default", "description": "the slots of this machine"}
     ]
 
 
-def test_agents_and_slots_with_who_holds_them(user: Any) -> None:
+def test_agents_and_slots_with_who_holds_them(user: Any, world: World) -> None:
     (agent,) = bindings.get_GetAgents(user).agents
     assert (agent.id, sorted(agent.slots), agent.resourcePools) == ("laptop", ["0", "1"], ["default"])
     assert agent.slots["0"].container.id == "container-1"
-    assert agent.slots["1"].container is None
+    world.exit(2)
+    assert bindings.get_GetSlot(user, agentId="laptop", slotId="1").slot.container is None
     assert agent.slots["0"].device.type is bindings.devicev1Type.CPU
     assert bindings.get_GetAgent(user, agentId="laptop").agent.id == "laptop"
     assert len(bindings.get_GetSlots(user, agentId="laptop").slots) == 2
@@ -37,7 +38,7 @@ def test_agents_and_slots_with_who_holds_them(user: Any) -> None:
             user.get(path)
 
 
-def test_slots_are_switched_off_and_on(user: Any, cluster: FakeCluster) -> None:
+def test_slots_are_switched_off_and_on(user: Any, world: World) -> None:
     body = bindings.v1DisableSlotRequest(agentId="laptop", slotId="1", drain=False)
     assert bindings.post_DisableSlot(user, agentId="laptop", slotId="1", body=body).slot.enabled is False
     assert bindings.post_EnableSlot(user, agentId="laptop", slotId="1").slot.enabled is True
@@ -51,7 +52,7 @@ def test_the_one_pool(user: Any) -> None:
     assert (pool.name, pool.slotsAvailable, pool.slotsUsed, pool.schedulerType) == (
         "default",
         2,
-        1,
+        2,
         bindings.v1SchedulerType.PRIORITY,
     )
     assert pool.defaultComputePool is True
@@ -61,34 +62,39 @@ def test_the_one_pool(user: Any) -> None:
 
 
 def test_the_queue(user: Any) -> None:
-    (job,) = bindings.get_GetJobsV2(user, resourcePool=None, offset=0, limit=100, orderBy=bindings.v1OrderBy.ASC).jobs
+    job, _ = bindings.get_GetJobsV2(user, resourcePool=None, offset=0, limit=100, orderBy=bindings.v1OrderBy.ASC).jobs
     assert (job.full.jobId, job.full.entityId, job.full.priority, job.full.allocatedSlots) == ("job-1", "1", 42, 1)
     assert job.full.summary.state is bindings.jobv1State.SCHEDULED
-    assert [each.jobId for each in bindings.get_GetJobs(user, resourcePool="default").jobs] == ["job-1"]
+    assert [each.jobId for each in bindings.get_GetJobs(user, resourcePool="default").jobs] == ["job-1", "job-2"]
     with pytest.raises(errors.NotFoundException):
         bindings.get_GetJobsV2(user, resourcePool="other")
 
 
-def test_priorities_are_changed_through_the_queue(user: Any, cluster: FakeCluster) -> None:
+def test_priorities_are_changed_through_the_queue(user: Any, world: World) -> None:
     def update(**control: Any) -> None:
         body = bindings.v1UpdateJobQueueRequest(updates=[bindings.v1QueueControl(jobId="job-1", **control)])
         bindings.post_UpdateJobQueue(user, body=body)
 
+    def resources() -> tuple[int, float]:
+        job = next(job for job in world.machine.jobs() if job.id == "job-1")
+        return job.priority, job.weight
+
     update(priority=7)
     update(weight=2.5)
-    assert [call[1].resources for call in cluster.calls] == [{"priority": 7}, {"weight": 2.5}]
+    assert resources() == (7, 2.5)
     for control in ({"aheadOf": "job-2"}, {"resourcePool": "other"}):
         with pytest.raises(errors.APIException) as caught:
             update(**control)
         assert caught.value.status_code == 501
-    assert len(cluster.calls) == 2
+    assert resources() == (7, 2.5)
 
 
-def test_an_update_with_one_wrong_job_changes_none(ask: Ask, cluster: FakeCluster) -> None:
+def test_an_update_with_one_wrong_job_changes_none(ask: Ask, world: World) -> None:
+    before = world.machine.jobs()
     updates = [{"jobId": "job-1", "priority": 1}, {"jobId": "job-9", "priority": 1}]
     assert ask("POST", "/api/v1/job-queues", user=USER_TOKEN, body={"updates": updates})[0] == 404
     assert ask("POST", "/api/v1/job-queues", user=USER_TOKEN, body={"updates": "x"})[0] == 400
-    assert cluster.calls == []
+    assert world.machine.jobs() == before
 
 
 def test_the_one_workspace_and_its_one_project(user: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import TASK_TOKEN, FakeCluster, trial
-from zero_trial.master.records import MetricReport
+from tests.master.world import TASK_TOKEN, UUID, World
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
@@ -30,7 +29,7 @@ def send(session: Any, group: str, metrics: Any) -> None:
     bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=metrics.trialId)
 
 
-def test_a_report_reaches_the_cluster_as_it_was_meant(task: Any, cluster: FakeCluster) -> None:
+def test_a_report_is_stored_as_it_was_meant(task: Any, world: World) -> None:
     send(task, "training", report())
     send(
         task,
@@ -41,7 +40,7 @@ def test_a_report_reaches_the_cluster_as_it_was_meant(task: Any, cluster: FakeCl
             metrics=bindings.v1Metrics(avgMetrics={"laptop": {"util": 50.0}}),
         ),
     )
-    first, second = cluster.reports
+    second, first = sorted(world.trials.metrics(1), key=lambda each: each.group)
     assert (first.group, first.steps_completed, first.metrics, first.batch_metrics) == (
         "training",
         5,
@@ -56,10 +55,10 @@ def test_a_report_reaches_the_cluster_as_it_was_meant(task: Any, cluster: FakeCl
     )
 
 
-def test_a_report_of_a_run_that_is_over_is_refused(task: Any, cluster: FakeCluster) -> None:
-    with pytest.raises(errors.APIException, match="the run is over"):
+def test_a_report_of_a_run_that_is_over_is_refused(task: Any, world: World) -> None:
+    with pytest.raises(errors.APIException, match="not the trial's newest"):
         send(task, "training", report(trialRunId=2))
-    assert cluster.reports == []
+    assert world.trials.metrics(1) == []
 
 
 @pytest.mark.parametrize(
@@ -83,12 +82,12 @@ def test_a_report_of_a_run_that_is_over_is_refused(task: Any, cluster: FakeClust
         },
     ],
 )
-def test_a_report_that_is_none_is_refused(ask: Ask, cluster: FakeCluster, body: dict[str, Any]) -> None:
+def test_a_report_that_is_none_is_refused(ask: Ask, world: World, body: dict[str, Any]) -> None:
     assert ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body=body)[0] == 400
-    assert cluster.reports == []
+    assert world.trials.metrics(1) == []
 
 
-def test_the_rest_that_the_harness_reports(task: Any, cluster: FakeCluster) -> None:
+def test_the_rest_that_the_harness_reports(task: Any, world: World) -> None:
     task.post("/api/v1/trials/1/progress", json={"progress": 0.5, "is_raw": True})
     task.post("/api/v1/trials/1/runner/metadata", json={"state": "training"})
     task.post("/api/v1/trials/1/early_exit", json={"reason": "EXITED_REASON_INVALID_HP"})
@@ -96,40 +95,35 @@ def test_the_rest_that_the_harness_reports(task: Any, cluster: FakeCluster) -> N
         task, body=bindings.v1RunPrepareForReportingRequest(runId=1, checkpointStorage=None)
     )
     assert started.storageId is None
-    assert cluster.calls == [
-        ("progress", 0.5, True),
-        ("runner", "training"),
-        ("early_exit", "EXITED_REASON_INVALID_HP"),
-        ("start_run", 1),
-    ]
+    found = world.trials.get(1)
+    assert (found.progress, found.runner_state) == (0.5, "training")
+    world.exit(1, code=1)
+    assert (world.state_of(1), world.trials.get(1).reason) == ("ERROR", "the trial ended itself: INVALID_HP")
 
 
-def test_what_a_trial_says_of_itself_is_kept(task: Any, user: Any, cluster: FakeCluster) -> None:
+def test_what_a_trial_says_of_itself_is_kept(task: Any, user: Any, world: World) -> None:
     body = bindings.v1PostRunMetadataRequest(metadata={"dataset": {"rows": 3}}, runId=1)
     assert bindings.post_PostRunMetadata(task, body=body, runId=1).metadata == {"dataset": {"rows": 3}}
     assert bindings.get_GetRunMetadata(user, runId=1).metadata == {"dataset": {"rows": 3}}
 
 
-def test_one_trial(task: Any, user: Any, cluster: FakeCluster) -> None:
-    newest = MetricReport(1, 1, "validation", 7, {"validation_loss": 0.5}, reported=1_700_000_009.0)
-    summary = {
-        "training": {"loss": {"last": 0.2}},
-        "validation": {"validation_loss": {"last": 0.5}},
-        "cpu": {"util": {"last": 1}},
-    }
-    cluster.stored_trials[1] = trial(
-        1, 1, latest_validation=newest, best_validation=newest, summary_metrics=summary, steps_completed=7
-    )
+def test_one_trial(task: Any, user: Any, world: World) -> None:
+    for group, values in (("training", {"loss": 0.2}), ("validation", {"validation_loss": 0.5}), ("cpu", {"util": 1})):
+        world.report(1, group, 7, values)
+    world.change_trial(1, steps_completed=7)
     assert task.get("/api/v1/trials/1").json()["trial"]["latestValidation"]["totalBatches"] == 7
     found = bindings.get_GetTrial(user, trialId=1).trial
     assert (found.state, found.totalBatchesProcessed, found.taskId) == (bindings.trialv1State.RUNNING, 7, "task-1")
     assert found.bestValidation.metrics.avgMetrics == {"validation_loss": 0.5}
     assert set(found.summaryMetrics) == {"avg_metrics", "validation_metrics", "cpu"}
-    with pytest.raises(errors.NotFoundException, match="there is no trial 9"):
+    with pytest.raises(errors.NotFoundException, match="trial 9 not found"):
         bindings.get_GetTrial(user, trialId=9)
 
 
-def test_the_history_of_a_trial_and_parts_of_it(user: Any) -> None:
+def test_the_history_of_a_trial_and_parts_of_it(user: Any, world: World) -> None:
+    world.report(1, "training", 5, {"loss": "NaN"})
+    world.report(1, "validation", 5, {"validation_loss": 0.5})
+    world.save(UUID)
     option = bindings.GetTrialWorkloadsRequestFilterOption
 
     def kinds(**asked: Any) -> list[str]:
@@ -150,16 +144,16 @@ def test_the_history_of_a_trial_and_parts_of_it(user: Any) -> None:
     assert (training.totalBatches, training.metrics.avgMetrics) == (5, {"loss": "NaN"})
 
 
-def test_reports_are_streamed(user: Any, task: Any, cluster: FakeCluster) -> None:
+def test_reports_are_streamed(user: Any, task: Any, world: World) -> None:
     for step in range(2500):
-        cluster.reports.append(MetricReport(1, 1, "training", step, {"loss": 1.0}, reported=1_700_000_000.0, id=step))
-    cluster.reports.append(MetricReport(2, 1, "validation", 1, {"loss": 1.0}, reported=1_700_000_000.0))
+        world.report(1, "training", step, {"loss": 1.0})
+    world.report(2, "validation", 1, {"loss": 1.0})
     pages = list(bindings.get_GetTrainingMetrics(user, trialIds=[1, 2]))
     assert [report.totalBatches for page in pages for report in page.metrics] == list(range(2500))
     assert [page.metrics[0].trialId for page in bindings.get_GetValidationMetrics(user, trialIds=[1, 2])] == [2]
     assert sum(len(page.metrics) for page in bindings.get_GetMetrics(task, trialIds=[1], group="training")) == 2500
 
 
-def test_a_trial_is_killed_by_users(user: Any, cluster: FakeCluster) -> None:
+def test_a_trial_is_killed_by_users(user: Any, world: World) -> None:
     user.post("/api/v1/trials/1/kill")
-    assert cluster.calls == [("kill_trial", 1)]
+    assert world.agent.killed == ["task-1.1"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.http.fake_cluster import USER_TOKEN, FakeCluster
+from tests.master.world import USER_TOKEN, World
 from zero_trial.master import auth
 from zero_trial.master.http import Server
 
@@ -21,12 +21,13 @@ PASSWORD = "Correct1horse"
 
 
 @pytest.fixture
-def known(cluster: FakeCluster) -> FakeCluster:
-    cluster.stored_users[1] = replace(cluster.stored_users[1], password=auth.store_password(auth.client_hash(PASSWORD)))
-    return cluster
+def known(world: World) -> World:
+    user = world.accounts.users()[0]
+    world.accounts.put_user(replace(user, password=auth.store_password(auth.client_hash(PASSWORD))))
+    return world
 
 
-def test_the_genuine_client_logs_in_and_out(server: Server, known: FakeCluster) -> None:
+def test_the_genuine_client_logs_in_and_out(server: Server, known: World) -> None:
     session = authentication.login(server.url, "determined", PASSWORD)
     assert bindings.get_GetMe(session).user.username == bindings.get_CurrentUser(session).user.username == "determined"
     bindings.post_Logout(session)
@@ -38,13 +39,13 @@ def test_the_genuine_client_logs_in_and_out(server: Server, known: FakeCluster) 
     ("name", "password"), [("determined", "wrong"), ("determined", ""), ("nobody", PASSWORD), ("' OR '1'='1", PASSWORD)]
 )
 def test_a_wrong_login_is_refused_in_the_words_that_clients_know(
-    server: Server, known: FakeCluster, name: str, password: str
+    server: Server, known: World, name: str, password: str
 ) -> None:
     with pytest.raises(errors.ForbiddenException, match=r"Forbidden\(invalid credentials\)$"):
         authentication.login(server.url, name, password)
 
 
-def test_a_plain_password_is_understood_too(ask: Ask, known: FakeCluster) -> None:
+def test_a_plain_password_is_understood_too(ask: Ask, known: World) -> None:
     status, answer = ask("POST", "/api/v1/auth/login", body={"username": "determined", "password": PASSWORD})
     assert status == 200
     assert answer["user"] == {
@@ -112,9 +113,9 @@ def test_who_is_no_administrator_changes_only_himself_and_only_a_little(user: An
         ({"user": 7}, 400),
     ],
 )
-def test_accounts_that_cannot_be(ask: Ask, cluster: FakeCluster, body: dict[str, Any], status: int) -> None:
+def test_accounts_that_cannot_be(ask: Ask, world: World, body: dict[str, Any], status: int) -> None:
     assert ask("POST", "/api/v1/users", user=USER_TOKEN, body=body)[0] == status
-    assert len(cluster.stored_users) == 1
+    assert len(world.accounts.users()) == 1
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,10 @@ def test_accounts_that_cannot_be(ask: Ask, cluster: FakeCluster, body: dict[str,
         ({"agentUserGroup": {"agentUid": 0}}, 501),
     ],
 )
-def test_an_administrator_does_not_lock_himself_out(
-    ask: Ask, cluster: FakeCluster, body: dict[str, Any], status: int
-) -> None:
-    before = cluster.stored_users[1]
+def test_an_administrator_does_not_lock_himself_out(ask: Ask, world: World, body: dict[str, Any], status: int) -> None:
+    before = world.accounts.users()
     assert ask("PATCH", "/api/v1/users/1", user=USER_TOKEN, body=body)[0] == status
-    assert cluster.stored_users[1] == before
+    assert world.accounts.users() == before
 
 
 def test_a_user_who_is_not_there(user: Any) -> None:

@@ -16,7 +16,7 @@ from zero_trial.master.http.server import HttpServer, Timeouts
 
 @contextlib.contextmanager
 def serving(handler: object = lambda head, read_body: Response(), limit: int = 4) -> Iterator[HttpServer]:
-    with HttpServer(limit=limit, patience=Timeouts(linger=0.1)) as server:
+    with HttpServer(limit=limit, timeouts=Timeouts(linger=0.1)) as server:
         server.start(handler)  # type: ignore[arg-type]
         yield server
 

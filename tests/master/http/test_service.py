@@ -8,24 +8,24 @@ import threading
 
 import pytest
 
-from tests.master.http.fake_cluster import FakeCluster
+from tests.master.world import World
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.http import Server
 from zero_trial.master.http.server import Timeouts
 
 
-def test_it_listens_until_its_block_ends() -> None:
-    with Server(FakeCluster()) as server:
+def test_it_listens_until_its_block_ends(world: World) -> None:
+    with Server(world) as server:
         assert server.url == f"http://127.0.0.1:{server.port}"
         socket.create_connection(("127.0.0.1", server.port), timeout=10).close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", server.port), timeout=10)
 
 
-def test_whatever_is_sent_the_server_lives() -> None:
+def test_whatever_is_sent_the_server_lives(world: World) -> None:
     """Noise, halves of requests, and requests with noise in them, on connections that are dropped at once."""
     noise = random.Random(7)
-    with Server(FakeCluster(), patience=Timeouts(linger=0.05, head=0.2, first=0.2)) as server:
+    with Server(world, timeouts=Timeouts(linger=0.05, head=0.2, first=0.2)) as server:
         good = f"GET /info HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode()
         for _ in range(100):
             text = bytearray(good)
@@ -46,10 +46,9 @@ def test_whatever_is_sent_the_server_lives() -> None:
             assert sock.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_many_clients_at_once_are_all_answered() -> None:
-    cluster = FakeCluster()
+def test_many_clients_at_once_are_all_answered(world: World) -> None:
     answers: list[bytes] = []
-    with Server(cluster) as server:
+    with Server(world) as server:
         request = f"GET /info HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n".encode()
 
         def ask() -> None:
@@ -66,6 +65,6 @@ def test_many_clients_at_once_are_all_answered() -> None:
     assert answers == [b"HTTP/1.1 200 OK"] * 200
 
 
-def test_two_on_one_port_are_refused() -> None:
-    with Server(FakeCluster()) as server, pytest.raises(ZeroTrialError, match="Choose another port"):
-        Server(FakeCluster(), port=server.port)
+def test_two_on_one_port_are_refused(world: World) -> None:
+    with Server(world) as server, pytest.raises(ZeroTrialError, match="Choose another port"):
+        Server(world, port=server.port)

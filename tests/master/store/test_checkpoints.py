@@ -29,12 +29,12 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert newest is not None and newest.uuid == "late"  # a run that went back wrote it last
         found = checkpoints.get(connection, "one")
         assert found is not None and found.searcher_metric == 0.5 and found.validation_metrics == {"val": 0.5}
-        checkpoints.doom(connection, ["late", "nobody"])
-        assert [item.uuid for item in checkpoints.doomed(connection)] == ["late"]
+        checkpoints.mark_deleted(connection, ["late", "nobody"])
+        assert [item.uuid for item in checkpoints.marked_deleted(connection)] == ["late"]
         newest = checkpoints.latest(connection, trial)
         assert newest is not None and newest.uuid == "two"
         checkpoints.change(connection, "late", state=CheckpointState.DELETED, doomed=0)
-        checkpoints.doom(connection, ["late"])
-        assert checkpoints.doomed(connection) == []
+        checkpoints.mark_deleted(connection, ["late"])
+        assert checkpoints.marked_deleted(connection) == []
         assert checkpoints.get(connection, "nobody") is None
     database.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zero_trial.master.records import TrialState
 from zero_trial.master.store import Database
-from zero_trial.master.store.values import dumps, insert, loads, plain, update
+from zero_trial.master.store.database import dumps, insert, loads, plain, update
 
 
 def test_json_there_and_back() -> None:

@@ -1,7 +1,7 @@
-"""Starts, watches and ends the shepherds of allocations; whatever it does it can do again after a restart of the master.
+"""Starts, watches and ends the supervisors of allocations; every step can be repeated after a restart of the master.
 
 Nothing here knows about trials. ``start`` and ``kill`` return at once: one thread does the work in the order in which it was asked, another
-looks for ends.
+thread looks for allocations that have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import logs
-from zero_trial.master.agent import lease, processes, scratch, storage
+from zero_trial.master.agent import lease, processes, storage
 from zero_trial.master.agent.environment import MARK, Ports, StartOrder, environment, free_ports
 from zero_trial.master.directory import MasterDirectory
 
@@ -32,28 +32,31 @@ GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL of a trial's processes."""
 
 WATCH_SECONDS = 0.1
-_STUCK_SECONDS = 15.0  # after the grace, until a shepherd that does not end is ended itself
+_STUCK_SECONDS = 15.0  # after the grace, until a supervisor that does not end is killed itself
 KILLED = 128 + signal.SIGKILL
 
 
 class LeaseState(Enum):
-    """What is there of an allocation when a master comes back."""
+    """What a master that comes back finds of an allocation."""
 
-    NOTHING = "nothing"  # it was never started
-    THERE = "there"  # it runs, or has ended: the watch will say
+    NONE = "none"  # it was never started
+    RUNNING = "running"  # it runs, or has ended unseen: the watch will find out
 
 
 class AgentApi(Protocol):
-    """What the core needs of an agent. ``on_started`` and ``on_exited`` are called from any thread, once for each allocation."""
+    """What the core needs of an agent."""
+
+    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, lease.Exit], None]) -> None:
+        """Begin to work. The callbacks are called from any thread, once for each allocation."""
 
     def start(self, order: StartOrder) -> None:
-        """Start an allocation, later; it may have been started by a master before us, then nothing happens."""
+        """Start an allocation, later. Nothing happens if an earlier master has started it."""
 
     def kill(self, allocation_id: str) -> None:
         """End all processes of an allocation, later."""
 
     def adopt(self, allocation_id: str) -> LeaseState:
-        """Watch an allocation that a master before us may have started."""
+        """Watch an allocation that an earlier master may have started."""
 
     def close(self) -> None:
         """Stop watching; what runs goes on."""
@@ -61,10 +64,10 @@ class AgentApi(Protocol):
 
 @dataclass
 class _Watched:
-    """An allocation whose end we wait for."""
+    """An allocation whose end is awaited."""
 
-    child: subprocess.Popen[bytes] | None = None  # if we are its parent
-    kill_after: float | None = None  # when its shepherd itself is ended, monotonic
+    child: subprocess.Popen[bytes] | None = None  # if this process is its parent
+    kill_after: float | None = None  # when its supervisor itself is killed, monotonic
     ports: Ports | None = None
 
 
@@ -73,18 +76,14 @@ class Agent:
 
     def __init__(
         self,
-        home: MasterDirectory,
+        directory: MasterDirectory,
         *,
-        on_started: Callable[[str], None],
-        on_exited: Callable[[str, lease.Exit], None],
         on_error: Callable[[str], None] = lambda message: None,
         python: str = sys.executable,
         grace: float = GRACE_SECONDS,
         host_env: Mapping[str, str],
     ) -> None:
-        self._home = home
-        self._on_started = on_started
-        self._on_exited = on_exited
+        self._directory = directory
         self._on_error = on_error
         self._python = python
         self._grace = grace
@@ -93,30 +92,34 @@ class Agent:
         self._watched: dict[str, _Watched] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, lease.Exit], None]) -> None:
+        """Begin to work, in two threads. The callbacks are called from the watching one, once for each allocation."""
         self._threads = [
             threading.Thread(target=self._do_work, name="agent-work", daemon=True),
-            threading.Thread(target=self._watch, name="agent-watch", daemon=True),
+            threading.Thread(target=self._watch, args=(on_started, on_exited), name="agent-watch", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
     def start(self, order: StartOrder) -> None:
-        """See Workers."""
+        """Start an allocation, later. Nothing happens if an earlier master has started it."""
         with self._lock:
             self._watched.setdefault(order.allocation.id, _Watched())
         self._work.put(lambda: self._start(order))
 
     def kill(self, allocation_id: str) -> None:
-        """See Workers."""
+        """End all processes of an allocation, later."""
         self._work.put(lambda: self._kill(allocation_id))
 
     def adopt(self, allocation_id: str) -> LeaseState:
-        """See Workers."""
-        if not lease.claimed(self._home.allocation(allocation_id)):
-            return LeaseState.NOTHING
+        """Watch an allocation that an earlier master may have started."""
+        if not lease.exists(self._directory.allocation(allocation_id)):
+            return LeaseState.NONE
         with self._lock:
             self._watched.setdefault(allocation_id, _Watched())
-        return LeaseState.THERE
+        return LeaseState.RUNNING
 
     def close(self) -> None:
         """Stop watching; what runs goes on."""
@@ -129,20 +132,20 @@ class Agent:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception as error:  # one allocation's trouble (a full disk) must not end the work for all others
+            except Exception as error:  # a fault of one allocation (a full disk) must not end the work for all others
                 self._on_error(f"an order could not be carried out: {type(error).__name__}: {error}")
 
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
-        folder = self._home.allocation(name)
-        if lease.claimed(folder):  # killed before it began, or begun by a master before us
+        folder = self._directory.allocation(name)
+        if lease.exists(folder):  # killed before it began, or begun by an earlier master
             return
         try:
             self._spawn(order, folder)
         except (OSError, ValueError, ZeroTrialError) as error:  # ValueError: a path with a NUL in it
-            log = logs.path_of(self._home.trial_logs(order.allocation.trial_id), order.allocation.run_id)
+            log = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
             logs.append(log, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
-            if lease.claim(folder, None):
+            if lease.acquire(folder, None):
                 lease.record_exit(folder, lease.Exit(127, time.time(), why=f"it could not be started: {error}"))
 
     def _spawn(self, order: StartOrder, folder: Path) -> None:
@@ -153,10 +156,10 @@ class Agent:
         with self._lock:
             avoid = {port for other in self._watched.values() if other.ports for port in other.ports.taken()}
         ports = free_ports(avoid)
-        host = {**self._host_env, "TMPDIR": str(scratch.make(folder, self._host_env))}
+        host = {**self._host_env, "TMPDIR": str(storage.make_scratch(folder, self._host_env))}
         env = environment(order, ports, run_root, host, self._python)
-        log = logs.path_of(self._home.trial_logs(order.allocation.trial_id), order.allocation.run_id)
-        told = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(log), "grace": self._grace}
+        log = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
+        run = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(log), "grace": self._grace}
         with (folder / "shepherd.log").open("ab") as errors:
             child = subprocess.Popen(
                 [self._python, "-m", "zero_trial.master.shepherd", str(folder)],
@@ -170,12 +173,12 @@ class Agent:
         with self._lock:
             watched = self._watched.setdefault(order.allocation.id, _Watched())
             watched.child, watched.ports = child, ports
-        _tell(child, told)
+        _send(child, run)
 
     def _kill(self, allocation_id: str) -> None:
-        folder = self._home.allocation(allocation_id)
+        folder = self._directory.allocation(allocation_id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if lease.claim(folder, None):  # its shepherd has not begun, and now never will
+        if lease.acquire(folder, None):  # its supervisor has not begun, and now never will
             lease.record_exit(folder, lease.Exit(KILLED, time.time(), killed=True, why="it was ended before it began"))
             return
         identity = lease.owner(folder)
@@ -186,36 +189,43 @@ class Agent:
             if watched is not None and watched.kill_after is None:
                 watched.kill_after = time.monotonic() + self._grace + _STUCK_SECONDS
 
-    def _watch(self) -> None:
+    def _watch(self, on_started: Callable[[str], None], on_exited: Callable[[str, lease.Exit], None]) -> None:
         started: set[str] = set()
-        told: set[str] = set()  # troubles, each once: they come again with every look
+        reported: set[str] = set()  # faults, each once: they come again with every look
         while not self._closed.wait(WATCH_SECONDS):
             with self._lock:
                 watched = dict(self._watched)
             for name, entry in watched.items():
                 try:
-                    self._look(name, entry, started)
-                except Exception as error:  # one allocation's trouble must not end the watch over the others
-                    trouble = f"allocation {name}: {type(error).__name__}: {error}"
-                    if trouble not in told:
-                        told.add(trouble)
-                        self._on_error(trouble)
+                    self._look(name, entry, started, on_started, on_exited)
+                except Exception as error:  # a fault of one allocation must not end the watch over the others
+                    fault = f"allocation {name}: {type(error).__name__}: {error}"
+                    if fault not in reported:
+                        reported.add(fault)
+                        self._on_error(fault)
 
-    def _look(self, name: str, entry: _Watched, started: set[str]) -> None:
-        folder = self._home.allocation(name)
+    def _look(
+        self,
+        name: str,
+        entry: _Watched,
+        started: set[str],
+        on_started: Callable[[str], None],
+        on_exited: Callable[[str, lease.Exit], None],
+    ) -> None:
+        folder = self._directory.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
         identity = lease.owner(folder)
         if identity is not None and name not in started:
             started.add(name)
-            self._on_started(name)
+            on_started(name)
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
         ended = self._ended(folder, identity, entry)
         if ended is None:
             return
         processes.sweep(MARK, name)
-        self._on_exited(name, ended)  # if this fails we come again: nobody else would tell
+        on_exited(name, ended)  # if this fails the next look repeats it
         with self._lock:
             self._watched.pop(name, None)
         started.discard(name)
@@ -224,7 +234,7 @@ class Agent:
     def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> lease.Exit | None:
         alive = (
             identity is not None and identity.alive
-        )  # before the exit is read: it is written before the shepherd ends
+        )  # before the exit is read: it is written before the supervisor ends
         ended = lease.exit_of(folder)
         if ended is not None:
             return None if alive else ended
@@ -233,18 +243,18 @@ class Agent:
         if identity is not None and identity.before_boot:
             return lease.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
-            return lease.Exit(KILLED, time.time(), why="its shepherd is gone")
-        if lease.claimed(folder):  # made void by a master that was killed before it could say so
+            return lease.Exit(KILLED, time.time(), why="its supervisor is gone")
+        if lease.exists(folder):  # made void by a master that was killed before it could record the exit
             return lease.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
-        if entry.child is not None and entry.child.returncode is not None and lease.claim(folder, None):
-            return lease.Exit(127, time.time(), why=f"its shepherd could not begin, see {folder / 'shepherd.log'}")
+        if entry.child is not None and entry.child.returncode is not None and lease.acquire(folder, None):
+            return lease.Exit(127, time.time(), why=f"its supervisor could not begin, see {folder / 'shepherd.log'}")
         return None
 
     def _tidy(self, folder: Path) -> None:
-        """Remove copies of the context and what a shepherd that was killed could not remove."""
+        """Remove copies of the context and what a killed supervisor could not remove."""
         for path in (folder / "work", folder / "root"):
             shutil.rmtree(path, ignore_errors=True)
-        scratch.remove(folder)
+        storage.remove_scratch(folder)
 
 
 def steps(has_hook: bool) -> list[str]:
@@ -267,9 +277,9 @@ def with_package(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
-def end_all(home: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
-    """End every allocation below a root without a master: shepherds first, then whoever is left; returns those that were there."""
-    owners = {path.name: lease.owner(path) for path in home.allocations.glob("*") if lease.exit_of(path) is None}
+def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
+    """End every allocation below a root without a master: supervisors first, then what is left of them. Returns those that ran."""
+    owners = {path.name: lease.owner(path) for path in directory.allocations.glob("*") if lease.exit_of(path) is None}
     alive = {name: identity for name, identity in owners.items() if identity is not None and identity.alive}
     for identity in alive.values():
         identity.send(signal.SIGTERM)
@@ -283,10 +293,10 @@ def end_all(home: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
     return list(alive)
 
 
-def _tell(child: subprocess.Popen[bytes], order: Mapping[str, Any]) -> None:
-    """Hand the order to a shepherd; through a pipe, because it holds a token."""
+def _send(child: subprocess.Popen[bytes], order: Mapping[str, Any]) -> None:
+    """Send the order to a supervisor; through a pipe, because it holds a token."""
     if child.stdin is None:
-        raise OSError("a shepherd without a stdin")
+        raise OSError("a supervisor without a stdin")
     try:
         child.stdin.write(json.dumps(order).encode())
         child.stdin.close()

@@ -40,7 +40,6 @@ class StartOrder:
 GAP = 16
 """Between the two ports of the training processes, as the harness has it: both are moved by the lowest slot."""
 
-
 _TRIES = 200
 
 
@@ -95,10 +94,8 @@ def _is_free(port: int) -> bool:
 MARK = "DET_ALLOCATION_ID"
 """The variable by which processes of an allocation are found when their shepherd is gone."""
 
-
 LARGEST = 32 * 4096
 """Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process (MAX_ARG_STRLEN)."""
-
 
 ALLOWED = (
     "HOME",
@@ -113,8 +110,6 @@ ALLOWED = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
 )
-
-
 ALLOWED_STARTS = (
     "LC_",
     "CUDA_",
@@ -130,10 +125,7 @@ ALLOWED_STARTS = (
     "SSL_",
     "CONDA_",
 )
-
-
 NEVER = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # set by slot
-
 
 RELOCATION = Path(__file__).parents[1] / "relocation"
 """The folder whose ``sitecustomize`` moves the harness's absolute paths; first on PYTHONPATH."""

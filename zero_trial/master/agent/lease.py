@@ -1,4 +1,7 @@
-"""Who runs an allocation: one file that can be made once, so that it is run at most once and found again by the next master."""
+"""The lease of an allocation: a file that can be created only once.
+
+So the allocation runs at most once, and the next master finds its supervisor.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ EXIT = "exit.json"
 
 @dataclass(frozen=True)
 class Exit:
-    """How an allocation ended. ``killed``: by us."""
+    """How an allocation ended. ``killed``: because it was asked to end."""
 
     code: int
     time: float
@@ -27,12 +30,12 @@ class Exit:
     why: str = ""
 
 
-def claim(folder: Path, identity: Identity | None) -> bool:
-    """Make the allocation ours; False if somebody was first. ``None`` makes it nobody's: it will never run."""
+def acquire(folder: Path, identity: Identity | None) -> bool:
+    """Take the lease; False if it was taken before. ``None`` makes it void: the allocation will never run."""
     content = {"void": True} if identity is None else {"pid": identity.pid, "start": identity.start}
     draft = _write(folder / f"{CLAIM}.{_draft()}", content)
     try:
-        os.link(draft, folder / CLAIM)  # fails if it is there: both content and claim appear at once
+        os.link(draft, folder / CLAIM)  # fails if it exists: file and content appear at once
     except FileExistsError:
         return False
     finally:
@@ -40,25 +43,25 @@ def claim(folder: Path, identity: Identity | None) -> bool:
     return True
 
 
-def claimed(folder: Path) -> bool:
-    """Whether anybody has it."""
+def exists(folder: Path) -> bool:
+    """Tell whether the lease was taken or made void."""
     return (folder / CLAIM).exists()
 
 
 def owner(folder: Path) -> Identity | None:
-    """The process that has it; None if nobody has, or it is void."""
+    """Return the process that holds the lease; None if there is none or it is void."""
     content = _read(folder / CLAIM)
     return Identity(content["pid"], content["start"]) if content and "pid" in content else None
 
 
 def record_exit(folder: Path, ended: Exit) -> None:
-    """Write how it ended; the file appears whole or not at all."""
+    """Record how the allocation ended; the file appears whole or not at all."""
     content = {"code": ended.code, "time": ended.time, "killed": ended.killed, "why": ended.why}
     write_atomic(folder / EXIT, json.dumps(content), durable=False)
 
 
 def exit_of(folder: Path) -> Exit | None:
-    """How it ended; None if it has not, or was not able to say."""
+    """Return how the allocation ended; None if it has not, or could not record it."""
     content = _read(folder / EXIT)
     return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
 

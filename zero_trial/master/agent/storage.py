@@ -1,10 +1,15 @@
-"""Checkpoint storage on this machine's disk: where it is, how a trial reaches it, and how a checkpoint is deleted safely."""
+"""Where trials store files on this machine's disk: checkpoint storage, and the temporary directory of an allocation.
+
+The temporary directory is removed by the allocation's supervisor as a rule, and by the agent if the supervisor was killed. A link in the
+allocation's folder, ``FOLDER/tmp``, records where it is.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +18,14 @@ from typing import Any
 from zero_trial.errors import ConfigError
 
 SHARED_FS = "determined_shared_fs"
-"""What the harness calls the place at which a container sees ``host_path``."""
+"""The harness's name for the place at which a container sees ``host_path``."""
+
+SCRATCH_PREFIX = "zt-"
+LONGEST_SCRATCH = 40
+"""Characters of the path of the directory around it. Sockets are made below it, and the path of a socket may have 107."""
+
+_SCRATCH_LINK = "tmp"
+_SHARED_TMP = Path("/tmp")
 
 
 def base_of(config: Mapping[str, Any]) -> Path | None:
@@ -104,3 +116,29 @@ def contents(folder: Path) -> dict[str, int]:
 def _deep(path: str, pattern: str) -> bool:
     """``**/`` also stands for no folder at all."""
     return pattern.startswith("**/") and fnmatch.fnmatch(path, pattern[3:])
+
+
+def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
+    """Return the temporary directory of the allocation in ``folder``; make it if there is none.
+
+    It is made in the host's TMPDIR, or in /tmp if that path is too long. Raises OSError if it cannot be made.
+    """
+    link = folder / _SCRATCH_LINK
+    if link.is_dir():
+        return Path(os.readlink(link))
+    base = host.get("TMPDIR") or str(_SHARED_TMP)
+    made = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=base if len(base) <= LONGEST_SCRATCH else _SHARED_TMP))
+    link.unlink(missing_ok=True)
+    link.symlink_to(made)
+    return made
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the allocation's directory and files in /tmp; nothing happens where they are gone already."""
+    link = folder / _SCRATCH_LINK
+    if link.is_symlink():
+        shutil.rmtree(os.readlink(link), ignore_errors=True)
+        link.unlink(missing_ok=True)
+    for path in _SHARED_TMP.glob(f"tensorboard-{folder.name}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    (_SHARED_TMP / f"pid_server-{folder.name}").unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""The master's verbs: events come in, the lifecycles, the search and the scheduler say what follows, and it is written down and done."""
+"""The master without HTTP: events come in, the lifecycles, the search and the scheduler decide what follows, and it is stored and carried out."""
 
-from zero_trial.master.core.cluster import Master
+from zero_trial.master.core.master import Master
 
 __all__ = ["Master"]

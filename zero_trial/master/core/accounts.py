@@ -1,52 +1,90 @@
-"""The verbs of users and tokens."""
+"""Users, logins and tokens."""
 
 from __future__ import annotations
 
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from zero_trial.master.auth import Principal, check_password, client_hash, digest, new_token, store_password
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.errors import NotFound
+from zero_trial.master.errors import Invalid, NotFound, PermissionDenied
 from zero_trial.master.records import AllocationState, TokenOwner, User
 from zero_trial.master.store import accounts, trials
+from zero_trial.util.files import write_atomic
+
+LOCAL_USER = "determined"  # the user that Determined's clients take by default
+LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What the local user needs for ``det``: the token for ``DET_USER_TOKEN``, the password for ``det user login``."""
+
+    user: str
+    password: str
+    token: str
 
 
 class AccountService:
-    """See verbs.AccountVerbs."""
+    """Users and tokens. The store keeps only digests of tokens and salted hashes of passwords."""
 
-    def __init__(self, hub: MasterState) -> None:
-        self._hub = hub
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
+
+    # -- users
 
     def user(self, name: str) -> User | None:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """Return the user of this name; None if there is none."""
+        with self._state.database.reading() as connection:
             return accounts.user(connection, name)
 
     def users(self) -> list[User]:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """List all users, oldest first."""
+        with self._state.database.reading() as connection:
             return accounts.users(connection)
 
     def put_user(self, user: User) -> User:
-        """See verbs."""
-        with self._hub.database.transaction() as connection:
+        """Insert (id 0) or replace; returns the user with its id."""
+        with self._state.database.transaction() as connection:
             number = accounts.put_user(connection, user)
             stored = accounts.user_by_id(connection, number)
         if stored is None:
             raise NotFound(f"user {user.id} not found")
         return stored
 
+    def add_user(
+        self, name: str, sent_password: str, *, admin: bool, active: bool = True, display_name: str = ""
+    ) -> User:
+        """Create a user. ``sent_password`` is the password as clients hash it. Invalid if the name is taken or empty."""
+        if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
+            raise Invalid("a user's name is 1 to 128 printable characters without spaces around them")
+        if self.user(name) is not None:
+            raise Invalid(f"there is a user {name!r} already")
+        stored = store_password(sent_password)
+        return self.put_user(
+            User(id=0, name=name, admin=admin, active=active, password=stored, display_name=display_name)
+        )
+
+    # -- tokens
+
     def add_token(self, token_digest: str, user_id: int, expires: float | None = None) -> None:
-        """See verbs."""
-        with self._hub.database.transaction() as connection:
+        """Store a user's token by its digest. Tokens of allocations are made where allocations are started."""
+        with self._state.database.transaction() as connection:
+            accounts.drop_expired(connection, self._state.clock())
             accounts.add_token(connection, token_digest, user_id=user_id, expires=expires)
 
     def drop_token(self, token_digest: str) -> None:
-        """See verbs."""
-        with self._hub.database.transaction() as connection:
+        """Delete a token; no effect if it is unknown."""
+        with self._state.database.transaction() as connection:
             accounts.drop_token(connection, token_digest)
 
     def token_owner(self, token_digest: str) -> TokenOwner | None:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
-            found = accounts.token(connection, token_digest, self._hub.clock())
+        """Return the owner of a token; None if it is unknown, expired, or its allocation has ended. Fast: asked on every request."""
+        with self._state.database.reading() as connection:
+            found = accounts.token(connection, token_digest, self._state.clock())
             if found is None:
                 return None
             user_id, allocation_id = found
@@ -57,3 +95,73 @@ class AccountService:
         if run is None or run.state is AllocationState.TERMINATED:
             return None
         return TokenOwner(allocation=run)
+
+    def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
+        """Return the sender that a request's tokens speak for; the user's token comes first.
+
+        A token in the header of the other kind is not looked at.
+        """
+        if user_token is not None:
+            owner = self.token_owner(digest(user_token))
+            if owner is not None and owner.user is not None and owner.user.active:
+                return Principal(user=owner.user)
+        if task_token is not None:
+            owner = self.token_owner(digest(task_token))
+            if owner is not None and owner.allocation is not None:
+                return Principal(allocation=owner.allocation)
+        return None
+
+    def login(self, name: str, password: str, *, is_hashed: bool) -> tuple[User, str]:
+        """Return the user and a fresh token.
+
+        Raises PermissionDenied, always with the same text, for a wrong name, a wrong password, and a user who is not active.
+        """
+        sent = password if is_hashed else client_hash(password)
+        user = self.user(name)
+        if not check_password(user.password if user is not None else "", sent) or user is None or not user.active:
+            raise PermissionDenied("invalid credentials")
+        return user, self.grant(user, lasts=LOGIN_LASTS)
+
+    def grant(self, user: User, *, lasts: float | None) -> str:
+        """Make a token of a user, good for ``lasts`` seconds (None: until it is dropped)."""
+        token = new_token()
+        self.add_token(digest(token), user.id, None if lasts is None else time.time() + lasts)
+        return token
+
+    # -- the local user
+
+    def ensure_local_user(self, file: Path) -> Credentials:
+        """Return the credentials of the local user, kept in ``file`` (mode 0600) from one start of the master to the next.
+
+        Password and token are random; they are made where there are none and where they are no longer good. Anyone who can read the
+        file is that user.
+        """
+        kept = _read(file)
+        user = self.user(LOCAL_USER)
+        if user is None:
+            user = self.put_user(User(id=0, name=LOCAL_USER, admin=True, active=True, password=""))
+        password = kept.password if kept is not None else ""
+        if not password or not check_password(user.password, client_hash(password)):
+            # Determined's command asks for 8 characters with an upper-case letter, a lower-case one and a digit.
+            password = f"Zt1{secrets.token_urlsafe(15)}"
+            user = self.put_user(replace(user, password=store_password(client_hash(password)), active=True))
+        token = kept.token if kept is not None else ""
+        owner = self.token_owner(digest(token)) if token else None
+        if owner is None or owner.user is None or owner.user.id != user.id:
+            token = self.grant(user, lasts=None)
+        credentials = Credentials(LOCAL_USER, password, token)
+        if credentials != kept:
+            _write(file, credentials)
+        return credentials
+
+
+def _read(file: Path) -> Credentials | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return Credentials(str(found["user"]), str(found["password"]), str(found["token"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(file: Path, credentials: Credentials) -> None:
+    write_atomic(file, json.dumps(asdict(credentials)), private=True)

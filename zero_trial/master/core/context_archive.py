@@ -27,6 +27,10 @@ MAX_FILES = 20_000
 MAX_PATH = 1024  # bytes of a path
 MAX_PART = 255  # bytes of one name in it, what file systems take
 
+HOOK = "startup-hook.sh"
+_CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
+_LARGEST_CONFIG = 4 << 20  # bytes of a file that may hold a ds_config
+
 
 @dataclass(frozen=True)
 class ArchiveEntry:
@@ -145,3 +149,27 @@ def _integer(value: Any, default: int) -> int:
         return int(value)
     except (TypeError, ValueError, OverflowError):
         raise Invalid(f"{str(value)[:40]!r} is not a whole number") from None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the master itself reads of a context directory."""
+
+    files: Mapping[str, bytes]
+    has_hook: bool
+
+
+def read_context(tgz: bytes) -> Context:
+    """The small configuration files of a clean .tar.gz."""
+    files: dict[str, bytes] = {}
+    has_hook = False
+    if not tgz:
+        return Context(files, has_hook)
+    with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
+        for member in archive:
+            name = member.name.removeprefix("./")
+            has_hook = has_hook or name == HOOK
+            if member.isfile() and name.endswith(_CONFIG_SUFFIXES) and member.size <= _LARGEST_CONFIG:
+                content = archive.extractfile(member)
+                files[name] = content.read() if content is not None else b""
+    return Context(files, has_hook)

@@ -15,14 +15,12 @@ from zero_trial.experiment.defaults import ClusterDefaults
 from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, complete
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
-from zero_trial.master.core import experiment_lifecycle as life
-from zero_trial.master.core import trial_lifecycle as trial_life
+from zero_trial.master.core import lifecycle
+from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.garbage import superfluous
-from zero_trial.master.core.search import new_searcher, read_context
-from zero_trial.master.core.searching import Begun
 from zero_trial.master.core.sources import check_source, require_unneeded
-from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.transaction import Transaction
+from zero_trial.master.core.state import MasterState, new_searcher
+from zero_trial.master.core.transaction import Begun, Transaction, transaction
 from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
 from zero_trial.master.records import (
     Checkpoint,
@@ -43,15 +41,15 @@ _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
 
 class ExperimentService:
-    """See verbs.ExperimentVerbs."""
+    """Experiments as a whole."""
 
-    def __init__(self, hub: MasterState) -> None:
-        self._hub = hub
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
 
     # -- creation
 
     def create(self, new: NewExperiment) -> Created:
-        """See verbs."""
+        """Validate, store and (if asked) activate. Invalid with every fault of the configuration, or when it needs more slots than exist."""
         if new.template is not None:
             raise Unsupported(
                 "this master keeps no templates",
@@ -66,15 +64,15 @@ class ExperimentService:
         draft = self._draft(new, done.config)
         if new.validate_only:
             return Created(draft, warnings)
-        with self._hub.change() as change:
-            check_source(change.connection, done.config)  # again: it may have been deleted meanwhile
-            number = experiments.add(change.connection, draft, new.context)
-            self._hub.keep_context(number, context)
-            change.search(Begun(number))
+        with transaction(self._state) as tx:
+            check_source(tx.connection, done.config)  # again: it may have been deleted meanwhile
+            number = experiments.add(tx.connection, draft, new.context)
+            self._state.keep_context(number, context)
+            tx.search(Begun(number))
         return Created(self.get(number), warnings)
 
     def _complete(self, text: str) -> CompletedConfig:
-        section = {"type": "shared_fs", "host_path": str(self._hub.home.storage)}
+        section = {"type": "shared_fs", "host_path": str(self._state.directory.storage)}
         defaults = ClusterDefaults(
             checkpoint_storage=section,
             name=f"experiment-{secrets.token_hex(_NAME_BYTES)}",
@@ -91,7 +89,7 @@ class ExperimentService:
         """Refuse what can never run here; warn of what runs differently."""
         _check_size(config)
         resources = config.get("resources") or {}
-        wanted, there = resources.get("slots_per_trial"), self._hub.devices.count
+        wanted, there = resources.get("slots_per_trial"), self._state.devices.count
         if wanted is not None and wanted > there:
             raise Invalid(
                 "the experiment needs more slots than this machine has",
@@ -120,7 +118,7 @@ class ExperimentService:
 
     def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
         """Whatever the new experiment goes on from has to be there."""
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             if new.parent_id is not None and experiments.get(connection, new.parent_id, derived=False) is None:
                 raise NotFound(f"parent experiment {new.parent_id} not found")
             check_source(connection, config)
@@ -133,7 +131,7 @@ class ExperimentService:
             original_config=new.config_text,
             owner=new.owner,
             job_id=str(uuid.uuid4()),
-            created=self._hub.clock(),
+            created=self._state.clock(),
             parent_id=new.parent_id,
             name=str(config.get("name") or ""),
             description=str(config.get("description") or ""),
@@ -143,106 +141,106 @@ class ExperimentService:
     # -- reading
 
     def get(self, experiment_id: int) -> Experiment:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """NotFound if there is none."""
+        with self._state.database.reading() as connection:
             found = experiments.get(connection, experiment_id)
         if found is None:
             raise NotFound(f"experiment {experiment_id} not found")
         return found
 
     def all(self) -> list[Experiment]:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """Every experiment, archived ones too."""
+        with self._state.database.reading() as connection:
             return experiments.all_(connection)
 
     def context(self, experiment_id: int) -> bytes:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """The model definition as .tar.gz."""
+        with self._state.database.reading() as connection:
             found = experiments.context(connection, experiment_id)
         if found is None:
             raise NotFound(f"experiment {experiment_id} not found")
         return found
 
     def trials(self, experiment_id: int) -> list[Trial]:
-        """See verbs."""
+        """NotFound if there is no such experiment."""
         self._exists(experiment_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             return trials.of_experiment(connection, experiment_id, derived=True)
 
     def checkpoints(self, experiment_id: int) -> list[Checkpoint]:
-        """See verbs."""
+        """Of all its trials, deleted ones too."""
         self._exists(experiment_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             return checkpoints.of_experiment(connection, experiment_id)
 
     def best_searcher_metric(self, experiment_id: int) -> float | None:
-        """See verbs."""
+        """The best value of the searcher's metric over all trials as it was reported; None if no trial has validated yet."""
         return self.get(experiment_id).best_metric
 
     def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
-        """See verbs."""
+        """The checkpoints that would go if this were the policy; deletes nothing."""
         config = self.get(experiment_id).config
         smaller = experiments.smaller_is_better(config)
         return superfluous(self.checkpoints(experiment_id), policy, smaller_is_better=smaller)
 
     def _exists(self, experiment_id: int) -> None:
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             if experiments.get(connection, experiment_id, derived=False) is None:
                 raise NotFound(f"experiment {experiment_id} not found")
 
     # -- running
 
     def pause(self, experiment_id: int) -> None:
-        """See verbs."""
-        self._run(experiment_id, life.PauseExperiment())
+        """Its trials are preempted and wait. Conflict if it has ended; no effect if it is paused."""
+        self._run(experiment_id, lifecycle.PauseExperiment())
 
     def activate(self, experiment_id: int) -> None:
-        """See verbs."""
-        self._run(experiment_id, life.ActivateExperiment())
+        """Its trials go on from their last checkpoints. Conflict if it has ended; no effect if it is active."""
+        self._run(experiment_id, lifecycle.ActivateExperiment())
 
     def cancel(self, experiment_id: int) -> None:
-        """See verbs."""
-        with self._hub.change() as change:
-            change.experiment(experiment_id, life.CancelExperiment())
+        """Trials stop at their next chance, with a checkpoint, and the experiment ends CANCELED. No effect on an ended one."""
+        with transaction(self._state) as tx:
+            tx.experiment(experiment_id, lifecycle.CancelExperiment())
 
     def kill(self, experiment_id: int) -> None:
-        """See verbs."""
-        with self._hub.change() as change:
-            change.experiment(experiment_id, life.KillExperiment())
+        """Trials are ended at once; CANCELED. No effect on an ended one."""
+        with transaction(self._state) as tx:
+            tx.experiment(experiment_id, lifecycle.KillExperiment())
 
-    def _run(self, experiment_id: int, event: life.ExperimentEvent) -> None:
-        with self._hub.change() as change:
-            state = change.state_of(experiment_id)
+    def _run(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
+        with transaction(self._state) as tx:
+            state = tx.state_of(experiment_id)
             if state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
                 raise Conflict(f"experiment {experiment_id} is {state.value}", expected="ACTIVE or PAUSED")
-            change.experiment(experiment_id, event)
+            tx.experiment(experiment_id, event)
 
     # -- keeping
 
     def archive(self, experiment_id: int) -> None:
-        """See verbs."""
+        """Conflict unless it has ended."""
         self._set_ended(experiment_id, archived=1)
 
     def unarchive(self, experiment_id: int) -> None:
-        """See verbs."""
+        """Conflict unless it has ended."""
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """See verbs."""
-        with self._hub.change() as change:
-            self._require_ended(change, experiment_id)
-            saved = checkpoints.of_experiment(change.connection, experiment_id)
-            require_unneeded(change.connection, (item.uuid for item in saved))
-            experiments.change(change.connection, experiment_id, state=ExperimentState.DELETING)
-            change.chores = True
+        """Everything of it goes, its checkpoints on disk too; returns at once, NotFound once it is done. Conflict unless it has ended."""
+        with transaction(self._state) as tx:
+            self._require_ended(tx, experiment_id)
+            saved = checkpoints.of_experiment(tx.connection, experiment_id)
+            require_unneeded(tx.connection, (item.uuid for item in saved))
+            experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
+            tx.garbage = True
 
     def _set_ended(self, experiment_id: int, **columns: Any) -> None:
-        with self._hub.change() as change:
-            self._require_ended(change, experiment_id)
-            experiments.change(change.connection, experiment_id, **columns)
+        with transaction(self._state) as tx:
+            self._require_ended(tx, experiment_id)
+            experiments.change(tx.connection, experiment_id, **columns)
 
-    def _require_ended(self, change: Transaction, experiment_id: int) -> None:
-        state = change.state_of(experiment_id)
+    def _require_ended(self, tx: Transaction, experiment_id: int) -> None:
+        state = tx.state_of(experiment_id)
         if not state.final or state is ExperimentState.DELETING:
             raise Conflict(
                 f"experiment {experiment_id} is {state.value}",
@@ -251,9 +249,9 @@ class ExperimentService:
             )
 
     def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
-        """See verbs."""
-        with self._hub.change() as change:
-            found = experiments.get(change.connection, experiment_id, derived=False)
+        """Change what the patch names; returns the experiment as it is now."""
+        with transaction(self._state) as tx:
+            found = experiments.get(tx.connection, experiment_id, derived=False)
             if found is None:
                 raise NotFound(f"experiment {experiment_id} not found")
             patch = replace(patch, labels=_labels(found.labels, patch))
@@ -268,14 +266,14 @@ class ExperimentService:
                 columns["labels"] = list(patch.labels)
             if patch.gc_policy is not None and found.state.final:
                 columns["collect"] = 1
-                change.chores = True
-            experiments.change(change.connection, experiment_id, **columns)
-            change.queue_changed = True
+                tx.garbage = True
+            experiments.change(tx.connection, experiment_id, **columns)
+            tx.queue_changed = True
         return self.get(experiment_id)
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """``det experiment continue``: run an ended experiment of the single searcher again from its last checkpoint, with a changed config."""
+        with self._state.database.reading() as connection:
             found = experiments.get(connection, experiment_id, derived=False)
             known = trials.of_experiment(connection, experiment_id)
         if found is None:
@@ -293,18 +291,18 @@ class ExperimentService:
                 got=found.config["searcher"]["name"],
                 fix="Create a new experiment from its checkpoint: searcher.source_checkpoint_uuid.",
             )
-        with self._hub.change() as change:
-            self._require_ended(change, experiment_id)
-            self._revive(change, experiment_id, done.config, known[0].id)
+        with transaction(self._state) as tx:
+            self._require_ended(tx, experiment_id)
+            self._revive(tx, experiment_id, done.config, known[0].id)
         return Created(self.get(experiment_id), tuple(done.warnings))
 
-    def _revive(self, change: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
+    def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
         """The same trial under a search that has just begun."""
-        self._hub.forget(experiment_id)
+        self._state.forget(experiment_id)
         searcher = new_searcher(config)
         first = next(action for action in searcher.start() if isinstance(action, Create))
         experiments.change(
-            change.connection,
+            tx.connection,
             experiment_id,
             state=ExperimentState.ACTIVE,
             config=config,
@@ -316,7 +314,7 @@ class ExperimentService:
             snapshot=searcher.snapshot(),
         )
         trials.change(
-            change.connection,
+            tx.connection,
             trial_id,
             state=TrialState.PAUSED,
             request_id=first.request_id,
@@ -328,7 +326,7 @@ class ExperimentService:
             reason="",
             pruned=0,
         )
-        change.trial(trial_id, trial_life.StartTrial())
+        tx.trial(trial_id, lifecycle.StartTrial())
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:

@@ -16,6 +16,7 @@ from typing import Any
 from zero_trial.master.agent import storage
 from zero_trial.master.core.sources import needed
 from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import transaction
 from zero_trial.master.records import Checkpoint, CheckpointState, Experiment, ExperimentState, GcPolicy
 from zero_trial.master.store import checkpoints, experiments, trials
 
@@ -63,8 +64,8 @@ log = logging.getLogger(__name__)
 class GarbageCollector:
     """Works when the hub says that there are chores."""
 
-    def __init__(self, hub: MasterState) -> None:
-        self._hub = hub
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -76,14 +77,14 @@ class GarbageCollector:
     def close(self) -> None:
         """Finish what is being done."""
         self._closed = True
-        self._hub.chores.set()
+        self._state.has_garbage.set()
         if self._thread is not None:
             self._thread.join()
 
     def _work_on(self) -> None:
         while not self._closed:
-            self._hub.chores.wait()
-            self._hub.chores.clear()
+            self._state.has_garbage.wait()
+            self._state.has_garbage.clear()
             if not self._closed:
                 try:
                     self.work()
@@ -92,24 +93,24 @@ class GarbageCollector:
 
     def work(self) -> None:
         """Do all that there is to do."""
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             to_collect = experiments.to_collect(connection)
         for number in to_collect:
             self._collect(number)
-        with self._hub.database.reading() as connection:
-            doomed = checkpoints.doomed(connection)
+        with self._state.database.reading() as connection:
+            doomed = checkpoints.marked_deleted(connection)
         for checkpoint in doomed:
             self._delete_checkpoint(checkpoint)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             deleting = experiments.ids(connection, ExperimentState.DELETING)
         for number in deleting:
             self._delete_experiment(number)
 
     def _collect(self, number: int) -> None:
         """Mark the checkpoints of an ended experiment that its policy does not save."""
-        with self._hub.change() as change:
-            experiment = experiments.get(change.connection, number, derived=False)
-            experiments.change(change.connection, number, collect=0)
+        with transaction(self._state) as tx:
+            experiment = experiments.get(tx.connection, number, derived=False)
+            experiments.change(tx.connection, number, collect=0)
             if experiment is None or experiment.state not in (
                 ExperimentState.COMPLETED,
                 ExperimentState.CANCELED,
@@ -117,19 +118,19 @@ class GarbageCollector:
             ):
                 return
             going = superfluous(
-                checkpoints.of_experiment(change.connection, number),
+                checkpoints.of_experiment(tx.connection, number),
                 policy_of(experiment.config),
                 smaller_is_better=experiments.smaller_is_better(experiment.config),
-                keep=needed(change.connection),
+                keep=needed(tx.connection),
             )
-            checkpoints.doom(change.connection, [checkpoint.uuid for checkpoint in going])
+            checkpoints.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
 
     def _delete_checkpoint(self, checkpoint: Checkpoint) -> None:
         base = storage.base_of(checkpoint.experiment_config)
         if base is None:
             log.warning("checkpoint %s is kept: its storage is not on this machine's disk", checkpoint.uuid)
-            with self._hub.change() as change:
-                checkpoints.change(change.connection, checkpoint.uuid, doomed=0)
+            with transaction(self._state) as tx:
+                checkpoints.change(tx.connection, checkpoint.uuid, doomed=0)
             return
         try:
             storage.delete(base, checkpoint.uuid)
@@ -138,11 +139,11 @@ class GarbageCollector:
             state = CheckpointState.PARTIALLY_DELETED
         else:
             state = CheckpointState.DELETED
-        with self._hub.change() as change:
-            checkpoints.change(change.connection, checkpoint.uuid, doomed=0, state=state, resources={}, size=0)
+        with transaction(self._state) as tx:
+            checkpoints.change(tx.connection, checkpoint.uuid, doomed=0, state=state, resources={}, size=0)
 
     def _delete_experiment(self, number: int) -> None:
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             experiment = experiments.get(connection, number, derived=False)
             saved = checkpoints.of_experiment(connection, number)
             known = trials.of_experiment(connection, number)
@@ -152,16 +153,16 @@ class GarbageCollector:
             self._delete_files(experiment, saved)
         except OSError as error:
             log.warning("experiment %d cannot be deleted: %s", number, error)
-            with self._hub.change() as change:
-                experiments.change(change.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
+            with transaction(self._state) as tx:
+                experiments.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
             return
         for trial in known:
-            shutil.rmtree(self._hub.home.trial_logs(trial.id), ignore_errors=True)
-            for folder in self._hub.home.allocations.glob(f"{trial.task_id}.*"):
+            shutil.rmtree(self._state.directory.trial_logs(trial.id), ignore_errors=True)
+            for folder in self._state.directory.allocations.glob(f"{trial.task_id}.*"):
                 shutil.rmtree(folder, ignore_errors=True)
-        with self._hub.change() as change:
-            experiments.erase(change.connection, number)
-        self._hub.forget(number)
+        with transaction(self._state) as tx:
+            experiments.erase(tx.connection, number)
+        self._state.forget(number)
 
     def _delete_files(self, experiment: Experiment, saved: list[Checkpoint]) -> None:
         base = storage.base_of(experiment.config)
@@ -169,6 +170,6 @@ class GarbageCollector:
             return
         for checkpoint in saved:
             storage.delete(base, checkpoint.uuid)
-        storage.delete_tensorboard(base, self._hub.info.cluster_id, experiment.id)
+        storage.delete_tensorboard(base, self._state.info.cluster_id, experiment.id)
         with contextlib.suppress(OSError):
-            base.joinpath(self._hub.info.cluster_id).rmdir()  # only if nothing else is in it
+            base.joinpath(self._state.info.cluster_id).rmdir()  # only if nothing else is in it

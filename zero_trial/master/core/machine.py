@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zero_trial.master import scheduler
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.transaction import waiting
+from zero_trial.master.core.transaction import transaction, waiting
 from zero_trial.master.errors import NotFound
 from zero_trial.master.records import (
     AgentInfo,
@@ -33,23 +33,23 @@ _LIVE = (
 
 
 class MachineService:
-    """See verbs.MachineVerbs."""
+    """The machine and its queue."""
 
-    def __init__(self, hub: MasterState) -> None:
-        self._hub = hub
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
 
     def info(self) -> MasterInfo:
-        """See verbs."""
-        return self._hub.info
+        """Version and identity."""
+        return self._state.info
 
     def log_file(self) -> Path:
-        """See verbs."""
-        return self._hub.home.log
+        """The master's own log: one ``2026-01-31T12:00:00.000Z LEVEL message`` a line (other lines go on with the one before)."""
+        return self._state.directory.log
 
     def slots(self) -> list[SlotInfo]:
-        """See verbs."""
-        devices = self._hub.devices
-        with self._hub.database.reading() as connection:
+        """All its slots."""
+        devices = self._state.devices
+        with self._state.database.reading() as connection:
             holders = {slot: run.id for run in trials.allocations(connection) for slot in run.slots}
             off = accounts.disabled_slots(connection)
         return [
@@ -65,21 +65,21 @@ class MachineService:
         ]
 
     def agents(self) -> list[AgentInfo]:
-        """See verbs."""
-        return [AgentInfo(self._hub.agent_id, tuple(self.slots()), self._hub.began, POOL, self._hub.info.version)]
+        """This machine."""
+        return [AgentInfo(self._state.agent_id, tuple(self.slots()), self._state.began, POOL, self._state.info.version)]
 
     def set_slot_enabled(self, number: int, enabled: bool) -> SlotInfo:
-        """See verbs."""
-        if not 0 <= number < self._hub.devices.count:
+        """A disabled slot is not given out any more; who holds it keeps it. NotFound."""
+        if not 0 <= number < self._state.devices.count:
             raise NotFound(f"slot {number} not found")
-        with self._hub.change() as change:
-            accounts.enable_slot(change.connection, number, enabled)
-            change.queue_changed = True
+        with transaction(self._state) as tx:
+            accounts.enable_slot(tx.connection, number, enabled)
+            tx.queue_changed = True
         return self.slots()[number]
 
     def jobs(self) -> list[Job]:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """Experiments that have not ended, in the order of the queue."""
+        with self._state.database.reading() as connection:
             runs = trials.allocations(connection)
             found = [
                 experiments.get(connection, number, derived=False) for number in experiments.ids(connection, *_LIVE)
@@ -98,10 +98,10 @@ class MachineService:
         return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
 
     def resource_pools(self) -> list[ResourcePool]:
-        """See verbs."""
+        """The one pool."""
         slots = self.slots()
         used = sum(slot.allocation_id is not None for slot in slots)
-        return [ResourcePool(POOL, "the slots of this machine", self._hub.devices.kind, len(slots), used)]
+        return [ResourcePool(POOL, "the slots of this machine", self._state.devices.kind, len(slots), used)]
 
 
 def _job(experiment: Experiment, runs: list[Allocation], order: list[int]) -> Job:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from zero_trial.master import logs
-from zero_trial.master.core import trial_lifecycle as life
+from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.transaction import transaction
 from zero_trial.master.core.trials import read_logs
 from zero_trial.master.errors import Invalid, NotFound
 from zero_trial.master.records import (
@@ -29,26 +30,26 @@ _LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 
 
 class TaskService:
-    """See verbs.TaskVerbs."""
+    """What a running allocation asks for."""
 
-    def __init__(self, hub: MasterState) -> None:
-        self._hub = hub
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
 
     # -- reading
 
     def task(self, task_id: str) -> Task:
-        """See verbs."""
+        """NotFound if there is none."""
         return self._task(self._trial(task_id))
 
     def tasks(self) -> list[Task]:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """Those with an allocation that has not ended."""
+        with self._state.database.reading() as connection:
             ids = dict.fromkeys(run.trial_id for run in trials.allocations(connection))
             found = [trials.get(connection, trial_id) for trial_id in ids]
         return [self._task(trial) for trial in found if trial is not None]
 
     def _task(self, trial: Trial) -> Task:
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             experiment = experiments.get(connection, trial.experiment_id, derived=False)
             runs = trials.allocations(connection, trial_id=trial.id)
         if experiment is None:
@@ -65,32 +66,32 @@ class TaskService:
         )
 
     def allocation(self, allocation_id: str) -> Allocation:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """NotFound if there is none."""
+        with self._state.database.reading() as connection:
             found = trials.allocation(connection, allocation_id)
         if found is None:
             raise NotFound(f"allocation {allocation_id} not found")
         return found
 
     def context(self, task_id: str) -> bytes:
-        """See verbs."""
+        """The context directory of the task's experiment as .tar.gz."""
         trial = self._trial(task_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             return experiments.context(connection, trial.experiment_id) or b""
 
     def rendezvous(self, allocation_id: str, resources_id: str) -> RendezvousInfo:
-        """See verbs."""
+        """Where the ranks meet. NotFound for other resources than its own."""
         found = self.allocation(allocation_id)
         if found.resources_id != resources_id:
             raise NotFound(f"resources {resources_id} not found")
         return RendezvousInfo(("127.0.0.1",), 0, (len(found.slots),))
 
     def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
-        """See verbs."""
-        return read_logs(self._hub, self._trial(task_id), query)
+        """As the trial's logs."""
+        return read_logs(self._state, self._trial(task_id), query)
 
     def _trial(self, task_id: str) -> Trial:
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             found = trials.of_task(connection, task_id)
         if found is None:
             raise NotFound(f"task {task_id} not found")
@@ -99,44 +100,49 @@ class TaskService:
     # -- what an allocation says and waits for
 
     def preemption_signal(self, allocation_id: str, timeout: float) -> bool:
-        """See verbs."""
+        """Wait until the allocation should stop, at most ``timeout`` seconds (0: do not wait); True if it should."""
         until = time.monotonic() + timeout
         while True:
-            with self._hub.signaled:  # held while looking, so that no signal comes between the look and the wait
+            with self._state.signaled:  # held while looking, so that no signal comes between the look and the wait
                 found = self.allocation(allocation_id)
                 left = until - time.monotonic()
-                if found.preempt or found.state is AllocationState.TERMINATED or left <= 0 or self._hub.closed:
+                if (
+                    found.preempt
+                    or found.state is AllocationState.TERMINATED
+                    or left <= 0
+                    or self._state.closed.is_set()
+                ):
                     return found.preempt
-                self._hub.signaled.wait(min(left, _LOOK_SECONDS))
+                self._state.signaled.wait(min(left, _LOOK_SECONDS))
 
     def ack_preemption(self, allocation_id: str) -> None:
-        """See verbs."""
-        with self._hub.change() as change:
-            run = trials.allocation(change.connection, allocation_id)
+        """It will end now because it was asked to."""
+        with transaction(self._state) as tx:
+            run = trials.allocation(tx.connection, allocation_id)
             if run is None:
                 raise NotFound(f"allocation {allocation_id} not found")
-            newest = trials.newest_allocation(change.connection, run.trial_id)
+            newest = trials.newest_allocation(tx.connection, run.trial_id)
             if newest is not None and newest.id == run.id:
-                change.trial(run.trial_id, life.Acked())
+                tx.trial(run.trial_id, lifecycle.Acked())
 
     def accelerator_data(self, allocation_id: str, data: Json) -> None:
-        """See verbs."""
+        """What the harness saw of the accelerators."""
         self._set(allocation_id, accelerators=dict(data))
 
     def set_ready(self, allocation_id: str) -> None:
-        """See verbs."""
+        """The harness says that its processes run."""
         self._set(allocation_id, ready=1)
 
     def _set(self, allocation_id: str, **columns: object) -> None:
-        with self._hub.change() as change:
-            if trials.allocation(change.connection, allocation_id) is None:
+        with transaction(self._state) as tx:
+            if trials.allocation(tx.connection, allocation_id) is None:
                 raise NotFound(f"allocation {allocation_id} not found")
-            trials.change_allocation(change.connection, allocation_id, **columns)
+            trials.change_allocation(tx.connection, allocation_id, **columns)
 
     def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
-        """See verbs."""
+        """Lines sent over HTTP (``POST /task/logs``) instead of written to the pipe: dicts with log, and maybe timestamp, level, rankId, stdtype."""
         trial = self._trial(task_id)
-        path = logs.path_of(self._hub.home.trial_logs(trial.id), trial.run_id)
+        path = logs.path_of(self._state.directory.trial_logs(trial.id), trial.run_id)
         logs.append(path, [self._entry(line) for line in lines])
 
     def _entry(self, line: Json) -> bytes:
@@ -150,7 +156,7 @@ class TaskService:
                 raise Invalid("not a whole number", where="rankId", got=repr(line["rankId"])[:60]) from error
         stamp = line.get("timestamp")
         try:
-            at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._hub.clock()
+            at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._state.clock()
         except (ValueError, OverflowError) as error:
             raise Invalid("not a time", where="timestamp", got=repr(stamp)[:60]) from error
         if not EARLIEST <= at <= LATEST:

@@ -1,201 +1,127 @@
-"""The runs of trials in one change: queued, given slots, ordered to start, ended."""
+"""One change of the master's state: an event and all that follows from it, in one database transaction.
+
+An event changes the life of a trial or an experiment (`lifecycle`); its effects request, preempt or end runs, feed the search, and the search creates
+and stops trials in turn. Free slots are given out last. What has to be done outside of the store (starting and killing processes) is collected as
+orders and carried out after the commit: a crash before the commit undoes everything, a crash after it leaves a state from which `Master.begin`
+gives the same orders again.
+"""
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import uuid
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from zero_trial.master import auth, scheduler
 from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.core import experiment_lifecycle as experiment_life
-from zero_trial.master.core import trial_lifecycle as trial_life
-from zero_trial.master.core.searching import Ended, SearchEvent, Searching
-from zero_trial.master.core.trial_lifecycle import RunStage, TrialLife
+from zero_trial.master.core import lifecycle
+from zero_trial.master.core.lifecycle import RunStage, TrialLife
+from zero_trial.master.core.sources import source_of
+from zero_trial.master.core.state import LiveSearch, MasterState
 from zero_trial.master.errors import NotFound
 from zero_trial.master.records import Allocation, AllocationState, Experiment, ExperimentState, Trial, TrialState
+from zero_trial.master.search import Action, Create, ExitReason, MetricMissing, Shutdown, Stop, pruning
 from zero_trial.master.store import accounts, checkpoints, experiments, metrics, trials
 
-if TYPE_CHECKING:
-    from zero_trial.master.core.state import MasterState
-
-
-class Runs:
-    """The allocations' part of one change."""
-
-    def __init__(self, change: Transaction, hub: MasterState) -> None:
-        self._change = change
-        self._hub = hub
-
-    def request(self, trial_id: int) -> None:
-        """A new run goes into the queue. It starts from the newest checkpoint, and what was reported after that is archived."""
-        trial = self._change.trial_of(trial_id)
-        saved = checkpoints.latest(self._change.connection, trial_id)
-        steps = saved.steps_completed if saved else 0
-        if trial.run_id:
-            metrics.archive_after(self._change.connection, trial_id, steps)
-        run_id = trial.run_id + 1
-        trials.change(
-            self._change.connection,
-            trial_id,
-            run_id=run_id,
-            steps_completed=steps,
-            latest_checkpoint=saved.uuid if saved else None,
-            early_exit="",
-            runner_state="",
-        )
-        name = f"{trial.task_id}.{run_id}"
-        trials.add_allocation(
-            self._change.connection,
-            Allocation(
-                id=name,
-                trial_id=trial_id,
-                experiment_id=trial.experiment_id,
-                task_id=trial.task_id,
-                run_id=run_id,
-                state=AllocationState.QUEUED,
-                slots=(),
-                created=self._change.now,
-                resources_id=str(uuid.uuid4()),
-                container_id=str(uuid.uuid4()),
-            ),
-        )
-        self._change.queue_changed = True
-
-    def end(self, run: Allocation, code: int | None) -> None:
-        """It holds nothing any more; ``code`` None: it never started."""
-        trials.change_allocation(
-            self._change.connection,
-            run.id,
-            state=AllocationState.TERMINATED,
-            ended=self._change.now,
-            exit_code=code,
-            deadline=None,
-        )
-        accounts.drop_tokens_of(self._change.connection, run.id)
-        self._change.queue_changed = self._change.signal = True
-
-    def order_start(self, run: Allocation) -> None:
-        """Order the start of an allocation that has its slots, with a token of its own."""
-        trial = self._change.trial_of(run.trial_id)
-        experiment = self._change.experiment_of(run.experiment_id)
-        token = auth.new_token()
-        accounts.add_token(self._change.connection, auth.digest(token), allocation_id=run.id)
-        order = StartOrder(
-            allocation=run,
-            config=experiment.config,
-            hparams=trial.hparams,
-            seed=trial.seed,
-            steps_completed=trial.steps_completed,
-            latest_checkpoint=trial.latest_checkpoint or trial.warm_start_checkpoint,
-            owner=experiment.owner,
-            token=token,
-            master_url=self._hub.master_url,
-            cluster_id=self._hub.info.cluster_id,
-            agent_id=self._hub.agent_id,
-            visible_devices=self._hub.devices.visible(run.slots),
-            threads=self._hub.devices.threads,
-            has_hook=self._hub.context_of(self._change.connection, run.experiment_id).has_hook,
-        )
-        self._change.orders.append(lambda: self._hub.workers.start(order))
-
-    def schedule(self) -> None:
-        """Give free slots to those who wait."""
-        self._change.queue_changed = False
-        runs = trials.allocations(self._change.connection)
-        holding = {slot for run in runs for slot in run.slots}
-        off = accounts.disabled_slots(self._change.connection)
-        free = [slot for slot in range(self._hub.devices.count) if slot not in holding and slot not in off]
-        used: dict[int, int] = {}
-        for run in runs:
-            used[run.experiment_id] = used.get(run.experiment_id, 0) + len(run.slots)
-        for made in scheduler.place(self._waiting(runs), free, used):
-            self._give(made)
-
-    def _waiting(self, runs: list[Allocation]) -> list[scheduler.Waiting]:
-        known: dict[int, Mapping[str, Any]] = {}
-        queue = []
-        for run in runs:
-            if run.state is not AllocationState.QUEUED:
-                continue
-            if run.experiment_id not in known:
-                known[run.experiment_id] = self._change.experiment_of(run.experiment_id).config.get("resources") or {}
-            queue.append(waiting(run, known[run.experiment_id]))
-        return queue
-
-    def _give(self, made: scheduler.SlotAssignment) -> None:
-        trials.change_allocation(
-            self._change.connection,
-            made.allocation_id,
-            state=AllocationState.STARTING,
-            slots=made.slots,
-            started=self._change.now,
-        )
-        run = trials.allocation(self._change.connection, made.allocation_id)
-        if run is None:
-            raise NotFound(f"allocation {made.allocation_id} is gone")
-        self.order_start(run)
-
-
-def waiting(run: Allocation, resources: Mapping[str, Any]) -> scheduler.Waiting:
-    """A queued allocation as the scheduler sees it; ``resources`` is its experiment's section."""
-    slots = resources.get("slots_per_trial")
-    priority = resources.get("priority")
-    return scheduler.Waiting(
-        allocation_id=run.id,
-        experiment_id=run.experiment_id,
-        slots=1 if slots is None else int(slots),
-        priority=42 if priority is None else int(priority),
-        order=(run.experiment_id, run.trial_id),
-        max_slots=resources.get("max_slots"),
-    )
-
-
-# One change of the master's state: an event and all that follows from it, in one transaction.
-#
-# What has to be done outside (processes) is collected and done after the commit. A crash before the commit undoes everything, a crash after it
-# leaves a state from which the same orders are given again.
-
+log = logging.getLogger(__name__)
 
 EARLY_EXIT_SECONDS = 60.0
-"""How long a trial that said that it ends may take for it."""
+"""The time that a trial gets to end after it has announced an early exit."""
+
+MAX_PRUNED = 200
+"""Points in a row that cannot be reconciled before the search is given up: a searcher replaces each of them forever."""
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A trial has reported a validation."""
+
+    trial: Trial
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trial is over."""
+
+    trial: Trial
+    reason: ExitReason
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The search begins."""
+
+    experiment_id: int
+
+
+SearchEvent: TypeAlias = Validated | Ended | Begun
+
+
+@contextmanager
+def transaction(state: MasterState) -> Iterator[Transaction]:
+    """Change the state: all or nothing, with everything that follows from the change. Serialized by the master's lock."""
+    with state.lock:
+        tx: Transaction | None = None
+        try:
+            with state.database.transaction() as connection:
+                tx = Transaction(state, connection, state.clock())
+                yield tx
+                tx.settle()
+                for trial_id, level, line in tx.notes:  # before the end of a trial can be seen: its followers read them
+                    state.log_to_trial(trial_id, line, level)
+        except BaseException:
+            # The searchers have moved on while the store has not: they are restored from the store.
+            for experiment_id in tx.touched if tx is not None else ():
+                state.searches.pop(experiment_id, None)
+            raise
+        for order in tx.orders:
+            order()
+    if tx.signal:
+        with state.signaled:
+            state.signaled.notify_all()
+    if tx.garbage:
+        state.has_garbage.set()
 
 
 class Transaction:
-    """What is being changed; made by the hub under its lock, settled once before the commit."""
+    """What is being changed, by events; `transaction` settles it once before the commit."""
 
-    def __init__(self, hub: MasterState, connection: sqlite3.Connection, now: float) -> None:
+    def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
         self.now = now
-        self.orders: list[Callable[[], None]] = []  # to be done after the commit, in this order
+        self.orders: list[Callable[[], None]] = []  # to be carried out after the commit, in this order
         self.notes: list[tuple[int, str, str]] = []  # (trial, level, line) for the trial's log
-        self.signal = False  # somebody who waits for a preemption has to look
-        self.chores = False  # checkpoints or experiments are to be deleted
+        self.signal = False  # requests that wait for a preemption have to look
+        self.garbage = False  # checkpoints or experiments are to be deleted
         self.queue_changed = False
         self.touched: set[int] = set()  # experiments whose search has moved
-        self._hub = hub
-        self.runs = Runs(self, hub)
-        self._searching = Searching(self, hub)
+        self._state = state
+        self._search_events: deque[SearchEvent] = deque()
 
     # -- events
 
-    def trial(self, trial_id: int, event: trial_life.TrialEvent) -> None:
+    def trial(self, trial_id: int, event: lifecycle.TrialEvent) -> None:
         """An event of a trial and what follows for its run."""
         trial = self.trial_of(trial_id)
         run = trials.newest_allocation(self.connection, trial_id)
         before = self._life(trial, run)
-        after, effects = trial_life.step(before, event)
-        if isinstance(event, trial_life.Exited) and run is not None:
-            self.runs.end(run, event.code)
+        after, effects = lifecycle.step_trial(before, event)
+        if isinstance(event, lifecycle.Exited) and run is not None:
+            self._end_run(run, event.code)
         self._write(trial_id, run, before, after)
         for effect in effects:
             self._do(effect, trial_id, run, after)
 
-    def experiment(self, experiment_id: int, event: experiment_life.ExperimentEvent) -> None:
+    def experiment(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
         """An event of an experiment and what follows for its trials."""
         state = self.state_of(experiment_id)
-        after, effects = experiment_life.step(state, event)
+        after, effects = lifecycle.step_experiment(state, event)
         if after is not state:
             experiments.change(self.connection, experiment_id, state=after)
         for effect in effects:
@@ -205,13 +131,18 @@ class Transaction:
 
     def search(self, event: SearchEvent) -> None:
         """Something that the search is told before the commit."""
-        self._searching.put(event)
+        self._search_events.append(event)
 
     def settle(self) -> None:
         """Tell the searches what happened until nothing follows any more, then give out free slots."""
-        self._searching.settle()
-        if self.queue_changed and self._hub.serving:
-            self.runs.schedule()
+        while self._search_events:
+            self._tell(self._search_events.popleft())
+        for experiment_id in sorted(self.touched):
+            live = self._state.searches.get(experiment_id)
+            if live is not None:
+                experiments.change(self.connection, experiment_id, snapshot=live.searcher.snapshot())
+        if self.queue_changed and self._state.serving:
+            self._schedule()
 
     def state_of(self, experiment_id: int) -> ExperimentState:
         """NotFound if there is no such experiment."""
@@ -250,25 +181,25 @@ class Transaction:
             }
             trials.change_allocation(self.connection, run.id, **flags)
 
-    def _do(self, effect: trial_life.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
-        if effect is trial_life.TrialEffect.REQUEST:
-            self.runs.request(trial_id)
-        elif effect is trial_life.TrialEffect.END:
+    def _do(self, effect: lifecycle.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
+        if effect is lifecycle.TrialEffect.REQUEST:
+            self._request_run(trial_id)
+        elif effect is lifecycle.TrialEffect.END:
             self._end_trial(trial_id, life)
         elif run is None:
             return
-        elif effect is trial_life.TrialEffect.WITHDRAW:
-            self.runs.end(run, None)
-        elif effect is trial_life.TrialEffect.PREEMPT:
+        elif effect is lifecycle.TrialEffect.WITHDRAW:
+            self._end_run(run, None)
+        elif effect is lifecycle.TrialEffect.PREEMPT:
             config = self.experiment_of(run.experiment_id).config
             seconds = float(config.get("preemption_timeout") or 3600)
             trials.change_allocation(self.connection, run.id, deadline=self.now + seconds)
             self.signal = True
-        elif effect is trial_life.TrialEffect.WATCH:
+        elif effect is lifecycle.TrialEffect.WATCH:
             trials.change_allocation(self.connection, run.id, deadline=self.now + EARLY_EXIT_SECONDS)
-        elif effect is trial_life.TrialEffect.KILL:
+        elif effect is lifecycle.TrialEffect.KILL:
             name = run.id
-            self.orders.append(lambda: self._hub.workers.kill(name))
+            self.orders.append(lambda: self._state.agent.kill(name))
             self.notes.append((trial_id, "WARNING", "the master ends this run"))
 
     def _end_trial(self, trial_id: int, life: TrialLife) -> None:
@@ -277,19 +208,17 @@ class Transaction:
         if life.state is not TrialState.COMPLETED or life.reason:
             level = "ERROR" if life.state is TrialState.ERROR else "INFO"
             self.notes.append((trial_id, level, f"trial {trial_id} is {life.state.value}: {life.reason}"))
-        self.search(Ended(trial, trial_life.exit_reason(life)))
+        self.search(Ended(trial, lifecycle.exit_reason(life)))
         self._settle_experiment(trial.experiment_id)
 
     # -- experiments
 
-    def _do_experiment(
-        self, effect: experiment_life.ExperimentEffect, experiment_id: int, state: ExperimentState
-    ) -> None:
-        events: dict[experiment_life.ExperimentEffect, trial_life.TrialEvent] = {
-            experiment_life.ExperimentEffect.START_TRIALS: trial_life.StartTrial(),
-            experiment_life.ExperimentEffect.PAUSE_TRIALS: trial_life.PauseTrial(),
-            experiment_life.ExperimentEffect.CANCEL_TRIALS: trial_life.CancelTrial(),
-            experiment_life.ExperimentEffect.KILL_TRIALS: trial_life.KillTrial(),
+    def _do_experiment(self, effect: lifecycle.ExperimentEffect, experiment_id: int, state: ExperimentState) -> None:
+        events: dict[lifecycle.ExperimentEffect, lifecycle.TrialEvent] = {
+            lifecycle.ExperimentEffect.START_TRIALS: lifecycle.StartTrial(),
+            lifecycle.ExperimentEffect.PAUSE_TRIALS: lifecycle.PauseTrial(),
+            lifecycle.ExperimentEffect.CANCEL_TRIALS: lifecycle.CancelTrial(),
+            lifecycle.ExperimentEffect.KILL_TRIALS: lifecycle.KillTrial(),
         }
         if effect in events:
             for trial in trials.live(self.connection, experiment_id):
@@ -297,20 +226,231 @@ class Transaction:
             return
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
         experiments.change(self.connection, experiment_id, ended=self.now, collect=1, **progress)
-        self._hub.forget(experiment_id)
-        self.chores = True
+        self._state.forget(experiment_id)
+        self.garbage = True
 
     def _settle_experiment(self, experiment_id: int) -> None:
         """An experiment that is stopping ends with its last trial."""
         if self.state_of(experiment_id).stopping and not trials.live(self.connection, experiment_id):
-            self.experiment(experiment_id, experiment_life.Settled())
+            self.experiment(experiment_id, lifecycle.Settled())
 
     def give_up(self, experiment_id: int, error: str) -> None:
         """Nothing more can be decided: the experiment ends as failed, with its trials."""
         experiments.change(self.connection, experiment_id, error=error)
-        self.experiment(experiment_id, experiment_life.SearchOver(failed=True))
+        self.experiment(experiment_id, lifecycle.SearchOver(failed=True))
         for trial in trials.live(self.connection, experiment_id):
-            self.trial(trial.id, trial_life.Fail(error))
+            self.trial(trial.id, lifecycle.Fail(error))
+
+    # -- runs
+
+    def _request_run(self, trial_id: int) -> None:
+        """A new run goes into the queue. It starts from the newest checkpoint, and what was reported after that is archived."""
+        trial = self.trial_of(trial_id)
+        saved = checkpoints.latest(self.connection, trial_id)
+        steps = saved.steps_completed if saved else 0
+        if trial.run_id:
+            metrics.archive_after(self.connection, trial_id, steps)
+        run_id = trial.run_id + 1
+        trials.change(
+            self.connection,
+            trial_id,
+            run_id=run_id,
+            steps_completed=steps,
+            latest_checkpoint=saved.uuid if saved else None,
+            early_exit="",
+            runner_state="",
+        )
+        name = f"{trial.task_id}.{run_id}"
+        trials.add_allocation(
+            self.connection,
+            Allocation(
+                id=name,
+                trial_id=trial_id,
+                experiment_id=trial.experiment_id,
+                task_id=trial.task_id,
+                run_id=run_id,
+                state=AllocationState.QUEUED,
+                slots=(),
+                created=self.now,
+                resources_id=str(uuid.uuid4()),
+                container_id=str(uuid.uuid4()),
+            ),
+        )
+        self.queue_changed = True
+
+    def _end_run(self, run: Allocation, code: int | None) -> None:
+        """It holds nothing any more; ``code`` None: it never started."""
+        trials.change_allocation(
+            self.connection,
+            run.id,
+            state=AllocationState.TERMINATED,
+            ended=self.now,
+            exit_code=code,
+            deadline=None,
+        )
+        accounts.drop_tokens_of(self.connection, run.id)
+        self.queue_changed = self.signal = True
+
+    def order_start(self, run: Allocation) -> None:
+        """Order the start of an allocation that has its slots, with a token of its own."""
+        trial = self.trial_of(run.trial_id)
+        experiment = self.experiment_of(run.experiment_id)
+        token = auth.new_token()
+        accounts.add_token(self.connection, auth.digest(token), allocation_id=run.id)
+        order = StartOrder(
+            allocation=run,
+            config=experiment.config,
+            hparams=trial.hparams,
+            seed=trial.seed,
+            steps_completed=trial.steps_completed,
+            latest_checkpoint=trial.latest_checkpoint or trial.warm_start_checkpoint,
+            owner=experiment.owner,
+            token=token,
+            master_url=self._state.master_url,
+            cluster_id=self._state.info.cluster_id,
+            agent_id=self._state.agent_id,
+            visible_devices=self._state.devices.visible(run.slots),
+            threads=self._state.devices.threads,
+            has_hook=self._state.context_of(self.connection, run.experiment_id).has_hook,
+        )
+        self.orders.append(lambda: self._state.agent.start(order))
+
+    def _schedule(self) -> None:
+        """Give free slots to those who wait."""
+        self.queue_changed = False
+        runs = trials.allocations(self.connection)
+        holding = {slot for run in runs for slot in run.slots}
+        off = accounts.disabled_slots(self.connection)
+        free = [slot for slot in range(self._state.devices.count) if slot not in holding and slot not in off]
+        used: dict[int, int] = {}
+        for run in runs:
+            used[run.experiment_id] = used.get(run.experiment_id, 0) + len(run.slots)
+        for made in scheduler.place(self._waiting(runs), free, used):
+            self._give(made)
+
+    def _waiting(self, runs: list[Allocation]) -> list[scheduler.Waiting]:
+        known: dict[int, Mapping[str, Any]] = {}
+        queue = []
+        for run in runs:
+            if run.state is not AllocationState.QUEUED:
+                continue
+            if run.experiment_id not in known:
+                known[run.experiment_id] = self.experiment_of(run.experiment_id).config.get("resources") or {}
+            queue.append(waiting(run, known[run.experiment_id]))
+        return queue
+
+    def _give(self, made: scheduler.SlotAssignment) -> None:
+        trials.change_allocation(
+            self.connection,
+            made.allocation_id,
+            state=AllocationState.STARTING,
+            slots=made.slots,
+            started=self.now,
+        )
+        run = trials.allocation(self.connection, made.allocation_id)
+        if run is None:
+            raise NotFound(f"allocation {made.allocation_id} is gone")
+        self.order_start(run)
+
+    # -- the search
+
+    def _tell(self, event: SearchEvent) -> None:
+        experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
+        experiment = self.experiment_of(experiment_id)
+        if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
+            return  # it is stopping: there is nothing left to decide
+        live = self._state.search_of(self.connection, experiment)
+        self.touched.add(experiment_id)
+        try:
+            actions = self._ask(live, event)
+        except MetricMissing as error:
+            if isinstance(event, Validated):
+                self.trial(event.trial.id, lifecycle.Fail(str(error)))
+            return
+        except Exception as error:  # a fault of ours ends this experiment, not the master
+            log.exception("the search of experiment %d failed", experiment_id)
+            self.give_up(experiment_id, f"the search failed: {type(error).__name__}: {error}")
+            return
+        for action in actions:
+            self._act(experiment_id, live, action)
+
+    def _ask(self, live: LiveSearch, event: SearchEvent) -> list[Action]:
+        if isinstance(event, Begun):
+            return live.searcher.start()
+        if isinstance(event, Validated):
+            return live.searcher.on_validation(event.trial.request_id, event.metrics)
+        return live.searcher.on_exited(event.trial.request_id, event.reason)
+
+    def _act(self, experiment_id: int, live: LiveSearch, action: Action) -> None:
+        if isinstance(action, Create):
+            self._create(experiment_id, live, action)
+        elif isinstance(action, Stop):
+            trial = trials.of_request(self.connection, experiment_id, action.request_id)
+            if trial is not None:
+                self.trial(trial.id, lifecycle.StopBySearch())
+        elif isinstance(action, Shutdown):
+            if action.failed:
+                self._explain_failure(experiment_id)
+            self.experiment(experiment_id, lifecycle.SearchOver(action.failed))
+
+    def _create(self, experiment_id: int, live: LiveSearch, action: Create) -> None:
+        experiment = self.experiment_of(experiment_id)
+        if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
+            return
+        trial_id = self._add_trial(experiment, action)
+        why = self._why_not(experiment, live, action)
+        if why is not None:
+            self._prune(experiment_id, live, trial_id, why)
+            return
+        live.pruned = 0
+        if experiment.state is ExperimentState.ACTIVE:
+            self.trial(trial_id, lifecycle.StartTrial())
+
+    def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
+        try:
+            return pruning.reason(experiment.config, action.hparams, live.context.files)
+        except Exception:  # we cannot tell, so the trial will
+            log.exception("a point of experiment %d cannot be looked at before launch", experiment.id)
+            return None
+
+    def _add_trial(self, experiment: Experiment, action: Create) -> int:
+        return trials.add(
+            self.connection,
+            Trial(
+                id=0,
+                experiment_id=experiment.id,
+                request_id=action.request_id,
+                task_id=f"{experiment.id}.{uuid.uuid4()}",  # /tmp knows runs by it, so it is unique beyond this master
+                state=TrialState.ACTIVE if experiment.state is ExperimentState.ACTIVE else TrialState.PAUSED,
+                hparams=action.hparams,
+                seed=action.seed,
+                created=self.now,
+                warm_start_checkpoint=source_of(self.connection, experiment.config),
+            ),
+        )
+
+    def _prune(self, experiment_id: int, live: LiveSearch, trial_id: int, why: str) -> None:
+        """A point that cannot be trained ends before it begins; the search goes on without it."""
+        trials.change(
+            self.connection,
+            trial_id,
+            state=TrialState.ERROR,
+            ended=self.now,
+            pruned=1,
+            reason=f"pruned before launch: {why}",
+        )
+        self.notes.append((trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}"))
+        live.pruned += 1
+        if live.pruned >= MAX_PRUNED:
+            self.give_up(experiment_id, f"{live.pruned} points in a row cannot be trained, the last one because: {why}")
+            return
+        self.search(Ended(self.trial_of(trial_id), ExitReason.INVALID_HP))
+
+    def _explain_failure(self, experiment_id: int) -> None:
+        """What the experiment says about its end: the reason of the last trial that failed."""
+        reasons = [trial.reason for trial in trials.of_experiment(self.connection, experiment_id) if trial.reason]
+        if reasons:
+            experiments.change(self.connection, experiment_id, error=reasons[-1])
 
     # -- reading
 
@@ -325,3 +465,17 @@ class Transaction:
         if found is None:
             raise NotFound(f"experiment {experiment_id} not found")
         return found
+
+
+def waiting(run: Allocation, resources: Mapping[str, Any]) -> scheduler.Waiting:
+    """A queued allocation as the scheduler sees it; ``resources`` is its experiment's section."""
+    slots = resources.get("slots_per_trial")
+    priority = resources.get("priority")
+    return scheduler.Waiting(
+        allocation_id=run.id,
+        experiment_id=run.experiment_id,
+        slots=1 if slots is None else int(slots),
+        priority=42 if priority is None else int(priority),
+        order=(run.experiment_id, run.trial_id),
+        max_slots=resources.get("max_slots"),
+    )

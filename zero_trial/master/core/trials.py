@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zero_trial.master import logs
-from zero_trial.master.core import trial_lifecycle as life
-from zero_trial.master.core.searching import Validated
+from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.transaction import Transaction
+from zero_trial.master.core.transaction import Transaction, Validated, transaction
 from zero_trial.master.errors import Conflict, Invalid, NotFound
 from zero_trial.master.records import Checkpoint, Json, LogLine, LogQuery, MetricReport, Trial, Workload
 from zero_trial.master.store import checkpoints, experiments, metrics, trials
@@ -18,25 +17,25 @@ _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
 
 
 class TrialService:
-    """See verbs.TrialVerbs."""
+    """Single trials: what is known of them, and what they report."""
 
-    def __init__(self, hub: MasterState) -> None:
-        self._hub = hub
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
 
     # -- reading
 
     def get(self, trial_id: int) -> Trial:
-        """See verbs."""
-        with self._hub.database.reading() as connection:
+        """NotFound if there is none."""
+        with self._state.database.reading() as connection:
             found = trials.get(connection, trial_id, derived=True)
         if found is None:
             raise NotFound(f"trial {trial_id} not found")
         return found
 
     def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[Workload]:
-        """See verbs."""
+        """Training and validation reports and checkpoints, by steps completed; archived reports are left out."""
         self._exists(trial_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             reports: list[tuple[int, int, MetricReport | Checkpoint]] = [
                 (report.steps_completed or 0, order, report)
                 for order, group in enumerate(("training", "validation"))
@@ -47,30 +46,31 @@ class TrialService:
         return [_workload(item) for _, _, item in entries]
 
     def metrics(self, trial_id: int, group: str | None = None) -> list[MetricReport]:
-        """See verbs."""
+        """Reports of a group (None: of all groups), archived ones left out."""
         self._exists(trial_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             return metrics.of_trial(connection, trial_id, group, batch_metrics=True)
 
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
-        """See verbs."""
+        """Of this trial, deleted ones too."""
         self._exists(trial_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             return checkpoints.of_trial(connection, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
-        """See verbs."""
+        """What the trial said of itself with ``core_context.train.set_metadata``; empty if it said nothing."""
         self._exists(trial_id)
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             found: Json = trials.metadata(connection, trial_id)
         return found
 
     def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
-        """See verbs."""
-        return read_logs(self._hub, self._exists(trial_id), query)
+        """Lines of all its runs. The iterator may be dropped at any time. With ``follow`` it yields a line within half a second of its being
+        written, and None after a second or two without any, so that the caller can see whether its reader is still there."""
+        return read_logs(self._state, self._exists(trial_id), query)
 
     def _exists(self, trial_id: int) -> Trial:
-        with self._hub.database.reading() as connection:
+        with self._state.database.reading() as connection:
             found = trials.get(connection, trial_id)
         if found is None:
             raise NotFound(f"trial {trial_id} not found")
@@ -79,22 +79,22 @@ class TrialService:
     # -- changing
 
     def kill(self, trial_id: int) -> None:
-        """See verbs."""
-        with self._hub.change() as change:
-            change.trial(trial_id, life.KillTrial())
+        """End it now; the search goes on as if it had been canceled."""
+        with transaction(self._state) as tx:
+            tx.trial(trial_id, lifecycle.KillTrial())
 
     def set_metadata(self, trial_id: int, metadata: Json) -> None:
-        """See verbs."""
+        """Replace it."""
         self._set(trial_id, metadata=dict(metadata))
 
     def set_runner_state(self, trial_id: int, state: str) -> None:
-        """See verbs."""
+        """What the harness says that it does."""
         self._set(trial_id, runner_state=state)
 
     def _set(self, trial_id: int, **columns: Any) -> None:
-        with self._hub.change() as change:
-            self._in(change, trial_id)
-            trials.change(change.connection, trial_id, **columns)
+        with transaction(self._state) as tx:
+            self._in(tx, trial_id)
+            trials.change(tx.connection, trial_id, **columns)
 
     # -- reports
 
@@ -109,85 +109,83 @@ class TrialService:
         batch_metrics: Any = None,
         reported: float | None = None,
     ) -> None:
-        """See verbs."""
-        with self._hub.change() as change:
-            trial = self._in(change, trial_id)
+        """Invalid if the run id is stale. Cheap; a report is visible at once and on disk within a tenth of a second (validations: on return)."""
+        with transaction(self._state) as tx:
+            trial = self._in(tx, trial_id)
             if run_id != trial.run_id:
                 raise Invalid(
                     "this run is not the trial's newest", where=f"trial {trial_id}", got=run_id, expected=trial.run_id
                 )
-            at = change.now if reported is None else reported
+            at = tx.now if reported is None else reported
             report = MetricReport(trial_id, run_id, group, steps_completed, metrics, batch_metrics, at)
-            self._take(change, trial, report)
+            self._take(tx, trial, report)
 
-    def _take(self, change: Transaction, trial: Trial, report: MetricReport) -> None:
+    def _take(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
         if report.group == "validation":
-            self._validated(change, trial, report)
+            self._validated(tx, trial, report)
         else:
-            metrics.add(change.connection, report)
+            metrics.add(tx.connection, report)
         if report.steps_completed is not None and report.group in ("training", "validation"):
             steps = max(trial.steps_completed, report.steps_completed)
             if steps != trial.steps_completed:
-                trials.change(change.connection, trial.id, steps_completed=steps)
+                trials.change(tx.connection, trial.id, steps_completed=steps)
 
-    def _validated(self, change: Transaction, trial: Trial, report: MetricReport) -> None:
-        if metrics.known(change.connection, report):
+    def _validated(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
+        if metrics.known(tx.connection, report):
             return  # said again because the answer was lost: the search has been told
-        experiment = experiments.get(change.connection, trial.experiment_id, derived=False)
+        experiment = experiments.get(tx.connection, trial.experiment_id, derived=False)
         if experiment is None:
             raise NotFound(f"experiment {trial.experiment_id} not found")
         name = str((experiment.config.get("searcher") or {}).get("metric"))
-        metrics.add(change.connection, report, metrics.number_of(report.metrics, name))
-        change.search(Validated(trial, report.metrics))
+        metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))
+        tx.search(Validated(trial, report.metrics))
 
     def report_progress(self, trial_id: int, progress: float, *, is_raw: bool) -> None:
-        """See verbs."""
+        """``is_raw``: a fraction of this trial's own work from 0 to 1."""
         del is_raw  # both ways it is the trial's own fraction
-        with self._hub.change() as change:
-            trial = self._in(change, trial_id)
-            trials.change(change.connection, trial_id, progress=min(1.0, max(0.0, progress)))
-            experiment = experiments.get(change.connection, trial.experiment_id, derived=False)
+        with transaction(self._state) as tx:
+            trial = self._in(tx, trial_id)
+            trials.change(tx.connection, trial_id, progress=min(1.0, max(0.0, progress)))
+            experiment = experiments.get(tx.connection, trial.experiment_id, derived=False)
             if experiment is None or experiment.state.final:
                 return
-            live = self._hub.search_of(change.connection, experiment)
-            fractions = {
-                item.request_id: item.progress or 0.0 for item in trials.live(change.connection, experiment.id)
-            }
-            experiments.change(change.connection, experiment.id, progress=live.searcher.progress(fractions))
+            live = self._state.search_of(tx.connection, experiment)
+            fractions = {item.request_id: item.progress or 0.0 for item in trials.live(tx.connection, experiment.id)}
+            experiments.change(tx.connection, experiment.id, progress=live.searcher.progress(fractions))
 
     def early_exit(self, trial_id: int, reason: str) -> None:
-        """See verbs."""
+        """The trial ends itself; ``reason`` as on the wire (EXITED_REASON_INVALID_HP ...)."""
         word = reason.removeprefix("EXITED_REASON_")
-        with self._hub.change() as change:
-            self._in(change, trial_id)
-            change.trial(trial_id, life.EarlyExit(life.INVALID_HP if word in _INVALID_HP else word))
+        with transaction(self._state) as tx:
+            self._in(tx, trial_id)
+            tx.trial(trial_id, lifecycle.EarlyExit(lifecycle.INVALID_HP if word in _INVALID_HP else word))
 
     def start_run(self, trial_id: int) -> None:
-        """See verbs."""
+        """A rank has started and will report (``POST /runs/start``, whose runId is the trial's id). Conflict if the trial has ended."""
         trial = self._exists(trial_id)
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
 
-    def _in(self, change: Transaction, trial_id: int) -> Trial:
-        trial = trials.get(change.connection, trial_id)
+    def _in(self, tx: Transaction, trial_id: int) -> Trial:
+        trial = trials.get(tx.connection, trial_id)
         if trial is None:
             raise NotFound(f"trial {trial_id} not found")
         return trial
 
 
-def read_logs(hub: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
+def read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
     """The lines of a trial."""
-    source = logs.Source(hub.home.trial_logs(trial.id), trial.id, trial.task_id)
+    source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id)
     if query.follow:
-        return logs.follow(source, query, _ended(hub, trial.id))
+        return logs.follow(source, query, _ended(state, trial.id))
     return logs.lines(source, query)
 
 
-def _ended(hub: MasterState, trial_id: int) -> Callable[[], bool]:
+def _ended(state: MasterState, trial_id: int) -> Callable[[], bool]:
     def ended() -> bool:
-        if hub.closed:
+        if state.closed.is_set():
             return True
-        with hub.database.reading() as connection:
+        with state.database.reading() as connection:
             trial = trials.get(connection, trial_id)
         return trial is None or trial.state.final
 

@@ -1,6 +1,6 @@
-"""The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by the verbs of a ``Cluster``.
+"""The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by a `Master`.
 
-``with Server(cluster, port=0) as server`` listens on loopback at ``server.url`` until the block ends.
+``with Server(master, port=0) as server`` listens on loopback at ``server.url`` until the block ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The gate that every request passes: right host, no foreign page behind it, a route, a token that is good for it, a body of a size that is taken.
+"""The master over HTTP: what every request passes on its way to its route, and the server.
 
-In this order, so that whoever has no token has nothing read but headers. Errors become one line of JSON; what nobody foresaw becomes 500 and
-a trace in the log, and the server goes on.
+A request must name the right host, come from no foreign page, have a route, carry a token that permits it, and have a body of an accepted size. The
+checks are made in this order, so that only headers are read of a request without a token. Errors become one line of JSON; an unforeseen
+exception becomes a 500 and a traceback in the log, and the server goes on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from types import TracebackType
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import auth
 from zero_trial.master.auth import Principal
+from zero_trial.master.core import Master
 from zero_trial.master.errors import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
-from zero_trial.master.http import unsupported
 from zero_trial.master.http.request import (
     BadRequest,
     Gone,
-    HttpRequest,
     Request,
     RequestHead,
     Waits,
@@ -29,34 +29,23 @@ from zero_trial.master.http.request import (
     whole,
 )
 from zero_trial.master.http.response import Response, StreamingResponse, failure
-from zero_trial.master.http.router import SMALL_BODY, AuthLevel, Route, RouteMatch, Router
+from zero_trial.master.http.router import SMALL_BODY, AuthLevel, Route, RouteMatch, Router, why_unsupported
 from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, tasks, trials, users
 from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
-from zero_trial.master.verbs import Cluster
 
 log = logging.getLogger(__name__)
-
-
 _STATUS: dict[type[ServiceError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Unsupported: 501}
-
-
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
-
-
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
-
-
 _FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
-
-
 _NOBODY = Principal()
 
 
 class Application:
-    """Answers requests for one cluster; called from many threads at once."""
+    """Answers requests to one master; called from many threads at once."""
 
-    def __init__(self, cluster: Cluster, router: Router, *, port: int, waits: int) -> None:
-        self._cluster = cluster
+    def __init__(self, master: Master, router: Router, *, port: int, waits: int) -> None:
+        self._master = master
         self._router = router
         self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         self._origins = {f"http://{host}" for host in self._hosts}
@@ -65,7 +54,7 @@ class Application:
         self._large = threading.BoundedSemaphore(2)  # bodies of many megabytes that are held at once
 
     def __call__(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
-        """Never raises but for a client that is gone."""
+        """Answer one request. Raises Gone if the client has gone, and nothing else."""
         try:
             return self._answer(head, read_body)
         except BadRequest as error:
@@ -87,13 +76,14 @@ class Application:
         refusal = self._foreign(head)
         if refusal is not None:
             return refusal
-        found = self._router.find(head.method, split_path(head.path))
+        method = "GET" if head.method == "HEAD" else head.method  # the connection leaves out the body
+        found = self._router.find(method, split_path(head.path))
         principal = self._principal(head, found)
         if principal is None:
             return failure(401, "this needs a token: see 'zero-trial master up --env'")
         if found is None:
             log.warning("no route for %s %s (asked by %s)", head.method, head.path[:200], principal.name)
-            why = unsupported.reason(head.path)
+            why = why_unsupported(head.path)
             return (
                 failure(501, why)
                 if why
@@ -102,13 +92,14 @@ class Application:
         numbers = {name: whole(found.args[name], name) for name in found.numbers}
         self._scope(found, numbers, principal)
         with self._room(head, found):
-            request = HttpRequest(head, found.args, read_body(found.route.limit), parse_query(head.query_text))
-            call = Request(self._cluster, request, numbers, principal, self._waits)
-            with self._strangers if found.route.who is AuthLevel.ANYBODY and head.method == "POST" else nullcontext():
-                return found.route.action(call)
+            content = read_body(found.route.limit)
+            query = parse_query(head.query_text)
+            request = Request(self._master, head, found.args, numbers, query, content, principal, self._waits)
+            with self._strangers if found.route.level is AuthLevel.ANYBODY and head.method == "POST" else nullcontext():
+                return found.route.action(request)
 
     def _foreign(self, head: RequestHead) -> Response | None:
-        """The refusal of a request that a web page made a browser send (DNS rebinding, cross-site requests)."""
+        """Refuse a request that a web page made a browser send (DNS rebinding, cross-site requests)."""
         if head.headers.get("host", "").lower() not in self._hosts:
             return failure(403, "the Host header does not name this master", close=True)
         origin = head.headers.get("origin")
@@ -119,22 +110,22 @@ class Application:
         return None
 
     def _principal(self, head: RequestHead, found: RouteMatch | None) -> Principal | None:
-        who = found.route.who if found is not None else AuthLevel.BOTH
-        if who is AuthLevel.ANYBODY:
+        level = found.route.level if found is not None else AuthLevel.BOTH
+        if level is AuthLevel.ANYBODY:
             return _NOBODY
-        user = head.bearer(auth.USER_HEADER) if who is not AuthLevel.TASK else None
+        user = head.bearer(auth.USER_HEADER) if level is not AuthLevel.TASK else None
         task = head.bearer(auth.TASK_HEADER)
-        principal = auth.identify(self._cluster.accounts, user, task)
-        if principal is not None and principal.allocation is not None and who is AuthLevel.USER:
+        principal = self._master.accounts.identify(user, task)
+        if principal is not None and principal.allocation is not None and level is AuthLevel.USER:
             raise PermissionDenied("the token of an allocation is not good for this")
         return principal
 
     def _scope(self, found: RouteMatch, numbers: dict[str, int], principal: Principal) -> None:
-        """An allocation asks only for its own: every part of the path that names something is compared, before anything is read."""
+        """Refuse an allocation what is not its own: every named part of the path is compared, before the body is read."""
         if principal.allocation is None:
             return
         unknown = found.args.keys() - _NAMES.keys() - _NUMBERS.keys() - _FREE
-        if unknown:  # a part that nothing compares is open to nobody
+        if unknown:  # a part that nothing compares stays closed
             raise PermissionDenied(f"the token of an allocation is not good for {', '.join(sorted(unknown))}")
         asked: dict[str, object] = {_NAMES[name]: value for name, value in found.args.items() if name in _NAMES}
         asked |= {_NUMBERS[name]: value for name, value in numbers.items() if name in _NUMBERS}
@@ -154,23 +145,20 @@ class Application:
             self._large.release()
 
 
-# The master's HTTP side as one thing: a server, the gate and all routes, for a cluster.
-
-
 class Server:
-    """Answers for ``cluster`` on loopback from when it is made until ``close``; threads of its own do the work.
+    """Serves ``master`` on loopback, in threads of its own, from its construction until ``close``.
 
     ``port`` 0 takes a free one. Of the connections at most three quarters may wait in long polls and followed logs, so that there is always room for
     questions that are answered at once. Raises ZeroTrialError if the port is taken.
     """
 
     def __init__(
-        self, cluster: Cluster, *, port: int = 0, connections: int = MAX_CONNECTIONS, patience: Timeouts | None = None
+        self, master: Master, *, port: int = 0, connections: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None
     ) -> None:
-        self._http = HttpServer(port=port, limit=connections, patience=patience)
+        self._http = HttpServer(port=port, limit=connections, timeouts=timeouts)
         self.port = self._http.port
         self.url = self._http.url
-        self._http.start(Application(cluster, Router(all_routes()), port=self.port, waits=max(1, connections * 3 // 4)))
+        self._http.start(Application(master, Router(all_routes()), port=self.port, waits=max(1, connections * 3 // 4)))
 
     def close(self) -> None:
         """Stop listening and end every connection."""
@@ -185,18 +173,7 @@ class Server:
         self.close()
 
 
-# Every route that is answered, in one list.
-
-
 def all_routes() -> Iterator[Route]:
-    """The routes of all parts; their order does not matter."""
-    for part in (
-        experiments,
-        trials,
-        checkpoints,
-        logs,
-        tasks,
-        machine,
-        users,
-    ):
+    """Yield every route that is answered; their order does not matter."""
+    for part in (experiments, trials, checkpoints, logs, tasks, machine, users):
         yield from part.ROUTES

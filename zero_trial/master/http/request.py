@@ -1,6 +1,7 @@
-"""One HTTP/1.1 request, read off a socket with limits on its size and on the time that it may take.
+"""One HTTP/1.1 request: read off a socket with limits on its size and duration, then handed to a route.
 
-Strict on purpose (RFC 9112): one Content-Length or one chunked Transfer-Encoding, no folded headers, nothing that two readers could read in two ways.
+The reader is strict on purpose (RFC 9112): one Content-Length or one chunked Transfer-Encoding, no folded headers, nothing that two readers could
+understand in two ways. docs/decisions/0022 says why it is not a library's.
 """
 
 from __future__ import annotations
@@ -12,28 +13,20 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.auth import Principal, require_own
+from zero_trial.master.core import Master
 from zero_trial.master.errors import Invalid, PermissionDenied
 from zero_trial.master.records import EARLIEST, LATEST
-from zero_trial.master.verbs import Cluster
 
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
-
-
 CHUNK = 256 * 1024  # bytes asked of the socket at once
-
-
 SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
-
-
 _HEX = frozenset(b"0123456789abcdefABCDEF")
-
-
 _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
@@ -64,20 +57,6 @@ class RequestHead:
         """The token after ``Bearer`` in a header, if it is there."""
         scheme, _, token = self.headers.get(header, "").partition(" ")
         return token.strip() if scheme.lower() == "bearer" and token.strip() else None
-
-
-@dataclass(frozen=True)
-class HttpRequest:
-    """A request with its body, as the routes see it. ``args`` are the named parts of the path, unquoted."""
-
-    head: RequestHead
-    args: Mapping[str, str]
-    body: bytes | bytearray
-    query: Mapping[str, list[str]] = field(default_factory=dict)
-
-    def first(self, name: str, default: str = "") -> str:
-        values = self.query.get(name)
-        return values[0] if values else default
 
 
 def parse_query(text: str) -> dict[str, list[str]]:
@@ -198,8 +177,8 @@ class Reader:
     def _until(self, mark: bytes, limit: int, deadline: float, status: int) -> bytes:
         """What comes before ``mark``, which is taken off as well."""
         start = 0
-        while (end := self._buffer.find(mark, start)) < 0:
-            if len(self._buffer) > limit:
+        while (end := self._buffer.find(mark, start)) < 0 or end > limit:
+            if len(self._buffer) > limit:  # also where the mark came with the bytes that pass the limit
                 raise BadRequest(status, f"a line or the headers are longer than {limit} bytes")
             start = max(0, len(self._buffer) - len(mark) + 1)
             self._receive(deadline, 16 * 1024)
@@ -223,15 +202,8 @@ class Reader:
         self._buffer += data
 
 
-# One request on its way to a route: what was asked, by whom, and the cluster that can answer.
-
-
 T = TypeVar("T")
-
-
 MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
-
-
 DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
@@ -254,11 +226,17 @@ class Waits:
 
 @dataclass(frozen=True)
 class Request:
-    """A request whose sender is known and whose body has been read."""
+    """A request as its route sees it: its sender is known and its body has been read.
 
-    cluster: Cluster
-    request: HttpRequest
+    ``args`` are the named parts of the path, unquoted; ``numbers`` those of them that must be numbers; ``query`` the fields of the query string.
+    """
+
+    master: Master
+    head: RequestHead
+    args: Mapping[str, str]
     numbers: Mapping[str, int]
+    query: Mapping[str, list[str]]
+    content: bytes | bytearray
     principal: Principal
     waits: Waits
 
@@ -280,7 +258,7 @@ class Request:
 
     def text(self, name: str) -> str:
         """A named part of the path."""
-        return self.request.args[name]
+        return self.args[name]
 
     def number(self, name: str) -> int:
         """A named part of the path that is a number."""
@@ -288,39 +266,44 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         """The JSON object that came with the request; empty if nothing came. Raises BadRequest."""
-        if not self.request.body:
+        if not self.content:
             return {}
         try:
-            value = json.loads(self.request.body.decode("utf-8"))  # from bytes, json takes half characters too
+            value = json.loads(self.content.decode("utf-8"))  # from bytes, json takes half characters too
         except (ValueError, RecursionError):
             raise BadRequest(400, "the body is not JSON") from None
         if value is None:
             return {}
         if not isinstance(value, dict):
             raise BadRequest(400, "the body is not a JSON object")
-        if _may_be_odd(self.request.body):
+        if _may_be_odd(self.content):
             check_text(value)
         return value
 
+    def first(self, name: str) -> str:
+        """Return the first value of a field of the query string; "" if it is not there."""
+        values = self.query.get(name)
+        return values[0] if values else ""
+
     def query_number(self, name: str, default: int) -> int:
         """A whole number of the query string. Invalid if it is none."""
-        text = self.request.first(name)
+        text = self.first(name)
         if not text:
             return default
         return whole(text, name)
 
     def query_flag(self, name: str, default: bool = False) -> bool:
-        text = self.request.first(name).lower()
+        text = self.first(name).lower()
         return default if not text else text in ("true", "1", "yes")
 
     def query_time(self, name: str) -> float | None:
         """A moment of the query string (RFC 3339) in seconds since the epoch. Invalid if it is none."""
-        text = self.request.first(name)
+        text = self.first(name)
         return moment(text, name) if text else None
 
     def query_all(self, name: str) -> list[str]:
         """Every value of a field that may come more than once."""
-        return list(self.request.query.get(name, ()))
+        return list(self.query.get(name, ()))
 
     def page(self, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
         """The part of a list that ``offset`` and ``limit`` ask for, with Determined's account of it. Limit 0 or -1: all; -2: only the account."""

@@ -8,8 +8,13 @@ import tarfile
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from zero_trial.master.records import EARLIEST, LATEST
+
+Dict = dict[str, Any]
 
 REASONS: Mapping[int, str] = {
     200: "OK",
@@ -27,8 +32,6 @@ REASONS: Mapping[int, str] = {
     503: "Service Unavailable",
     505: "HTTP Version Not Supported",
 }
-
-
 BATCH = 64 * 1024  # bytes of lines that are sent together
 
 
@@ -115,8 +118,6 @@ def _batched(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
 
 
 PIECE = 256 * 1024  # bytes read at once
-
-
 _GZIP = 31  # zlib's window of 2**15 with a gzip header around it
 
 
@@ -151,3 +152,17 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
             left -= len(data)
             yield data
     yield bytes(-info.size % tarfile.BLOCKSIZE)
+
+
+def when(seconds: float) -> str:
+    """RFC 3339 in UTC, with milliseconds. A time that has no such form, which older masters stored, becomes the nearest that has one."""
+    return (
+        datetime.fromtimestamp(min(max(seconds, EARLIEST), LATEST), timezone.utc)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
+
+
+def maybe_when(seconds: float | None) -> str | None:
+    """The same of a time that may not have come."""
+    return None if seconds is None else when(seconds)

@@ -16,14 +16,8 @@ from zero_trial.master.http.request import BadRequest, Gone, Reader, RequestHead
 from zero_trial.master.http.response import REASONS, Response, StreamingResponse, failure
 
 log = logging.getLogger(__name__)
-
-
 ReadBody = Callable[[int], "bytes | bytearray"]
-
-
 Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
-
-
 PIECE = 256 * 1024  # bytes handed to the socket at once
 
 
@@ -41,10 +35,10 @@ class Timeouts:
 class Connection:
     """Serves one socket with ``handler`` until it is closed. ``busy`` is read by the server when it looks for connections to end."""
 
-    def __init__(self, sock: socket.socket, handler: Handler, patience: Timeouts) -> None:
+    def __init__(self, sock: socket.socket, handler: Handler, timeouts: Timeouts) -> None:
         self._sock = sock
         self._handler = handler
-        self._patience = patience
+        self._timeouts = timeouts
         self._reader = Reader(sock)
         self.busy = False  # a request has come whole and is being answered
 
@@ -52,9 +46,9 @@ class Connection:
         """Answer requests until the connection ends; never raises."""
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            idle = self._patience.first
+            idle = self._timeouts.first
             while self._one(idle):
-                idle = self._patience.idle
+                idle = self._timeouts.idle
         except (Gone, OSError):
             pass
         finally:
@@ -70,7 +64,7 @@ class Connection:
     def _one(self, idle: float) -> bool:
         """One request; True if another may follow."""
         try:
-            head = self._reader.head(idle=idle, seconds=self._patience.head)
+            head = self._reader.head(idle=idle, seconds=self._timeouts.head)
         except BadRequest as error:
             self._send(failure(error.status, str(error), close=True))
             self._linger()
@@ -85,20 +79,23 @@ class Connection:
         log.debug("%s %s -> %d", head.method, head.path, answer.status)
         if isinstance(answer, StreamingResponse):
             with contextlib.closing(answer):
-                keep = self._stream(answer) and keep
+                keep = self._stream(answer, head.method) and keep
         else:
-            self._send(answer, keep=keep)
+            self._send(answer, keep=keep, method=head.method)
         self.busy = False
         if not body.taken:
             self._linger()
         return keep
 
-    def _send(self, answer: Response, *, keep: bool = False) -> None:
+    def _send(self, answer: Response, *, keep: bool = False, method: str = "") -> None:
         end = "\r\n" if keep else "Connection: close\r\n\r\n"
         head = (
             f"HTTP/1.1 {answer.status} {REASONS.get(answer.status, 'Status')}\r\nContent-Type: {answer.content_type}\r\n"
             f"Content-Length: {len(answer.body)}\r\nX-Content-Type-Options: nosniff\r\n{end}"
         ).encode()
+        if method == "HEAD":
+            self._write(head)
+            return
         if len(answer.body) <= PIECE:
             self._write(head + answer.body)
             return
@@ -107,12 +104,14 @@ class Connection:
         for start in range(0, len(view), PIECE):
             self._write(view[start : start + PIECE])
 
-    def _stream(self, answer: StreamingResponse) -> bool:
+    def _stream(self, answer: StreamingResponse, method: str) -> bool:
         """Send pieces as they come, in HTTP/1.1 chunks; False if the stream broke off (the missing last chunk tells the client)."""
         self._write(
             f"HTTP/1.1 200 OK\r\nContent-Type: {answer.content_type}\r\nTransfer-Encoding: chunked\r\n"
             "X-Content-Type-Options: nosniff\r\n\r\n".encode()
         )
+        if method == "HEAD":
+            return True
         try:
             for piece in answer.pieces:
                 if piece:
@@ -128,7 +127,7 @@ class Connection:
         return True
 
     def _write(self, data: bytes | memoryview) -> None:
-        self._sock.settimeout(self._patience.send)
+        self._sock.settimeout(self._timeouts.send)
         try:
             self._sock.sendall(data)
         except OSError as error:
@@ -145,7 +144,7 @@ class Connection:
 
     def _linger(self) -> None:
         """Take what the client still sends, for a moment, so that the answer is not lost to a connection reset."""
-        deadline = time.monotonic() + self._patience.linger
+        deadline = time.monotonic() + self._timeouts.linger
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0:
@@ -183,14 +182,8 @@ class _Body:
 
 
 LOOPBACK = "127.0.0.1"
-
-
 MAX_CONNECTIONS = 512
-
-
 _FULL_BODY = b'{"message":"too many connections"}'
-
-
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
@@ -203,9 +196,9 @@ class HttpServer:
     ``port`` 0 takes a free one. Raises ZeroTrialError if the port is taken.
     """
 
-    def __init__(self, *, port: int = 0, limit: int = MAX_CONNECTIONS, patience: Timeouts | None = None) -> None:
+    def __init__(self, *, port: int = 0, limit: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None) -> None:
         self._limit = limit
-        self._patience = patience or Timeouts()
+        self._timeouts = timeouts or Timeouts()
         self._handler: Handler | None = None
         self._lock = threading.Lock()
         self._open: dict[Connection, None] = {}  # oldest first
@@ -262,7 +255,7 @@ class HttpServer:
                 sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
-        connection = Connection(sock, self._require_handler(), self._patience)
+        connection = Connection(sock, self._require_handler(), self._timeouts)
         with self._lock:
             full = len(self._open) >= self._limit
             victim = next((other for other in self._open if not other.busy), None) if full else None

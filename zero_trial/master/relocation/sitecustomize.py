@@ -107,7 +107,7 @@ def last_line(kind: type[BaseException], error: BaseException, trace: TracebackT
     if not failures:
         sys.__excepthook__(kind, error, trace)
         return
-    from zero_trial.master.agent.failed_ranks import of_failure, verdict
+    from zero_trial.master.agent.supervisor import of_failure, verdict
 
     sys.stderr.write(verdict([of_failure(*item) for item in failures.items()]) + "\n")
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from zero_trial.errors import ConfigError
 from zero_trial.master.search.adaptive_asha import AdaptiveAsha, Budget
-from zero_trial.master.search.random_and_grid import GridSearch, RandomSearch, SingleSearch
-from zero_trial.master.search.searcher import Draws, Searcher
+from zero_trial.master.search.searcher import Draws, GridSearch, RandomSearch, Searcher, SingleSearch
 
 MAX_CONCURRENT_TRIALS = 16
 """Determined's default; 0 means as many as there are."""
@@ -17,7 +16,7 @@ MAX_CONCURRENT_TRIALS = 16
 def build(searcher_config: Mapping[str, Any], hyperparameters: Mapping[str, Any], seed: int) -> Searcher:
     """The search of a completed config's ``searcher`` and ``hyperparameters``; ``seed`` is ``reproducibility.experiment_seed``.
 
-    Raises ConfigError for what ``expconf.complete`` would have refused.
+    Raises ConfigError for what ``experiment.complete`` would have refused.
     """
     draws = Draws(seed)
     concurrent = _or(searcher_config.get("max_concurrent_trials"), MAX_CONCURRENT_TRIALS)

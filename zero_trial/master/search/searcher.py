@@ -1,4 +1,4 @@
-"""What a searcher wants done: a trial created or stopped, or the search ended."""
+"""A search as a state machine: events about trials go in, actions come out; and the searchers single, random and grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.experiment.space import has_ranges, sample
+from zero_trial.experiment.space import Grid, has_ranges, sample
 
 
 class ExitReason(str, Enum):
@@ -49,9 +49,6 @@ class Shutdown:
 Action: TypeAlias = Create | Stop | Shutdown
 
 
-# The random stream of a search: the n-th trial has a stream of its own, so that the whole state is a seed and a count.
-
-
 @dataclass
 class Draws:
     """``drawn`` streams have been taken of the search that was seeded with ``seed``."""
@@ -72,11 +69,7 @@ class Draws:
 
 
 RUNNING = "running"
-
-
 STOPPING = "stopping"
-
-
 _OPEN = (RUNNING, STOPPING)
 
 
@@ -253,3 +246,63 @@ class Searcher(abc.ABC):
         self.over = True
         failed = self.trials.count(ExitReason.COMPLETED, ExitReason.CANCELED) == 0
         return [*actions, Shutdown(failed)]
+
+
+class RandomSearch(Searcher):
+    """``max_trials`` samples, at most ``max_concurrent`` at a time (0: all). Invalid ones do not count and are replaced."""
+
+    kind = "random"
+
+    def __init__(self, space: Mapping[str, Any], draws: Draws, max_trials: int, max_concurrent: int) -> None:
+        super().__init__(space, draws)
+        self.max_trials = max_trials
+        self.max_concurrent = max_concurrent or max_trials
+
+    def _first(self) -> list[Action]:
+        return [self._create() for _ in range(min(self.max_trials, self.max_concurrent))]
+
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
+        if reason is ExitReason.INVALID_HP and not self._may_replace_invalid():
+            return []
+        valid = self.trials.created - self.trials.count(ExitReason.INVALID_HP)
+        return [self._create()] if valid < self.max_trials else []
+
+    def _progress(self, fractions: Mapping[str, float]) -> float:
+        return self.trials.units_done(fractions, without_invalid=True) / self.max_trials
+
+
+class SingleSearch(RandomSearch):
+    """One trial."""
+
+    kind = "single"
+
+    def __init__(self, space: Mapping[str, Any], draws: Draws) -> None:
+        super().__init__(space, draws, max_trials=1, max_concurrent=1)
+
+
+class GridSearch(Searcher):
+    """Every point of the grid once, from the last to the first, at most ``max_concurrent`` at a time (0: all).
+
+    A point that is invalid is gone; nothing replaces it.
+    """
+
+    kind = "grid"
+
+    def __init__(self, space: Mapping[str, Any], draws: Draws, max_concurrent: int) -> None:
+        super().__init__(space, draws)
+        self.grid = Grid.of(space)
+        self.max_concurrent = max_concurrent or self.grid.size
+
+    def _first(self) -> list[Action]:
+        created = [self._next() for _ in range(min(self.grid.size, self.max_concurrent))]
+        return [action for actions in created for action in actions]
+
+    def _next(self) -> list[Action]:
+        left = self.grid.size - self.trials.created
+        return [self._create(self.grid.point(left - 1))] if left else []
+
+    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
+        return self._next()
+
+    def _progress(self, fractions: Mapping[str, float]) -> float:
+        return self.trials.units_done(fractions, without_invalid=False) / self.grid.size

@@ -16,7 +16,6 @@ from zero_trial.master.search.searcher import Action, Create, ExitReason, Search
 Curve: TypeAlias = Callable[[float], float]
 """Fraction of the training (0 to 1) -> loss."""
 
-
 _START = 5.0
 
 

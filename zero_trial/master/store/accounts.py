@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 from zero_trial.master.records import User
-from zero_trial.master.store.values import insert, update
+from zero_trial.master.store.database import insert, update
 
 
 def user(connection: sqlite3.Connection, name: str) -> User | None:
@@ -50,6 +50,11 @@ def add_token(
 ) -> None:
     """Whom a token speaks for: exactly one of a user and an allocation."""
     connection.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", (digest, user_id, allocation_id, expires))
+
+
+def drop_expired(connection: sqlite3.Connection, now: float) -> None:
+    """Delete all tokens that have expired."""
+    connection.execute("DELETE FROM tokens WHERE expires <= ?", (now,))
 
 
 def drop_token(connection: sqlite3.Connection, digest: str) -> None:

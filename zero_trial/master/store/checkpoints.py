@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_trial.master.records import Checkpoint, CheckpointState
 from zero_trial.master.store import metrics
-from zero_trial.master.store.values import dumps, loads, update
+from zero_trial.master.store.database import dumps, loads, update
 
 
 def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
@@ -70,14 +70,14 @@ def change(connection: sqlite3.Connection, uuid: str, **columns: Any) -> None:
     update(connection, "checkpoints", "uuid", uuid, columns)
 
 
-def doom(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
+def mark_deleted(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
     """Mark what is to be deleted on disk; it stays marked until that is done."""
     connection.executemany(
         "UPDATE checkpoints SET doomed = 1 WHERE uuid = ? AND state NOT IN ('DELETED')", [(uuid,) for uuid in uuids]
     )
 
 
-def doomed(connection: sqlite3.Connection) -> list[Checkpoint]:
+def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
     """Those marked."""
     rows = connection.execute("SELECT * FROM checkpoints WHERE doomed = 1 ORDER BY reported, rowid")
     return [_record(connection, row, True) for row in rows.fetchall()]

@@ -1,16 +1,23 @@
-"""The tables, as numbered steps from an empty file to the newest form; a step that was released is never changed."""
+"""The master's SQLite file: its schema, and how it is opened for writing and for reading.
+
+WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill -9`` included); after a power cut the newest
+transactions may be missing, but never a part of one.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from zero_trial.errors import ConfigError
 
+# The schema as numbered steps from an empty file to the newest form. A step that was released is never changed.
 MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -135,12 +142,6 @@ MIGRATIONS: tuple[str, ...] = (
 )
 
 
-# The master's SQLite file: opened with one writer and one reader, brought to the newest schema, and safe against a killed process.
-#
-# WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill -9`` included); after a power cut the newest
-# transactions may be missing, but never a part of one.
-
-
 class Database:
     """The file at ``path``, mode 0600. Transactions are serial; reads see the last transaction that was committed."""
 
@@ -206,12 +207,12 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[number]}; PRAGMA user_version = {number + 1}; COMMIT;")
 
 
-# The store for those who only look: opened so that nothing can be written, while a master works or after it has gone.
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """One consistent view of the file at ``path``. Raises ConfigError if there is none, or it is another release's."""
+    """Open the file at ``path`` read-only, for one consistent view, while a master works or after it has gone.
+
+    Raises ConfigError if there is none, or it is another release's.
+    """
     if not path.is_file():
         raise ConfigError("there is no master's store", where=str(path), fix="Start one with zero-trial master up.")
     try:
@@ -232,3 +233,41 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"this is no master's store ({error})", where=str(path)) from error
+
+
+# -- values of columns
+
+
+def dumps(value: Any) -> str:
+    """Write JSON text without blanks."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def loads(text: str | None) -> Any:
+    """Read the value of a JSON column; None for NULL."""
+    return None if text is None else json.loads(text)
+
+
+def update(connection: sqlite3.Connection, table: str, key: str, value: Any, changes: Mapping[str, Any]) -> None:
+    """Set columns of one row. Table, key and columns are literals of the caller, never input; lists and dicts become JSON."""
+    if not changes:
+        return
+    columns = ", ".join(f"{name} = ?" for name in changes)
+    connection.execute(f"UPDATE {table} SET {columns} WHERE {key} = ?", [*map(plain, changes.values()), value])
+
+
+def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> int:
+    """Insert one row; returns its rowid."""
+    names = ", ".join(values)
+    marks = ", ".join("?" for _ in values)
+    cursor = connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(map(plain, values.values())))
+    return int(cursor.lastrowid or 0)
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to what SQLite takes."""
+    if isinstance(value, (dict, list, tuple, Mapping)):
+        return dumps(value)
+    if isinstance(value, str):
+        return str(getattr(value, "value", value))  # of an enum its value
+    return value

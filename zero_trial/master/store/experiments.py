@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.master.records import AllocationState, Experiment, ExperimentState
-from zero_trial.master.store.values import insert, loads, update
+from zero_trial.master.store.database import insert, loads, update
 
 _BEST = """
     SELECT m.trial_id, m.searcher_metric FROM metrics m JOIN trials t ON t.id = m.trial_id

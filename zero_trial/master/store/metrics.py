@@ -13,15 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_trial.master.records import MetricReport
-from zero_trial.master.store.values import dumps, loads
+from zero_trial.master.store.database import dumps, loads
 
 SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """How JSON clients write what JSON cannot."""
 
-
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
-
-
 _KINDS: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),
     (int, "number"),
@@ -83,8 +80,6 @@ def _extreme(choose: Any, one: float, other: float) -> float:
 
 
 _COLUMNS = "id, trial_id, run_id, grp, steps, metrics, reported, archived"
-
-
 _ADD = """
     INSERT INTO metrics (trial_id, run_id, grp, steps, metrics, batch_metrics, reported, searcher_metric)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?)

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_trial.master.records import Allocation, AllocationState, Trial, TrialState
 from zero_trial.master.store import experiments, metrics
-from zero_trial.master.store.values import insert, loads, update
+from zero_trial.master.store.database import insert, loads, update
 
 
 def add(connection: sqlite3.Connection, trial: Trial) -> int:

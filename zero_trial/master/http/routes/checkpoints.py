@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_trial.master.errors import Invalid, PermissionDenied
-from zero_trial.master.http import render
 from zero_trial.master.http.request import Request, moment
-from zero_trial.master.http.response import Response, StreamingResponse, ok, pack
+from zero_trial.master.http.response import Dict, Response, StreamingResponse, ok, pack, when
 from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.records import Checkpoint, CheckpointState
 from zero_trial.master.store.metrics import number_of
@@ -25,34 +24,34 @@ _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
 }
 
 
-def of_experiment(call: Request) -> Response:
+def of_experiment(request: Request) -> Response:
     """GET /experiments/{experimentId}/checkpoints."""
-    number = call.number("experimentId")
-    found = call.cluster.experiments.checkpoints(number)
-    searcher = call.cluster.experiments.get(number).config.get("searcher")
+    number = request.number("experimentId")
+    found = request.master.experiments.checkpoints(number)
+    searcher = request.master.experiments.get(number).config.get("searcher")
     smaller = bool(searcher.get("smaller_is_better", True)) if isinstance(searcher, dict) else True
-    return _listed(call, found, smaller_is_better=smaller)
+    return _listed(request, found, smaller_is_better=smaller)
 
 
-def of_trial(call: Request) -> Response:
+def of_trial(request: Request) -> Response:
     """GET /trials/{trialId}/checkpoints."""
-    trial = call.cluster.trials.get(call.number("trialId"))
-    searcher = call.cluster.experiments.get(trial.experiment_id).config.get("searcher")
+    trial = request.master.trials.get(request.number("trialId"))
+    searcher = request.master.experiments.get(trial.experiment_id).config.get("searcher")
     smaller = bool(searcher.get("smaller_is_better", True)) if isinstance(searcher, dict) else True
-    return _listed(call, call.cluster.trials.checkpoints(trial.id), smaller_is_better=smaller)
+    return _listed(request, request.master.trials.checkpoints(trial.id), smaller_is_better=smaller)
 
 
-def _listed(call: Request, found: Sequence[Checkpoint], *, smaller_is_better: bool) -> Response:
-    states = set(call.query_all("states"))
+def _listed(request: Request, found: Sequence[Checkpoint], *, smaller_is_better: bool) -> Response:
+    states = set(request.query_all("states"))
     kept = [each for each in found if not states or f"STATE_{each.state.value}" in states]
-    page, pagination = call.page(_sorted(call, kept, smaller_is_better))
-    return ok({"checkpoints": [render.checkpoint(each) for each in page], "pagination": pagination})
+    page, pagination = request.page(_sorted(request, kept, smaller_is_better))
+    return ok({"checkpoints": [checkpoint_json(each) for each in page], "pagination": pagination})
 
 
-def _sorted(call: Request, found: list[Checkpoint], smaller_is_better: bool) -> list[Checkpoint]:
+def _sorted(request: Request, found: list[Checkpoint], smaller_is_better: bool) -> list[Checkpoint]:
     """By a metric, best first, those without it left out; or by an attribute, ascending unless asked otherwise."""
-    metric, attribute = call.request.first("sortByMetric"), call.request.first("sortByAttr")
-    order = call.request.first("orderBy")
+    metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
+    order = request.first("orderBy")
     if metric:
         key: Callable[[Checkpoint], Any] = lambda each: number_of(each.validation_metrics, metric)  # noqa: E731
     elif attribute in _KEYS:
@@ -75,32 +74,32 @@ def _with_key(found: Sequence[Checkpoint], key: Callable[[Checkpoint], Any], *, 
     return sorted((each for each in found if key(each) is not None), key=key, reverse=reverse)
 
 
-def get(call: Request) -> Response:
+def get(request: Request) -> Response:
     """GET /checkpoints/{uuid}."""
-    return ok({"checkpoint": render.checkpoint(_readable(call, call.text("uuid")))})
+    return ok({"checkpoint": checkpoint_json(_readable(request, request.text("uuid")))})
 
 
-def download(call: Request) -> StreamingResponse:
+def download(request: Request) -> StreamingResponse:
     """GET /checkpoints/{uuid} outside of /api/v1: its files as .tar.gz."""
-    found = _readable(call, call.text("uuid"))
-    return StreamingResponse(pack(call.cluster.checkpoints.directory(found.uuid)), content_type="application/gzip")
+    found = _readable(request, request.text("uuid"))
+    return StreamingResponse(pack(request.master.checkpoints.directory(found.uuid)), content_type="application/gzip")
 
 
-def _readable(call: Request, uuid: str) -> Checkpoint:
+def _readable(request: Request, uuid: str) -> Checkpoint:
     """A checkpoint that the sender may read: a trial reads those of its own experiment, and the one that it starts from."""
-    found = call.cluster.checkpoints.get(uuid)
-    allocation = call.principal.allocation
+    found = request.master.checkpoints.get(uuid)
+    allocation = request.principal.allocation
     if allocation is not None and found.experiment_id != allocation.experiment_id:
-        trial = call.cluster.trials.get(allocation.trial_id)
+        trial = request.master.trials.get(allocation.trial_id)
         if uuid not in (trial.latest_checkpoint, trial.warm_start_checkpoint):
             raise PermissionDenied(f"the token of allocation {allocation.id} is not good for checkpoint {uuid[:40]!r}")
     return found
 
 
-def report(call: Request) -> Response:
+def report(request: Request) -> Response:
     """POST /checkpoints: a trial has saved one."""
-    body = call.body()
-    call.own(allocation_id=body.get("allocationId"), task_id=body.get("taskId"))
+    body = request.body()
+    request.own(allocation_id=body.get("allocationId"), task_id=body.get("taskId"))
     metadata, resources, uuid = body.get("metadata"), body.get("resources"), body.get("uuid")
     if not isinstance(uuid, str) or not isinstance(metadata, dict) or not isinstance(resources, dict):
         raise Invalid("a checkpoint has a uuid, metadata and resources")
@@ -108,7 +107,7 @@ def report(call: Request) -> Response:
     if state not in CheckpointState.__members__:
         raise Invalid("state is none of Determined's checkpoint states", got=state[:60])
     reported = body.get("reportTime")
-    call.cluster.checkpoints.report(
+    request.master.checkpoints.report(
         Checkpoint(
             uuid=uuid,
             state=CheckpointState[state],
@@ -124,32 +123,32 @@ def report(call: Request) -> Response:
     return Response()
 
 
-def patch(call: Request) -> Response:
+def patch(request: Request) -> Response:
     """PATCH /checkpoints: the harness has deleted files of some."""
-    changes = call.body().get("checkpoints")
+    changes = request.body().get("checkpoints")
     if not isinstance(changes, list) or not all(isinstance(change, dict) for change in changes):
         raise Invalid("checkpoints must be a list of changes")
     for change in changes:
         uuid, wrapped = change.get("uuid"), change.get("resources")
         if not isinstance(uuid, str):
             raise Invalid("a change of a checkpoint has no uuid")
-        call.own(experiment_id=call.cluster.checkpoints.get(uuid).experiment_id)
+        request.own(experiment_id=request.master.checkpoints.get(uuid).experiment_id)
         if isinstance(wrapped, dict):
-            call.cluster.checkpoints.patch_resources(uuid, _sizes(wrapped.get("resources") or {}))
+            request.master.checkpoints.patch_resources(uuid, _sizes(wrapped.get("resources") or {}))
     return Response()
 
 
-def delete(call: Request) -> Response:
+def delete(request: Request) -> Response:
     """DELETE /checkpoints."""
-    call.cluster.checkpoints.delete(_texts(call.body().get("checkpointUuids"), "checkpointUuids"))
+    request.master.checkpoints.delete(_texts(request.body().get("checkpointUuids"), "checkpointUuids"))
     return Response()
 
 
-def remove_files(call: Request) -> Response:
+def remove_files(request: Request) -> Response:
     """POST /checkpoints/rm."""
-    body = call.body()
+    body = request.body()
     globs = _texts(body.get("checkpointGlobs") or [], "checkpointGlobs")
-    call.cluster.checkpoints.remove_files(_texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
+    request.master.checkpoints.remove_files(_texts(body.get("checkpointUuids"), "checkpointUuids"), globs)
     return Response()
 
 
@@ -166,6 +165,49 @@ def _sizes(resources: Any) -> dict[str, int]:
         return {str(name): int(size) for name, size in resources.items()}
     except (TypeError, ValueError, OverflowError):
         raise Invalid("resources must map files to their sizes in bytes") from None
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def checkpoint_json(record: Checkpoint) -> Dict:
+    """v1Checkpoint."""
+    return {
+        "uuid": record.uuid,
+        "state": f"STATE_{record.state.value}",
+        "taskId": record.task_id or None,
+        "allocationId": record.allocation_id or None,
+        "reportTime": when(record.reported),
+        "resources": _size_texts(record.resources),
+        "metadata": dict(record.metadata),
+        "storageId": record.storage_id,
+        "training": {
+            "trialId": record.trial_id,
+            "experimentId": record.experiment_id,
+            "experimentConfig": dict(record.experiment_config),
+            "hparams": dict(record.hparams),
+            "trainingMetrics": None,
+            "validationMetrics": {"avgMetrics": dict(record.validation_metrics), "batchMetrics": []},
+            "searcherMetric": record.searcher_metric,
+        },
+    }
+
+
+def checkpoint_workload_json(record: Checkpoint) -> Dict:
+    """v1CheckpointWorkload."""
+    return {
+        "uuid": record.uuid,
+        "state": f"STATE_{record.state.value}",
+        "endTime": when(record.reported),
+        "resources": _size_texts(record.resources),
+        "metadata": dict(record.metadata),
+        "totalBatches": record.steps_completed,
+    }
+
+
+def _size_texts(resources: Mapping[str, int]) -> dict[str, str]:
+    """Write file sizes as text, as protobuf sends 64-bit numbers."""
+    return {name: str(size) for name, size in resources.items()}
 
 
 ROUTES = (

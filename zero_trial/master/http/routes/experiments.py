@@ -7,20 +7,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_trial.master.core import context_archive
+from zero_trial.master.core.machine import POOL
 from zero_trial.master.errors import Invalid, NotFound, Unsupported
-from zero_trial.master.http import render
 from zero_trial.master.http.request import Request, real, whole
-from zero_trial.master.http.response import Response, ok
+from zero_trial.master.http.response import Dict, Response, maybe_when, ok, when
 from zero_trial.master.http.router import AuthLevel, Route
-from zero_trial.master.records import Created, Experiment, ExperimentPatch, GcPolicy, NewExperiment
+from zero_trial.master.http.routes.trials import trial_json
+from zero_trial.master.records import Created, Experiment, ExperimentPatch, GcPolicy, Job, NewExperiment
 
 ROOT = "/api/v1/experiments"
+WORKSPACE = "Uncategorized"  # the one workspace, and the one project in it
+WORKSPACE_ID = PROJECT_ID = 1
 CONTEXT_BODY = 128 * 1024 * 1024  # bytes: a full context directory in base64, and its configuration
 
 
-def create(call: Request) -> Response:
+def create(request: Request) -> Response:
     """POST /experiments."""
-    body = call.body()
+    body = request.body()
     files = body.get("modelDefinition") or []
     if not isinstance(files, list):
         raise Invalid("modelDefinition must be a list of files")
@@ -30,49 +33,53 @@ def create(call: Request) -> Response:
         )
     if body.get("unmanaged"):
         raise Unsupported("unmanaged experiments are not kept here; run the script by itself, or submit it")
-    if body.get("projectId") not in (None, 0, render.PROJECT_ID):
-        raise NotFound(f"there is one project here, number {render.PROJECT_ID}")
+    if body.get("projectId") not in (None, 0, PROJECT_ID):
+        raise NotFound(f"there is one project here, number {PROJECT_ID}")
     parent = body.get("parentId")
     new = NewExperiment(
         config_text=text_of(body, "config"),
         context=context_archive.from_model_definition(files),
-        owner=call.user,
+        owner=request.user,
         activate=bool(body.get("activate", True)),
         validate_only=bool(body.get("validateOnly", False)),
         parent_id=whole(parent, "parentId") if parent else None,
     )
-    return _created(call, call.cluster.experiments.create(new))
+    return _created(request, request.master.experiments.create(new))
 
 
-def resume_ended(call: Request) -> Response:
+def resume_ended(request: Request) -> Response:
     """POST /experiments/continue."""
-    body = call.body()
+    body = request.body()
     return _created(
-        call, call.cluster.experiments.resume_ended(whole(body.get("id"), "id"), text_of(body, "overrideConfig"))
+        request, request.master.experiments.resume_ended(whole(body.get("id"), "id"), text_of(body, "overrideConfig"))
     )
 
 
-def _created(call: Request, created: Created) -> Response:
+def _created(request: Request, created: Created) -> Response:
     # Clients know launch warnings by name and fail on any other text; the rest is in the master's log.
     warnings = [warning for warning in created.warnings if warning.startswith("LAUNCH_WARNING_")]
-    rendered = _render(call, created.experiment)
+    rendered = _render(request, created.experiment)
     return ok({"experiment": rendered, "config": rendered["config"], "warnings": warnings})
 
 
-def _render(call: Request, experiment: Experiment) -> render.Dict:
-    owner = call.cluster.accounts.user(experiment.owner)
-    return render.experiment(experiment, user_id=owner.id if owner is not None else 0)
+def _render(request: Request, experiment: Experiment) -> Dict:
+    owner = request.master.accounts.user(experiment.owner)
+    return experiment_json(experiment, user_id=owner.id if owner is not None else 0)
 
 
-def list_all(call: Request) -> Response:
+def list_all(request: Request) -> Response:
     """GET /experiments, newest first unless asked otherwise."""
-    users, states, labels = set(call.query_all("users")), set(call.query_all("states")), set(call.query_all("labels"))
-    archived, name = call.request.first("archived"), call.request.first("name").lower()
-    user_ids = {user.name: user.id for user in call.cluster.accounts.users()}
-    wanted_ids = set(call.query_all("userIds"))
+    users, states, labels = (
+        set(request.query_all("users")),
+        set(request.query_all("states")),
+        set(request.query_all("labels")),
+    )
+    archived, name = request.first("archived"), request.first("name").lower()
+    user_ids = {user.name: user.id for user in request.master.accounts.users()}
+    wanted_ids = set(request.query_all("userIds"))
     found = [
         experiment
-        for experiment in call.cluster.experiments.all()
+        for experiment in request.master.experiments.all()
         if (not archived or experiment.archived == (archived == "true"))
         and (not users or experiment.owner in users)
         and (not wanted_ids or str(user_ids.get(experiment.owner)) in wanted_ids)
@@ -80,53 +87,53 @@ def list_all(call: Request) -> Response:
         and (not labels or labels <= set(experiment.labels))
         and name in experiment.name.lower()
     ]
-    found.sort(key=lambda experiment: experiment.id, reverse=call.request.first("orderBy") != "ORDER_BY_ASC")
-    page, pagination = call.page(found)
+    found.sort(key=lambda experiment: experiment.id, reverse=request.first("orderBy") != "ORDER_BY_ASC")
+    page, pagination = request.page(found)
     return ok(
         {
-            "experiments": [render.experiment(each, user_id=user_ids.get(each.owner, 0)) for each in page],
+            "experiments": [experiment_json(each, user_id=user_ids.get(each.owner, 0)) for each in page],
             "pagination": pagination,
         }
     )
 
 
-def get(call: Request) -> Response:
+def get(request: Request) -> Response:
     """GET /experiments/{experimentId}."""
-    experiment = call.cluster.experiments.get(call.number("experimentId"))
-    job = next((job for job in call.cluster.machine.jobs() if job.experiment_id == experiment.id), None)
-    rendered = _render(call, experiment)
-    return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": render.job_summary(job)})
+    experiment = request.master.experiments.get(request.number("experimentId"))
+    job = next((job for job in request.master.machine.jobs() if job.experiment_id == experiment.id), None)
+    rendered = _render(request, experiment)
+    return ok({"experiment": rendered, "config": rendered["config"], "jobSummary": job_summary_json(job)})
 
 
-def trials(call: Request) -> Response:
+def trials(request: Request) -> Response:
     """GET /experiments/{experimentId}/trials."""
-    found = call.cluster.experiments.trials(call.number("experimentId"))
-    states = set(call.query_all("states"))
+    found = request.master.experiments.trials(request.number("experimentId"))
+    states = set(request.query_all("states"))
     found = [trial for trial in found if not states or f"STATE_{trial.state.value}" in states]
-    found.sort(key=lambda trial: trial.id, reverse=call.request.first("orderBy") == "ORDER_BY_DESC")
-    page, pagination = call.page(found)
-    return ok({"trials": [render.trial(trial) for trial in page], "pagination": pagination})
+    found.sort(key=lambda trial: trial.id, reverse=request.first("orderBy") == "ORDER_BY_DESC")
+    page, pagination = request.page(found)
+    return ok({"trials": [trial_json(trial) for trial in page], "pagination": pagination})
 
 
-def model_def(call: Request) -> Response:
+def model_def(request: Request) -> Response:
     """GET /experiments/{experimentId}/model_def."""
-    packed = call.cluster.experiments.context(call.number("experimentId"))
+    packed = request.master.experiments.context(request.number("experimentId"))
     return ok({"b64Tgz": base64.b64encode(packed).decode()})
 
 
 def steer(verb: str) -> Callable[[Request], Response]:
     """POST /experiments/{experimentId}/VERB."""
 
-    def action(call: Request) -> Response:
-        getattr(call.cluster.experiments, verb)(call.number("experimentId"))
+    def action(request: Request) -> Response:
+        getattr(request.master.experiments, verb)(request.number("experimentId"))
         return Response()
 
     return action
 
 
-def patch(call: Request) -> Response:
+def patch(request: Request) -> Response:
     """PATCH /experiments/{experimentId}."""
-    body = call.body()
+    body = request.body()
     labels = body.get("labels")
     if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
         raise Invalid("labels must be a list of texts")
@@ -138,7 +145,9 @@ def patch(call: Request) -> Response:
         resources=_resources(body.get("resources")),
         gc_policy=_policy(body.get("checkpointStorage")),
     )
-    return ok({"experiment": _render(call, call.cluster.experiments.patch(call.number("experimentId"), change))})
+    return ok(
+        {"experiment": _render(request, request.master.experiments.patch(request.number("experimentId"), change))}
+    )
 
 
 def _resources(sent: Any) -> Mapping[str, float | None] | None:
@@ -169,29 +178,29 @@ def _count(value: Any, name: str) -> int:
     return number
 
 
-def label(call: Request) -> Response:
+def label(request: Request) -> Response:
     """PUT and DELETE /experiments/{experimentId}/labels/{label}."""
-    name = call.text("label")
-    put = call.request.head.method == "PUT"
+    name = request.text("label")
+    put = request.head.method == "PUT"
     change = ExperimentPatch(add_label=name) if put else ExperimentPatch(remove_label=name)
-    changed = call.cluster.experiments.patch(call.number("experimentId"), change)
+    changed = request.master.experiments.patch(request.number("experimentId"), change)
     return ok({"labels": list(changed.labels)})
 
 
-def best_metric(call: Request) -> Response:
+def best_metric(request: Request) -> Response:
     """GET /experiments/{experimentId}/searcher/best_searcher_validation_metric; 404 says that there is none yet."""
-    best = call.cluster.experiments.best_searcher_metric(call.number("experimentId"))
+    best = request.master.experiments.best_searcher_metric(request.number("experimentId"))
     if best is None:
         raise NotFound("no trial has reported the searcher's metric yet")
     return ok({"metric": best})
 
 
-def preview_gc(call: Request) -> Response:
+def preview_gc(request: Request) -> Response:
     """GET /experiments/{experimentId}/preview_gc: what ``det experiment set gc-policy`` shows before it asks."""
     names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
-    policy = GcPolicy(*(_count(call.request.first(name), name) for name in names))
-    number = call.number("experimentId")
-    searcher = call.cluster.experiments.get(number).config.get("searcher")
+    policy = GcPolicy(*(_count(request.first(name), name) for name in names))
+    number = request.number("experimentId")
+    searcher = request.master.experiments.get(number).config.get("searcher")
     metric = searcher.get("metric") if isinstance(searcher, Mapping) else None
     checkpoints = [
         {
@@ -201,9 +210,9 @@ def preview_gc(call: Request) -> Response:
             "ValidationMetrics": dict(each.validation_metrics),
             "UUID": each.uuid,
             "Resources": {name: str(size) for name, size in each.resources.items()},
-            "ReportTime": render.when(each.reported),
+            "ReportTime": when(each.reported),
         }
-        for each in call.cluster.experiments.preview_gc(number, policy)
+        for each in request.master.experiments.preview_gc(number, policy)
     ]
     return ok({"checkpoints": checkpoints, "metric_name": metric})
 
@@ -218,6 +227,61 @@ def text_of(body: Mapping[str, Any], name: str) -> str:
 
 def _maybe_text(body: Mapping[str, Any], name: str) -> str | None:
     return None if body.get(name) is None else text_of(body, name)
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
+    """v1Experiment."""
+    searcher = _mapping(record.config.get("searcher"))
+    resources = _mapping(record.config.get("resources"))
+    return {
+        "id": record.id,
+        "name": record.name,
+        "description": record.description,
+        "labels": list(record.labels),
+        "notes": record.notes,
+        "state": f"STATE_{record.shown_state or record.state.value}",
+        "archived": record.archived,
+        "startTime": when(record.created),
+        "endTime": maybe_when(record.ended),
+        "duration": None if record.ended is None else int(record.ended - record.created),
+        "progress": record.progress,
+        "numTrials": record.num_trials,
+        "trialIds": [],
+        "bestTrialId": record.best_trial_id,
+        "bestTrialSearcherMetric": record.best_metric,
+        "checkpointCount": record.checkpoint_count,
+        "checkpointSize": str(record.checkpoint_size),
+        "config": dict(record.config),
+        "originalConfig": record.original_config,
+        "hyperparameters": dict(_mapping(record.config.get("hyperparameters"))),
+        "searcherType": str(searcher.get("name", "")),
+        "searcherMetric": searcher.get("metric"),
+        "resourcePool": resources.get("resource_pool") or POOL,
+        "username": record.owner,
+        "displayName": record.owner,
+        "userId": user_id,
+        "jobId": record.job_id,
+        "forkedFrom": record.parent_id,
+        "projectId": PROJECT_ID,
+        "projectName": WORKSPACE,
+        "projectOwnerId": 1,
+        "workspaceId": WORKSPACE_ID,
+        "workspaceName": WORKSPACE,
+        "parentArchived": False,
+        "unmanaged": record.unmanaged,
+    }
+
+
+def job_summary_json(job: Job | None) -> Dict | None:
+    """v1JobSummary."""
+    return None if job is None else {"state": f"STATE_{job.state}", "jobsAhead": job.jobs_ahead}
 
 
 _ONE = f"{ROOT}/{{experimentId:int}}"

@@ -12,9 +12,8 @@ from typing import Any
 import re2
 
 from zero_trial.master.errors import Invalid
-from zero_trial.master.http import render
 from zero_trial.master.http.request import Request, whole
-from zero_trial.master.http.response import Response, StreamingResponse, failure, lines
+from zero_trial.master.http.response import Response, StreamingResponse, failure, lines, when
 from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.records import LogLine, LogQuery
 
@@ -26,36 +25,38 @@ _TAIL = 1024 * 1024  # bytes of the master's log that are read at most
 _LARGEST_PROGRAM = 1000  # instructions of a compiled searchText; the time for a line grows with them
 
 
-def query(call: Request) -> LogQuery:
+def query(request: Request) -> LogQuery:
     """Which lines a request asks for. Invalid for what cannot be understood."""
-    limit = call.query_number("limit", 0)
+    limit = request.query_number("limit", 0)
     return LogQuery(
-        follow=call.query_flag("follow"),
+        follow=request.query_flag("follow"),
         limit=limit if limit > 0 else None,
-        newest_first=call.request.first("orderBy") == "ORDER_BY_DESC",
-        since=call.query_time("timestampAfter"),
-        until=call.query_time("timestampBefore"),
-        levels=tuple(level.removeprefix("LOG_LEVEL_") for level in call.query_all("levels")),
-        rank_ids=tuple(whole(text, "rankIds") for text in call.query_all("rankIds")),
-        search="" if call.query_flag("enableRegex") else call.request.first("searchText"),
-        allocation_ids=tuple(call.query_all("allocationIds")),
+        newest_first=request.first("orderBy") == "ORDER_BY_DESC",
+        since=request.query_time("timestampAfter"),
+        until=request.query_time("timestampBefore"),
+        levels=tuple(level.removeprefix("LOG_LEVEL_") for level in request.query_all("levels")),
+        rank_ids=tuple(whole(text, "rankIds") for text in request.query_all("rankIds")),
+        search="" if request.query_flag("enableRegex") else request.first("searchText"),
+        allocation_ids=tuple(request.query_all("allocationIds")),
     )
 
 
-def keeps(call: Request) -> Callable[[LogLine], bool] | None:
+def keeps(request: Request) -> Callable[[LogLine], bool] | None:
     """The filters that a cluster does not know, or None if none is asked for: agents, containers, sources, streams, regular expressions."""
-    sources, streams = set(call.query_all("sources")), set(call.query_all("stdtypes"))
-    agents, containers = set(call.query_all("agentIds")), set(call.query_all("containerIds"))
-    text = call.request.first("searchText") if call.query_flag("enableRegex") else ""
+    sources, streams = set(request.query_all("sources")), set(request.query_all("stdtypes"))
+    agents, containers = set(request.query_all("agentIds")), set(request.query_all("containerIds"))
+    text = request.first("searchText") if request.query_flag("enableRegex") else ""
     if not (sources or streams or agents or containers or text):
         return None
     pattern = _pattern(text)
-    here = {agent.id for agent in call.cluster.machine.agents()}
+    here = {agent.id for agent in request.master.machine.agents()}
     known: dict[str, str] = {}
 
     def container(line: LogLine) -> str:
+        if not line.allocation_id:  # the master's own line
+            return ""
         if line.allocation_id not in known:
-            known[line.allocation_id] = call.cluster.tasks.allocation(line.allocation_id).container_id
+            known[line.allocation_id] = request.master.tasks.allocation(line.allocation_id).container_id
         return known[line.allocation_id]
 
     def keep(line: LogLine) -> bool:
@@ -94,9 +95,9 @@ def _filtered(found: Iterable[LogLine | None], keep: Callable[[LogLine], bool]) 
 
 
 def _stream(
-    call: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
+    request: Request, read: Callable[[LogQuery], Iterator[LogLine | None]], shape: Callable[[LogLine], Dict]
 ) -> Response | StreamingResponse:
-    asked, keep = query(call), keeps(call)
+    asked, keep = query(request), keeps(request)
     if keep is None:
         found = read(asked)
     else:
@@ -106,7 +107,7 @@ def _stream(
     if not asked.follow:
         return lines((shape(line) for line in found if line is not None), follow=False)
     place = ExitStack()
-    if not place.enter_context(call.waits.one()):
+    if not place.enter_context(request.waits.one()):
         return failure(503, "too many logs are being followed already, try again")
     return lines((None if line is None else shape(line) for line in found), follow=True, done=place.close)
 
@@ -116,8 +117,8 @@ def _shared(line: LogLine) -> Dict:
     rank = "" if line.rank is None or line.message.startswith("[rank=") else f"[rank={line.rank}] "
     return {
         "id": line.id,
-        "timestamp": render.when(line.time),
-        "message": f"[{render.when(line.time)}] {rank}{line.message}\n",
+        "timestamp": when(line.time),
+        "message": f"[{when(line.time)}] {rank}{line.message}\n",
         "log": line.message,
         "level": f"LOG_LEVEL_{line.level if line.level in _LEVELS else 'INFO'}",
         "rankId": line.rank,
@@ -126,34 +127,34 @@ def _shared(line: LogLine) -> Dict:
     }
 
 
-def trial_logs(call: Request) -> Response | StreamingResponse:
+def trial_logs(request: Request) -> Response | StreamingResponse:
     """GET /trials/{trialId}/logs."""
-    number = call.number("trialId")
-    call.cluster.trials.get(number)
+    number = request.number("trialId")
+    request.master.trials.get(number)
     return _stream(
-        call,
-        lambda asked: call.cluster.trials.logs(number, asked),
+        request,
+        lambda asked: request.master.trials.logs(number, asked),
         lambda line: {**_shared(line), "trialId": line.trial_id},
     )
 
 
-def task_logs(call: Request) -> Response | StreamingResponse:
+def task_logs(request: Request) -> Response | StreamingResponse:
     """GET /tasks/{taskId}/logs."""
-    name = call.text("taskId")
-    call.cluster.tasks.task(name)
+    name = request.text("taskId")
+    request.master.tasks.task(name)
     return _stream(
-        call,
-        lambda asked: call.cluster.tasks.logs(name, asked),
+        request,
+        lambda asked: request.master.tasks.logs(name, asked),
         lambda line: {**_shared(line), "taskId": line.task_id, "allocationId": line.allocation_id},
     )
 
 
-def master_logs(call: Request) -> Response | StreamingResponse:
+def master_logs(request: Request) -> Response | StreamingResponse:
     """GET /master/logs; a negative offset counts from the end. Following is left to ``zero-trial master logs``."""
-    if call.query_flag("follow"):
+    if request.query_flag("follow"):
         return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
-    entries = list(_entries(call.cluster.machine.log_file()))
-    offset, limit = call.query_number("offset", 0), call.query_number("limit", 0)
+    entries = list(_entries(request.master.machine.log_file()))
+    offset, limit = request.query_number("offset", 0), request.query_number("limit", 0)
     kept = entries[offset:] if offset < 0 else entries[min(offset, len(entries)) :]
     return lines(({"logEntry": entry} for entry in (kept[:limit] if limit > 0 else kept)), follow=False)
 

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from zero_trial.master.core.machine import POOL
 from zero_trial.master.errors import Invalid, NotFound, Unsupported
-from zero_trial.master.http import render_machine as render
-from zero_trial.master.http.render import POOL, PROJECT_ID, WORKSPACE_ID
 from zero_trial.master.http.request import Request, real, whole
-from zero_trial.master.http.response import Response, ok
+from zero_trial.master.http.response import Dict, Response, ok, when
 from zero_trial.master.http.router import AuthLevel, Route
-from zero_trial.master.records import AllocationState, ExperimentPatch, SlotInfo
+from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID
+from zero_trial.master.records import (
+    AgentInfo,
+    Allocation,
+    AllocationState,
+    ExperimentPatch,
+    Job,
+    MasterInfo,
+    ResourcePool,
+    SlotInfo,
+)
 
 
-def info(call: Request) -> Response:
+def info(request: Request) -> Response:
     """GET /info."""
-    return ok(render.info(call.cluster.machine.info()))
+    return ok(info_json(request.master.machine.info()))
 
 
-def master(call: Request) -> Response:
+def master(request: Request) -> Response:
     """GET /api/v1/master."""
-    return ok(render.master(call.cluster.machine.info()))
+    return ok(master_json(request.master.machine.info()))
 
 
-def master_config(call: Request) -> Response:
+def master_config(request: Request) -> Response:
     """GET /api/v1/master/config: what of a real master's configuration has a meaning here."""
     pools = [
-        {"pool_name": pool.name, "description": pool.description} for pool in call.cluster.machine.resource_pools()
+        {"pool_name": pool.name, "description": pool.description} for pool in request.master.machine.resource_pools()
     ]
-    record = call.cluster.machine.info()
+    record = request.master.machine.info()
     return ok(
         {
             "config": {
@@ -41,54 +51,54 @@ def master_config(call: Request) -> Response:
     )
 
 
-def _agents(call: Request) -> list[render.Dict]:
+def _agents(request: Request) -> list[Dict]:
     running = [
         allocation
-        for task in call.cluster.tasks.tasks()
+        for task in request.master.tasks.tasks()
         for allocation in task.allocations
         if allocation.state in (AllocationState.STARTING, AllocationState.RUNNING)
     ]
-    return [render.agent(agent, running) for agent in call.cluster.machine.agents()]
+    return [agent_json(agent, running) for agent in request.master.machine.agents()]
 
 
-def agents(call: Request) -> Response:
+def agents(request: Request) -> Response:
     """GET /agents."""
-    page, pagination = call.page(_agents(call))
+    page, pagination = request.page(_agents(request))
     return ok({"agents": page, "pagination": pagination})
 
 
-def _agent(call: Request) -> render.Dict:
-    for agent in _agents(call):
-        if agent["id"] == call.text("agentId"):
+def _agent(request: Request) -> Dict:
+    for agent in _agents(request):
+        if agent["id"] == request.text("agentId"):
             return agent
-    raise NotFound(f"there is no agent {call.text('agentId')[:60]!r}")
+    raise NotFound(f"there is no agent {request.text('agentId')[:60]!r}")
 
 
-def agent(call: Request) -> Response:
+def agent(request: Request) -> Response:
     """GET /agents/{agentId}."""
-    return ok({"agent": _agent(call)})
+    return ok({"agent": _agent(request)})
 
 
-def slots(call: Request) -> Response:
+def slots(request: Request) -> Response:
     """GET /agents/{agentId}/slots."""
-    return ok({"slots": list(_agent(call)["slots"].values())})
+    return ok({"slots": list(_agent(request)["slots"].values())})
 
 
-def slot(call: Request) -> Response:
+def slot(request: Request) -> Response:
     """GET /agents/{agentId}/slots/{slotId}."""
-    found = _agent(call)["slots"].get(str(call.number("slotId")))
+    found = _agent(request)["slots"].get(str(request.number("slotId")))
     if found is None:
-        raise NotFound(f"there is no slot {call.number('slotId')}")
+        raise NotFound(f"there is no slot {request.number('slotId')}")
     return ok({"slot": found})
 
 
 def switch_slot(enabled: bool) -> Any:
     """POST /agents/{agentId}/slots/{slotId}/enable and /disable."""
 
-    def action(call: Request) -> Response:
-        _agent(call)
-        changed: SlotInfo = call.cluster.machine.set_slot_enabled(call.number("slotId"), enabled)
-        return ok({"slot": render.slot(changed, None)})
+    def action(request: Request) -> Response:
+        _agent(request)
+        changed: SlotInfo = request.master.machine.set_slot_enabled(request.number("slotId"), enabled)
+        return ok({"slot": slot_json(changed, None)})
 
     return action
 
@@ -96,62 +106,62 @@ def switch_slot(enabled: bool) -> Any:
 def switch_agent(enabled: bool) -> Any:
     """POST /agents/{agentId}/enable and /disable: all its slots."""
 
-    def action(call: Request) -> Response:
-        for each in _agent(call)["slots"].values():
-            call.cluster.machine.set_slot_enabled(int(each["id"]), enabled)
-        return ok({"agent": {**_agent(call), "enabled": enabled}})
+    def action(request: Request) -> Response:
+        for each in _agent(request)["slots"].values():
+            request.master.machine.set_slot_enabled(int(each["id"]), enabled)
+        return ok({"agent": {**_agent(request), "enabled": enabled}})
 
     return action
 
 
-def resource_pools(call: Request) -> Response:
+def resource_pools(request: Request) -> Response:
     """GET /resource-pools."""
-    page, pagination = call.page(call.cluster.machine.resource_pools())
-    return ok({"resourcePools": [render.resource_pool(pool) for pool in page], "pagination": pagination})
+    page, pagination = request.page(request.master.machine.resource_pools())
+    return ok({"resourcePools": [resource_pool_json(pool) for pool in page], "pagination": pagination})
 
 
-def pool_bindings(call: Request) -> Response:
+def pool_bindings(request: Request) -> Response:
     """GET /resource-pools/{pool}/workspace-bindings: the one pool serves the one workspace."""
-    _require_pool(call, call.text("pool"))
-    page, pagination = call.page([WORKSPACE_ID])
+    _require_pool(request, request.text("pool"))
+    page, pagination = request.page([WORKSPACE_ID])
     return ok({"workspaceIds": list(page), "pagination": pagination})
 
 
-def _jobs(call: Request) -> list[render.Dict]:
-    pool = call.request.first("resourcePool")
+def _jobs(request: Request) -> list[Dict]:
+    pool = request.first("resourcePool")
     if pool:
-        _require_pool(call, pool)
-    ids = {user.name: user.id for user in call.cluster.accounts.users()}
-    jobs = [render.job(job, pool=pool or POOL, user_id=ids.get(job.owner, 0)) for job in call.cluster.machine.jobs()]
-    return jobs[::-1] if call.request.first("orderBy") == "ORDER_BY_DESC" else jobs
+        _require_pool(request, pool)
+    ids = {user.name: user.id for user in request.master.accounts.users()}
+    jobs = [job_json(job, pool=pool or POOL, user_id=ids.get(job.owner, 0)) for job in request.master.machine.jobs()]
+    return jobs[::-1] if request.first("orderBy") == "ORDER_BY_DESC" else jobs
 
 
-def _require_pool(call: Request, name: str) -> None:
-    if name not in {pool.name for pool in call.cluster.machine.resource_pools()}:
+def _require_pool(request: Request, name: str) -> None:
+    if name not in {pool.name for pool in request.master.machine.resource_pools()}:
         raise NotFound(f"there is no resource pool {name[:60]!r}")
 
 
-def jobs(call: Request) -> Response:
+def jobs(request: Request) -> Response:
     """GET /job-queues."""
-    page, pagination = call.page(_jobs(call))
+    page, pagination = request.page(_jobs(request))
     return ok({"jobs": page, "pagination": pagination})
 
 
-def jobs_v2(call: Request) -> Response:
+def jobs_v2(request: Request) -> Response:
     """GET /job-queues-v2."""
-    page, pagination = call.page(_jobs(call))
+    page, pagination = request.page(_jobs(request))
     return ok({"jobs": [{"full": job} for job in page], "pagination": pagination})
 
 
-def update_jobs(call: Request) -> Response:
+def update_jobs(request: Request) -> Response:
     """POST /job-queues: priorities and weights. All updates are understood before the first is done."""
-    updates = call.body().get("updates")
+    updates = request.body().get("updates")
     if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
         raise Invalid("updates must be a list")
-    numbers = {job.id: job.experiment_id for job in call.cluster.machine.jobs()}
+    numbers = {job.id: job.experiment_id for job in request.master.machine.jobs()}
     changes = [(_job_number(numbers, update), _job_change(update)) for update in updates]
     for number, change in changes:
-        call.cluster.experiments.patch(number, ExperimentPatch(resources=change))
+        request.master.experiments.patch(number, ExperimentPatch(resources=change))
     return Response()
 
 
@@ -175,45 +185,229 @@ def _job_change(update: dict[str, Any]) -> dict[str, float | None]:
     return change
 
 
-def _workspace(call: Request) -> render.Dict:
-    return render.workspace(len(call.cluster.experiments.all()))
+def _workspace(request: Request) -> Dict:
+    return workspace_json(len(request.master.experiments.all()))
 
 
-def _project(call: Request) -> render.Dict:
-    everything = call.cluster.experiments.all()
-    return render.project(len(everything), sum(not each.state.final for each in everything))
+def _project(request: Request) -> Dict:
+    everything = request.master.experiments.all()
+    return project_json(len(everything), sum(not each.state.final for each in everything))
 
 
-def workspaces(call: Request) -> Response:
+def workspaces(request: Request) -> Response:
     """GET /workspaces."""
-    found = _workspace(call)
-    wanted = call.request.first("name") or call.request.first("nameCaseSensitive")
-    page, pagination = call.page([found] if wanted.lower() in found["name"].lower() else [])
+    found = _workspace(request)
+    wanted = request.first("name") or request.first("nameCaseSensitive")
+    page, pagination = request.page([found] if wanted.lower() in found["name"].lower() else [])
     return ok({"workspaces": list(page), "pagination": pagination})
 
 
-def workspace(call: Request) -> Response:
+def workspace(request: Request) -> Response:
     """GET /workspaces/{workspaceId}."""
-    _require_one(call.number("workspaceId"), WORKSPACE_ID, "workspace")
-    return ok({"workspace": _workspace(call)})
+    _require_one(request.number("workspaceId"), WORKSPACE_ID, "workspace")
+    return ok({"workspace": _workspace(request)})
 
 
-def projects(call: Request) -> Response:
+def projects(request: Request) -> Response:
     """GET /workspaces/{workspaceId}/projects."""
-    _require_one(call.number("workspaceId"), WORKSPACE_ID, "workspace")
-    page, pagination = call.page([_project(call)])
+    _require_one(request.number("workspaceId"), WORKSPACE_ID, "workspace")
+    page, pagination = request.page([_project(request)])
     return ok({"projects": list(page), "pagination": pagination})
 
 
-def project(call: Request) -> Response:
+def project(request: Request) -> Response:
     """GET /projects/{projectId}."""
-    _require_one(call.number("projectId"), PROJECT_ID, "project")
-    return ok({"project": _project(call)})
+    _require_one(request.number("projectId"), PROJECT_ID, "project")
+    return ok({"project": _project(request)})
 
 
 def _require_one(number: int, only: int, noun: str) -> None:
     if number != only:
         raise NotFound(f"there is one {noun} here, number {only}")
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+_EMPTY_TEXTS = (
+    *(
+        "agentDockerImage",
+        "agentDockerNetwork",
+        "agentDockerRuntime",
+        "agentFluentImage",
+        "clusterName",
+        "containerStartupScript",
+    ),
+    *("imageId", "instanceType", "location", "masterCertName", "masterUrl", "startupScript", "accelerator"),
+)
+
+
+def info_json(record: MasterInfo) -> Dict:
+    """What ``GET /info`` tells anybody; every det command asks for it first."""
+    return {
+        "version": record.version,
+        "master_id": record.master_id,
+        "cluster_id": record.cluster_id,
+        "cluster_name": record.cluster_name,
+        "telemetry": {"enabled": False},
+        "sso_providers": [],
+    }
+
+
+def master_json(record: MasterInfo) -> Dict:
+    """v1GetMasterResponse."""
+    return {
+        "version": record.version,
+        "masterId": record.master_id,
+        "clusterId": record.cluster_id,
+        "clusterName": record.cluster_name,
+        "telemetryEnabled": False,
+        "ssoProviders": [],
+        "branding": "",
+        "rbacEnabled": False,
+        "product": "PRODUCT_UNSPECIFIED",
+        "userManagementEnabled": True,
+        "strictJobQueueControl": False,
+        "hasCustomLogo": False,
+        "featureSwitches": [],
+    }
+
+
+def device_json(slot: SlotInfo) -> Dict:
+    """v1Device."""
+    return {"id": slot.number, "brand": slot.name, "uuid": slot.uuid, "type": f"TYPE_{slot.device_type.upper()}"}
+
+
+def slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
+    """v1Slot; ``allocation`` is who holds it."""
+    holder = None if allocation is None else container_json(allocation, [record])
+    return {
+        "id": str(record.number),
+        "device": device_json(record),
+        "enabled": record.enabled,
+        "draining": False,
+        "container": holder,
+    }
+
+
+def container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
+    """v1Container: what a real agent runs an allocation in."""
+    devices = [device_json(slot) for slot in slots]
+    state = "STATE_RUNNING" if allocation.state is AllocationState.RUNNING else "STATE_STARTING"
+    return {"id": allocation.container_id, "parent": "", "state": state, "devices": devices, "permissionDenied": False}
+
+
+def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
+    """v1Agent with its slots and what runs on them."""
+    running = {allocation.id: allocation for allocation in allocations}
+    containers = {
+        allocation.container_id: container_json(
+            allocation, [slot for slot in record.slots if slot.allocation_id == allocation.id]
+        )
+        for allocation in running.values()
+    }
+    return {
+        "id": record.id,
+        "registeredTime": when(record.registered),
+        "slots": {str(each.number): slot_json(each, running.get(each.allocation_id or "")) for each in record.slots},
+        "containers": containers,
+        "addresses": ["127.0.0.1"],
+        "enabled": True,
+        "draining": False,
+        "version": record.version,
+        "resourcePools": [record.resource_pool],
+        "slotStats": {"typeStats": {}, "brandStats": {}},
+    }
+
+
+def job_json(record: Job, *, pool: str, user_id: int) -> Dict:
+    """v1Job."""
+    return {
+        "jobId": record.id,
+        "entityId": str(record.experiment_id),
+        "type": "TYPE_EXPERIMENT",
+        "name": record.name,
+        "username": record.owner,
+        "userId": user_id,
+        "submissionTime": when(record.submitted),
+        "resourcePool": pool,
+        "isPreemptible": True,
+        "priority": record.priority,
+        "weight": record.weight,
+        "requestedSlots": record.requested_slots,
+        "allocatedSlots": record.allocated_slots,
+        "progress": record.progress,
+        "summary": {"state": f"STATE_{record.state}", "jobsAhead": record.jobs_ahead},
+        "workspaceId": WORKSPACE_ID,
+    }
+
+
+def resource_pool_json(record: ResourcePool) -> Dict:
+    """v1ResourcePool."""
+    text = dict.fromkeys(_EMPTY_TEXTS, "")
+    counts = dict.fromkeys(
+        ("auxContainerCapacity", "auxContainerCapacityPerAgent", "auxContainersRunning", "minAgents"), 0
+    )
+    return {
+        **text,
+        **counts,
+        "name": record.name,
+        "description": record.description,
+        "type": "RESOURCE_POOL_TYPE_STATIC",
+        "numAgents": record.agents,
+        "maxAgents": record.agents,
+        "slotsAvailable": record.slots,
+        "slotsUsed": record.used,
+        "slotsPerAgent": record.slots,
+        "slotType": f"TYPE_{record.slot_type.upper()}",
+        "defaultComputePool": True,
+        "defaultAuxPool": True,
+        "preemptible": False,
+        "maxIdleAgentPeriod": 0.0,
+        "maxAgentStartingPeriod": 0.0,
+        "schedulerType": "SCHEDULER_TYPE_PRIORITY",
+        "schedulerFittingPolicy": "FITTING_POLICY_BEST",
+        "details": {"priorityScheduler": {"preemption": False, "defaultPriority": 42, "k8Priorities": []}},
+        "resourceManagerMetadata": {},
+    }
+
+
+def workspace_json(experiments: int) -> Dict:
+    """v1Workspace: the one that there is."""
+    return {
+        "id": WORKSPACE_ID,
+        "name": WORKSPACE,
+        "archived": False,
+        "errorMessage": "",
+        "immutable": True,
+        "numExperiments": experiments,
+        "numProjects": 1,
+        "pinned": False,
+        "state": "WORKSPACE_STATE_UNSPECIFIED",
+        "userId": 1,
+        "username": "determined",
+    }
+
+
+def project_json(experiments: int, active: int) -> Dict:
+    """v1Project: the one that there is."""
+    return {
+        "id": PROJECT_ID,
+        "name": WORKSPACE,
+        "key": "UNC",
+        "description": "",
+        "archived": False,
+        "errorMessage": "",
+        "immutable": True,
+        "notes": [],
+        "numActiveExperiments": active,
+        "numExperiments": experiments,
+        "numRuns": experiments,
+        "state": "WORKSPACE_STATE_UNSPECIFIED",
+        "userId": 1,
+        "username": "determined",
+        "workspaceId": WORKSPACE_ID,
+        "workspaceName": WORKSPACE,
+    }
 
 
 _AGENT = "/api/v1/agents/{agentId}"

@@ -6,62 +6,62 @@ import base64
 import math
 
 from zero_trial.master.errors import Invalid
-from zero_trial.master.http import render_machine as render
 from zero_trial.master.http.request import Request
-from zero_trial.master.http.response import Response, ok
+from zero_trial.master.http.response import Dict, Response, maybe_when, ok, when
 from zero_trial.master.http.router import AuthLevel, Route
+from zero_trial.master.records import Allocation, AllocationState, Task
 
 MAX_POLL = 60.0  # seconds that a long poll waits
 CROWDED_POLL = 1.0  # the same when too many wait already
 
 
-def context_directory(call: Request) -> Response:
+def context_directory(request: Request) -> Response:
     """GET /tasks/{taskId}/context_directory."""
-    return ok({"b64Tgz": base64.b64encode(call.cluster.tasks.context(call.text("taskId"))).decode()})
+    return ok({"b64Tgz": base64.b64encode(request.master.tasks.context(request.text("taskId"))).decode()})
 
 
-def accelerator_data(call: Request) -> Response:
+def accelerator_data(request: Request) -> Response:
     """POST /allocations/{allocationId}/acceleratorData."""
-    data = call.body().get("acceleratorData")
-    call.cluster.tasks.accelerator_data(call.text("allocationId"), data if isinstance(data, dict) else {})
+    data = request.body().get("acceleratorData")
+    request.master.tasks.accelerator_data(request.text("allocationId"), data if isinstance(data, dict) else {})
     return Response()
 
 
-def rendezvous(call: Request) -> Response:
+def rendezvous(request: Request) -> Response:
     """GET /allocations/{allocationId}/resources/{resourcesId}/rendezvous."""
-    found = call.cluster.tasks.rendezvous(call.text("allocationId"), call.text("resourcesId"))
+    found = request.master.tasks.rendezvous(request.text("allocationId"), request.text("resourcesId"))
     return ok({"rendezvousInfo": {"addresses": list(found.addresses), "rank": found.rank, "slots": list(found.slots)}})
 
 
-def preemption(call: Request) -> Response:
+def preemption(request: Request) -> Response:
     """GET /allocations/{allocationId}/signals/preemption: a long poll, shorter when too many wait already."""
-    text = call.request.first("timeout_seconds") or call.request.first("timeoutSeconds") or "60"
+    text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
     try:
         timeout = float(text)
     except ValueError:
         timeout = math.nan
     if not timeout >= 0:
         raise Invalid("timeout_seconds must be a number of seconds", got=text[:40])
-    with call.waits.one() as room:
+    with request.waits.one() as room:
         wait = min(timeout, MAX_POLL if room else CROWDED_POLL)
-        return ok({"preempt": call.cluster.tasks.preemption_signal(call.text("allocationId"), wait)})
+        return ok({"preempt": request.master.tasks.preemption_signal(request.text("allocationId"), wait)})
 
 
-def ack_preemption(call: Request) -> Response:
+def ack_preemption(request: Request) -> Response:
     """POST /allocations/{allocationId}/signals/ack_preemption."""
-    call.cluster.tasks.ack_preemption(call.text("allocationId"))
+    request.master.tasks.ack_preemption(request.text("allocationId"))
     return Response()
 
 
-def ready(call: Request) -> Response:
+def ready(request: Request) -> Response:
     """POST /allocations/{allocationId}/ready."""
-    call.cluster.tasks.set_ready(call.text("allocationId"))
+    request.master.tasks.set_ready(request.text("allocationId"))
     return Response()
 
 
-def post_logs(call: Request) -> Response:
+def post_logs(request: Request) -> Response:
     """POST /task/logs: lines that come over HTTP instead of through the pipe."""
-    lines = call.body().get("logs")
+    lines = request.body().get("logs")
     if not isinstance(lines, list) or not all(isinstance(line, dict) for line in lines):
         raise Invalid("logs must be a list of lines")
     by_task: dict[str, list[dict[str, object]]] = {}
@@ -69,26 +69,26 @@ def post_logs(call: Request) -> Response:
         task_id = line.get("taskId", line.get("task_id"))
         if not isinstance(task_id, str):
             raise Invalid("a log line has no taskId")
-        call.own(task_id=task_id)
+        request.own(task_id=task_id)
         by_task.setdefault(task_id, []).append(line)
     for task_id, some in by_task.items():
-        call.cluster.tasks.append_logs(task_id, some)
+        request.master.tasks.append_logs(task_id, some)
     return Response()
 
 
-def get(call: Request) -> Response:
+def get(request: Request) -> Response:
     """GET /tasks/{taskId}."""
-    return ok({"task": render.task(call.cluster.tasks.task(call.text("taskId")))})
+    return ok({"task": task_json(request.master.tasks.task(request.text("taskId")))})
 
 
-def get_allocation(call: Request) -> Response:
+def get_allocation(request: Request) -> Response:
     """GET /allocations/{allocationId}."""
-    return ok({"allocation": render.allocation(call.cluster.tasks.allocation(call.text("allocationId")))})
+    return ok({"allocation": allocation_json(request.master.tasks.allocation(request.text("allocationId")))})
 
 
-def list_all(call: Request) -> Response:
+def list_all(request: Request) -> Response:
     """GET /tasks."""
-    cluster = call.cluster
+    cluster = request.master
     agents = cluster.machine.agents()
     agent_id, pool = (agents[0].id, agents[0].resource_pool) if agents else ("", "")
     jobs = {job.experiment_id: job for job in cluster.machine.jobs()}
@@ -100,8 +100,68 @@ def list_all(call: Request) -> Response:
         for allocation in task.allocations:
             if allocation.ended is None:
                 priority = job.priority if job is not None else 42
-                summaries[allocation.id] = render.allocation_summary(task, allocation, agent_id, pool, priority, needed)
+                summaries[allocation.id] = allocation_summary_json(task, allocation, agent_id, pool, priority, needed)
     return ok({"allocationIdToSummary": summaries})
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+_ALLOCATION_STATES = {
+    AllocationState.QUEUED: "STATE_QUEUED",
+    AllocationState.STARTING: "STATE_STARTING",
+    AllocationState.RUNNING: "STATE_RUNNING",
+    AllocationState.TERMINATED: "STATE_TERMINATED",
+}
+
+
+def allocation_summary_json(
+    task: Task, allocation: Allocation, agent_id: str, pool: str, priority: int, slots_needed: int
+) -> Dict:
+    """v1AllocationSummary."""
+    resources = {
+        "resourcesId": allocation.resources_id,
+        "resourcesType": "docker-container",
+        "allocationId": allocation.id,
+        "agentDevices": {agent_id: {"devices": []}},
+        "containerId": allocation.container_id,
+    }
+    return {
+        "taskId": task.id,
+        "allocationId": allocation.id,
+        "name": task.name,
+        "registeredTime": when(allocation.created),
+        "resourcePool": pool,
+        "slotsNeeded": slots_needed,
+        "resources": [] if allocation.state is AllocationState.QUEUED else [resources],
+        "schedulerType": "priority",
+        "priority": priority,
+        "proxyPorts": [],
+    }
+
+
+def allocation_json(record: Allocation) -> Dict:
+    """v1Allocation."""
+    return {
+        "taskId": record.task_id,
+        "allocationId": record.id,
+        "state": _ALLOCATION_STATES[record.state],
+        "isReady": record.ready,
+        "startTime": maybe_when(record.started),
+        "endTime": maybe_when(record.ended),
+        "slots": len(record.slots),
+        "statusCode": record.exit_code,
+    }
+
+
+def task_json(record: Task) -> Dict:
+    """v1Task."""
+    return {
+        "taskId": record.id,
+        "taskType": "TASK_TYPE_TRIAL",
+        "startTime": when(record.started),
+        "endTime": maybe_when(record.ended),
+        "allocations": [allocation_json(each) for each in record.allocations],
+    }
 
 
 _TASK = "/api/v1/tasks/{taskId}"

@@ -7,10 +7,10 @@ from typing import Any
 
 from zero_trial.master import auth
 from zero_trial.master.auth import digest
+from zero_trial.master.core.accounts import LOCAL_USER
 from zero_trial.master.errors import Conflict, Invalid, NotFound, PermissionDenied, Unsupported
-from zero_trial.master.http import render_machine as render
 from zero_trial.master.http.request import Request
-from zero_trial.master.http.response import Response, ok
+from zero_trial.master.http.response import Dict, Response, ok
 from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.records import User
 
@@ -18,88 +18,87 @@ ROOT = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read from anybody
 
 
-def login(call: Request) -> Response:
+def login(request: Request) -> Response:
     """POST /auth/login."""
-    body = call.body()
+    body = request.body()
     name, password = body.get("username"), body.get("password", "")
     if not isinstance(name, str) or not isinstance(password, str):
         raise Invalid("a login has a username and a password")
-    user, token = auth.login(call.cluster.accounts, name, password, is_hashed=bool(body.get("isHashed", False)))
-    return ok({"token": token, "user": render.user(user)})
+    user, token = request.master.accounts.login(name, password, is_hashed=bool(body.get("isHashed", False)))
+    return ok({"token": token, "user": user_json(user)})
 
 
-def logout(call: Request) -> Response:
+def logout(request: Request) -> Response:
     """POST /auth/logout: the token that was sent is good for nothing any more."""
-    token = call.request.head.bearer(auth.USER_HEADER)
+    token = request.head.bearer(auth.USER_HEADER)
     if token is not None:
-        call.cluster.accounts.drop_token(digest(token))
+        request.master.accounts.drop_token(digest(token))
     return Response()
 
 
-def me(call: Request) -> Response:
+def me(request: Request) -> Response:
     """GET /me and /auth/user."""
-    if call.principal.user is None:
+    if request.principal.user is None:
         raise PermissionDenied("this needs a user's token")
-    return ok({"user": render.user(call.principal.user)})
+    return ok({"user": user_json(request.principal.user)})
 
 
-def list_all(call: Request) -> Response:
+def list_all(request: Request) -> Response:
     """GET /users."""
-    active = call.request.first("active").lower()
-    found = [user for user in call.cluster.accounts.users() if not active or user.active == (active == "true")]
-    page, pagination = call.page(found)
-    return ok({"users": [render.user(user) for user in page], "pagination": pagination})
+    active = request.first("active").lower()
+    found = [user for user in request.master.accounts.users() if not active or user.active == (active == "true")]
+    page, pagination = request.page(found)
+    return ok({"users": [user_json(user) for user in page], "pagination": pagination})
 
 
-def by_id(call: Request) -> Response:
+def by_id(request: Request) -> Response:
     """GET /users/{userId}."""
-    return ok({"user": render.user(_user(call))})
+    return ok({"user": user_json(_user(request))})
 
 
-def by_name(call: Request) -> Response:
+def by_name(request: Request) -> Response:
     """GET /users/{name}/by-username."""
-    found = call.cluster.accounts.user(call.text("name"))
+    found = request.master.accounts.user(request.text("name"))
     if found is None:
-        raise NotFound(f"there is no user {call.text('name')[:60]!r}")
-    return ok({"user": render.user(found)})
+        raise NotFound(f"there is no user {request.text('name')[:60]!r}")
+    return ok({"user": user_json(found)})
 
 
-def create(call: Request) -> Response:
+def create(request: Request) -> Response:
     """POST /users."""
-    call.require_admin()
-    body = call.body()
+    request.require_admin()
+    body = request.body()
     asked = body.get("user")
     if not isinstance(asked, dict) or not isinstance(asked.get("username"), str):
         raise Invalid("a new user has a username")
     if asked.get("remote"):
         raise Unsupported("remote users (of single sign-on) are not kept here; give the user a password")
-    made = auth.add_user(
-        call.cluster.accounts,
+    made = request.master.accounts.add_user(
         asked["username"],
         _sent_password(body),
         admin=bool(asked.get("admin", False)),
         active=bool(asked.get("active", True)),
         display_name=str(asked.get("displayName") or ""),
     )
-    return ok({"user": render.user(made)})
+    return ok({"user": user_json(made)})
 
 
-def patch(call: Request) -> Response:
+def patch(request: Request) -> Response:
     """PATCH /users/{userId}. Somebody who is no administrator changes only their own password and display name."""
-    user, body = _user(call), call.body()
-    own = call.principal.user is not None and call.principal.user.id == user.id
+    user, body = _user(request), request.body()
+    own = request.principal.user is not None and request.principal.user.id == user.id
     if not own or any(body.get(name) is not None for name in ("active", "admin", "username")):
-        call.require_admin()
+        request.require_admin()
     if body.get("remote") or body.get("agentUserGroup"):
         raise Unsupported("users have no agent user or single sign-on here: trials run as whoever runs the master")
     changed = _changed(user, body)
-    if changed.name != user.name and call.cluster.accounts.user(changed.name) is not None:
+    if changed.name != user.name and request.master.accounts.user(changed.name) is not None:
         raise Conflict(f"there is a user {changed.name!r} already")
-    if changed.name != user.name and user.name == auth.LOCAL_USER:
-        raise Conflict(f"{auth.LOCAL_USER!r} keeps its name: it is whom Determined's clients are by default")
+    if changed.name != user.name and user.name == LOCAL_USER:
+        raise Conflict(f"{LOCAL_USER!r} keeps its name: it is whom Determined's clients are by default")
     if own and not (changed.active and changed.admin) and user.admin:
         raise Conflict("an administrator does not lock himself out")
-    return ok({"user": render.user(call.cluster.accounts.put_user(changed))})
+    return ok({"user": user_json(request.master.accounts.put_user(changed))})
 
 
 def _changed(user: User, body: dict[str, Any]) -> User:
@@ -126,12 +125,27 @@ def _sent_password(body: dict[str, Any]) -> str:
     return password if body.get("isHashed") else auth.client_hash(password)
 
 
-def _user(call: Request) -> User:
-    number = call.number("userId")
-    found = next((user for user in call.cluster.accounts.users() if user.id == number), None)
+def _user(request: Request) -> User:
+    number = request.number("userId")
+    found = next((user for user in request.master.accounts.users() if user.id == number), None)
     if found is None:
         raise NotFound(f"there is no user {number}")
     return found
+
+
+# -- what the answers contain, in the shapes of Determined's bindings
+
+
+def user_json(record: User) -> Dict:
+    """v1User; the password stays where it is."""
+    return {
+        "id": record.id,
+        "username": record.name,
+        "displayName": record.display_name,
+        "admin": record.admin,
+        "active": record.active,
+        "remote": False,
+    }
 
 
 ROUTES = (

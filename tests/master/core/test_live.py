@@ -1,4 +1,4 @@
-"""The whole cluster in this process with the genuine harness in its trials: what no fake can show."""
+"""The whole master in this process with the genuine harness in its trials: what no fake can show."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with core.init(distributed=None, tensorboard_mode=core.TensorboardMode.MANUAL) a
 
 
 class Live:
-    """A cluster on four slots with its server."""
+    """A master on four slots with its server."""
 
     def __init__(self, root: Path) -> None:
         self.home = MasterDirectory(root)
@@ -50,14 +50,14 @@ class Live:
         import os
 
         env = {**os.environ, "SECRET_OF_THE_MASTER": "leaked"}
-        self.cluster = Master.on(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0)
-        self.server = Server(self.cluster)
-        self.cluster.begin(self.server.url)
+        self.master = Master.on(self.home, SlotDevices(4, cores=4), host_env=env, grace=1.0)
+        self.server = Server(self.master)
+        self.master.begin(self.server.url)
 
     def create(self, mode: str, files: dict[str, bytes] | None = None, **config: Any) -> Experiment:
         text = yaml.safe_dump(experiment(hyperparameters={"mode": mode}, **config))
         context = tgz({"train.py": TRAIN.encode(), **(files or {})})
-        return self.cluster.experiments.create(NewExperiment(text, context, "ada")).experiment
+        return self.master.experiments.create(NewExperiment(text, context, "ada")).experiment
 
     def wait(
         self, made: Experiment, wanted: Callable[[Experiment], bool] = lambda found: found.state.final
@@ -65,15 +65,15 @@ class Live:
         """The experiment once it is as wanted; fails after two minutes with the log."""
         tick = threading.Event()
         for _ in range(2400):
-            found = self.cluster.experiments.get(made.id)
+            found = self.master.experiments.get(made.id)
             if wanted(found):
                 return found
             tick.wait(0.05)
         raise AssertionError("\n".join(self.log(made)))
 
     def log(self, made: Experiment) -> list[str]:
-        (trial,) = self.cluster.experiments.trials(made.id)
-        return [line.message for line in self.cluster.trials.logs(trial.id, LogQuery()) if line is not None]
+        (trial,) = self.master.experiments.trials(made.id)
+        return [line.message for line in self.master.trials.logs(trial.id, LogQuery()) if line is not None]
 
     def said(self, made: Experiment, word: str) -> bool:
         return any(line.startswith(word) for line in self.log(made))
@@ -81,11 +81,11 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    made = Live(tmp_path_factory.mktemp("cluster") / "root")
+    made = Live(tmp_path_factory.mktemp("master") / "root")
     yield made
-    made.cluster.stop_runs()
+    made.master.stop_runs()
     made.server.close()
-    made.cluster.close()
+    made.master.close()
 
 
 @pytest.mark.smoke
@@ -99,8 +99,8 @@ def test_a_trial_under_the_genuine_harness(live: Live) -> None:
     assert "hook hooked user configured leak None" in log
     (paths,) = [line.split() for line in log if line.startswith("paths")]
     assert paths[1].startswith(str(live.home.allocations)) and paths[2] == "False"
-    (saved,) = live.cluster.experiments.checkpoints(made.id)
-    assert (live.cluster.checkpoints.directory(saved.uuid) / "state").read_text() == "1"
+    (saved,) = live.master.experiments.checkpoints(made.id)
+    assert (live.master.checkpoints.directory(saved.uuid) / "state").read_text() == "1"
 
 
 def test_checkpoints_in_a_directory(live: Live, tmp_path: Path) -> None:
@@ -113,25 +113,25 @@ def test_checkpoints_in_a_directory(live: Live, tmp_path: Path) -> None:
 def test_invalid_hyperparameters(live: Live) -> None:
     made = live.create("invalid", max_restarts=5)
     assert live.wait(made).state.value in ("ERROR", "COMPLETED")
-    (trial,) = live.cluster.experiments.trials(made.id)
+    (trial,) = live.master.experiments.trials(made.id)
     assert trial.state.value == "ERROR" and trial.restarts == 0 and "INVALID_HP" in trial.reason
 
 
 def test_a_trial_that_does_not_hear_is_ended_after_its_time(live: Live) -> None:
     made = live.create("deaf", preemption_timeout=1)
     live.wait(made, lambda _: live.said(made, "running"))
-    live.cluster.experiments.pause(made.id)
-    (trial,) = live.cluster.experiments.trials(made.id)
+    live.master.experiments.pause(made.id)
+    (trial,) = live.master.experiments.trials(made.id)
     name = f"{trial.task_id}.1"
-    live.wait(made, lambda _: live.cluster.tasks.allocation(name).state.value == "TERMINATED")
-    assert live.cluster.experiments.get(made.id).state.value == "PAUSED"
+    live.wait(made, lambda _: live.master.tasks.allocation(name).state.value == "TERMINATED")
+    assert live.master.experiments.get(made.id).state.value == "PAUSED"
     assert marked("DET_ALLOCATION_ID", name) == []
-    live.cluster.experiments.kill(made.id)
+    live.master.experiments.kill(made.id)
     assert live.wait(made).state.value == "CANCELED"
 
 
 def test_a_daemon_of_a_trial_does_not_outlive_it(live: Live) -> None:
     made = live.create("daemon")
     assert live.wait(made).state.value == "COMPLETED"
-    (trial,) = live.cluster.experiments.trials(made.id)
+    (trial,) = live.master.experiments.trials(made.id)
     assert marked("DET_ALLOCATION_ID", f"{trial.task_id}.1") == []

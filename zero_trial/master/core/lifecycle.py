@@ -1,4 +1,4 @@
-"""The life of a trial: runs, restarts, pauses and its end, as a pure function of events.
+"""The lives of trials and experiments as pure functions: (state, event) -> (state, effects).
 
 A trial has at most one run at a time::
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from zero_trial.master.records import TrialState
+from zero_trial.master.records import ExperimentState, TrialState
 from zero_trial.master.search.searcher import ExitReason
 
 
@@ -140,23 +140,23 @@ class TrialEffect(Enum):
 INVALID_HP = "INVALID_HP"
 """The early exit that a search forgives."""
 
-_FORCE = {
+_TRIAL_FORCE = {
     TrialState.STOPPING_COMPLETED: 1,
     TrialState.STOPPING_CANCELED: 2,
     TrialState.STOPPING_ERROR: 3,
     TrialState.STOPPING_KILLED: 3,
 }
-_ENDS = {
+_TRIAL_ENDS = {
     TrialState.STOPPING_COMPLETED: TrialState.COMPLETED,
     TrialState.STOPPING_CANCELED: TrialState.CANCELED,
     TrialState.STOPPING_KILLED: TrialState.CANCELED,
     TrialState.STOPPING_ERROR: TrialState.ERROR,
 }
 
-Outcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
+TrialOutcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
 
 
-def step(life: TrialLife, event: TrialEvent) -> Outcome:
+def step_trial(life: TrialLife, event: TrialEvent) -> TrialOutcome:
     """What the event makes of the trial, and what is to be done. An event that means nothing now changes nothing."""
     if life.state.final:
         return life, ()
@@ -166,13 +166,13 @@ def step(life: TrialLife, event: TrialEvent) -> Outcome:
         case PauseTrial():
             return _pause(life)
         case CancelTrial():
-            return _stop(life, TrialState.STOPPING_CANCELED, "canceled by its user")
+            return _stop_trial(life, TrialState.STOPPING_CANCELED, "canceled by its user")
         case KillTrial():
-            return _stop(life, TrialState.STOPPING_KILLED, "killed by its user")
+            return _stop_trial(life, TrialState.STOPPING_KILLED, "killed by its user")
         case StopBySearch():
-            return _stop(life, TrialState.STOPPING_COMPLETED, "stopped by the search")
+            return _stop_trial(life, TrialState.STOPPING_COMPLETED, "stopped by the search")
         case Fail(reason):
-            return _stop(life, TrialState.STOPPING_ERROR, reason)
+            return _stop_trial(life, TrialState.STOPPING_ERROR, reason)
         case Placed():
             return (replace(life, run=RunStage.RUNNING), ()) if life.run is RunStage.QUEUED else (life, ())
         case Acked():
@@ -197,7 +197,7 @@ def exit_reason(life: TrialLife) -> ExitReason:
     }.get(life.state, ExitReason.ERRORED)
 
 
-def _start(life: TrialLife) -> Outcome:
+def _start(life: TrialLife) -> TrialOutcome:
     if life.state.stopping:
         return life, ()
     life = replace(life, state=TrialState.ACTIVE)
@@ -206,7 +206,7 @@ def _start(life: TrialLife) -> Outcome:
     return life, ()
 
 
-def _pause(life: TrialLife) -> Outcome:
+def _pause(life: TrialLife) -> TrialOutcome:
     if life.state is not TrialState.ACTIVE:
         return life, ()
     life = replace(life, state=TrialState.PAUSED)
@@ -215,35 +215,35 @@ def _pause(life: TrialLife) -> Outcome:
     return _preempt(life)
 
 
-def _preempt(life: TrialLife) -> Outcome:
+def _preempt(life: TrialLife) -> TrialOutcome:
     if life.run is not RunStage.RUNNING or life.preempting or life.killing:
         return life, ()
     return replace(life, preempting=True), (TrialEffect.PREEMPT,)
 
 
-def _kill(life: TrialLife) -> Outcome:
+def _kill(life: TrialLife) -> TrialOutcome:
     if life.run is not RunStage.RUNNING or life.killing:
         return life, ()
     return replace(life, killing=True), (TrialEffect.KILL,)
 
 
-def _stop(life: TrialLife, target: TrialState, reason: str) -> Outcome:
+def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> TrialOutcome:
     """Go towards an end; a gentle wish does not soften a hard one."""
-    if life.state.stopping and _FORCE[life.state] >= _FORCE[target]:
+    if life.state.stopping and _TRIAL_FORCE[life.state] >= _TRIAL_FORCE[target]:
         return life, ()
     life = replace(life, state=target, reason=reason)
     if life.run is RunStage.RUNNING:
         hard = target in (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR)
         return _kill(life) if hard else _preempt(life)
     withdraw = (TrialEffect.WITHDRAW,) if life.run is RunStage.QUEUED else ()
-    ended = replace(life, state=_ENDS[target], run=RunStage.NONE)
+    ended = replace(life, state=_TRIAL_ENDS[target], run=RunStage.NONE)
     return ended, (*withdraw, TrialEffect.END)
 
 
-def _exited(life: TrialLife, event: Exited) -> Outcome:
+def _exited(life: TrialLife, event: Exited) -> TrialOutcome:
     over = replace(life, run=RunStage.NONE, preempting=False, acked=False, killing=False)
     if life.state.stopping:
-        return _end(over, _ENDS[life.state], life.reason)
+        return _end(over, _TRIAL_ENDS[life.state], life.reason)
     if life.early_exit:
         return _end(over, TrialState.ERROR, f"the trial ended itself: {life.early_exit}")
     if life.killing or event.killed or (event.code == 0 and life.acked):
@@ -259,12 +259,105 @@ def _exited(life: TrialLife, event: Exited) -> Outcome:
     return _again(over)
 
 
-def _again(life: TrialLife) -> Outcome:
+def _again(life: TrialLife) -> TrialOutcome:
     """Another run, unless the trial is paused."""
     if life.state is TrialState.PAUSED:
         return life, ()
     return replace(life, run=RunStage.QUEUED), (TrialEffect.REQUEST,)
 
 
-def _end(life: TrialLife, state: TrialState, reason: str) -> Outcome:
+def _end(life: TrialLife, state: TrialState, reason: str) -> TrialOutcome:
     return replace(life, state=state, reason=reason), (TrialEffect.END,)
+
+
+@dataclass(frozen=True)
+class ActivateExperiment:
+    """Its user wants it to run."""
+
+
+@dataclass(frozen=True)
+class PauseExperiment:
+    """Its user wants it to wait."""
+
+
+@dataclass(frozen=True)
+class CancelExperiment:
+    """Its user wants it to stop, trials saving what they have."""
+
+
+@dataclass(frozen=True)
+class KillExperiment:
+    """Its user wants it to end now."""
+
+
+@dataclass(frozen=True)
+class SearchOver:
+    """The search has ended; ``failed``: no trial came to anything."""
+
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Settled:
+    """No trial of it is left that has not ended."""
+
+
+ExperimentEvent: TypeAlias = (
+    ActivateExperiment | PauseExperiment | CancelExperiment | KillExperiment | SearchOver | Settled
+)
+
+
+class ExperimentEffect(Enum):
+    """What the caller has to do to all trials, or to the experiment itself."""
+
+    START_TRIALS = "start_trials"
+    PAUSE_TRIALS = "pause_trials"
+    CANCEL_TRIALS = "cancel_trials"
+    KILL_TRIALS = "kill_trials"
+    END = "end"  # it is over: its checkpoints are looked through
+
+
+_EXPERIMENT_FORCE = {
+    ExperimentState.STOPPING_COMPLETED: 1,
+    ExperimentState.STOPPING_ERROR: 1,
+    ExperimentState.STOPPING_CANCELED: 2,
+    ExperimentState.STOPPING_KILLED: 3,
+}
+_EXPERIMENT_ENDS = {
+    ExperimentState.STOPPING_COMPLETED: ExperimentState.COMPLETED,
+    ExperimentState.STOPPING_ERROR: ExperimentState.ERROR,
+    ExperimentState.STOPPING_CANCELED: ExperimentState.CANCELED,
+    ExperimentState.STOPPING_KILLED: ExperimentState.CANCELED,
+}
+
+ExperimentOutcome: TypeAlias = tuple[ExperimentState, tuple[ExperimentEffect, ...]]
+
+
+def step_experiment(state: ExperimentState, event: ExperimentEvent) -> ExperimentOutcome:
+    """What the event makes of the experiment. An event that means nothing now changes nothing."""
+    if state.final:
+        return state, ()
+    match event:
+        case ActivateExperiment() if state is ExperimentState.PAUSED:
+            return ExperimentState.ACTIVE, (ExperimentEffect.START_TRIALS,)
+        case PauseExperiment() if state is ExperimentState.ACTIVE:
+            return ExperimentState.PAUSED, (ExperimentEffect.PAUSE_TRIALS,)
+        case CancelExperiment():
+            return _stop_experiment(state, ExperimentState.STOPPING_CANCELED, (ExperimentEffect.CANCEL_TRIALS,))
+        case KillExperiment():
+            return _stop_experiment(state, ExperimentState.STOPPING_KILLED, (ExperimentEffect.KILL_TRIALS,))
+        case SearchOver(failed):
+            target = ExperimentState.STOPPING_ERROR if failed else ExperimentState.STOPPING_COMPLETED
+            return _stop_experiment(state, target, ())
+        case Settled() if state.stopping:
+            return _EXPERIMENT_ENDS[state], (ExperimentEffect.END,)
+    return state, ()
+
+
+def _stop_experiment(
+    state: ExperimentState, target: ExperimentState, effects: tuple[ExperimentEffect, ...]
+) -> ExperimentOutcome:
+    """Go towards an end; a gentle wish does not soften a hard one."""
+    if state.stopping and _EXPERIMENT_FORCE[state] >= _EXPERIMENT_FORCE[target]:
+        return state, ()
+    return target, effects

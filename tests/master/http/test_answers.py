@@ -1,0 +1,137 @@
+"""Records as dicts that Determined's bindings read, also where parts of a record are not there yet."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from tests.master.world import UUID, World, allocation, checkpoint, experiment, trial
+from zero_trial.master.http.response import maybe_when, when
+from zero_trial.master.http.routes.checkpoints import checkpoint_json, checkpoint_workload_json
+from zero_trial.master.http.routes.experiments import experiment_json, job_summary_json
+from zero_trial.master.http.routes.machine import agent_json, device_json
+from zero_trial.master.http.routes.tasks import allocation_json, allocation_summary_json
+from zero_trial.master.http.routes.trials import metrics_json, report_json, trial_json, workload_json
+from zero_trial.master.http.routes.users import user_json
+from zero_trial.master.records import (
+    AllocationState,
+    CheckpointState,
+    ExperimentState,
+    MetricReport,
+    TrialState,
+    User,
+    Workload,
+)
+
+bindings = pytest.importorskip("determined.common.api.bindings")
+
+
+def test_times_are_utc_with_milliseconds() -> None:
+    assert when(1_700_000_000.1234) == "2023-11-14T22:13:20.123Z"
+    assert maybe_when(None) is None
+
+
+@pytest.mark.parametrize("seconds", [253402343999.0, 253402300799.9999999, -1e12, 1e18, float("inf")])
+def test_a_time_that_an_older_master_stored_is_shown_whatever_it_is(seconds: float) -> None:
+    report = MetricReport(1, 1, "validation", 1, {"loss": 1.0}, reported=seconds)
+    shown = bindings.v1MetricsWorkload.from_json(metrics_json(report)).endTime
+    assert shown in ("9999-12-31T23:59:59.000Z", "0001-01-01T00:00:00.000Z")
+
+
+@pytest.mark.parametrize("state", list(ExperimentState))
+def test_every_state_of_an_experiment_is_one_that_clients_know(state: ExperimentState) -> None:
+    found = bindings.v1Experiment.from_json(experiment_json(experiment(1, state=state, shown_state="")))
+    assert found.state.value == f"STATE_{state.value}"
+
+
+@pytest.mark.parametrize("shown", ["QUEUED", "STARTING", "RUNNING"])
+def test_an_active_one_is_shown_as_what_it_does(shown: str) -> None:
+    assert (
+        bindings.v1Experiment.from_json(experiment_json(experiment(1, shown_state=shown))).state.value
+        == f"STATE_{shown}"
+    )
+    assert bindings.trialv1Trial.from_json(trial_json(trial(1, 1, shown_state=shown))).state.value == f"STATE_{shown}"
+
+
+@pytest.mark.parametrize("state", list(TrialState))
+def test_every_state_of_a_trial_is_one_that_clients_know(state: TrialState) -> None:
+    assert (
+        bindings.trialv1Trial.from_json(trial_json(trial(1, 1, state=state, shown_state=""))).state.value
+        == f"STATE_{state.value}"
+    )
+
+
+@pytest.mark.parametrize("state", list(CheckpointState))
+def test_every_state_of_a_checkpoint_is_one_that_clients_know(state: CheckpointState) -> None:
+    record = checkpoint(UUID, 1, 1, state=state)
+    assert bindings.v1Checkpoint.from_json(checkpoint_json(record)).state.value == f"STATE_{state.value}"
+    assert bindings.v1CheckpointWorkload.from_json(checkpoint_workload_json(record)).uuid == UUID
+
+
+def test_a_config_with_nothing_in_it_is_rendered_too() -> None:
+    found = bindings.v1Experiment.from_json(experiment_json(replace(experiment(1), config={})))
+    assert (found.searcherType, found.searcherMetric, found.resourcePool) == ("", None, "default")
+
+
+def test_a_checkpoint_without_a_trial() -> None:
+    record = replace(
+        checkpoint(UUID, 1, 1),
+        trial_id=None,
+        experiment_id=None,
+        validation_metrics={},
+        searcher_metric=None,
+        allocation_id="",
+    )
+    found = bindings.v1Checkpoint.from_json(checkpoint_json(record))
+    assert (found.training.trialId, found.allocationId, found.training.validationMetrics.avgMetrics) == (None, None, {})
+
+
+def test_a_report_without_steps_counts_as_none() -> None:
+    report = MetricReport(1, 1, "cpu", None, {"util": 1.0})
+    assert bindings.v1MetricsWorkload.from_json(metrics_json(report)).totalBatches == 0
+    assert bindings.v1MetricsReport.from_json(report_json(report)).metrics == {
+        "avg_metrics": {"util": 1.0},
+        "batch_metrics": [],
+    }
+
+
+def test_each_kind_of_workload_is_in_its_own_place() -> None:
+    report = MetricReport(1, 1, "training", 1, {})
+    values = {"training": report, "validation": report, "checkpoint": checkpoint(UUID, 1, 1)}
+    for name in (field.name for field in fields(Workload)):
+        assert list(workload_json(Workload(**{name: values[name]}))) == [name]
+
+
+def test_a_job_that_is_not_in_the_queue_has_no_place() -> None:
+    assert job_summary_json(None) is None
+
+
+@pytest.mark.parametrize("state", list(AllocationState))
+def test_every_state_of_an_allocation_is_one_that_clients_know(state: AllocationState) -> None:
+    found = bindings.v1Allocation.from_json(allocation_json(replace(allocation(1, 1), state=state)))
+    assert found.state.name == state.value
+
+
+def test_a_queued_allocation_has_no_resources(world: World) -> None:
+    task = world.tasks.task("task-1")
+    queued = replace(allocation(1, 1), state=AllocationState.QUEUED, slots=())
+    found = bindings.v1AllocationSummary.from_json(allocation_summary_json(task, queued, "laptop", "default", 42, 2))
+    assert (found.resources, found.slotsNeeded) == ([], 2)
+
+
+def test_a_slot_whose_holder_is_unknown_is_free(world: World) -> None:
+    (agent,) = world.machine.agents()
+    found = bindings.v1Agent.from_json(agent_json(agent, []))
+    assert [slot.container for slot in found.slots.values()] == [None, None]
+
+
+def test_a_gpu_is_a_cuda_device(world: World) -> None:
+    (agent,) = world.machine.agents()
+    slot = replace(agent.slots[0], device_type="cuda", name="H200", uuid="GPU-1")
+    found = bindings.v1Device.from_json(device_json(slot))
+    assert (found.type, found.brand, found.uuid) == (bindings.devicev1Type.CUDA, "H200", "GPU-1")
+
+
+def test_a_password_is_never_shown() -> None:
+    assert "secret" not in str(user_json(User(1, "a", True, True, "secret")))

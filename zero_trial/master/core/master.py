@@ -1,0 +1,164 @@
+"""The master of one machine: its services, and what happens to it from outside (the agent's reports, the clock, start and stop).
+
+A `Master` is six small groups of operations (`experiments`, `trials`, `tasks`, `checkpoints`, `machine`, `accounts`). Each may be called from any
+thread; refusals are the exceptions of `master.errors`; who may ask for what is decided before, in `master.http`. Lists come whole, oldest first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from zero_trial.master.agent.agent import GRACE_SECONDS, Agent, AgentApi, LeaseState
+from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.agent.lease import Exit
+from zero_trial.master.core import lifecycle
+from zero_trial.master.core.accounts import AccountService
+from zero_trial.master.core.checkpoints import CheckpointService
+from zero_trial.master.core.experiments import ExperimentService
+from zero_trial.master.core.garbage import GarbageCollector
+from zero_trial.master.core.machine import MachineService
+from zero_trial.master.core.state import MasterState
+from zero_trial.master.core.tasks import TaskService
+from zero_trial.master.core.transaction import transaction
+from zero_trial.master.core.trials import TrialService
+from zero_trial.master.directory import MasterDirectory
+from zero_trial.master.records import AllocationState
+from zero_trial.master.store import trials
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+
+
+class Master:
+    """Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and locked."""
+
+    def __init__(
+        self,
+        directory: MasterDirectory,
+        devices: SlotDevices,
+        agent: AgentApi,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.state = state = MasterState(directory, devices, agent, clock=clock)
+        self.garbage_collector = GarbageCollector(state)
+        self.experiments = ExperimentService(state)
+        self.trials = TrialService(state)
+        self.tasks = TaskService(state)
+        self.checkpoints = CheckpointService(state)
+        self.machine = MachineService(state)
+        self.accounts = AccountService(state)
+        self._ticker: threading.Thread | None = None
+
+    @classmethod
+    def on(
+        cls,
+        directory: MasterDirectory,
+        devices: SlotDevices,
+        *,
+        host_env: Mapping[str, str],
+        grace: float = GRACE_SECONDS,
+    ) -> Master:
+        """Make the master of this machine. ``host_env``: what trials may see of the environment."""
+        return cls(directory, devices, Agent(directory, on_error=log.error, grace=grace, host_env=host_env))
+
+    def begin(self, master_url: str) -> None:
+        """Take over what an earlier master left, give out slots, and start the background threads."""
+        self.take_over(master_url)
+        self.state.agent.begin(self.on_started, self.on_exited)
+        self._ticker = threading.Thread(target=self._tick_on, name="ticker", daemon=True)
+        self._ticker.start()
+        self.garbage_collector.start()
+
+    def take_over(self, master_url: str) -> None:
+        """Start again what an earlier master ordered and did not see start; then give out slots."""
+        state = self.state
+        state.master_url = master_url
+        with transaction(state) as tx:
+            state.serving = True
+            for run in trials.allocations(tx.connection):
+                if run.state is AllocationState.QUEUED:
+                    continue
+                if state.agent.adopt(run.id) is LeaseState.NONE:
+                    tx.order_start(run)
+                if trials.killing(tx.connection, run.id):
+                    name = run.id
+                    tx.orders.append(lambda name=name: state.agent.kill(name))  # type: ignore[misc]
+            tx.queue_changed = True
+        state.has_garbage.set()
+
+    # -- reports of the agent and the clock
+
+    def on_started(self, allocation_id: str) -> None:
+        """The processes of an allocation run."""
+        with transaction(self.state) as tx:
+            run = trials.allocation(tx.connection, allocation_id)
+            if run is not None and run.state is AllocationState.STARTING:
+                trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
+
+    def on_exited(self, allocation_id: str, ended: Exit) -> None:
+        """The processes of an allocation are gone."""
+        with transaction(self.state) as tx:
+            run = trials.allocation(tx.connection, allocation_id)
+            if run is None or run.state is AllocationState.TERMINATED:
+                return
+            why = f": {ended.why}" if ended.why else ""
+            level = "INFO" if ended.code == 0 else "ERROR"
+            tx.notes.append((run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why}"))
+            tx.trial(run.trial_id, lifecycle.Exited(ended.code, ended.why, killed=ended.killed))
+
+    def tick(self) -> None:
+        """End what should have ended by now."""
+        with self.state.database.reading() as connection:
+            late = trials.overdue(connection, self.state.clock())
+        for run in late:
+            with transaction(self.state) as tx:
+                fresh = trials.allocation(tx.connection, run.id)
+                if fresh is None or fresh.state is AllocationState.TERMINATED:
+                    continue
+                trials.change_allocation(tx.connection, run.id, deadline=None)
+                tx.notes.append((run.trial_id, "WARNING", f"run {run.run_id} did not end in time"))
+                tx.trial(run.trial_id, lifecycle.Overdue())
+
+    def _tick_on(self) -> None:
+        while not self.state.closed.wait(TICK_SECONDS):
+            try:
+                self.tick()
+            except Exception:
+                log.exception("the check for overdue runs failed")
+
+    # -- the end
+
+    def stop_runs(self, seconds: float = 60.0) -> None:
+        """End all running allocations and wait until they are gone; the next master runs them again from their checkpoints."""
+        self.state.serving = False
+        with transaction(self.state) as tx:
+            for run in trials.allocations(tx.connection):
+                if run.state is not AllocationState.QUEUED:
+                    tx.trial(run.trial_id, lifecycle.Overdue())
+        until = time.monotonic() + seconds
+        while self._running() and time.monotonic() < until:
+            with self.state.signaled:
+                self.state.signaled.wait(0.2)
+
+    def _running(self) -> bool:
+        with self.state.database.reading() as connection:
+            return any(run.state is not AllocationState.QUEUED for run in trials.allocations(connection))
+
+    def close(self) -> None:
+        """Stop the background threads and close the store. Trials that run go on; nothing is lost without this call."""
+        state = self.state
+        state.agent.close()
+        self.garbage_collector.close()
+        state.serving = False
+        state.closed.set()
+        with state.signaled:
+            state.signaled.notify_all()
+        if self._ticker is not None:
+            self._ticker.join()
+        with state.lock:
+            state.database.close()

@@ -134,3 +134,12 @@ def test_a_token_that_was_dropped_is_replaced_and_the_password_stays(world: Worl
 def test_the_password_pleases_the_genuine_client(world: World, tmp_path: Path) -> None:
     authentication = pytest.importorskip("determined.common.api.authentication")
     authentication.check_password_complexity(world.accounts.ensure_local_user(tmp_path / "c.json").password)
+
+
+def test_expired_tokens_are_deleted(world: World) -> None:
+    world.accounts.add_token("old", 1, world.clock.now + 5)
+    world.clock.now += 10
+    world.accounts.add_token("new", 1, world.clock.now + 5)
+    with world.state.database.reading() as connection:
+        kept = {row[0] for row in connection.execute("SELECT digest FROM tokens WHERE expires IS NOT NULL")}
+    assert kept == {"new"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -178,3 +179,11 @@ def test_a_whole_log_is_not_held_in_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
         assert count == (query.limit or (0 if query.search else 3000))
         assert used < 1 << 20
+
+
+def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, bytes(data)[:7]))
+    entries = [logs.entry("one", 1.0), logs.entry("two", 2.0)]
+    logs.append(tmp_path / "000001.jsonl", entries)
+    assert (tmp_path / "000001.jsonl").read_bytes() == b"".join(entries)

@@ -131,7 +131,7 @@ def test_a_file_whose_mode_says_that_it_is_none_is_refused(mode: int) -> None:
 
 
 def test_special_bits_and_owners_do_not_get_through() -> None:
-    found = members(from_model_definition([file("x", mode=0o106755, uid=1000, gid=1000)]))["x"]
+    found = members(from_model_definition([file("x", mode=0o101755, uid=1000, gid=1000)]))["x"]
     assert (found.mode, found.uid, found.gid, found.uname) == (0o755, 0, 0, "")
 
 
@@ -163,3 +163,15 @@ def test_more_than_determined_takes_is_refused(monkeypatch: pytest.MonkeyPatch) 
         from_model_definition([file("a", b"x" * 600), file("b", b"x" * 600)])
     with pytest.raises(Invalid, match="at most 3"):
         from_model_definition([file(str(number)) for number in range(4)])
+
+
+@pytest.mark.parametrize("mode", [0o104755, 0o102755, 0o106755, -1, 1 << 40])
+def test_a_mode_that_gives_rights_away_or_is_none_is_refused(mode: int) -> None:
+    with pytest.raises(Invalid, match=r"'run\.sh'"):
+        from_model_definition([file("run.sh", b"echo", mode=mode)])
+
+
+def test_a_directory_that_hands_on_its_group_is_taken_without_that_bit() -> None:
+    packed = from_model_definition([file("b", type=53, mode=0o42775)])
+    with tarfile.open(fileobj=io.BytesIO(packed), mode="r:gz") as archive:
+        assert archive.getmember("b").mode & 0o7000 == 0

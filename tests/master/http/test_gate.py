@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import socket
@@ -318,3 +319,23 @@ def test_a_part_of_a_path_that_nothing_compares_is_closed_to_allocations(world: 
 
     assert status(authorization=f"Bearer {USER_TOKEN}") == 200
     assert status(**{"grpc-metadata-x-allocation-token": f"Bearer {TASK_TOKEN}"}) == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/info", 200), ("/api/v1/trials/1/logs", 200), ("/api/v1/trials/9", 404), ("/nothing", 404)]
+)
+def test_head_is_answered_as_get_without_a_body(server: Server, path: str, status: int) -> None:
+    """The next request on the same connection is read right: no body of the first is in its way."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    headers = {"Authorization": f"Bearer {USER_TOKEN}"}
+    for _ in range(2):
+        connection.request("HEAD", path, headers=headers)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b"")
+    connection.close()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        lines = f"HEAD {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nAuthorization: Bearer {USER_TOKEN}\r\nConnection: close\r\n\r\n"
+        sock.sendall(lines.encode())
+        received = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert received.startswith(b"HTTP/1.1 %d " % status) and received.endswith(b"\r\n\r\n")
+    assert received.count(b"\r\n\r\n") == 1

@@ -174,3 +174,21 @@ def test_silence_and_a_hang_up_are_no_bad_requests(pair: tuple[socket.socket, Re
     client.close()
     with pytest.raises(Gone):
         reader.head(idle=5, seconds=1)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(32_000, False), (33_000, True), (40_000, True)])
+def test_headers_that_come_at_once_may_not_pass_the_limit_either(size: int, refused: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=theirs.sendall, args=(b"GET / HTTP/1.1\r\nX: " + b"a" * size + b"\r\n\r\n",))
+        sender.start()
+        try:
+            if refused:
+                with pytest.raises(BadRequest) as caught:
+                    Reader(ours).head(idle=5, seconds=5)
+                assert caught.value.status == 431
+            else:
+                assert len(Reader(ours).head(idle=5, seconds=5).headers["x"]) == size
+        finally:
+            ours.close()
+            sender.join()

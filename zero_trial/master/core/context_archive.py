@@ -58,6 +58,8 @@ def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
     path = clean_path(file["path"])
     kind = chr(_integer(file.get("type"), ord("0")) & 0x7F).encode()
     mode, mtime = _integer(file.get("mode"), 0o644), _integer(file.get("mtime"), 0)
+    if not 0 <= mode < 1 << 32:  # Go sends the type of a file in the upper bits
+        raise Invalid(f"the mode of {path!r} is not a file mode", got=mode)
     if kind == tarfile.DIRTYPE:
         return ArchiveEntry(path, None, mode, mtime)
     if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE) or (stat.S_IFMT(mode) not in (0, stat.S_IFREG)):
@@ -65,6 +67,8 @@ def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
             f"{path!r} is neither a file nor a directory",
             fix="Links and devices are not taken; put the file itself in its place.",
         )
+    if mode & (stat.S_ISUID | stat.S_ISGID):
+        raise Invalid(f"{path!r} has a set-user-ID or set-group-ID bit", fix="Remove it: chmod ug-s.")
     content = file.get("content") or ""
     try:
         return ArchiveEntry(path, base64.b64decode(content, validate=True), mode, mtime)

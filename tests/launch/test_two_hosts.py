@@ -100,7 +100,7 @@ def test_a_failure_on_one_host_ends_the_other(namespaces: tuple[str, str], tmp_p
     (first, second) = launch_both(namespaces, tmp_path, FAIL="1")
     assert second[0] == 1 and "rank 1: ValueError: boom" in second[2]
     assert first[0] != 0 and "Traceback" not in first[1] + first[2]
-    assert first[2].startswith("failed  rank 0: ") and "(the cause may stand on another host)" in first[2]
+    assert first[2].startswith("failed  rank 0: ") and "(the cause may be on another host)" in first[2]
 
 
 def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str], tmp_path: Path):

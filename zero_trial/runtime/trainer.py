@@ -220,8 +220,10 @@ class Trainer:
         way, a report every 100 steps, a checkpoint of the best validation. The last step is always validated and saved.
 
         Args:
-            checkpoint_period, validation_period, reporting_period, max_length: a Batch, an Epoch, a number of steps, or
-                ``{"batches": n}`` and the like.
+            checkpoint_period: how often to save: a Batch, an Epoch, a number of steps, or ``{"batches": n}`` and the like.
+            validation_period: how often to validate, in the same forms.
+            max_length: when to end, in the same forms.
+            reporting_period: how often to report training metrics, in the same forms.
             checkpoint_policy: after a validation, save if it is the ``"best"`` so far, ``"all"`` of them, or ``"none"``.
             latest_checkpoint: start from this one (default: the task's own on a cluster, the run folder's newest
                 elsewhere).

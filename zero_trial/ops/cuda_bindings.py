@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: machine code into a device's primary context, which is torch's too, and launches onto a stream."""
+"""The CUDA driver and NVRTC by ctypes: kernels compiled, loaded into a device's primary context, which is torch's too, and launched."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def open_driver(names: tuple[str, ...] = NAMES) -> Driver:
     raise KernelUnavailable(f"no CUDA driver: {' and '.join(names)} do not open")
 
 
-# NVRTC, the CUDA compiler that comes as a library: found, opened by ctypes, and asked for machine code. Needs no GPU and no driver.
+# --- NVRTC, the CUDA compiler that comes as a library: needs no GPU and no driver --------------------------------------------
 
 
 MAJORS = (13, 12, 11)

@@ -1,4 +1,4 @@
-"""The CUDA kernels by name: which source, compiled with which definitions, and what makes its machine code another one."""
+"""The CUDA kernels of this process: named, compiled at first use, cached, loaded and launched; and why there are none where there are none."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-# Kernels on the devices of one process: compiled and loaded at first use, launched onto torch's current streams.
+# --- the runtime: kernels loaded at first use, launched onto torch's current streams ------------------------------------------
 #
 # A kernel that cannot be had is said once and stays plain torch for the rest of the process.
 
@@ -245,7 +245,7 @@ class CudaRuntime:
         return self.driver.function(image, entry, index)
 
 
-# Which CUDA kernels this process can run, and why not where it cannot: compiled by NVRTC at first use, cached, launched by the driver.
+# --- the choice: what this process can run, and why not where it cannot ---------------------------------------------------------
 #
 # ``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that cannot be had is said once and
 # stays plain torch for the rest of the process; with ``native`` it is an error.

@@ -1,4 +1,4 @@
-"""The folder that keeps the built library between processes: whether what lies there may be loaded, and whose turn it is to build.
+"""The folder that keeps compiled kernels between processes: what may be loaded from there, and which process builds.
 
 A library is code that runs with all of its user's rights, so it is loaded only from where nobody else could have put it; and mapping half
 a file can kill the process instead of failing, so each file ends in a checksum of what stands before it.
@@ -118,7 +118,7 @@ def _open_to_others(found: os.stat_result) -> str:
     return f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})" if writers else ""
 
 
-# Compiled kernels kept between processes: one file each, checked when it is read, replaced in one step when it is written.
+# --- CUDA kernels: one file each, checked when it is read, replaced in one step when it is written -------------------------
 
 
 _MARK = b"zero_trial kernel 1\n"

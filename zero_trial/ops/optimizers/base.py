@@ -1,4 +1,4 @@
-"""The pieces of one parameter group that have gradients, with their state, ready for torch._foreach_*."""
+"""The base of our optimizers, and one optimizer step with all gradients multiplied by a factor."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ def gradients(pieces: list[Tensor]) -> list[Tensor]:
     return [piece.grad for piece in pieces if piece.grad is not None]
 
 
-# One optimizer step with all gradients multiplied by a number, without a pass over them where the optimizer can do it.
+# --- one step with a factor -------------------------------------------------------------------------------------------
 #
+# The gradients are multiplied by a number, without a pass over them where the optimizer can do it.
 # Unscaling and clipping are one factor: (1 / loss scale) * min(1, limit / norm). Three ways, by what the optimizer is:
 #
 #     ours (FusedAdam, FusedLamb ...) the factor goes into the update                          no extra bytes
@@ -119,7 +120,7 @@ def gradients(pieces: list[Tensor]) -> list[Tensor]:
 #     SGD, Adagrad                                                                             gradient is written back)
 #     anything else                   the gradients are multiplied in place first              8 bytes per fp32 gradient
 #
-# The first two can also be told by the device, through a :class:`Gate`: factor and skip are read where the update runs, and the host
+# The first two can also be told by the device, through a :class:`DeviceScalars`: factor and skip are read where the update runs, and the host
 # waits for nothing. What such a step has advanced on the host is put back by :func:`take_back`, once it is known that it was skipped.
 
 

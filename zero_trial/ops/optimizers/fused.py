@@ -211,11 +211,6 @@ def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps:
         )
 
 
-# FusedAdagrad: Adagrad, one pass over each piece and its sum by the native kernels where they can be had.
-#
-# State and numbers of torch.optim.Adagrad, so either's checkpoint can be loaded by the other. 20 bytes per fp32 parameter and step.
-
-
 class FusedAdagrad(FusedOptimizer):
     """torch's arguments and defaults."""
 
@@ -253,11 +248,6 @@ class FusedAdagrad(FusedOptimizer):
         t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
         lr = float(group["lr"]) / (1 + (float(t) - 1) * group["lr_decay"])
         return (lr, group["eps"], group["weight_decay"]), ()
-
-
-# FusedSGD: SGD with momentum, one pass over each piece and its buffer by the native kernels where they can be had.
-#
-# State and numbers of torch.optim.SGD, so either's checkpoint can be loaded by the other. 20 bytes per fp32 parameter and step.
 
 
 class FusedSGD(FusedOptimizer):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import zero_trial
-from zero_trial.ds_config.reader import read_ds_config
 
 
 def engine(**config: Any) -> zero_trial.Engine:
@@ -124,7 +123,7 @@ def test_deepspeeds_name_for_the_configuration_reads_as_a_ds_config():
     engine, *_ = zero_trial.initialize(
         model=nn.Linear(2, 2), config={"train_batch_size": 4, "gradient_accumulation_steps": 2}
     )
-    found = read_ds_config(engine._config)
+    found = engine._config
     assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (
         4,
         2,

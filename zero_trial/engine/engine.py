@@ -442,16 +442,6 @@ class Engine(nn.Module):
     def zero_optimization_stage(self) -> int:
         return self.config.zero_optimization.stage
 
-    @property
-    def _config(self) -> dict[str, Any]:
-        """DeepSpeed's name for the configuration: ds_config as it was given, with the batch sizes that were solved from it."""
-        batch = self._batch
-        return dict(self.config.raw) | {
-            "train_batch_size": batch.train_batch_size,
-            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-            "gradient_accumulation_steps": batch.accumulation,
-        }
-
     def fp16_enabled(self) -> bool:
         return self.config.fp16.enabled
 

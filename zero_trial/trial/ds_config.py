@@ -124,7 +124,7 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Re
     checked = read_ds_config(config, hints=_hints(platform), hyperparameters=platform.hparams, search=search)
     found = reconcile(checked, world, platform.hparams, search=search)
     batch = found.batch
-    given = {
+    given: dict[str, Any] = {
         "train_batch_size": batch.train_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support.pool import Pools
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.zero import safe_get_full_fp32_param
 
@@ -15,7 +16,7 @@ def engine(stage: int = 3) -> zero_trial.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 2))
     config = {
-        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
     }
@@ -103,3 +104,14 @@ def test_one_group_at_a_time_is_whole(how: str, monkeypatch: pytest.MonkeyPatch)
         found.module.load_state_dict(state)
     assert len(found.sharded.groups) > 1
     assert most == 1
+
+
+def for_rank_0(stage: int) -> dict[str, float]:
+    return {name: value.double().sum().item() for name, value in engine(stage).sharded.rank0_state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_dict_for_rank_0_is_whole_there_and_empty_elsewhere(ranks: Pools, stage: int) -> None:
+    first, second = ranks(2).run(for_rank_0, stage)
+    assert second == {}
+    assert first == {name: value.double().sum().item() for name, value in engine(0).module.state_dict().items()}

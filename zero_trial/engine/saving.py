@@ -207,7 +207,12 @@ def save_weights(engine: CheckpointedEngine, directory: Path, filename: str, *, 
             got=f"{names.parts} parts",
             fix="Use engine.save_checkpoint, or join the parts of engine.module_state_dict() as the model cuts them.",
         )
-    state = _whole_model(engine, engine.module_state_dict(without_frozen))
+    state = engine.sharded.rank0_state_dict()  # streamed: no device and no other rank holds the whole model
+    if without_frozen:
+        params = engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in params if not param.requires_grad}
+        state = {name: value for name, value in state.items() if name not in frozen}
+    state = _whole_model(engine, state)
     aliases = names.aliases()
     fault = None
     if engine.mesh.rank == 0:
@@ -306,11 +311,14 @@ def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
 def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Join the state dicts of all pipeline stages; a tied weight is the same in each. Collective over pipe."""
     pipe, whole = engine.mesh.pipe, dict(own)
-    facts = {name: [str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in own.items()}
+    facts = {
+        name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type == "cpu"]
+        for name, value in own.items()
+    }
     for stage, theirs in enumerate(pipe.gather_json(facts, "parts of the model")):
-        for name, (dtype, shape) in theirs.items():
-            mine = stage == pipe.index
-            value = own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=engine.device)
+        for name, (dtype, shape, on_host) in theirs.items():
+            mine, device = stage == pipe.index, "cpu" if on_host else engine.device
+            value = own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
             pipe.broadcast(value, name, stage)
             whole[name] = value
     return whole

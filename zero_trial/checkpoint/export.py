@@ -11,11 +11,10 @@ names in the metadata; ``safetensors.torch.load_model`` and ``from_pretrained`` 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,9 +34,10 @@ from zero_trial.checkpoint.format import (
     dtype_of,
     natural_order,
     parse_stored_name,
-    safetensors_name,
+    safetensors_header,
+    tensor_bytes,
 )
-from zero_trial.checkpoint.reader import CheckpointReader
+from zero_trial.checkpoint.reader import CheckpointReader, Progress
 from zero_trial.checkpoint.writer import DurableFiles
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.util.files import replacing
@@ -280,9 +280,6 @@ SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-Told = Callable[[int], object]
-
-
 @dataclass(frozen=True)
 class Exported:
     """The files that were written, the index last; ``overflowed``: values of a tensor that were finite and are not in its new dtype."""
@@ -318,9 +315,9 @@ def file_names(out: Path, shards: int) -> list[Path]:
     return paths
 
 
-def write_export(stream: TensorStream, plan: ExportPlan, out: Path, told: Told | None = None) -> Exported:
+def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
     """Writes every file beside its place and renames all at the end, the index last. Raises ConfigError and CheckpointError; then nothing
-    is left behind. ``told`` gets the bytes as they are written."""
+    is left behind. ``progress`` gets the bytes as they are written."""
     paths = file_names(out, len(plan.shards))
     folder, disk, overflowed = paths[0].parent, DurableFiles(), dict[str, int]()
     parts = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]
@@ -330,7 +327,7 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, told: Told |
             for part in parts:
                 undo.callback(part.unlink, missing_ok=True)
             for part, shard in zip(parts, plan.shards, strict=False):
-                disk.write(part, _shard_chunks(stream, shard, plan, overflowed, told))
+                disk.write(part, _shard_chunks(stream, shard, plan, overflowed, progress))
             if len(paths) > len(plan.shards):
                 disk.write(parts[-1], [index_text(plan, paths).encode()])
             for part, path in zip(parts, paths, strict=True):
@@ -363,7 +360,11 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _shard_chunks(
-    stream: TensorStream, shard: Sequence[ExportItem], plan: ExportPlan, overflowed: dict[str, int], told: Told | None
+    stream: TensorStream,
+    shard: Sequence[ExportItem],
+    plan: ExportPlan,
+    overflowed: dict[str, int],
+    progress: Progress | None,
 ) -> Iterator[bytes | memoryview]:
     yield _header(shard, plan)
     for item in shard:
@@ -372,10 +373,10 @@ def _shard_chunks(
             if lost := _overflows(data, out):
                 overflowed[item.name] = overflowed.get(item.name, 0) + lost
             size = out.numel() * out.element_size()
-            if told is not None:
-                told(size)
+            if progress is not None:
+                progress(size)
             # the view does not keep ``out`` alive; this frame does, until the consumer has taken the chunk
-            yield memoryview((ctypes.c_char * size).from_address(out.data_ptr())).cast("B")
+            yield tensor_bytes(out)
             del data, out
 
 
@@ -389,20 +390,9 @@ def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
 
 
 def _header(shard: Sequence[ExportItem], plan: ExportPlan) -> bytes:
-    here = {item.name for item in shard}
-    tied = {f"alias:{alias}": name for alias, name in plan.aliases.items() if name in here}
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
-    end = 0
-    for item in shard:
-        start, end = end, end + item.bytes
-        entries[item.name] = {
-            "dtype": safetensors_name(item.dtype),
-            "shape": list(item.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    names = {item.name for item in shard}
+    tied = {f"alias:{alias}": name for alias, name in plan.aliases.items() if name in names}
+    return safetensors_header(((item.name, item.dtype, item.shape) for item in shard), {"format": "pt", **tied})
 
 
 # Tensors read in order, a chunk at a time, so that none is ever whole in memory.

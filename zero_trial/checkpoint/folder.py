@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest
-from zero_trial.checkpoint.reader import CheckpointReader, check_sizes, leads_outside, read_digest, read_manifest
+from zero_trial.checkpoint.reader import (
+    CheckpointReader,
+    Progress,
+    check_sizes,
+    leads_outside,
+    read_digest,
+    read_manifest,
+)
 from zero_trial.checkpoint.writer import REPLACED, TEMPORARY, check_tag
 from zero_trial.errors import CheckpointError, ConfigError
 
@@ -25,8 +32,8 @@ class FoundCheckpoint(NamedTuple):
     folder: Path
 
 
-def list_checkpoints(directory: str | Path, told: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
-    """All whose manifest and file sizes are right, lowest step first; ``told`` gets a line for each that is not."""
+def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
+    """All whose manifest and file sizes are right, lowest step first; ``report`` gets a line for each that is not."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -35,22 +42,22 @@ def list_checkpoints(directory: str | Path, told: Callable[[str], None] | None =
         try:
             found.append(FoundCheckpoint(CheckpointReader(folder).manifest.step, tag, folder))
         except CheckpointError as fault:
-            if told is not None:
-                told(str(fault))
+            if report is not None:
+                report(str(fault))
     return sorted(found)
 
 
-def latest_checkpoint(directory: str | Path, told: Callable[[str], None] | None = None) -> FoundCheckpoint | None:
-    """The one with the highest step whose every file has its SHA-256; None if there is none. ``told`` as above.
+def latest_checkpoint(directory: str | Path, report: Callable[[str], None] | None = None) -> FoundCheckpoint | None:
+    """The one with the highest step whose every file has its SHA-256; None if there is none. ``report`` as above.
 
     Reads all bytes of the newest (and of older ones only where newer ones are damaged): one rank does it, and tells.
     """
-    for found in reversed(list_checkpoints(directory, told)):
+    for found in reversed(list_checkpoints(directory, report)):
         try:
             CheckpointReader(found.folder).verify()
         except CheckpointError as fault:
-            if told is not None:
-                told(str(fault))
+            if report is not None:
+                report(str(fault))
             continue
         return found
     return None
@@ -282,10 +289,6 @@ def _saved(
 # Damage: every file that is not as it was written, and the tensors in it.
 
 
-Told = Callable[[int], object]
-"""Gets the number of bytes that were read since it was last called."""
-
-
 @dataclass(frozen=True)
 class Damage:
     """``tensors``: those with elements in ``file``, with the range where a part of one lies there."""
@@ -301,14 +304,14 @@ def bytes_to_read(saved: SavedCheckpoint) -> int:
     return sum(record.bytes for manifest in manifests for record in manifest.files.values())
 
 
-def find_damage(saved: SavedCheckpoint, told: Told | None = None) -> list[Damage]:
+def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> list[Damage]:
     """All that is wrong; nothing if every byte is as it was written. Reads each file of each engine once, in blocks of 4 MiB."""
     found: list[Damage] = []
     for engine in saved.engines:
         if engine.manifest is None:
             found.append(Damage(engine.folder / MANIFEST_NAME, engine.fault or "it cannot be read"))
         else:
-            found += damaged_files(engine.folder, engine.manifest, told)
+            found += damaged_files(engine.folder, engine.manifest, progress)
     if saved.fault is not None and not found:  # in what a trial has written beside its engines
         found.append(Damage(saved.folder, saved.fault))
     return found
@@ -324,22 +327,22 @@ def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
     )
 
 
-def damaged_files(folder: Path, manifest: Manifest, told: Told | None = None) -> Iterator[Damage]:
+def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[Damage]:
     """One engine's files that are not as they were written, found one after the other."""
     for name, expected in sorted(manifest.files.items()):
-        what = _fault(folder / name, expected, told)
+        what = _fault(folder / name, expected, progress)
         if what is not None:
             yield Damage(folder / name, what, in_file(manifest, name))
 
 
-def _fault(path: Path, expected: FileRecord, told: Told | None) -> str | None:
+def _fault(path: Path, expected: FileRecord, progress: Progress | None) -> str | None:
     if leads_outside(path):
         return f"it is a symbolic link to another folder: {path.resolve()}"
     try:
         size = path.stat().st_size
         if size != expected.bytes:
             return f"{size} bytes, {expected.bytes} were written"
-        found = read_digest(path, told=told)
+        found = read_digest(path, progress=progress)
     except FileNotFoundError:
         return "it is missing"
     except OSError as fault:
@@ -351,20 +354,20 @@ def _fault(path: Path, expected: FileRecord, told: Told | None) -> str | None:
 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:
     """The checkpoint itself, or the latest that looks whole. Raises CheckpointError if it, or every one, is broken."""
-    shelf = inspect_folder(folder)
-    if len(shelf.trials) > 1:
+    listing = inspect_folder(folder)
+    if len(listing.trials) > 1:
         raise ConfigError(
-            f"checkpoints of {len(shelf.trials)} trials lie here",
-            where=str(shelf.folder),
+            f"checkpoints of {len(listing.trials)} trials lie here",
+            where=str(listing.folder),
             expected="one checkpoint",
-            fix=f"zero-trial ckpt ls {shelf.folder} shows them; name one.",
+            fix=f"zero-trial ckpt ls {listing.folder} shows them; name one.",
         )
-    saved = shelf.saved[-1] if shelf.single else shelf.latest()
+    saved = listing.saved[-1] if listing.single else listing.latest()
     if saved is None:
         raise CheckpointError(
             "no checkpoint here is whole",
-            where=str(shelf.folder),
-            got=next((one.fault for one in reversed(shelf.saved) if one.fault), "saves that did not finish"),
+            where=str(listing.folder),
+            got=next((one.fault for one in reversed(listing.saved) if one.fault), "saves that did not finish"),
         )
     if saved.fault is not None:
         raise CheckpointError(saved.fault)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,6 +58,31 @@ def safetensors_name(dtype: torch.dtype) -> str:
     if found is None:
         raise CheckpointError("this dtype cannot be stored", got=dtype_name(dtype), expected=", ".join(sorted(_NAMES)))
     return found
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return what a safetensors file begins with: the header's length, and name, dtype, shape and place of each tensor.
+
+    Args:
+        tensors: (name, dtype, shape), in the order in which their bytes follow.
+        metadata: free text entries.
+    """
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": safetensors_name(dtype), "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor. The view does not keep the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 # Names: a stored tensor is a parameter, optimizer state, a buffer, or belongs to the run.

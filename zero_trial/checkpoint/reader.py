@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 from zero_trial.checkpoint.format import MANIFEST_NAME, FileRecord, Manifest, Slice, TensorEntry, dtype_of
 from zero_trial.errors import CheckpointError
 
+Progress = Callable[[int], object]
+"""Is called with the number of bytes that were read or written since its last call."""
+
 
 class CheckpointReader:
     """One checkpoint folder. Opening reads and checks the manifest and the files' sizes; ``verify`` reads all their
@@ -148,15 +151,15 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def read_digest(path: Path, block: int = 1 << 22, told: Callable[[int], object] | None = None) -> FileRecord:
-    """Size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``told`` gets the size of each."""
+def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = None) -> FileRecord:
+    """Size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``progress`` gets the size of each."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(block):
             digest.update(chunk)
             size += len(chunk)
-            if told is not None:
-                told(len(chunk))
+            if progress is not None:
+                progress(len(chunk))
     return FileRecord(size, digest.hexdigest())
 
 

@@ -11,7 +11,6 @@ folder for ``<tag>`` while that is missing.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -34,8 +33,9 @@ from zero_trial.checkpoint.format import (
     StoredPiece,
     TensorEntry,
     dtype_name,
-    safetensors_name,
+    safetensors_header,
     same_tensor,
+    tensor_bytes,
 )
 from zero_trial.errors import CheckpointError
 from zero_trial.util.files import sync_folder
@@ -274,15 +274,7 @@ def shard_chunks(slices: Sequence[Slice]) -> Iterator[bytes | memoryview]:
 
 
 def _header(slices: Sequence[Slice]) -> bytes:
-    entries: dict[str, object] = {}
-    end = 0
-    for part in slices:
-        start, end = end, end + part.tensor.numel() * part.tensor.element_size()
-        shape = [part.tensor.numel()]
-        entries[piece_key(part)] = {"dtype": safetensors_name(part.dtype), "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return safetensors_header((piece_key(part), part.dtype, (part.tensor.numel(),)) for part in slices)
 
 
 def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
@@ -290,8 +282,7 @@ def _tensor_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
     for start in range(0, flat.numel(), per_chunk):
         host = flat[start : start + per_chunk].cpu()
         # a view of the tensor's own memory, which ``host`` keeps alive until the consumer has taken the chunk
-        size = host.numel() * host.element_size()
-        yield memoryview((ctypes.c_char * size).from_address(host.data_ptr())).cast("B")
+        yield tensor_bytes(host)
 
 
 # Names of the folders that a save uses on its way, and which of them were abandoned.

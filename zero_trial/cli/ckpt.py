@@ -56,28 +56,30 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     """Run the action."""
     from zero_trial.checkpoint.folder import inspect_folder
 
-    shelf = inspect_folder(options.folder)
+    listing = inspect_folder(options.folder)
     if options.json:
-        print(json.dumps({"folder": str(shelf.folder), "checkpoints": [_listed(one, shelf) for one in shelf.saved]}))
+        print(
+            json.dumps({"folder": str(listing.folder), "checkpoints": [_listed(one, listing) for one in listing.saved]})
+        )
         return 0
-    print(shown(shelf.folder))
-    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", *_trial_column("trial", shelf), "")
-    print(table([head, *(_list_row(one, shelf) for one in shelf.saved)], right=(0, 2, 3, 4, 5)))
+    print(shown(listing.folder))
+    head = ("step", "saved (UTC)", "size", "files", "ranks", "stage", "name", *_trial_column("trial", listing), "")
+    print(table([head, *(_list_row(one, listing) for one in listing.saved)], right=(0, 2, 3, 4, 5)))
     sys.stdout.flush()
-    for one in shelf.saved:
+    for one in listing.saved:
         if one.fault is not None and not one.leftover:
             sys.stderr.write(f"broken  {one.fault}\n")
     return 0
 
 
-def state_of(saved: SavedCheckpoint, shelf: CheckpointFolder) -> str:
+def state_of(saved: SavedCheckpoint, listing: CheckpointFolder) -> str:
     """``whole``, ``latest``, ``broken`` or ``left over``."""
     if saved.leftover:
         return "left over"
-    return "broken" if saved.fault is not None else "latest" if shelf.is_latest(saved) else "whole"
+    return "broken" if saved.fault is not None else "latest" if listing.is_latest(saved) else "whole"
 
 
-def _list_row(saved: SavedCheckpoint, shelf: CheckpointFolder) -> tuple[str, ...]:
+def _list_row(saved: SavedCheckpoint, listing: CheckpointFolder) -> tuple[str, ...]:
     return (
         "-" if saved.step is None else str(saved.step),
         datetime.fromtimestamp(saved.saved, timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
@@ -86,14 +88,14 @@ def _list_row(saved: SavedCheckpoint, shelf: CheckpointFolder) -> tuple[str, ...
         _joined(saved.facts("ranks")),
         _joined(saved.facts("zero_stage")),
         saved.folder.name,
-        *_trial_column(saved.trial or "", shelf),
-        state_of(saved, shelf),
+        *_trial_column(saved.trial or "", listing),
+        state_of(saved, listing),
     )
 
 
-def _trial_column(word: str, shelf: CheckpointFolder) -> tuple[str, ...]:
+def _trial_column(word: str, listing: CheckpointFolder) -> tuple[str, ...]:
     """A column only where checkpoints of several trials lie together."""
-    return (word,) if len(shelf.trials) > 1 else ()
+    return (word,) if len(listing.trials) > 1 else ()
 
 
 def _joined(values: tuple[Any, ...]) -> str:
@@ -105,7 +107,7 @@ def _single(values: tuple[Any, ...]) -> Any:
     return list(values) if len(values) > 1 else next(iter(values), None)
 
 
-def _listed(saved: SavedCheckpoint, shelf: CheckpointFolder) -> dict[str, Any]:
+def _listed(saved: SavedCheckpoint, listing: CheckpointFolder) -> dict[str, Any]:
     return {
         "folder": str(saved.folder),
         "step": saved.step,
@@ -116,8 +118,8 @@ def _listed(saved: SavedCheckpoint, shelf: CheckpointFolder) -> dict[str, Any]:
         "zero_stage": _single(saved.facts("zero_stage")),
         "mesh": _single(saved.facts("mesh")),
         "engines": [engine.folder.name for engine in saved.engines] if saved.trial is not None else [],
-        "state": "whole" if saved.whole else state_of(saved, shelf),
-        "latest": shelf.is_latest(saved),
+        "state": "whole" if saved.whole else state_of(saved, listing),
+        "latest": listing.is_latest(saved),
         "trial": saved.trial,
         "fault": saved.fault,
     }
@@ -160,31 +162,31 @@ def verify(options: argparse.Namespace) -> int:
     return CheckpointError.exit_code if any(damage for _, damage in found) else 0
 
 
-def _damage(saved: SavedCheckpoint, told: Any) -> list[Damage]:
+def _damage(saved: SavedCheckpoint, progress: Any) -> list[Damage]:
     """What is wrong with the engines' files, and where nothing is, with what a trial has written beside them."""
     from zero_trial.checkpoint.folder import Damage, find_damage
     from zero_trial.runs.checkpoints import find_fault
 
-    found = find_damage(saved, told)
+    found = find_damage(saved, progress)
     if not found and saved.trial is not None and (fault := find_fault(saved.folder)) is not None:
         file, _, what = fault.partition(": ")
         found.append(Damage(Path(file), what))
     return found
 
 
-def _chosen(shelf: CheckpointFolder, everything: bool) -> Sequence[SavedCheckpoint]:
+def _chosen(listing: CheckpointFolder, everything: bool) -> Sequence[SavedCheckpoint]:
     """All, or the one with the highest step, also where it is seen to be broken: no word about it would be no answer."""
-    counted = [saved for saved in shelf.saved if shelf.single or not saved.leftover]
+    counted = [saved for saved in listing.saved if listing.single or not saved.leftover]
     if not counted:
         raise ConfigError(
             "there is no finished checkpoint here",
-            where=str(shelf.folder),
-            got=f"{len(shelf.saved)} left over by saves that did not finish",
+            where=str(listing.folder),
+            got=f"{len(listing.saved)} left over by saves that did not finish",
         )
-    if not everything and len(shelf.trials) > 1:
+    if not everything and len(listing.trials) > 1:
         raise ConfigError(
-            f"checkpoints of {len(shelf.trials)} trials lie here",
-            where=str(shelf.folder),
+            f"checkpoints of {len(listing.trials)} trials lie here",
+            where=str(listing.folder),
             fix="Name one, or verify them with --all.",
         )
     return counted if everything else counted[-1:]

@@ -106,10 +106,10 @@ def parse_size(text: str) -> int:
     return count
 
 
-def _verify(folder: Path, manifest: Manifest, told: Any) -> None:
+def _verify(folder: Path, manifest: Manifest, progress: Any) -> None:
     from zero_trial.checkpoint.folder import damaged_files
 
-    for damage in damaged_files(folder, manifest, told):
+    for damage in damaged_files(folder, manifest, progress):
         raise CheckpointError(
             damage.what,
             where=str(damage.file),
@@ -186,15 +186,15 @@ def import_(options: argparse.Namespace) -> int:
     from zero_trial.importing.source import read_source
 
     names = read_names(options.names) if options.names is not None else None
-    wishes = ImportOptions(not options.no_optimizer, options.strip, names, tuple(options.buffer))
-    findings = read_source(options.source, options.tag, wishes)
-    folder = write_imported(findings, options.out, options.name)
-    facts = summary(findings, folder)
+    wanted = ImportOptions(not options.no_optimizer, options.strip, names, tuple(options.buffer))
+    imported = read_source(options.source, options.tag, wanted)
+    folder = write_imported(imported, options.out, options.name)
+    facts = summary(imported, folder)
     if options.json:
         print(json.dumps(facts))
         return 0
-    print(f"from       {shown(options.source)}: {findings.kind}")
-    print(f"to         {shown(folder)}: {format_bytes(facts['bytes'])} in {len(findings.shards)} files")
+    print(f"from       {shown(options.source)}: {imported.kind}")
+    print(f"to         {shown(folder)}: {format_bytes(facts['bytes'])} in {len(imported.shards)} files")
     state = (
         f", optimizer state {' '.join(facts['kinds'])} in {facts['groups']} groups"
         if facts["kinds"]
@@ -203,9 +203,9 @@ def import_(options: argparse.Namespace) -> int:
     print(
         f"holds      {facts['parameters']} parameters, {facts['buffers']} buffers{state}; step {facts['step']}, {facts['samples']} samples"
     )
-    for note in findings.notes:
+    for note in imported.notes:
         print(f"note       {note}")
-    for line in findings.left_out:
+    for line in imported.left_out:
         print(f"left out   {line}")
     only = "" if facts["groups"] else ", load_module_only=True"
     print(f"resume     engine.load_checkpoint({str(folder.parent)!r}, tag={folder.name!r}{only})")
@@ -228,18 +228,18 @@ def read_names(path: Path) -> list[list[str]]:
     return [list(row) for row in content]
 
 
-def summary(findings: ImportedState, folder: Path) -> dict[str, Any]:
+def summary(imported: ImportedState, folder: Path) -> dict[str, Any]:
     """What there is to say, as JSON."""
     return {
         "folder": str(folder),
-        "kind": findings.kind,
+        "kind": imported.kind,
         "bytes": sum(path.stat().st_size for path in folder.iterdir()),
-        "parameters": len(findings.names(lambda name: name.startswith("param/"))),
-        "buffers": len(findings.names(lambda name: name.startswith("buffer/"))),
-        "kinds": list(findings.state["kinds"]),
-        "groups": len(findings.state["groups"]),
-        "step": findings.step,
-        "samples": findings.state["counters"]["global_samples"],
-        "left_out": list(findings.left_out),
-        "notes": list(findings.notes),
+        "parameters": len(imported.names(lambda name: name.startswith("param/"))),
+        "buffers": len(imported.names(lambda name: name.startswith("buffer/"))),
+        "kinds": list(imported.state["kinds"]),
+        "groups": len(imported.state["groups"]),
+        "step": imported.step,
+        "samples": imported.state["counters"]["global_samples"],
+        "left_out": list(imported.left_out),
+        "notes": list(imported.notes),
     }

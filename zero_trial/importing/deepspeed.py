@@ -27,19 +27,19 @@ from zero_trial.importing.zero_shards import (
 State = Mapping[Any, Any]
 
 
-def read_deepspeed(folder: DeepSpeedFolder, wishes: ImportOptions) -> ImportedState:
+def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
     """Opens all files; tensors stay in them until they are written. Raises CheckpointError for what is not understood."""
     models = [_dict(TorchFile(path)) for path in folder.models]
-    model = ModelStates(models, wishes, str(folder.models[0]))
+    model = ModelStates(models, options, str(folder.models[0]))
     left_out = [f"{name}: not a tensor" for name in model.not_tensors]
     state = _state(model, left_out)
     optimizers = [_inner(TorchFile(path)) for path in folder.optimizers]
     if folder.universal is not None:
-        stage, shards = 0, _taken_apart(folder.universal, model, wishes, state, left_out)
+        stage, shards = 0, _taken_apart(folder.universal, model, options, state, left_out)
     elif optimizers:
-        stage, shards = _sharded(model, optimizers, wishes, state, left_out)
+        stage, shards = _sharded(model, optimizers, options, state, left_out)
     else:
-        stage, shards = 0, _whole(model, wishes, state, left_out)
+        stage, shards = 0, _whole(model, options, state, left_out)
     version, ranks = model.first.get("ds_version"), len(optimizers) or _ranks(model.first)
     form = (
         "universal" if folder.universal is not None else f"ZeRO stage {stage}, {ranks} rank{'s' if ranks != 1 else ''}"
@@ -55,11 +55,11 @@ def read_deepspeed(folder: DeepSpeedFolder, wishes: ImportOptions) -> ImportedSt
 
 
 def _sharded(
-    model: ModelStates, optimizers: Sequence[State], wishes: ImportOptions, state: dict[str, Any], left_out: list[str]
+    model: ModelStates, optimizers: Sequence[State], options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> tuple[int, list[list[Slice]]]:
     """Stages 1 to 3: masters and moments from the flat buffers, everything else from the model's files."""
     stage = stage_of(optimizers[0])
-    groups = flat_groups(model.first, optimizers, wishes, model.where)
+    groups = flat_groups(model.first, optimizers, options, model.where)
     shapes = {run.name: run.shape for group in groups for run in group.runs}
     model.check_shapes(shapes)
     if stage == 3 and len(model.parameters) != len(shapes.keys() | model.frozen_shapes().keys()):
@@ -71,18 +71,18 @@ def _sharded(
         shards[index] += row
     for rank in range(len(optimizers)):
         for group in groups:
-            shards[rank] += group.slices(rank, wishes.with_optimizer, model.where)
+            shards[rank] += group.slices(rank, options.with_optimizer, model.where)
     state["loss_scaler"] = facts.loss_scaler(optimizers[0])
-    if wishes.with_optimizer:
+    if options.with_optimizer:
         step = one_number("step", optimizers[0].get("base_optimizer_state_step"))  # DeepSpeed's elastic form
         _note_optimizer(state, param_groups(optimizers[0], model.where), groups, step, left_out)
     return stage, shards
 
 
 def _taken_apart(
-    zero: Path, model: ModelStates, wishes: ImportOptions, state: dict[str, Any], left_out: list[str]
+    zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[list[Slice]]:
-    found = read_universal(zero, model, wishes, state, left_out)
+    found = read_universal(zero, model, options, state, left_out)
     shapes = {part.name.removeprefix("param/"): part.shape for part in found if part.name.startswith("param/")}
     model.check_shapes(shapes)
     rows = model.weights(set(shapes), sharded=any(model.tensors[name].numel == 0 for name in shapes))
@@ -107,7 +107,7 @@ def _note_optimizer(
     state["kinds"] = sorted({kind for group in groups for kind in group.states})
 
 
-def _whole(model: ModelStates, wishes: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
+def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
     """Stage 0: the optimizer is in the model's file. Without one there, the weights alone."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
@@ -118,13 +118,13 @@ def _whole(model: ModelStates, wishes: ImportOptions, state: dict[str, Any], lef
             left_out.append("the optimizer's state: there are no files *_optim_states.pt")
         return model.weights(set(), sharded=bool(model.first.get("param_shapes")))
     state["loss_scaler"] = facts.loss_scaler(content)
-    if not wishes.with_optimizer:
+    if not options.with_optimizer:
         if "fp32_groups" in content or "fp32_groups_flat" in content:
             left_out.append(
                 "the masters in fp32, which belong to the optimizer: weights have the parameters' own dtype"
             )
         return model.weights(set(), sharded=False)
-    optimizer = NumberedOptimizer(content, model, wishes)
+    optimizer = NumberedOptimizer(content, model, options)
     found = optimizer.slices()
     state["groups"] = facts.group_settings(optimizer.groups, left_out)
     state["optimizer"] = facts.identity(optimizer.groups, state["ds_config"])
@@ -175,13 +175,13 @@ COMMON = "optimizer_state.pt"
 
 
 def read_universal(
-    zero: Path, model: ModelStates, wishes: ImportOptions, state: dict[str, Any], left_out: list[str]
+    zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[Slice]:
     """Masters and moments of every trained parameter, whole; ``state`` gets what belongs to them. Raises CheckpointError."""
     common = TorchFile(zero / COMMON).content if (zero / COMMON).is_file() else {}
     if not isinstance(common, dict):
         raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
-    buffers = shapes_of(model.first, wishes, model.where)
+    buffers = shapes_of(model.first, options, model.where)
     inner = (
         common
         if "param_groups" in common
@@ -195,10 +195,10 @@ def read_universal(
         own = scalars.setdefault(str(home[index]), {})
         own |= one_number("step", settings[home[index]].get("step")) if home[index] < len(settings) else {}
         for name, shape in shapes.items():
-            slices, numbers = _of_parameter(_folder(zero, name, wishes), name, shape, wishes.with_optimizer)
+            slices, numbers = _of_parameter(_folder(zero, name, options), name, shape, options.with_optimizer)
             found += slices
             own |= numbers
-    if wishes.with_optimizer:
+    if options.with_optimizer:
         kinds = sorted({part.name.split("/")[1] for part in found if part.name.startswith("state/")})
         _steps(scalars, inner, home, state)
         state["groups"] = facts.group_settings(settings, left_out) or [{} for _ in range(max(home, default=-1) + 1)]
@@ -209,9 +209,9 @@ def read_universal(
     return found
 
 
-def _folder(zero: Path, name: str, wishes: ImportOptions) -> Path:
+def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
     """The folder has the name with its prefix, where it had one."""
-    prefixed = zero / (wishes.strip + name)
+    prefixed = zero / (options.strip + name)
     return prefixed if prefixed.is_dir() else zero / name
 
 

@@ -133,11 +133,11 @@ State = Mapping[Any, Any]
 class ModelStates:
     """``contents``: the file's content, at stage 3 one per rank. Names are the model's own: prefixes are stripped as was wished."""
 
-    def __init__(self, contents: Sequence[State], wishes: ImportOptions, where: str) -> None:
+    def __init__(self, contents: Sequence[State], options: ImportOptions, where: str) -> None:
         self.where = where
         self.first = contents[0]
         self._contents = contents
-        self._wishes = wishes
+        self._options = options
         module = self.first.get("module")
         if not isinstance(module, dict):
             raise CheckpointError(
@@ -146,12 +146,14 @@ class ModelStates:
                 got=f"module is {type(module).__name__}",
                 fix="Save a whole state dict with the model's own code, and import that.",
             )
-        self.tensors = {wishes.own(str(name)): value for name, value in module.items() if isinstance(value, FileTensor)}
+        self.tensors = {
+            options.own(str(name)): value for name, value in module.items() if isinstance(value, FileTensor)
+        }
         self.not_tensors = [str(name) for name, value in module.items() if not isinstance(value, FileTensor)]
         if len(self.tensors) + len(self.not_tensors) != len(module):
-            raise CheckpointError("two tensors have one name without the prefix", where="--strip", got=wishes.strip)
+            raise CheckpointError("two tensors have one name without the prefix", where="--strip", got=options.strip)
         buffers = self.first.get("buffer_names")
-        self.buffers = {wishes.own(str(name)) for name in buffers} if isinstance(buffers, list) else set()
+        self.buffers = {options.own(str(name)) for name in buffers} if isinstance(buffers, list) else set()
         self.aliases = self._aliases()
 
     @property
@@ -164,7 +166,7 @@ class ModelStates:
         found = self.first.get("frozen_param_shapes")
         return (
             {
-                self._wishes.own(str(name)): as_shape(shape, f"{self.where}, frozen_param_shapes, {name}")
+                self._options.own(str(name)): as_shape(shape, f"{self.where}, frozen_param_shapes, {name}")
                 for name, shape in found.items()
             }
             if isinstance(found, dict)
@@ -218,7 +220,7 @@ class ModelStates:
     def _fragment(self, name: str, rank: int, size: int) -> torch.Tensor:
         fragments = self._contents[rank].get("frozen_param_fragments")
         own = (
-            {self._wishes.own(str(key)): value for key, value in fragments.items()}
+            {self._options.own(str(key)): value for key, value in fragments.items()}
             if isinstance(fragments, dict)
             else {}
         )
@@ -233,7 +235,7 @@ class ModelStates:
         """Tied names: those that DeepSpeed lists, and at stages 0 to 2 those that lie on the same elements."""
         shared = self.first.get("shared_params")
         found = (
-            {self._wishes.own(str(alias)): self._wishes.own(str(name)) for alias, name in shared.items()}
+            {self._options.own(str(alias)): self._options.own(str(name)) for alias, name in shared.items()}
             if isinstance(shared, dict)
             else {}
         )

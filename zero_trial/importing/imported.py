@@ -81,7 +81,7 @@ def fresh_state() -> dict[str, Any]:
 
 
 def write_imported(
-    findings: ImportedState, directory: Path, tag: str | None = None, disk: DurableFiles | None = None
+    imported: ImportedState, directory: Path, tag: str | None = None, disk: DurableFiles | None = None
 ) -> Path:
     """``<directory>/<tag>``: one file per shard, each tensor read from the source's memory map as it is written.
 
@@ -89,22 +89,22 @@ def write_imported(
     also where a checkpoint has that name: a run may have gone on from an earlier import of it.
     """
     disk = disk or DurableFiles()
-    final = directory / check_tag(tag or findings.tag)
+    final = directory / check_tag(tag or imported.tag)
     if (final / MANIFEST_NAME).exists():
         raise CheckpointError(
             "there is a checkpoint of that name already",
             where=str(final),
             fix="Give the new one another with --as TAG, or move that one away: it is not overwritten.",
         )
-    state, tensors = encode_state(dict(findings.state), "engine")
+    state, tensors = encode_state(dict(imported.state), "engine")
     folder = begin(final, disk)
     try:
         reports = []
-        for index, shard in enumerate(findings.shards):
+        for index, shard in enumerate(imported.shards):
             extra = [Slice.whole(name, tensor) for name, tensor in tensors.items()] if index == 0 else []
             reports.append(write_rank(folder, index, [*shard, *extra], None, disk))
-        world = {"model_parts": 1, **findings.world}
-        manifest = replace(merge(reports, findings.step, state, world), rank_state=())
+        world = {"model_parts": 1, **imported.world}
+        manifest = replace(merge(reports, imported.step, state, world), rank_state=())
         require_files(folder, manifest)
         write_manifest(folder, manifest, disk)
         publish(folder, final, disk)

@@ -27,7 +27,7 @@ State = Mapping[Any, Any]
 class NumberedOptimizer:
     """``optimizer``: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and may flatten each group into one."""
 
-    def __init__(self, optimizer: State, model: ModelStates, wishes: ImportOptions) -> None:
+    def __init__(self, optimizer: State, model: ModelStates, options: ImportOptions) -> None:
         self._where = f"{model.where}, optimizer"
         inner = optimizer.get("optimizer_state_dict", optimizer)
         if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
@@ -44,7 +44,7 @@ class NumberedOptimizer:
         )
         self._check_counts()
         self.kinds = self._kinds()
-        self.names = self._given(wishes.names) if wishes.names is not None else self._matched()
+        self.names = self._given(options.names) if options.names is not None else self._matched()
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """What is one number per group. Raises CheckpointError where the tensors of a group do not agree."""

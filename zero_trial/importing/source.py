@@ -19,16 +19,16 @@ from zero_trial.importing.imported import ImportedState, ImportOptions, folder_n
 from zero_trial.importing.torch_file import FileTensor, TorchFile
 
 
-def read_source(source: Path, tag: str | None, wishes: ImportOptions) -> ImportedState:
+def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
     """The findings of the reader whose format this is. Raises CheckpointError for a path that is of none, or not there."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
     if folder is not None:
-        return read_deepspeed(folder, wishes)
+        return read_deepspeed(folder, options)
     weights = find_weights(source)
     if weights is not None:
-        return read_weights(weights, wishes)
+        return read_weights(weights, options)
     if (source / MANIFEST_NAME).is_file() or any((path / MANIFEST_NAME).is_file() for path in source.iterdir()):
         raise CheckpointError(
             "this is a checkpoint of zero_trial already", where=str(source), fix="Load it with engine.load_checkpoint."
@@ -63,7 +63,7 @@ def find_weights(source: Path) -> Path | None:
     return next((source / name for name in NAMES if (source / name).is_file()), None) if source.is_dir() else None
 
 
-def read_weights(path: Path, wishes: ImportOptions) -> ImportedState:
+def read_weights(path: Path, options: ImportOptions) -> ImportedState:
     """Every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does not say which. One row per file."""
     files = _listed(path) if path.name.endswith(".index.json") else {path: None}
     left_out: list[str] = []
@@ -75,12 +75,12 @@ def read_weights(path: Path, wishes: ImportOptions) -> ImportedState:
         for raw, (tensor, token) in _tensors(file, left_out).items():
             if wanted is not None and raw not in wanted:
                 continue
-            name = wishes.own(raw)
+            name = options.own(raw)
             first = seen.setdefault(token, name)
             if first != name:
                 aliases[name] = first
                 continue
-            place = "buffer" if is_buffer(name, tensor, wishes.buffers) else "param"
+            place = "buffer" if is_buffer(name, tensor, options.buffers) else "param"
             row.append(Slice.whole(f"{place}/{name}", tensor))
         rows.append(row)
     tag = folder_name(path.parent) if path.name in NAMES else path.name.split(".")[0]

@@ -63,7 +63,7 @@ def stage_of(optimizer: State) -> int:
     return int(found)
 
 
-def flat_groups(model: State, optimizers: Sequence[State], wishes: ImportOptions, where: str) -> list[FlatGroup]:
+def flat_groups(model: State, optimizers: Sequence[State], options: ImportOptions, where: str) -> list[FlatGroup]:
     """All buffers of all ranks, matched with the shapes that the model's file names. Raises CheckpointError where they do not match."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
@@ -81,7 +81,7 @@ def flat_groups(model: State, optimizers: Sequence[State], wishes: ImportOptions
         else ("single_partition_of_fp32_groups", "base_optimizer_state")
     )
     buffers = [as_list(optimizer.get(key), f"{where}, {key}") for optimizer in optimizers]
-    shapes = shapes_of(model, wishes, where)
+    shapes = shapes_of(model, options, where)
     if {len(row) for row in buffers} != {len(shapes)}:
         got = f"{len(buffers[0])} flat buffers for {len(shapes)} lists of shapes"
         raise CheckpointError("the optimizer's buffers do not match the model's shapes", where=where, got=got)
@@ -100,11 +100,11 @@ def flat_groups(model: State, optimizers: Sequence[State], wishes: ImportOptions
     return found
 
 
-def shapes_of(model: State, wishes: ImportOptions, where: str) -> list[dict[str, tuple[int, ...]]]:
+def shapes_of(model: State, options: ImportOptions, where: str) -> list[dict[str, tuple[int, ...]]]:
     """The trained parameters by flat buffer, in the order in which they lie there."""
     place = f"{where}, param_shapes"
     return [
-        {wishes.own(str(name)): as_shape(shape, f"{place}, {name}") for name, shape in as_dict(part, place).items()}
+        {options.own(str(name)): as_shape(shape, f"{place}, {name}") for name, shape in as_dict(part, place).items()}
         for part in as_list(model.get("param_shapes"), place)
     ]
 

@@ -259,3 +259,13 @@ def test_labels_that_many_clients_put_at_once_are_all_kept(master: Sandbox) -> N
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(lambda label: master.experiments.patch(made.id, ExperimentPatch(remove_label=label)), labels))
     assert master.experiments.get(made.id).labels == ("first",)
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\x07", "a\x9b31m"])
+def test_a_name_with_control_characters_is_refused(master: Sandbox, name: str) -> None:
+    with pytest.raises(Invalid, match="control characters"):
+        master.create(name=name)
+    made = master.create()
+    with pytest.raises(Invalid, match="control characters"):
+        master.experiments.patch(made.id, ExperimentPatch(name=name))
+    assert master.experiments.get(made.id).name == "test"

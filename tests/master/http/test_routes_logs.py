@@ -182,3 +182,9 @@ def test_the_masters_own_log(user: Any, world: World) -> None:
     ]
     with pytest.raises(api.errors.APIException, match="zero-trial master logs"):
         list(bindings.get_MasterLogs(user, follow=True))
+
+
+def test_escape_sequences_of_a_trial_do_not_reach_the_terminal(user: Any, world: World) -> None:
+    world.write(2, "\x1b]0;title\x07\x1b[31mred\x1b[0m\tend")
+    (found,) = api.trial_logs(user, 2)
+    assert found.log == "red\tend" and found.message.endswith(" red\tend\n")

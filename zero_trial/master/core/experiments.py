@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import unicodedata
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -88,6 +89,7 @@ class ExperimentService:
     def _check_machine(self, config: Mapping[str, Any]) -> list[str]:
         """Refuse what can never run here; warn of what runs differently."""
         _check_size(config)
+        _check_name(config)
         resources = config.get("resources") or {}
         wanted, there = resources.get("slots_per_trial"), self._state.devices.count
         if wanted is not None and wanted > there:
@@ -256,6 +258,7 @@ class ExperimentService:
                 raise NotFound(f"experiment {experiment_id} not found")
             patch = replace(patch, labels=_labels(found.labels, patch))
             config = _patched(found.config, patch)
+            _check_name(config)
             _check_size(config)
             columns: dict[str, Any] = {"config": config}
             for name in ("name", "description", "notes"):
@@ -368,6 +371,13 @@ def _check_size(config: Mapping[str, Any]) -> None:
             expected=f"at most {LARGEST}",
             fix="Put what is large into a file of the model definition, and name the file under data:.",
         )
+
+
+def _check_name(config: Mapping[str, Any]) -> None:
+    """Refuse a name that would change the terminal on which it is listed."""
+    name = str(config.get("name") or "")
+    if any(unicodedata.category(character) == "Cc" for character in name):
+        raise Invalid("the name contains control characters", where="name", got=repr(name)[:60])
 
 
 def _checked(resources: Mapping[str, float | None]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from zero_trial.master.http.request import Request, whole
 from zero_trial.master.http.response import Response, StreamingResponse, failure, lines, when
 from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.records import LogLine, LogQuery
+from zero_trial.util.text import strip_control
 
 Dict = dict[str, Any]
 
@@ -114,12 +115,13 @@ def _stream(
 
 def _shared(line: LogLine) -> Dict:
     """What the lines of trials and of tasks have in common. ``message`` is printed as it is, ``log`` is the bare text."""
-    rank = "" if line.rank is None or line.message.startswith("[rank=") else f"[rank={line.rank}] "
+    text = strip_control(line.message)  # `det trial logs` prints it to a terminal
+    rank = "" if line.rank is None or text.startswith("[rank=") else f"[rank={line.rank}] "
     return {
         "id": line.id,
         "timestamp": when(line.time),
-        "message": f"[{when(line.time)}] {rank}{line.message}\n",
-        "log": line.message,
+        "message": f"[{when(line.time)}] {rank}{text}\n",
+        "log": text,
         "level": f"LOG_LEVEL_{line.level if line.level in _LEVELS else 'INFO'}",
         "rankId": line.rank,
         "source": line.source,

@@ -76,7 +76,8 @@ setup(
         "tqdm",
         "psutil",  # the table of processes: which ones of a run are left
         "google-re2",  # regular expressions of the master's clients, matched in linear time
-        # The package `attrdict` does not import on Python >= 3.10; this fork provides the module of that name.
+        # Trials written for Determined do AttrDict(context.get_hparams()). The package `attrdict` does not import on
+        # Python >= 3.10; this fork provides the module of that name.
         "attrdict3",
     ],
     extras_require=EXTRAS,

@@ -52,13 +52,14 @@ def disk_lines(folder: Path, room: int = 1 << 20) -> list[str]:
 def shown(path: Path) -> str:
     """Return a path as the user would type it: relative to the current folder if it is inside."""
     try:
-        return str(path.resolve().relative_to(Path.cwd()))
+        return strip_control(str(path.resolve().relative_to(Path.cwd())))
     except ValueError:
-        return str(path)
+        return strip_control(str(path))
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Return one line per row, columns two blanks apart; the columns in ``right`` are right-aligned."""
+    rows = [[strip_control(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.processes import ROOT
 from tests.engine import test_behaviour_gpu as on_gpu
-from tests.engine import test_behaviour_late_gpu as late
+from tests.engine import test_deferred_step_gpu as late
 from tests.support.dense import STAGES, Turn
 from tests.support.models import Tower
 

@@ -219,7 +219,8 @@ class Engine(nn.Module):
             self.micro_steps -= done
             if self.mesh.rank == 0:
                 log.warning(
-                    "zero_grad() after %d of %d micro-batches: the accumulation starts again",
+                    "zero_grad() after %d of %d micro-batches: the accumulation starts again. Call it only after a "
+                    "step; before every micro-batch, no step is ever taken",
                     done,
                     self._batch.accumulation,
                 )

@@ -14,13 +14,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd import profiler as torch_profiler
 
 from zero_trial.comm import Mesh
 from zero_trial.ds_config.report import render_report
@@ -28,7 +27,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.monitors import Monitor, build_monitor
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
 from zero_trial.engine.resolved_config import ResolvedConfig
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.param_group import ParamGroup, trace_range
 
 log = logging.getLogger("zero_trial")
 
@@ -64,16 +63,6 @@ class ObservedEngine(Protocol):
     def persistent_bytes(self) -> dict[str, int]: ...
 
     def comms_summary(self) -> dict[str, dict[str, int]]: ...
-
-
-def trace_range(name: str) -> AbstractContextManager[Any]:
-    """A named range in torch.profiler's traces; nothing (and no cost) while no profiler runs."""
-    if torch_profiler._is_profiler_enabled:
-        return torch_profiler.record_function(f"zero_trial.{name}")
-    return _NO_RANGE
-
-
-_NO_RANGE = nullcontext()
 
 
 class Observer:

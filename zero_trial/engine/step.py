@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from zero_trial.comm import Mesh
-from zero_trial.engine.observe import trace_range
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.errors import Diverged
 from zero_trial.ops.dispatch import OPS
@@ -37,6 +36,7 @@ from zero_trial.precision import LossScale
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.norm import clip_factor, divisor
 from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
+from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite
 
 log = logging.getLogger("zero_trial")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import profiler as torch_profiler
 from torch.profiler import record_function
 
 from zero_trial.comm import AxisComm, Pending
@@ -142,7 +143,7 @@ class ParamGroup:
         """Begins to bring the full parameters to life; :meth:`finish_unshard` completes it. Moves n (N-1)/N elements. Collective over shard."""
         if self.live or self._gathering is not None:
             return
-        with profiled("zero_trial.unshard"):
+        with trace_range("unshard"):
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             if self.offloaded is not None:
                 self.offloaded.fetch(self.own)
@@ -274,9 +275,9 @@ def is_absent(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
-def profiled(name: str) -> AbstractContextManager[Any]:
-    """A range in torch's profiler; costs a fraction of a microsecond while no profiler is active."""
-    return record_function(name) if torch._C._autograd._profiler_enabled() else _NO_RANGE
+def trace_range(name: str) -> AbstractContextManager[Any]:
+    """Mark ``zero_trial.NAME`` in the traces of torch.profiler; does nothing while no profiler runs."""
+    return record_function(f"zero_trial.{name}") if torch_profiler._is_profiler_enabled else _NO_RANGE
 
 
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zero_trial.comm import Pending, wait_all
-from zero_trial.sharding.param_group import ParamGroup, profiled
+from zero_trial.sharding.param_group import ParamGroup, trace_range
 from zero_trial.sharding.pieces import ShardPiece
 
 
@@ -72,7 +72,7 @@ class ParamPublisher:
         if not group.trainable:
             group.reshard()
             return
-        with profiled("zero_trial.publish"):
+        with trace_range("publish"):
             rounded = id(group) in self._pieces_left and id(group) not in self._unrounded
             if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
                 self._under_way.append(pending)

@@ -26,7 +26,7 @@ from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.dtypes import wide_dtype
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
 from zero_trial.sharding.norm import square_sum
-from zero_trial.sharding.param_group import profiled
+from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.plan import ReduceAt
 from zero_trial.sharding.unshard import Unsharder
 
@@ -248,7 +248,7 @@ class GradReducer:
 
     def _launch(self, grad_buffer: GradBuffer) -> None:
         """Starts the group's reduction, and moves older ones on so that no phase has more than ``in_flight``."""
-        with profiled("zero_trial.reduce"):
+        with trace_range("reduce"):
             stash = grad_buffer.shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
             full = grad_buffer.seal()
             dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)

@@ -53,8 +53,9 @@ class Tap:
         self._moment("fsync", os.readlink(f"/proc/self/fd/{handle}"))
         self._flushed(handle)
 
-    def _digest(self) -> Any:
-        return _Digest(self._part)
+    def _digest(self, data: bytes | None = None) -> Any:
+        """Tap the sums that a file is written under; a sum of something that is there already is no moment."""
+        return _Digest(self._part) if data is None else hashlib.sha256(data)
 
     def _part(self) -> None:
         """Something is in the file: half of it, for all that a reader knows."""

@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
     try:
         run(options, engine_factory or zero_trial.initialize)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")  # sys.exit("message") of the user's module
+        return 1
     return 0
 
 

@@ -157,9 +157,11 @@ def test_the_device_is_waited_for(asked: bool, monkeypatch: pytest.MonkeyPatch):
     """timers.throughput.synchronized; on a CPU there is nothing to wait for."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    config = read_ds_config({"timers": {"throughput": {"synchronized": asked}}})
+    config = read_ds_config({"steps_per_print": 1, "timers": {"throughput": {"synchronized": asked}}})
+    monkeypatch.setattr(observe.PeriodicLines, "_lines", lambda *_: [])
     for kind in ("cuda", "cpu"):
-        observe._synchronizer(SimpleNamespace(config=config, device=torch.device(kind)))()  # type: ignore[arg-type]
+        engine = SimpleNamespace(global_samples=4, global_steps=1, train_batch_size=lambda: 4)
+        observe.PeriodicLines(config, torch.device(kind), None).after_step(engine)  # type: ignore[arg-type]
     assert waited == ([torch.device("cuda")] if asked else [])
 
 

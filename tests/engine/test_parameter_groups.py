@@ -39,6 +39,6 @@ def test_doubles_and_strangers_are_refused() -> None:
 
 
 def test_groups_over_pieces_of_their_own() -> None:
-    pieces: Any = [SimpleNamespace(group=index, weight=weight) for index, weight in ((0, "a"), (1, "b"), (0, "c"))]
+    pieces: Any = [SimpleNamespace(opt_group=index, weight=weight) for index, weight in ((0, "a"), (1, "b"), (0, "c"))]
     found = groups_over(pieces, [{"params": [1], "lr": 0.5}, {"params": [2]}, {"params": []}])
     assert found == [{"params": ["a", "c"], "lr": 0.5}, {"params": ["b"]}, {"params": []}]

@@ -19,7 +19,7 @@ OPTIONAL = {
     "tensorboard": "needed for TensorBoard files: pip install 'zero_trial[tensorboard]'",
     "deepspeed": "only measured against, never needed: pip install 'zero_trial[bench]'",
 }
-REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "attrdict3")
+REQUIRED = ("torch", "safetensors", "PyYAML", "tqdm", "psutil", "google-re2", "attrdict3")
 
 
 @dataclass(frozen=True)

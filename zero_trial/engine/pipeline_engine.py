@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -114,7 +114,7 @@ class PipelineEngine(Engine):
         """
         before = self._iterator
         if data_iter is not None:
-            self._iterator = iter(data_iter)
+            self._iterator = data_iter if hasattr(data_iter, "__next__") else iter(data_iter)
         was_training = self.module.training
         self.module.eval()
         try:
@@ -221,8 +221,8 @@ class PipelineEngine(Engine):
 
     def _as_iterator(self, data: Iterable[Any]) -> Iterator[Any]:
         """``data`` itself, or for a loader one endless iterator for all calls with it."""
-        if isinstance(data, Iterator):
-            return data
+        if hasattr(data, "__next__"):
+            return cast("Iterator[Any]", data)
         if not isinstance(self._iterator, RepeatingLoader) or self._iterator.loader is not data:
             return RepeatingLoader(data)
         return self._iterator

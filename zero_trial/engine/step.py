@@ -137,8 +137,10 @@ class StepOutcome(StepStatus):
         # Here the host waits for the device, and so for ranks that its collectives need: a long wait must name them.
         heartbeat = self._mesh.heartbeat
         heartbeat.waiting(f"the outcome of step {opened.step}")
-        total = self._readback.receive()[_TOTAL].view(torch.float64).item()
-        heartbeat.leave()
+        try:
+            total = self._readback.receive()[_TOTAL].view(torch.float64).item()
+        finally:
+            heartbeat.leave()
         finite = self._take_norm(total, opened.unscale)
         found = None
         if not self._result.applied:

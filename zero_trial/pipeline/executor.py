@@ -337,5 +337,7 @@ def _check_loss(loss: Any, *, training: bool) -> None:
         )
     if training and not loss.requires_grad:
         raise TrialError(
-            "the loss has no history", where="PipelineModule(loss_fn)", fix="Compute it from the last layer's output."
+            "the loss does not require grad",
+            where="PipelineModule(loss_fn)",
+            fix="Compute it from the last layer's output.",
         )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from zero_trial.errors import StorageError
 from zero_trial.runs.records import AgentRecord, RankExit, write_agent
 
 
@@ -25,19 +27,25 @@ def main(argv: Sequence[str]) -> None:
     try:
         torchrun.main(list(arguments))
     except ChildFailedError as error:
-        write_agent(Path(record), AgentRecord(closing=True, failures=failures_of(error)))
+        with suppress(StorageError):  # a full disk changes neither the end of the ranks nor the error
+            write_agent(Path(record), AgentRecord(closing=True, failures=failures_of(error)))
         raise
 
 
 def note_closing(record: Path) -> None:
-    """Make the agent write down that it ends its ranks, before it waits for them; torch has no other hook for that."""
-    close = PContext.close
+    """Make the agent write down that it ends its ranks, before it waits for them; torch has no other hook for that.
 
-    def noted(self: PContext, *args: Any, **options: Any) -> None:
-        write_agent(record, AgentRecord(closing=True))
+    torch also closes after a success, when all ranks of this host have ended and other hosts may still work: that is not noted.
+    """
+    close = SubprocessContext._close
+
+    def noted(self: SubprocessContext, *args: Any, **options: Any) -> None:
+        if any(handler.proc.poll() is None for handler in (self.subprocess_handlers or {}).values()):
+            with suppress(StorageError):
+                write_agent(record, AgentRecord(closing=True))
         close(self, *args, **options)
 
-    setattr(PContext, "close", noted)  # noqa: B010 - mypy would not let a method be assigned
+    setattr(SubprocessContext, "_close", noted)  # noqa: B010 - mypy would not let a method be assigned
 
 
 def failures_of(error: ChildFailedError) -> tuple[RankExit, ...]:

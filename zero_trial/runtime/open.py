@@ -143,7 +143,8 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
             yield stop
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, InvalidHP) and state.context is not None:
-            state.context.platform.report_early_exit("INVALID_HP")
+            with suppress(OSError, ZeroTrialError):  # the error itself is recorded whether this can be written or not
+                state.context.platform.report_early_exit("INVALID_HP")
         _end(error, state, script=script)
     finally:
         destroy_distributed()

@@ -236,6 +236,8 @@ class FullParams:
         self._scope: nn.Module | None = None  # the module whose state dict was asked for
         self._loading = False
         self._gathered: list[ParamGroup] = []  # for the state dict
+        # Modules whose own entries are views still: torch copies nothing, and visits a module's children before its hook runs.
+        self._uncopied: list[tuple[nn.Module, list[ParamGroup]]] = []
         self._drops_values = False
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
         self.handles: list[Any] = []
@@ -317,9 +319,12 @@ class FullParams:
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
             self._publisher.wait_result()
             self._loading = False  # what an earlier call left open when it failed is dropped
+            self._uncopied.clear()
             self._free_gathered(())
             self._scope, self._loading = part, loading
         self._free_gathered(own)
+        if not loading:
+            self._uncopied.append((part, own))
         freed = [group for group in own if not group.live]
         for group in freed:
             group.unshard_async()
@@ -333,6 +338,8 @@ class FullParams:
             for name in (*part._parameters, *part._buffers):
                 if torch.is_tensor(value := state.get(prefix + name)):
                     state[prefix + name] = None if self._drops_values else value.to("cpu", copy=True)
+        while self._uncopied and self._uncopied.pop()[0] is not part:
+            pass
         if part is self._scope:
             self._free_gathered(())
             self._scope = None
@@ -347,7 +354,11 @@ class FullParams:
             self._scope, self._loading = None, False
 
     def _free_gathered(self, keep: Collection[ParamGroup]) -> None:
-        """Frees the groups that were gathered here, but for ``keep``; what was loaded into them goes to the shards before."""
+        """Free the groups that were gathered here, except ``keep`` and those whose entries are not copied yet.
+
+        What was loaded into them goes to the shards before.
+        """
+        keep = [*keep, *(group for _, groups in self._uncopied for group in groups)]
         loaded = _ids(self._scope) if self._loading and self._scope is not None else None
         for group in [group for group in self._gathered if group not in keep]:
             if loaded is not None and group.live:

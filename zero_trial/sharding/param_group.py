@@ -253,7 +253,7 @@ class ParamGroup:
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
-        low = low if self.offloaded is None else 0  # what passes through buffers is counted once, by bytes_on_the_way
+        low = low if self.offloaded is None else 0  # what passes through buffers is counted once, by swap_buffer_bytes
         return low + (0 if elsewhere else self.master.numel() * 4)
 
 

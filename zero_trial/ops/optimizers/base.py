@@ -121,7 +121,7 @@ def gradients(pieces: list[Tensor]) -> list[Tensor]:
 #     anything else                   the gradients are multiplied in place first              8 bytes per fp32 gradient
 #
 # The first two can also be told by the device, through a :class:`DeviceScalars`: factor and skip are read where the update runs, and the host
-# waits for nothing. What such a step has advanced on the host is put back by :func:`take_back`, once it is known that it was skipped.
+# waits for nothing. What such a step has advanced on the host is put back by :func:`undo_step`, once it is known that it was skipped.
 
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

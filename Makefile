@@ -5,21 +5,24 @@ BIN := .venv/bin
 STAMP := .venv/.zero_trial_installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: run test test-slow test-all durations lint format docs bench gpu-check setup clean help
+.PHONY: run test test-slow test-extended test-all durations lint format docs bench gpu-check setup clean help
 
 run: setup  ## Train the quickstart: a byte-level GPT at ZeRO-2 on two CPU ranks, through det and a master of its own
 	$(BIN)/python experiments/quickstart/run.py
 
 test: setup  ## Run the tests that cover every room, in minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not extended"
 
 test-slow: setup  ## Run the tests that `make test` leaves out
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not extended"
 
-test-all: test test-slow  ## Run every test
+test-extended: setup  ## Run the numeric tests under other instruction sets, and every benchmark as its docstring says
+	$(BIN)/python -m pytest -m extended
+
+test-all: test test-slow  ## Run every test but the extended ones
 
 durations: setup  ## Run every test and record what each takes: `make test` is chosen from it
-	$(BIN)/python -m pytest --record-durations
+	$(BIN)/python -m pytest -m "not extended" --record-durations
 
 lint: setup  ## Check style, formatting and types
 	$(BIN)/ruff check .

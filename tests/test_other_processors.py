@@ -41,11 +41,11 @@ def test_the_numeric_tests_are_there() -> None:
     assert [name for name in NUMERIC if not (ROOT / "tests" / name).exists()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_numeric_tests_pass(setting: str) -> None:
     name, _, value = setting.partition("=")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not extended", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *(f"tests/{name}" for name in NUMERIC)],
         cwd=ROOT,

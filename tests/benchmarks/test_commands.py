@@ -35,7 +35,7 @@ def test_every_benchmark_says_how_it_is_tried_quickly(path: Path) -> None:
     assert quick_commands(path)[0].startswith(str(path.relative_to(ROOT)))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("path", benchmarks(), ids=lambda path: path.stem)
 def test_the_quick_command_runs(path: Path, tmp_path: Path) -> None:
     for folder in ("benchmarks", "experiments", "model_defs", "tests"):

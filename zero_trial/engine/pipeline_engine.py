@@ -114,7 +114,7 @@ class PipelineEngine(Engine):
         """
         before = self._iterator
         if data_iter is not None:
-            self._iterator = data_iter if hasattr(data_iter, "__next__") else iter(data_iter)
+            self._iterator = cast("Iterator[Any]", data_iter if hasattr(data_iter, "__next__") else iter(data_iter))
         was_training = self.module.training
         self.module.eval()
         try:

@@ -68,7 +68,7 @@ ARROWS: Mapping[str, set[str]] = {
     "cli": {
         *("checkpoint", "preflight", "launch", "master", "trial", "engine", "importing", "pipeline", "runtime", "runs"),
         *("report", "experiment", "ds_config", "schema", "errors", "__init__"),
-        "sharding",  # the plan of a stage, which is pure: a schedule is drawn without torch
+        "sharding.plan",  # the plan of a stage, which is pure: a schedule is drawn without torch
     },
 }
 

@@ -101,7 +101,7 @@ def test_nothing_is_pickled():
 
 
 def test_torch_distributed_has_one_caller():
-    """mesh/ owns the groups and counts the traffic; nobody communicates behind its back. ``cli/env`` only asks what is available."""
+    """comm/ owns the groups and counts the traffic. ``cli/env`` only asks what is available, ``runtime/agent`` is the launcher."""
     callers = {m.name for m in modules() for item in m.imports() if item.module.startswith("torch.distributed")}
     assert {name for name in callers if not name.startswith("zero_trial.comm")} <= {
         "zero_trial.cli.env",

@@ -77,7 +77,7 @@ def state_travels(stage: int) -> list[bool]:
     other.begin_backward(reduce=True, last=True)
     loss.backward()
     other.end_backward()
-    other.settle()
+    other.wait_before_writing()
     run_update(fresh, 1.0 / other.mesh.data.size)
     found = {(v.kind, v.name, v.start): v.tensor for v in fresh.views()}
     return [found.keys() == expected.keys(), all(torch.equal(found[key], expected[key]) for key in expected)]

@@ -164,7 +164,7 @@ def test_training_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_mfu_is_a_part_of_the_data_sheets_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_train.peaks, "measure", lambda *_, **__: Peak(2e14, "measured"))
+    monkeypatch.setattr(gpu_train.flop_count, "measure", lambda *_, **__: Peak(2e14, "measured"))
     for name, mfu in (("NVIDIA H200", 0.1), ("NVIDIA Unknown", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         found = gpu_train.rates(98.95e12, torch.device("cuda", 0))

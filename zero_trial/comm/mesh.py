@@ -197,6 +197,7 @@ def build_mesh(
     if shared_memory:
         for axis in axes.values():
             share_memory_if_possible(axis)
+    counters.reset()  # what it took to build the mesh is no traffic of its user's
     travel = ", ".join(f"{name} {axis.size}: {axis.transport}" for name, axis in axes.items() if axis.size > 1)
     log.debug("mesh of rank %d at %s; tensors on the host over %s", rank, shape.coordinates(rank), travel or "no axis")
     return Mesh(shape, rank, axes, counters, heartbeat)

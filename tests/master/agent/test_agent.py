@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,22 @@ def test_the_steps_of_a_container(has_hook: bool, calls: int) -> None:
     shell, flag, script = steps(has_hook)
     assert flag == "-c" and shell.endswith("sh") and script.count("determined.exec.prep_container") == calls
     assert ("startup-hook.sh" in script) == has_hook and script.endswith("exec python3 -m determined.exec.launch")
+
+
+def test_a_start_is_reported_before_an_end_that_came_between_two_looks(field: Field) -> None:
+    supervisor = subprocess.Popen(["sleep", "60"])
+    identity = identify(supervisor.pid)
+    supervisor.kill()
+    supervisor.wait()
+    folder = field.home.allocation("x.1")
+    folder.mkdir(parents=True)
+    assert lease.acquire(folder, identity)
+    lease.record_exit(folder, lease.Exit(3, 0.0))
+    owners = iter([None])  # the first look came before the lease
+    field.patch.setattr(lease, "owner", lambda _: next(owners, identity))
+    field.agent.adopt("x.1")
+    field.expect("started", "x.1")
+    field.expect("exited", "x.1", 3)
 
 
 def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:

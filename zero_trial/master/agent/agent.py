@@ -222,7 +222,8 @@ class Agent:
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
         ended = self._ended(folder, identity, entry)
-        if ended is None:
+        begun_since = identity is None and lease.owner(folder) is not None
+        if ended is None or begun_since:  # the next look reports the start before the end
             return
         processes.sweep(MARK, name)
         on_exited(name, ended)  # if this fails the next look repeats it

@@ -71,7 +71,7 @@ def test_a_trial_that_completes(core: FakeCore, capsys: pytest.CaptureFixture[st
 
 def test_what_was_seen_of_the_memory_is_kept(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "zero_trial.preflight.memory_watch.MemoryWatch.summary", lambda watch: {"memory_planned_bytes": 12}
+        "zero_trial.runtime.memory_watch.MemoryWatch.summary", lambda watch: {"memory_planned_bytes": 12}
     )
     assert run(LineTrial) == 0
     assert core.metadata == {"zero_trial": {"memory_planned_bytes": 12}}

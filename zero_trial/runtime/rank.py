@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 
@@ -20,7 +20,6 @@ from zero_trial.errors import DoesNotFit, TrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen
 from zero_trial.launch.summary import done_line
-from zero_trial.preflight.memory_watch import MemoryWatch
 from zero_trial.runtime.protocols import JsonDistributed, Platform
 from zero_trial.trial import Controller, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
@@ -28,6 +27,9 @@ from zero_trial.trial.reporting import End, Outcome, build_summary
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
 from zero_trial.util.failures import user_frame
+
+if TYPE_CHECKING:
+    from zero_trial.runtime.memory_watch import MemoryWatch
 
 TrialFactory = Callable[[ZeroTrialContext], ZeroTrial]
 Context = TypeVar("Context", bound=ZeroTrialContext)
@@ -95,6 +97,8 @@ def open_context(
     skip_last_garbage_collection()
     env = state.env
     if env.rank == 0:
+        from zero_trial.runtime.memory_watch import MemoryWatch  # and the engine's dry run with it
+
         state.watch = MemoryWatch(platform.progress.emit, env.local_world_size)
         engine_factory = state.watch.around(engine_factory)
     seed_everything(platform.seed)

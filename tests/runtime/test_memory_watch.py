@@ -15,7 +15,7 @@ from tests.preflight.pipelines import batch as pipeline_batch
 from tests.preflight.pipelines import ds_config as pipeline_config
 from tests.preflight.pipelines import pipeline
 from tests.support.pool import Pools
-from zero_trial.preflight.memory_watch import MemoryWatch
+from zero_trial.runtime.memory_watch import MemoryWatch
 
 
 def train(

@@ -1,10 +1,11 @@
-"""A run's memory planned when its first micro-batch comes, and measured in its second step: what ``plan`` said against what was.
+"""Rank 0's memory: planned at the first micro-batch, measured in the second step, so that a run can compare the two.
 
-    step 1   before the first forward: the inputs' shapes are known, so a copy of the model without values is rehearsed
+    step 1   before the first forward: the shapes of the inputs are known, so a copy of the model without values
+             goes through a dry run
     step 2   every operation of this rank is watched, from the first forward until the optimizer has stepped
 
-Both count the same thing, bytes of live tensors at their peak, on rank 0. Neither changes a number or a random state of the run. A loss that is
-made outside of the model is not seen by the plan and is stood in for (:func:`zero_trial.preflight.dry_run.loss_in`).
+Both count bytes of live tensors at their peak. Neither changes a number or a random state of the run. The dry run does
+not see a loss that is computed outside of the model; ``preflight.dry_run.loss_in`` stands in for it.
 """
 
 from __future__ import annotations
@@ -13,29 +14,34 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zero_trial.engine import Engine
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.preflight.compare import Planner, does_not_fit
-from zero_trial.preflight.dry_run import Blueprint, ModelSubject, loss_in
+from zero_trial.preflight.dry_run import Blueprint
 from zero_trial.preflight.live_bytes import LiveBytes
-from zero_trial.preflight.plan import MemoryPlan, rank_limit
+
+if TYPE_CHECKING:
+    from zero_trial.preflight.plan import MemoryPlan
 
 Factory = Callable[..., tuple[Any, Any, Any, Any]]
-Say = Callable[[dict[str, Any]], None]
 
 
 class MemoryWatch:
-    """Watches the first engine that :meth:`around` makes. ``say(event)`` gets one ``plan`` event, or a ``note`` why there is none."""
+    """Watch the first engine that ``around`` makes.
 
-    def __init__(self, say: Say, ranks_here: int = 1) -> None:
+    Args:
+        emit: gets one ``plan`` event, or a ``note`` with the reason why there is no plan.
+        ranks_here: ranks on this host, which share its memory.
+    """
+
+    def __init__(self, emit: Callable[[dict[str, Any]], None], ranks_here: int = 1) -> None:
         self.plan: MemoryPlan | None = None
         self.measured: int | None = None  # bytes
-        self._say = say
+        self._emit = emit
         self._ranks_here = ranks_here
         self._blueprint: Blueprint | None = None
         self._engine: Engine | None = None
@@ -43,7 +49,7 @@ class MemoryWatch:
         self._handles: list[Any] = []
 
     def around(self, initialize: Factory) -> Factory:
-        """``initialize`` that also takes note of the first model and watches its engine."""
+        """Return ``initialize`` with a copy of the first model made before it, and a watch on its engine after it."""
 
         def initialize_and_watch(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             first = self._blueprint is None and self._engine is None
@@ -63,7 +69,7 @@ class MemoryWatch:
         return initialize_and_watch
 
     def summary(self) -> dict[str, Any]:
-        """Planned and measured bytes of live tensors on rank 0, at the peak and between steps; empty where nothing was measured."""
+        """Return bytes of live tensors, planned and measured, at the peak and between steps; what is not known is left out."""
         found: dict[str, Any] = {}
         if self.plan is not None:
             found["memory_planned_bytes"] = self.plan.figures.peak
@@ -76,7 +82,7 @@ class MemoryWatch:
         return found
 
     def close(self) -> None:
-        """Takes all hooks off; safe at any time."""
+        """Remove all hooks. Safe at any time."""
         self._stop()
         for handle in self._handles:
             handle.remove()
@@ -89,7 +95,7 @@ class MemoryWatch:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             self._blueprint = Blueprint(kwargs["model"], options, device)
-        except Exception as error:  # a model of any kind: whatever it is, the run goes on without a plan
+        except Exception as error:  # of the user's classes: the run goes on without a plan
             self._give_up(str(error))
 
     def _watch(self, engine: Engine) -> None:
@@ -109,9 +115,12 @@ class MemoryWatch:
             self._start(engine, (args, kwargs))
 
     def _make_plan(self, blueprint: Blueprint, engine: Engine, args: Any, kwargs: Any) -> None:
-        subject = ModelSubject.of(
-            blueprint, (args, kwargs), lambda rehearsed, batch: loss_in(rehearsed(*batch[0], **batch[1]))
-        )
+        # Loaded by the first micro-batch of rank 0 alone: nothing before it, and no other rank, needs the planner.
+        from zero_trial.preflight.compare import Planner, does_not_fit
+        from zero_trial.preflight.dry_run import ModelSubject, loss_in
+        from zero_trial.preflight.plan import rank_limit
+
+        subject = ModelSubject.of(blueprint, (args, kwargs), lambda copy, batch: loss_in(copy(*batch[0], **batch[1])))
         one_host = engine.world_size <= self._ranks_here
         limit = rank_limit(engine.device, self._ranks_here)
         try:
@@ -122,16 +131,16 @@ class MemoryWatch:
         except Exception as error:
             self._give_up(str(error))
             return
-        self._say({"kind": "plan", "message": self.plan.line(limit), **self.plan.as_dict()})
+        self._emit({"kind": "plan", "message": self.plan.line(limit), **self.plan.as_dict()})
         if remedy is not None:
-            self._say({"kind": "note", "message": remedy})
+            self._emit({"kind": "note", "message": remedy})
 
     def _start(self, engine: Engine, inputs: Any) -> None:
         live = self._live = LiveBytes(engine.device.type)
         model = engine.sharded
         live.follow(model.buffers)
-        live.hold(unit.master for unit in model.groups)
-        live.hold(landing.shard for landing in model.grad_buffers)
+        live.hold(group.master for group in model.groups)
+        live.hold(buffer.shard for buffer in model.grad_buffers)
         live.hold([*engine.module.parameters(), *engine.module.buffers(), *_tensors(inputs)])
         if engine.optimizer is not None:
             live.hold(engine.optimizer.store.buffers)
@@ -148,12 +157,14 @@ class MemoryWatch:
     def _give_up(self, reason: str) -> None:
         self._blueprint = None
         if self.plan is None:
-            self._say({"kind": "note", "message": f"no memory plan: {reason.splitlines()[0] if reason else 'unknown'}"})
+            self._emit(
+                {"kind": "note", "message": f"no memory plan: {reason.splitlines()[0] if reason else 'unknown'}"}
+            )
 
 
 @contextmanager
 def _untouched_randomness() -> Iterator[None]:
-    """Python's and numpy's random states afterwards as before (torch's is the rehearsal's own business)."""
+    """Restore Python's and numpy's random states after the block; the dry run itself restores torch's."""
     state = random.getstate()
     numpy = sys.modules.get("numpy")
     other = numpy.random.get_state() if numpy is not None else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.runs.layout import given_run_folder, new_run_folder, resumed_run_folder
+from zero_trial.runs.layout import RunFolder, RunStatus, given_run_folder, new_run_folder, resumed_run_folder
 
 
 def test_numbers_go_up(tmp_path: Path):
@@ -43,11 +43,16 @@ def test_a_resumed_folder_forgets_how_it_ended(tmp_path: Path):
         "ranks/rank-0.json",
         "checkpoints/step-000001/metadata.json",
         "preempt",
+        "summary.json",
         "events.jsonl",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "summary.json").write_text('{"end": "completed"}')
+    (tmp_path / "errors/rank-0.json").unlink()
+    assert RunFolder(tmp_path).status() is RunStatus.COMPLETED
     resumed_run_folder(tmp_path)
+    assert RunFolder(tmp_path).status() is RunStatus.UNFINISHED  # and so it reads if it is killed now
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["checkpoints/step-000001/metadata.json", "events.jsonl"]
     with pytest.raises(ConfigError, match="nothing to resume"):

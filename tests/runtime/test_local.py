@@ -10,6 +10,7 @@ import pytest
 from zero_trial.errors import CheckpointError
 from zero_trial.runs.checkpoints import checkpoint_step, find_fault, latest_checkpoint, sweep
 from zero_trial.runs.events import read_lines
+from zero_trial.runs.layout import RunFolder, RunStatus
 from zero_trial.runtime.in_memory import run_ranks
 from zero_trial.runtime.local import LocalPlatform
 from zero_trial.runtime.protocols import Distributed, Platform
@@ -207,8 +208,10 @@ def test_what_lies_beyond_the_step_to_go_on_from_is_taken_away(tmp_path: Path) -
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
         killed.metrics.report_validation_metrics(step, {"validation_loss": loss})
     (tmp_path / "checkpoints" / "step-000003.tmp-1").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text("{}")
     again = LocalPlatform(tmp_path, killed.experiment, steps_completed=2)
     again.tidy()
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert again.best_validation() == 2.0
     assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert RunFolder(tmp_path).status() is RunStatus.UNFINISHED

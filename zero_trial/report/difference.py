@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.report.run_reader import COUNTERS, LOCK, in_force, is_run, read_json, read_lines, read_text
+from zero_trial.report.run_reader import COUNTERS, in_force, is_run, read_json, read_text
+from zero_trial.runs.events import read_lines
+from zero_trial.runs.layout import RunFolder
 from zero_trial.schema.yaml_source import read_yaml
 
 # What is compared of one run: settings, provenance, data, and the values of every step.
@@ -19,9 +21,6 @@ Value = float | str | None
 
 
 Steps = Mapping[int, Value]
-
-
-CERTIFICATE = "certificate.json"
 
 
 MODEL_DIR = "data.zero_trial.model_dir"  # where it lies says nothing of what is in it; the certificate has its code
@@ -66,9 +65,9 @@ def read_run(folder: Path) -> RunRecord:
         raise ConfigError(
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
         )
-    starts = _mappings(read_json(folder / CERTIFICATE).get("starts"))
+    starts = _mappings(read_json(RunFolder(folder).provenance).get("starts"))
     latest: Mapping[str, Any] = starts[-1] if starts else {}
-    summary = read_json(folder / "summary.json")
+    summary = read_json(RunFolder(folder).summary)
     code = latest.get("code")
     data = summary.get("data")
     return RunRecord(
@@ -98,19 +97,20 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _settings(folder: Path, certificate: Mapping[str, Any]) -> dict[str, Any]:
     """Of the lock file and the batch sizes that came of it; a script's run has only what the certificate says."""
-    lock = read_text(folder / LOCK)
-    found = flatten(read_yaml(lock, str(folder / LOCK)).value) if lock else {}
+    path = RunFolder(folder).config_lock
+    lock = read_text(path)
+    found = flatten(read_yaml(lock, str(path)).value) if lock else {}
     if not found:
         found = flatten({key: certificate[key] for key in ("hyperparameters", "seed", "ranks") if key in certificate})
-    for row in _mappings(read_json(folder / "resolved_config.json").get("batch")):
+    for row in _mappings(read_json(RunFolder(folder).resolved_config).get("batch")):
         found[f"batch: {row.get('name')}"] = row.get("value")
     return {key: value for key, value in found.items() if key != MODEL_DIR and not key.startswith(VERSIONS)}
 
 
 def _traces(folder: Path) -> list[Trace]:
-    events = read_lines(folder / "events.jsonl")
+    events = read_lines(RunFolder(folder).events)
     starts = [event for event in events if event.get("kind") == "start"]
-    reports = read_lines(folder / "metrics.jsonl")
+    reports = read_lines(RunFolder(folder).metrics)
     said = in_force(sorted([*starts, *reports], key=_time))
     traces = _each_step(in_force(events))
     for group, word in (("training", "mean {} of all ranks"), ("validation", "{}")):

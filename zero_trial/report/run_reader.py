@@ -28,12 +28,11 @@ from zero_trial.report.data import (
     differing_axes,
     leaves,
 )
+from zero_trial.runs.events import read_lines
+from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import baselines
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration, format_number
-
-LOCK = "config.lock.yaml"
-
 
 COUNTERS = ("batches", "epochs")
 
@@ -43,7 +42,8 @@ Record = Mapping[str, Any]
 
 def is_run(folder: Path) -> bool:
     """Whether a run has written into this folder."""
-    return (folder / "events.jsonl").is_file() or (folder / "metrics.jsonl").is_file() or (folder / LOCK).is_file()
+    files = RunFolder(folder)
+    return any(path.is_file() for path in (files.events, files.metrics, files.config_lock))
 
 
 def from_run_folder(folder: Path) -> RunReport:
@@ -52,18 +52,15 @@ def from_run_folder(folder: Path) -> RunReport:
         raise ConfigError(
             "there is no run in this folder", where=str(folder), expected="a run's folder, such as runs/0001"
         )
-    events, summary, body = (
-        read_lines(folder / "events.jsonl"),
-        read_json(folder / "summary.json"),
-        read_json(folder / "resolved_config.json"),
-    )
-    errors = [read_json(path) for path in sorted(folder.glob("errors/rank-*.json"))]
+    files = RunFolder(folder)
+    events, summary, body = read_lines(files.events), read_json(files.summary), read_json(files.resolved_config)
+    errors = [read_json(path) for path in files.error_files()]
     training, progress = _training(events)
     changes = _changes(summary, _validations(folder, events))
     status, message = _status(summary, errors, events)
-    lock = read_text(folder / LOCK)
+    lock = read_text(files.config_lock)
     return RunReport(
-        title=_experiment_name(lock) or folder.resolve().name,
+        title=str(_config(folder).get("name") or "") or folder.resolve().name,
         status=status,
         subtitle=_subtitle(folder, events),
         message=message,
@@ -77,23 +74,10 @@ def from_run_folder(folder: Path) -> RunReport:
         batch=tuple(_setting(entry) for entry in body.get("batch") or ()),
         warnings=tuple(str(warning) for warning in body.get("warnings") or ()),
         checkpoints=_checkpoints(folder, events),
-        repeat=str(summary.get("repeat") or f"zero-trial run {folder / LOCK}") if lock or summary else "",
+        repeat=str(summary.get("repeat") or f"zero-trial run {files.config_lock}") if lock or summary else "",
         lock=lock,
         created=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def read_lines(path: Path) -> list[Record]:
-    """JSON lines; a torn one (the writer was killed) is left out."""
-    found: list[Record] = []
-    for line in read_text(path).splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,7 +133,7 @@ def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ..
 def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:
     """Step and metrics of each validation that counts; from metrics.jsonl, or from the events where that is missing."""
     starts = [event for event in events if event.get("kind") == "start"]
-    reports = [line for line in read_lines(folder / "metrics.jsonl") if line.get("group") == "validation"]
+    reports = [line for line in read_lines(RunFolder(folder).metrics) if line.get("group") == "validation"]
     if not reports:
         reports = [event for event in events if event.get("kind") == "validation"]
     merged = in_force(sorted([*starts, *reports], key=lambda record: record.get("time") or 0.0))
@@ -275,18 +259,9 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> tuple[CheckpointRow,
     for event in events:
         if event.get("kind") == "checkpoint" and finite(event.get("step")):
             name = str(event.get("storage_id", ""))
-            kept = "/" not in name and (folder / "checkpoints" / name).is_dir()
+            kept = "/" not in name and (RunFolder(folder).checkpoints / name).is_dir()
             found[name] = CheckpointRow(int(event["step"]), name, _whole(event.get("bytes")), kept)
     return tuple(sorted(found.values(), key=lambda saved: saved.step))
-
-
-def _experiment_name(lock: str) -> str:
-    from zero_trial.schema.yaml_source import read_yaml
-
-    try:
-        return str(read_yaml(lock, LOCK).value.get("name") or "") if lock else ""
-    except ConfigError:
-        return ""
 
 
 # A folder of runs as a sweep: whatever differs among their configurations was swept.
@@ -336,11 +311,11 @@ def from_runs(folder: Path) -> SweepReport:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / LOCK
-    if not path.is_file():
-        return {}
+    """The experiment in the run's lock; empty where there is none, or it cannot be read."""
+    path = RunFolder(folder).config_lock
     try:
-        return dict(read_yaml(path.read_text(encoding="utf-8"), str(path)).value)
+        lock = read_text(path)
+        return dict(read_yaml(lock, str(path)).value) if lock else {}
     except ConfigError:
         return {}
 

@@ -176,12 +176,14 @@ def given_run_folder(folder: Path) -> Path:
 def resumed_run_folder(path: Path) -> Path:
     """Make a run's folder ready to go on: the records of its end are removed, its checkpoints, metrics and logs stay.
 
-    A run that ended before its first checkpoint starts again at its first step.
+    The summary is removed, too: a completed run that goes on and is killed must not read as completed. A run that ended
+    before its first checkpoint starts again at its first step.
     """
     folder = RunFolder(path)
     if not folder.has_run() and not folder.checkpoints.is_dir():
         raise ConfigError("there is nothing to resume", where="--resume", got=str(path), expected="a run's folder")
-    for record in (*folder.ranks.glob("*.json"), *folder.errors.glob("*.json"), folder.preempt, folder.early_exit):
+    ends = (folder.summary, folder.preempt, folder.early_exit)
+    for record in (*folder.ranks.glob("*.json"), *folder.errors.glob("*.json"), *ends):
         record.unlink(missing_ok=True)
     return path
 

@@ -210,8 +210,9 @@ class LocalPlatform:
     def tidy(self) -> None:
         """Rank 0, before training: remove what a run that was killed here left beyond the step where this one goes on.
 
-        Then no step is reported twice.
+        Then no step is reported twice, and the summary of an earlier end does not stand for this one.
         """
+        self.folder.summary.unlink(missing_ok=True)
         sweep(self.folder.checkpoints)
         keep_lines(self.folder.metrics, lambda line: line.get("step", 0) <= self.steps_completed)
 

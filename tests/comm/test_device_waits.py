@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.support import strict_backend
 from tests.support.pool import RankPool
-from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh
+from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh, open_direction_groups
 from zero_trial.comm.health import Watchdog
 
 
@@ -75,6 +75,26 @@ def test_control_values_stay_on_the_host(strict: RankPool) -> None:
         assert waited == 2  # the lengths, and the values
         assert found == [0, 1]
         assert agreed == [2.5]
+
+
+def timeouts_of_groups() -> list[float]:
+    size = dist.get_world_size()
+    found = []
+    for seconds in (7.0, 9.0):  # a second engine of the process with another limit
+        mesh = build_mesh(MeshShape(pipe=size // 2, shard=2), timeout=seconds, shared_memory=False)
+        open_direction_groups(mesh, [(0, 1)])
+        groups = [mesh.shard.group, *mesh.pipe.directions.values()]
+        found += [group.timeout.total_seconds() for group in groups]
+        assert build_mesh(mesh.shape, timeout=seconds, shared_memory=False).shard.group is mesh.shard.group
+    return found
+
+
+def test_the_groups_of_an_axis_have_the_timeout_of_the_mesh() -> None:
+    pool = RankPool(4, strict=True)
+    try:
+        assert pool.run(timeouts_of_groups) == [[7.0, 7.0, 9.0, 9.0]] * 4
+    finally:
+        pool.close()
 
 
 def launch_order() -> list[bool]:

@@ -105,6 +105,7 @@ class StrictGroup(dist.ProcessGroup):
         self._device = dist.ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout)  # type: ignore[attr-defined]
         self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)  # type: ignore[attr-defined]
         self._size = size
+        self.timeout = timeout  # bounds what runs on the device, since no wait of the host does
         self._launches: queue.SimpleQueue[tuple[StrictWork, Call]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="strict-device", daemon=True).start()
 

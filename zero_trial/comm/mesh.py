@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -134,8 +135,10 @@ def plan_shape(
 
 # --- the mesh ------------------------------------------------------------------------------------------------------
 
-# Process groups by (world group, ranks): torch keeps groups for the life of the world, so a second engine must not build them again.
-_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+# Process groups of each world by (ranks, seconds that a collective may take): torch keeps groups for the life of the world, so a second
+# engine must not build them again. The directed ones are for messages from the first rank to the second.
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
+_DIRECTED_GROUPS: WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], float], Any]] = WeakKeyDictionary()
 
 # Extra communicators that span several axes: `data` for batches and losses, `world` for everything.
 _COMBINED = {"data": ("replica", "shard"), "world": AXES}
@@ -190,7 +193,7 @@ def build_mesh(
     counters, heartbeat = CommCounters(), world_heartbeat()
 
     def comm(name: str, axes: tuple[str, ...]) -> AxisComm:
-        mine, group = _own_group(shape, axes, rank)
+        mine, group = _own_group(shape, axes, rank, timeout)
         return AxisComm(name, mine, mine.index(rank), group, counters, heartbeat, timeout, add)
 
     axes = {name: comm(name, (name,)) for name in AXES} | {name: comm(name, spans) for name, spans in _COMBINED.items()}
@@ -211,7 +214,7 @@ def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | N
     own: AxisComm | None = None
     for line in mesh.shape.groups("pipe"):
         ranks = tuple(line[stage] for stage in stages)
-        group = _group(ranks) if len(ranks) > 1 else None
+        group = _group(ranks, mesh.pipe.timeout) if len(ranks) > 1 else None
         if mesh.rank in ranks:
             place, pipe = ranks.index(mesh.rank), mesh.pipe
             own = AxisComm(name, ranks, place, group, mesh.counters, mesh.heartbeat, pipe.timeout, pipe.add)
@@ -254,31 +257,34 @@ def mesh_around(
     return Mesh(shape, rank, axes, counters, heartbeat, coordinates, (groups.index(ranks), len(groups)))
 
 
-def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int) -> tuple[tuple[int, ...], Any]:
+def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int, timeout: float) -> tuple[tuple[int, ...], Any]:
     """Return the ranks and the process group of this rank's line along ``axes``; all ranks build all groups, in the same order."""
     mine: tuple[int, ...] = (rank,)
     own: Any = None
     for ranks in shape.groups(*axes):
-        group = _group(ranks) if len(ranks) > 1 else None
+        group = _group(ranks, timeout) if len(ranks) > 1 else None
         if rank in ranks:
             mine, own = ranks, group
     return mine, own
 
 
-def _group(ranks: tuple[int, ...]) -> Any:
+def _group(ranks: tuple[int, ...], timeout: float) -> Any:
     world = dist.group.WORLD
-    if len(ranks) == dist.get_world_size():
-        return world
-    known = _GROUPS.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks))
-    return known[ranks]
+    return world if len(ranks) == dist.get_world_size() else _made_once(_GROUPS.setdefault(world, {}), ranks, timeout)
+
+
+def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int, ...], timeout: float) -> Any:
+    """Return the group of ``ranks`` from ``known``, made the first time. Collective over the world.
+
+    ``timeout`` (seconds) is the group's own, too: NCCL's watchdog bounds a collective on a device by it,
+    since the host does not wait for that collective.
+    """
+    if (ranks, timeout) not in known:
+        known[ranks, timeout] = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout))
+    return known[ranks, timeout]
 
 
 # --- a communicator for each direction -----------------------------------------------------------------------------
-
-# Groups by (world group, from rank, to rank): torch keeps groups for the life of the world.
-_DIRECTION_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, int], Any]] = WeakKeyDictionary()
 
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -295,11 +301,9 @@ def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
 
     Collective over the world: all ranks must name the same hops. A communicator that is not used costs nothing but its name.
     """
-    world = dist.group.WORLD
-    known = _DIRECTION_GROUPS.setdefault(world, {})
+    known = _DIRECTED_GROUPS.setdefault(dist.group.WORLD, {})
     stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}
     for pair in directed_pairs(mesh.shape, hops):
-        if pair not in known:
-            known[pair] = dist.new_group(sorted(pair))
+        group = _made_once(known, pair, mesh.pipe.timeout)
         if all(rank in stage_of for rank in pair):
-            mesh.pipe.directions[stage_of[pair[0]], stage_of[pair[1]]] = known[pair]
+            mesh.pipe.directions[stage_of[pair[0]], stage_of[pair[1]]] = group

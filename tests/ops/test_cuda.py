@@ -36,7 +36,7 @@ def test_optimizers_step_as_on_the_cpu(emulator: Emulator, monkeypatch: pytest.M
     for on_cuda in (False, True):
         if on_cuda:
             for module in (fused, lamb):
-                monkeypatch.setattr(module, "_ops", SimpleNamespace(**CUDA))
+                monkeypatch.setattr(module, "OPS", SimpleNamespace(**CUDA))
             monkeypatch.setattr(fused, "one_launch", lambda items: True)  # as for tensors on a GPU
         weights = [torch.nn.Parameter(randn(n, n).view(shape)) for n, shape in ((6, (2, 3)), (2100, (2100,)), (1, ()))]
         groups = [{"params": weights[:2], "weight_decay": 0.01}, {"params": weights[2:], "lr": 0.1}]

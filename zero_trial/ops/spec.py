@@ -60,11 +60,11 @@ class OptimizerOp:
     formula: Callable[..., Sequence[Tensor]]
     blocks: int = 4
 
-    @property
+    @cached_property
     def single(self) -> str:
         return f"{self.name}_"
 
-    @property
+    @cached_property
     def many(self) -> str:
         return f"{self.name}_many_"
 

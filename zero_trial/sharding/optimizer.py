@@ -19,7 +19,6 @@ from zero_trial.ops.optimizers import (
     ShardOptimizer,
     ShardUpdate,
     device_scaled_step,
-    fused_step,
     scaled_step,
     supports_device_scalars,
     undo_step,
@@ -285,17 +284,17 @@ class ShardedOptimizer:
             rounded = self._update(batch, multiplier, scalars)
             yield batch, self._store.give_back(batch, rounded)
 
-    def _update(self, batch: Sequence[ShardPiece], multiplier: float, gate: DeviceScalars | None) -> bool:
+    def _update(self, batch: Sequence[ShardPiece], multiplier: float, scalars: DeviceScalars | None) -> bool:
         if isinstance(self.base, ShardOptimizer) and self.base.fuses:
-            work = [ShardUpdate(piece.weight, piece.reduced, piece.rounded, piece.opt_group) for piece in batch]
-            fused_step(self.base, work, multiplier, gate)
+            updates = [ShardUpdate(piece.weight, piece.reduced, piece.rounded, piece.opt_group) for piece in batch]
+            self.base.step(updates=updates, multiplier=multiplier, scalars=scalars)
             return True
         for piece in batch:
             piece.weight.grad = piece.gradient()
-        if gate is None:
+        if scalars is None:
             scaled_step(self.base, multiplier)
         else:
-            device_scaled_step(self.base, gate.factor, gate.found_inf)
+            device_scaled_step(self.base, scalars.factor, scalars.found_inf)
         for piece in batch:
             piece.weight.grad = None
         return False

@@ -19,7 +19,6 @@ from zero_trial.ops.optimizers import (
     ShardOptimizer,
     ShardUpdate,
     device_scaled_step,
-    fused_step,
     scaled_step,
     supports_device_scalars,
     undo_step,
@@ -63,7 +62,16 @@ def test_the_multiplier_lasts_one_step(name: str) -> None:
     p.grad = torch.ones(2)
     scaled_step(optimizer, 0.25)
     assert not hasattr(optimizer, "grad_scale")
-    assert getattr(optimizer, "grad_multiplier", 1.0) == 1.0
+    before = p.detach().clone()
+    p.grad.zero_()
+    p.grad.add_(1)
+    optimizer.step()
+    other = torch.nn.Parameter(torch.ones(2))
+    plain = CASES[name]([other])
+    for gradient in (0.25, 1.0):
+        other.grad = torch.full((2,), gradient)
+        plain.step()
+    assert torch.equal(p, other) and not torch.equal(p, before)
 
 
 def test_the_multiplier_does_not_survive_a_failing_step() -> None:
@@ -112,7 +120,7 @@ FACTOR = 0.3
 def host_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: list[torch.Tensor]) -> None:
     if isinstance(optimizer, ShardOptimizer):
         work = [ShardUpdate(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
-        fused_step(optimizer, work, FACTOR)
+        optimizer.step(updates=work, multiplier=FACTOR)
         return
     for p, g in zip(params, gradients, strict=True):
         p.grad = g.clone()
@@ -125,7 +133,7 @@ def device_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: 
     known = len(optimizer.state)
     if isinstance(optimizer, ShardOptimizer):
         work = [ShardUpdate(p, g, None, 0) for p, g in zip(params, gradients, strict=True)]
-        fused_step(optimizer, work, 1.0, DeviceScalars(torch.tensor([FACTOR]), found))
+        optimizer.step(updates=work, scalars=DeviceScalars(torch.tensor([FACTOR]), found))
     else:
         for p, g in zip(params, gradients, strict=True):
             p.grad = g.clone()
@@ -162,11 +170,8 @@ def test_who_must_be_told_by_the_host():
         assert not supports_device_scalars(build(piece))
 
 
-def test_a_step_leaves_the_gate_as_it_was():
+def test_torchs_optimizer_keeps_no_scalar_of_a_step():
     piece = torch.nn.Parameter(torch.ones(2))
-    optimizer = FusedAdam([piece], lr=0.1)
-    fused_step(optimizer, [ShardUpdate(piece, torch.ones(2), None, 0)], 1.0, DeviceScalars(torch.ones(1), None))
-    assert optimizer.gate is None and optimizer.work is None
     sgd = torch.optim.SGD([piece], lr=0.1, fused=True)
     piece.grad = torch.ones(2)
     device_scaled_step(sgd, torch.ones(()), torch.zeros(()))

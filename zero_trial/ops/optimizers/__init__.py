@@ -1,17 +1,21 @@
 """Optimizers over lists of flat pieces, and one step with a gradient multiplier for any optimizer."""
 
-from zero_trial.ops.optimizers.base import (
+from zero_trial.ops.optimizers.fused import (
+    CPUAdam,
     DeviceScalars,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLion,
+    FusedSGD,
+    Lion,
     ShardOptimizer,
     ShardUpdate,
     device_scaled_step,
     divides_in_kernel,
-    fused_step,
     scaled_step,
     supports_device_scalars,
     undo_step,
 )
-from zero_trial.ops.optimizers.fused import CPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedSGD, Lion
 from zero_trial.ops.optimizers.lamb import FusedLamb, TensorSegment
 
 __all__ = [
@@ -28,7 +32,6 @@ __all__ = [
     "TensorSegment",
     "device_scaled_step",
     "divides_in_kernel",
-    "fused_step",
     "scaled_step",
     "supports_device_scalars",
     "undo_step",

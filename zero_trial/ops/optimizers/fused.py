@@ -1,32 +1,213 @@
-"""The fused optimizers: Adam, Lion, Adagrad and SGD with momentum in one pass over each shard and its state, and Lion in plain torch.
+"""Our optimizers, each a step in one pass over flat pieces, and one step with a gradient multiplier for any optimizer.
 
-Plain ``torch.optim.Optimizer``s: they work on any parameters, whole or flat. State has torch's names and shapes (``exp_avg``, ``exp_avg_sq``,
-``step``), so checkpoints of theirs and of torch's optimizers can be loaded into each other. Where no kernel takes a tensor (another
-device or dtype, no compiler) it is updated by plain torch with the same formulas; ``zero_trial.ops.report()`` says which it is.
+FusedAdam, FusedLion, FusedAdagrad and FusedSGD are plain ``torch.optim.Optimizer``s: they work on any parameters, whole or flat. State has
+torch's names and shapes (``exp_avg``, ``exp_avg_sq``, ``step``), so checkpoints of theirs and of torch's optimizers can be loaded into each
+other. Where no kernel takes a tensor (another device or dtype, no compiler) it is updated by plain torch with the same formulas;
+``zero_trial.ops.report()`` says which it is.
 
     bytes per fp32 parameter and step    Adam 28 (read p, g, m, v; write p, m, v), the others 20
     16-bit gradient in, 16-bit copy out  the same: 2 less for the gradient, 2 more for the copy; no pass of their own
+
+Unscaling and clipping multiply all gradients by one factor, (1 / loss scale) * min(1, limit / norm). What that costs depends on the optimizer:
+
+    ours (FusedAdam, FusedLamb ...)       the factor goes into the update                         no extra bytes
+    torch's fused Adam, AdamW, SGD,       the kernel divides by its ``grad_scale`` as it reads    no extra bytes (the scaled
+    Adagrad                                                                                       gradient is written back)
+    anything else                         the gradients are multiplied in place first             8 bytes per fp32 gradient
+
+The first two can also read factor and skip from the device (:class:`DeviceScalars`), so that the host does not wait for them. What the host
+counted for a step that the device skipped is taken back by :func:`undo_step`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.base import ShardOptimizer, ShardUpdate, gradients
 from zero_trial.ops.spec import ADAGRAD, ADAM, LION, SGD, OptimizerOp
 
-_ops = OPS
+
+class ShardUpdate(NamedTuple):
+    """What one pass over a piece reads and writes; ``gradient`` and ``out`` have as many elements as ``weight``, and any floating dtype."""
+
+    weight: Tensor
+    gradient: Tensor
+    out: Tensor | None  # receives the new weight, rounded to its own dtype
+    group: int  # index into param_groups
+
+
+class DeviceScalars(NamedTuple):
+    """What a step reads from the device instead of from the host: one-element fp32 tensors.
+
+    ``factor`` multiplies the gradients; where ``found_inf`` is not 0 the step changes no element (None: it always does).
+    """
+
+    factor: Tensor
+    found_inf: Tensor | None
+
+
+class ShardOptimizer(torch.optim.Optimizer):
+    """Base of our optimizers. ``fuses``: reads 16-bit gradients, writes rounded weights and reads device scalars in its one pass."""
+
+    elementwise: bool = True
+    fuses: bool = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does, without torch's wrapper: that imports all of torch.compile, a second of CPU on every rank, so that a
+        compiler does not look into a function that no compiled graph calls."""
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        updates: Sequence[ShardUpdate] | None = None,
+        multiplier: float = 1.0,
+        scalars: DeviceScalars | None = None,
+    ) -> Any:
+        """Update pieces in place; return what ``closure`` returns.
+
+        Args:
+            updates: the pieces with their gradients; without it, every piece that has a ``.grad``.
+            multiplier: of the gradients.
+            scalars: a factor on top of the multiplier, and a skip, read on the device. Only where :attr:`fuses`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if scalars is not None and not self.fuses:
+            raise ConfigError(f"{type(self).__name__} cannot read factor and skip from the device")
+        given = self._with_gradients() if updates is None else updates
+        self.update(given, multiplier, scalars)
+        # The ops write behind autograd's back: a graph that still needs an old weight fails with this as it does with torch's own steps.
+        written = [x for update in given for x in (update.weight, update.out) if x is not None and not x.is_inference()]
+        increment_version(written)
+        return loss
+
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+        """Do the arithmetic of :meth:`step`."""
+        raise NotImplementedError
+
+    def _with_gradients(self) -> list[ShardUpdate]:
+        found = []
+        for index, group in enumerate(self.param_groups):
+            for piece in group["params"]:
+                if piece.grad is not None:
+                    if piece.grad.layout is not torch.strided:
+                        raise ConfigError(
+                            f"{type(self).__name__} does not take sparse gradients",
+                            got=f"{piece.grad.layout} for a parameter of shape {tuple(piece.shape)}",
+                            fix="Build the embedding with sparse=False, or use torch.optim.SparseAdam for it.",
+                        )
+                    found.append(ShardUpdate(piece, piece.grad, None, index))
+        return found
+
+    def moments_of(self, weight: Tensor, names: Sequence[str], start: float = 0.0) -> list[Tensor]:
+        """Return the named moments of a piece; those that it does not have yet are made, filled with ``start``."""
+        state = self.state[weight]
+        for name in names:
+            if state.get(name) is None:  # torch's SGD saves None for a buffer that it has not made
+                state[name] = torch.full_like(weight, start, memory_format=torch.preserve_format)
+        return [state[name] for name in names]
+
+    def count_step(self, weight: Tensor) -> float:
+        """Count one more step of a piece; return the number."""
+        state = self.state[weight]
+        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
+        return float(state["step"])
+
+
+def scaled_step(optimizer: torch.optim.Optimizer, multiplier: float = 1.0) -> None:
+    """Step on ``multiplier`` times the gradients, whose own values are undefined afterwards.
+
+    A multiplier of exactly 1 is a plain step, so an unclipped fp32 run has the bits of torch's own optimizer.
+    """
+    if multiplier == 1.0:
+        optimizer.step()
+    elif isinstance(optimizer, ShardOptimizer):
+        optimizer.step(multiplier=multiplier)
+    elif multiplier != 0.0 and divides_in_kernel(optimizer):
+        device = next((piece.device for group in optimizer.param_groups for piece in group["params"]), "cpu")
+        _step_with(optimizer, grad_scale=torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device))
+    else:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                gradients = [piece.grad for piece in group["params"] if piece.grad is not None]
+                if gradients:
+                    torch._foreach_mul_(gradients, multiplier)
+        optimizer.step()
+
+
+def device_scaled_step(optimizer: torch.optim.Optimizer, divisor: Tensor, found_inf: Tensor | None) -> None:
+    """Step one of torch's optimizers on its gradients divided by ``divisor``; skip where ``found_inf`` is not 0.
+
+    Both are fp32 scalar tensors on the weights' device, and the host reads neither. For optimizers that :func:`divides_in_kernel` accepts.
+    """
+    _step_with(optimizer, grad_scale=divisor, **({} if found_inf is None else {"found_inf": found_inf}))
+
+
+def _step_with(optimizer: Any, **scalars: Tensor) -> None:
+    """Step with the attributes through which torch's fused optimizers take these numbers: torch.amp.GradScaler sets the same ones."""
+    for name, value in scalars.items():
+        setattr(optimizer, name, value)
+    try:
+        optimizer.step()
+    finally:
+        for name in scalars:
+            delattr(optimizer, name)
+
+
+def supports_device_scalars(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of ``optimizer`` can read its factor, and whether to change anything, from the device."""
+    return (isinstance(optimizer, ShardOptimizer) and optimizer.fuses) or divides_in_kernel(optimizer)
+
+
+def divides_in_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``optimizer`` is one of torch's own (a subclass's step may differ), with the fused kernel in every group.
+
+    Its divisor is fp32, which would round a float64 gradient: those are not accepted.
+    """
+    fused = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+    if type(optimizer) not in fused or not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    return all(piece.dtype != torch.float64 for group in optimizer.param_groups for piece in group["params"])
+
+
+def undo_step(optimizer: torch.optim.Optimizer, known: int) -> None:
+    """Take back what the host did for the last step, which the device has skipped.
+
+    State that was made for it is deleted; counts of steps on the host go back by one. torch's fused optimizers keep theirs right themselves.
+
+    Args:
+        known: number of weights that had state before the step.
+    """
+    weights = list(optimizer.state)  # in the order in which their states were made
+    for weight in weights[known:]:
+        del optimizer.state[weight]
+    if isinstance(optimizer, ShardOptimizer):
+        for weight in weights[:known]:
+            state = optimizer.state[weight]
+            if "step" in state:
+                state["step"] = state["step"] - 1
+
+
+def one_launch(updates: Sequence[ShardUpdate]) -> bool:
+    """Return whether one launch can step the pieces together; on CPU it would save nothing, as calls are a loop either way."""
+    return all(update.weight.is_cuda for update in updates) and len({update.weight.device for update in updates}) == 1
 
 
 class FusedOptimizer(ShardOptimizer):
-    """What the fused optimizers share: each piece is one call of one op, and on CUDA all pieces are one launch.
+    """An elementwise optimizer: each piece is one call of one op, and on CUDA all pieces are one launch.
 
     ``op`` is a row of ops/spec.py; ``moments`` are torch's names of its states.
     """
@@ -36,7 +217,7 @@ class FusedOptimizer(ShardOptimizer):
     moments: tuple[str, ...] = ()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of groups that torch's own optimizer wrote; a variant of the formula that it had is refused rather than forgotten."""
+        """Take state, also of torch's own optimizer. Raises ConfigError for a variant of the formula that this class does not have."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -47,55 +228,67 @@ class FusedOptimizer(ShardOptimizer):
                         f"{type(self).__name__} cannot go on with state of this kind", got=f"{key} {group[key]}"
                     )
 
-    def update(self) -> None:
-        items = list(self.waiting())
-        for item in items:
-            self._make_state(item)
-        if items and (self.gate is not None or (len(items) > 1 and one_launch(items))):
-            self._step_together(items)
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+        if scalars is not None or (len(updates) > 1 and one_launch(updates)):
+            self._update_together(updates, multiplier, scalars)
             return
-        for item in items:
-            tensors = (item.weight, item.gradient, *self._moments_of(item), item.out, None)
-            numbers, rest = self._numbers(item)
-            getattr(_ops, self.op.single)(*tensors, *numbers, *self._behind(rest))
+        step, at = getattr(OPS, self.op.single), self.op.multiplier_at
+        for update in updates:
+            tensors, own, shared = self._operands(update)
+            step(*tensors, update.out, None, *own, *shared[:at], multiplier, *shared[at:])
 
-    def _step_together(self, items: Sequence[ShardUpdate]) -> None:
-        """One call per variant of the step, and for pieces with and without a copy."""
-        kinds: dict[Any, list[tuple[ShardUpdate, tuple[float, ...]]]] = {}
-        for item in items:
-            numbers, rest = self._numbers(item)
-            kinds.setdefault((rest, item.out is None), []).append((item, numbers))
-        for (rest, _), those in kinds.items():
-            rows = [(item.weight, item.gradient, *self._moments_of(item)) for item, _ in those]
-            tensors = [list(column) for column in zip(*rows, strict=True)]
-            out = [item.out for item, _ in those if item.out is not None]
-            columns = [list(column) for column in zip(*(own for _, own in those), strict=True)]
-            flags = self.flags()
-            getattr(_ops, self.op.many)(*tensors, out, *flags, *columns, *self._behind(rest))
-
-    def _behind(self, rest: tuple[bool, ...]) -> tuple[float, ...]:
-        """What the op takes behind its numbers, in its order."""
+    def _update_together(
+        self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None
+    ) -> None:
+        """Step with one call per variant of the formula, and for pieces with and without a copy."""
         at = self.op.multiplier_at
-        return (*rest[:at], self.grad_multiplier, *rest[at:])
+        found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
+        kinds: dict[Any, list[tuple[list[Tensor], Tensor | None, tuple[float, ...]]]] = {}
+        for update in updates:
+            tensors, own, shared = self._operands(update)
+            kinds.setdefault((shared, update.out is None), []).append((tensors, update.out, own))
+        for (shared, _), rows in kinds.items():
+            lists = [list(column) for column in zip(*(tensors for tensors, _, _ in rows), strict=True)]
+            out = [low for _, low, _ in rows if low is not None]
+            columns = [list(column) for column in zip(*(own for _, _, own in rows), strict=True)]
+            both = (*shared[:at], multiplier, *shared[at:])
+            getattr(OPS, self.op.many)(*lists, out, found_inf, factor, *columns, *both)
 
-    def _make_state(self, item: ShardUpdate) -> None:
-        """What is missing of the piece's moments, as zeros."""
-        state = self.state[item.weight]
-        for name in self.moments:
-            if name not in state:
-                state[name] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
+    def _operands(self, update: ShardUpdate) -> tuple[list[Tensor], tuple[float, ...], tuple[bool, ...]]:
+        """Return weight, gradient and moments, and what :meth:`_numbers` returns."""
+        weight = update.weight
+        first = self.state[weight].get(self.moments[0]) is None
+        start = self.param_groups[update.group].get("initial_accumulator_value", 0.0)
+        tensors = [weight, update.gradient, *self.moments_of(weight, self.moments, start)]
+        own, shared = self._numbers(update, first)
+        return tensors, own, shared
 
-    def _moments_of(self, item: ShardUpdate) -> list[Tensor]:
-        return [self.state[item.weight][name] for name in self.moments]
+    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        """Return the piece's own numbers, and what its group shares but the multiplier, both in the order of the row. Counts the step.
 
-    def _numbers(self, item: ShardUpdate) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """The piece's own numbers, and what its group shares but the multiplier, both in the order of the row. Counts the step."""
+        Args:
+            first: the piece had no moments before this step.
+        """
         raise NotImplementedError
 
 
-def one_launch(items: Sequence[ShardUpdate]) -> bool:
-    """Whether stepping the pieces together saves anything: launches do, calls on CPU are a loop either way."""
-    return all(item.weight.is_cuda for item in items) and len({item.weight.device for item in items}) == 1
+def _grads_are_dropped(set_grad_none: bool) -> None:
+    if not set_grad_none:
+        raise _no_variant("set_grad_none", "it says how zero_grad() works", "Call zero_grad(set_to_none=False).")
+
+
+def _no_variant(key: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(reason, where=f"optimizer.params.{key}", fix=fix)
+
+
+def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
+    if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(
+            "the optimizer cannot use these numbers",
+            where="optimizer.params",
+            got=f"lr {lr}, betas {tuple(betas)}, eps {eps}, weight_decay {weight_decay}",
+            expected="lr, eps, weight_decay >= 0, 0 <= beta < 1",
+        )
 
 
 class FusedAdam(FusedOptimizer):
@@ -129,10 +322,9 @@ class FusedAdam(FusedOptimizer):
         defaults |= {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
         super().__init__(params, defaults)
 
-    def _numbers(self, item: ShardUpdate) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group, state = self.param_groups[item.group], self.state[item.weight]
-        t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        at = float(t) if group["bias_correction"] else math.inf  # an infinitely late step has no bias
+    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        group, step = self.param_groups[update.group], self.count_step(update.weight)
+        at = step if group["bias_correction"] else math.inf  # an infinitely late step has no bias
         numbers = (float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], at)
         return numbers, (group["decoupled_weight_decay"],)
 
@@ -187,28 +379,9 @@ class FusedLion(FusedOptimizer):
         _grads_are_dropped(set_grad_none)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def _numbers(self, item: ShardUpdate) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group = self.param_groups[item.group]
+    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        group = self.param_groups[update.group]
         return (float(group["lr"]), *group["betas"], group["weight_decay"]), ()
-
-
-def _grads_are_dropped(set_grad_none: bool) -> None:
-    if not set_grad_none:
-        raise _no_variant("set_grad_none", "it says how zero_grad() works", "Call zero_grad(set_to_none=False).")
-
-
-def _no_variant(key: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError(reason, where=f"optimizer.params.{key}", fix=fix)
-
-
-def _require(*, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 0.0) -> None:
-    if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(
-            "the optimizer cannot use these numbers",
-            where="optimizer.params",
-            got=f"lr {lr}, betas {tuple(betas)}, eps {eps}, weight_decay {weight_decay}",
-            expected="lr, eps, weight_decay >= 0, 0 <= beta < 1",
-        )
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -237,16 +410,9 @@ class FusedAdagrad(FusedOptimizer):
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         super().__init__(params, defaults | {"initial_accumulator_value": initial_accumulator_value})
 
-    def _make_state(self, item: ShardUpdate) -> None:
-        state = self.state[item.weight]
-        if "sum" not in state:
-            start = self.param_groups[item.group]["initial_accumulator_value"]
-            state["sum"] = torch.full_like(item.weight, start, memory_format=torch.preserve_format)
-
-    def _numbers(self, item: ShardUpdate) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group, state = self.param_groups[item.group], self.state[item.weight]
-        t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        lr = float(group["lr"]) / (1 + (float(t) - 1) * group["lr_decay"])
+    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        group, step = self.param_groups[update.group], self.count_step(update.weight)
+        lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         return (lr, group["eps"], group["weight_decay"]), ()
 
 
@@ -255,7 +421,6 @@ class FusedSGD(FusedOptimizer):
 
     op = SGD
     moments = ("momentum_buffer",)
-    _first: frozenset[int] = frozenset()  # ids of weights whose buffer becomes the gradient in this step
 
     def __init__(
         self,
@@ -276,27 +441,18 @@ class FusedSGD(FusedOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"nesterov": nesterov})
 
-    def _make_state(self, item: ShardUpdate) -> None:
-        state = self.state[item.weight]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
-            self._first |= {id(item.weight)}
-
-    def _numbers(self, item: ShardUpdate) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        group, first = self.param_groups[item.group], id(item.weight) in self._first
-        self._first -= {id(item.weight)}
+    def _numbers(self, update: ShardUpdate, first: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        group = self.param_groups[update.group]
         own = (group["momentum"], group["dampening"], group["weight_decay"], first)
         return (float(group["lr"]), *own), (group["nesterov"],)
 
 
-# Lion over flat pieces: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic discovery", Algorithm 2).
-#
-# State: one moment per parameter (4 bytes in fp32). One temporary of the size of a group's pieces during the step.
-
-
 class Lion(ShardOptimizer):
-    """``lr``, ``betas`` = (interpolation, momentum) and ``weight_decay`` (decoupled) with DeepSpeed 0.19.8's
-    defaults."""
+    """Lion in torch's own kernels: the sign of an interpolated momentum (Chen et al. 2023, "Symbolic discovery", Algorithm 2).
+
+    ``lr``, ``betas`` = (interpolation, momentum) and ``weight_decay`` (decoupled) have DeepSpeed 0.19.8's defaults. State: one moment per
+    parameter (4 bytes in fp32). During the step one temporary of the size of a group's pieces.
+    """
 
     def __init__(
         self,
@@ -314,19 +470,20 @@ class Lion(ShardOptimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def update(self) -> None:
-        k = self.grad_multiplier
-        for group in self.param_groups:
-            p = self.pieces(group, ("exp_avg",))
-            if not p:
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+        for index, group in enumerate(self.param_groups):
+            rows = [
+                (u.weight, u.gradient, *self.moments_of(u.weight, ("exp_avg",))) for u in updates if u.group == index
+            ]
+            if not rows:
                 continue
-            g, m = gradients(p), self.moment(p, "exp_avg")
+            p, g, m = ([row[at] for row in rows] for at in range(3))
             lr, (beta1, beta2), weight_decay = group["lr"], group["betas"], group["weight_decay"]
             c = torch._foreach_mul(m, beta1)
-            torch._foreach_add_(c, g, alpha=(1 - beta1) * k)  # c = beta1 m + (1 - beta1) g
+            torch._foreach_add_(c, g, alpha=(1 - beta1) * multiplier)  # c = beta1 m + (1 - beta1) g
             torch._foreach_sign_(c)
             if weight_decay:
                 torch._foreach_mul_(p, 1 - lr * weight_decay)
             torch._foreach_add_(p, c, alpha=-lr)  # p -= lr (sign(c) + weight_decay p)
             torch._foreach_mul_(m, beta2)
-            torch._foreach_add_(m, g, alpha=(1 - beta2) * k)  # m = beta2 m + (1 - beta2) g
+            torch._foreach_add_(m, g, alpha=(1 - beta2) * multiplier)  # m = beta2 m + (1 - beta2) g

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError
 from zero_trial.ops.dispatch import OPS
-from zero_trial.ops.optimizers.base import ShardOptimizer, ShardUpdate
+from zero_trial.ops.optimizers.fused import DeviceScalars, ShardOptimizer, ShardUpdate
 
-_ops = OPS
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CONSTANTS = 32  # lists of numbers that are kept on the device
 
@@ -143,56 +142,42 @@ class FusedLamb(ShardOptimizer):
         self._num_tensors = num_tensors
         self._sum_over_shards = sum_over_shards
 
-    def update(self) -> None:
-        """One step of all pieces that have gradients, or of those of ``work``; see the class for who must call."""
-        parts = [
-            part for number, item in enumerate(self.waiting()) for part in self._parts(item, self._count(item), number)
-        ]
+    def update(self, updates: Sequence[ShardUpdate], multiplier: float, scalars: DeviceScalars | None) -> None:
+        found_inf, factor = (scalars.found_inf, scalars.factor) if scalars else (None, None)
+        parts = [part for number, update in enumerate(updates) for part in self._parts(update, number)]
         count = self._num_tensors if self._cuts is not None else len(parts)
         pieces = (piece for group in self.param_groups for piece in group["params"])
         device = next((piece.device for piece in pieces), torch.device("cpu"))
         squares = torch.zeros(2, count, dtype=torch.float64, device=device)
         alike = _alike(parts)
         owners = [self._constant([part.owner for part in those], torch.int64, device) for those in alike]
-        for those, whose in zip(alike, owners, strict=True):
-            squares.index_add_(1, whose, self._moments(those))
+        for those, whose in zip(alike, owners, strict=True):  # Algorithm 2, lines 6 to 8
+            p, g, m, v = ([part[at] for part in those] for at in range(4))
+            corrected = those[0].group["bias_correction"]
+            own = OPS.lamb_moments_(p, g, m, v, found_inf, factor, *_numbers(those), multiplier, corrected)
+            squares.index_add_(1, whose, own)
         self._sum_over_shards(squares)
         norms = squares.sqrt()
         for those, whose in zip(alike, owners, strict=True):
-            self._apply(those, norms[:, whose])
+            self._apply(those, norms[:, whose], found_inf)
 
-    def _count(self, item: ShardUpdate) -> float:
-        """Makes the moments of a piece where they are missing, and counts its step."""
-        state = self.state[item.weight]
-        for name in _MOMENTS:
-            if name not in state:
-                state[name] = torch.zeros_like(item.weight, memory_format=torch.preserve_format)
-        state["step"] = state.get("step", torch.zeros((), dtype=torch.float32)) + 1
-        return float(state["step"])
-
-    def _parts(self, item: ShardUpdate, step: float, number: int) -> Iterator[_Part]:
-        state, group = self.state[item.weight], self.param_groups[item.group]
-        tensors: list[Any] = [item.weight.detach(), item.gradient, *(state[name] for name in _MOMENTS), item.out]
+    def _parts(self, update: ShardUpdate, number: int) -> Iterator[_Part]:
+        """Cut a piece into its tensors' parts. Makes its moments where they are missing, and counts its step."""
+        moments, step = self.moments_of(update.weight, _MOMENTS), self.count_step(update.weight)
+        group = self.param_groups[update.group]
+        tensors: list[Any] = [update.weight.detach(), update.gradient, *moments, update.out]
         if self._cuts is None:
             p, g, m, v, out = tensors
             yield _Part(p, g, m, v, out, number, group, step)
             return
-        cut = self._cuts[id(item.weight)]
+        cut = self._cuts[id(update.weight)]
         columns: list[Any] = [[None] * len(cut.owners) if x is None else x.view(-1).split(cut.lengths) for x in tensors]
         for owner, p, g, m, v, out in zip(cut.owners, *columns, strict=True):
             if owner is not None:
                 yield _Part(p, g, m, v, out, owner, group, step)
 
-    def _moments(self, parts: Sequence[_Part]) -> Tensor:
-        """Moments of all parts in place (Algorithm 2, lines 6 to 8); the squares of p and of the direction, (2, parts)."""
-        p, g, m, v = ([part[at] for part in parts] for at in range(4))
-        corrected = parts[0].group["bias_correction"]
-        flags = self.flags()
-        squares: Tensor = _ops.lamb_moments_(p, g, m, v, *flags, *_numbers(parts), self.grad_multiplier, corrected)
-        return squares
-
-    def _apply(self, parts: Sequence[_Part], norms: Tensor) -> None:
-        """Lines 9 to 12: the step of each part along its direction, as long as its tensor's ratio says; ``norms`` (2, parts)."""
+    def _apply(self, parts: Sequence[_Part], norms: Tensor, found_inf: Tensor | None) -> None:
+        """Step each part along its direction, as long as its tensor's ratio says (lines 9 to 12); ``norms`` (2, parts)."""
         low, high = (
             self._constant([part.group[key] for part in parts], torch.float64, norms.device)
             for key in ("min_coeff", "max_coeff")
@@ -202,8 +187,7 @@ class FusedLamb(ShardOptimizer):
         p, m, v = ([part[at] for part in parts] for at in (0, 2, 3))
         out = [part.out for part in parts if part.out is not None]
         lr = [float(part.group["lr"]) for part in parts]
-        found_inf, _ = self.flags()
-        _ops.lamb_apply_(p, m, v, out, found_inf, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
+        OPS.lamb_apply_(p, m, v, out, found_inf, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
     def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
         """``values`` as a tensor, kept: to copy them to a CUDA device again in every step is to wait for it."""

@@ -18,17 +18,17 @@ from zero_trial.comm.rendezvous import init_distributed
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.launch.entrypoint import parse_entrypoint
-from zero_trial.runtime.open import (
+from zero_trial.runtime.folder import (
     LocalRun,
-    finish,
+    finish_folder,
     forget_errors,
     open_folder,
     raise_if_preempted,
     rank_of_folder,
-    train_task,
 )
 from zero_trial.runtime.protocols import Platform
 from zero_trial.runtime.rank import RankState, load_trial_class, train
+from zero_trial.runtime.task import train_task
 from zero_trial.trial.context import EngineFactory
 
 
@@ -105,7 +105,7 @@ def run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> No
         )
         with open_folder(run, state, stop) as platform:
             trained = train(kind, platform, state, engine_factory)
-            finish(trained, options.repeat)
+            finish_folder(trained, platform, options.repeat)
             raise_if_preempted(trained.outcome)
 
 

@@ -11,8 +11,8 @@ import torch
 import zero_trial
 from zero_trial.runs import provenance
 from zero_trial.runs.provenance import code_of
+from zero_trial.runtime.folder import record_provenance
 from zero_trial.runtime.local import LocalPlatform
-from zero_trial.runtime.open import record_provenance
 
 
 def model(folder: Path) -> Path:

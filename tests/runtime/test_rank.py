@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.comm.env import RankEnv
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
 from zero_trial.launch.entrypoint import Entrypoint
+from zero_trial.runtime.folder import rank_of_folder
 from zero_trial.runtime.in_memory import InMemoryPlatform, ReportedRecord
-from zero_trial.runtime.open import rank_of_folder
 from zero_trial.runtime.rank import (
+    EventLog,
     RankState,
     as_known_error,
+    done_event,
+    error_text,
     figures_of,
     load_trial_class,
     own_device,
     peak_memory,
+    print_error,
     rank_world,
     train,
+    write_error_file,
 )
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
-from zero_trial.trial.reporting import End
+from zero_trial.trial.reporting import End, Outcome
 from zero_trial.trial.settings import TrainPosition
 
 EXPERIMENT = {"data": {"ds_config": DS_CONFIG}, "searcher": {"max_length": {"batches": 3}}}
@@ -112,3 +120,107 @@ def test_the_step_is_the_contexts() -> None:
 def test_a_class_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model_def"):
         load_trial_class(Entrypoint("model_def", "MyTrial"), tmp_path)
+
+
+def test_torch_reports_the_words(tmp_path: Path):
+    place = tmp_path / "error.json"
+    write_error_file("ValueError: boom\nmore", printed=True, path=str(place), now=1_700_000_000.9)
+    failure = ProcessFailure(1, 42, 2, str(place))
+    report = ChildFailedError("run", {1: failure}).format_msg()
+    assert "traceback : ValueError: boom\n  more" in report
+    assert failure.timestamp == 1_700_000_000
+
+
+def test_the_first_words_are_kept(tmp_path: Path):
+    place = tmp_path / "error.json"
+    for words in ("first", "second"):
+        write_error_file(words, printed=True, path=str(place), now=1.0)
+    assert json.loads(place.read_text())["message"]["message"] == "first"
+
+
+def test_an_error_that_is_printed_is_left_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    print_error(ConfigError("bad", where="here", fix="Mend it."))
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (left["message"], left["printed"]) == ("here: bad. Mend it.", True)
+    assert capsys.readouterr().err == "error   here: bad. Mend it.\n"
+
+
+def test_a_script_s_own_error_is_left_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(KeyError), rank_of_folder(RankState(), script=True):
+        raise KeyError("no such thing")
+    left = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert left["message"].startswith("KeyError: 'no such thing'") and not left["printed"]
+
+
+def test_nowhere_and_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    write_error_file("nobody asks", printed=True)
+    write_error_file("no such folder", printed=True, path=str(tmp_path / "gone" / "error.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_of_an_error():
+    assert error_text(ValueError("boom")) == "ValueError: boom"
+    assert error_text(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def raised_here(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_the_line_of_the_user_s_code_stands_beside_what_it_did():
+    place = f"(test_rank.py:{raised_here.__code__.co_firstlineno + 2} in raised_here: raise error)"
+    assert error_text(raised_here(ValueError("boom"))) == f"ValueError: boom {place}"
+    assert error_text(raised_here(TrialError("no step"))) == f"no step. {place}"
+    assert error_text(raised_here(ConfigError("bad", where="ds_config.json:4"))) == "ds_config.json:4: bad."
+
+
+def test_a_traceback_is_for_faults_of_nobodys_expecting(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(ConfigError("wrong", where="here"))
+    assert capsys.readouterr().err == "error   here: wrong.\n"
+    try:
+        raise ValueError("mine\nall mine")
+    except ValueError as error:
+        print_error(error)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback") and said[-3:-1] == ["error   ValueError: mine", "        all mine"]
+    assert said[-1].startswith("        (test_rank.py:"), "the line of the user's code"
+
+
+def outcome(end: End) -> Outcome:
+    return Outcome(end, step=3, total_steps=8, train_seconds=1.0, samples=24, checkpoint="abc")
+
+
+def test_the_last_step_stands_before_the_last_line() -> None:
+    stream = io.StringIO()
+    log = EventLog(stream)
+    log({"kind": "note", "message": "hello"})
+    log({"kind": "train", "step": 3, "total_steps": 8, "loss": 1.5})
+    log(done_event(outcome(End.PREEMPTED)))
+    log.close()
+    assert stream.getvalue().splitlines() == [
+        "note    hello",
+        "train   step 3/8  loss 1.5",
+        "paused  step 3/8  checkpoint abc",
+    ]
+
+
+def test_the_figures_of_a_run_stand_where_it_has_no_other_place_for_them() -> None:
+    for end, word in ((End.COMPLETED, "done   "), (End.STOPPED, "stopped")):
+        stream = io.StringIO()
+        EventLog(stream)(done_event(outcome(end), {"train_seconds": 1.0, "ranks": 2, "seed": 7}))
+        assert stream.getvalue().splitlines() == [f"{word} 1 s · 2 ranks · seed 7", "kept    step 3/8  checkpoint abc"]
+
+
+def test_how_else_it_ended() -> None:
+    for end, word in ((End.COMPLETED, "done"), (End.STOPPED, "stopped")):
+        stream = io.StringIO()
+        EventLog(stream)(done_event(outcome(end)))
+        assert stream.getvalue().split() == [word, "step", "3/8", "checkpoint", "abc"]

@@ -16,8 +16,8 @@ from typing import Any
 
 import zero_trial
 from zero_trial.runtime.determined import DeterminedPlatform, harness_bases
-from zero_trial.runtime.open import train_task
 from zero_trial.runtime.rank import TrialFactory
+from zero_trial.runtime.task import train_task
 from zero_trial.trial import ZeroTrial, ZeroTrialContext
 
 Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]

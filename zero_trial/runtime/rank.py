@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import resource
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 
-from zero_trial.comm.env import RankEnv
+from zero_trial.comm.env import RankEnv, launcher_error_file
 from zero_trial.comm.mesh import MeshShape, build_mesh
-from zero_trial.errors import DoesNotFit, TrialError
+from zero_trial.errors import DoesNotFit, Preempted, TrialError, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen
 from zero_trial.launch.summary import done_line
@@ -26,7 +29,7 @@ from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import End, Outcome, build_summary
 from zero_trial.trial.settings import settings_from_experiment
 from zero_trial.trial.trial import import_trial_class, seed_everything
-from zero_trial.util.failures import user_frame
+from zero_trial.util.failures import user_frame, with_user_line
 
 if TYPE_CHECKING:
     from zero_trial.runtime.memory_watch import MemoryWatch
@@ -149,6 +152,66 @@ def as_known_error(error: BaseException) -> BaseException:
         wrapped.__cause__ = error
         return wrapped
     return error
+
+
+def report_error(error: BaseException, *, script: bool) -> BaseException:
+    """Print what ends this rank, leave it where the launcher looks for it, and return what to raise then.
+
+    That is SystemExit with the error's exit code. For a ``script``, an error that is not this package's is neither printed
+    nor changed: the script may catch it, and Python prints it otherwise.
+    """
+    known = as_known_error(error)
+    if script and not isinstance(known, ZeroTrialError):
+        write_error_file(error_text(known), printed=False)
+        return error
+    print_error(known)
+    return SystemExit(known.exit_code if isinstance(known, ZeroTrialError) else 1)
+
+
+def print_error(error: BaseException) -> None:
+    """Print an error into the log: its message, and the traceback of one that is not this package's.
+
+    The message begins with ``error   ``, so that it can be found among what launchers print after it. A run that was
+    asked to stop, and has saved, is not an error.
+    """
+    text = error_text(error)
+    write_error_file(text, printed=True)  # first: what is printed is then surely in the file
+    first, *rest = text.splitlines()
+    label = "stopped" if isinstance(error, Preempted) else "error  "
+    lines = [f"{label} {first.removeprefix('stopped ')}", *(f"        {line}" for line in rest)]
+    with suppress(OSError):  # a log on a full disk
+        if not isinstance(error, ZeroTrialError):
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()
+
+
+def error_text(error: BaseException) -> str:
+    """The message of an error of this package, of any other the last line of its traceback.
+
+    Errors that arose in the trial's code name the line of that code.
+    """
+    if isinstance(error, ZeroTrialError):
+        text = str(error) or type(error).__name__
+        return with_user_line(text, error) if isinstance(error, TrialError) else text
+    return with_user_line("".join(traceback.format_exception_only(error)).strip(), error)
+
+
+def write_error_file(text: str, *, printed: bool, path: str | None = None, now: float | None = None) -> None:
+    """Write the error into the file in which torch.distributed.run looks for it, once per rank: the first one is the cause.
+
+    The form is that of torch's ``@record`` (torch.distributed.elastic.multiprocessing.errors). Without it the launcher
+    reports that there is no traceback, whatever the rank has printed. Does nothing without a launcher, or where the file
+    cannot be written: the log has the error. ``printed``: whether the log has it too.
+    """
+    place = launcher_error_file() if path is None else path
+    if not place:
+        return
+    # torch reads the time as an integer and shows what is under "py_callstack".
+    extra = {"py_callstack": text, "timestamp": str(int(time.time() if now is None else now))}
+    content = {"message": {"message": text, "extraInfo": extra, "printed": printed}}
+    with suppress(OSError), Path(place).open("x", encoding="utf-8") as file:
+        json.dump(content, file)
 
 
 def figures_of(trained: Trained) -> dict[str, Any]:

@@ -25,20 +25,19 @@ from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.runs.layout import new_run_folder
 from zero_trial.runtime.determined import DeterminedPlatform
-from zero_trial.runtime.local import LocalPlatform
-from zero_trial.runtime.open import (
+from zero_trial.runtime.folder import (
     LocalRun,
     StopRequest,
-    finish,
+    finish_folder,
     lock_run_together,
     open_folder,
-    open_task,
     raise_if_preempted,
     rank_of_folder,
-    rank_of_task,
 )
+from zero_trial.runtime.local import LocalPlatform
 from zero_trial.runtime.protocols import Platform
 from zero_trial.runtime.rank import EventLog, RankState, Trained, open_context, rank_world
+from zero_trial.runtime.task import finish_task, open_task
 from zero_trial.trial import Batch, Controller, TrainSettings, ZeroTrial, ZeroTrialContext
 from zero_trial.trial.context import EngineFactory
 from zero_trial.trial.reporting import Outcome
@@ -88,8 +87,7 @@ def init(
     with ExitStack() as stack:
         platform: LocalPlatform | DeterminedPlatform
         if is_cluster_trial():
-            stack.enter_context(rank_of_task(state, script=True))
-            platform = stack.enter_context(open_task(state))
+            platform = stack.enter_context(open_task(state, script=True))
             if hparams is not None:
                 platform = replace(platform, facts=replace(platform.facts, hparams=hparams))
         else:
@@ -254,7 +252,10 @@ class Trainer:
         if outcome.checkpoint is not None:  # the next fit neither repeats these steps nor reports them twice
             context.platform = context.platform.resumed_at(outcome.checkpoint, outcome.step)
         trained = Trained(outcome, self._trial, context, context.state.watch)
-        finish(trained, shlex.join(["python", *sys.argv]))
+        if isinstance(context.platform, LocalPlatform):
+            finish_folder(trained, context.platform, shlex.join(["python", *sys.argv]))
+        else:
+            finish_task(trained, context.platform)
         return outcome
 
     def _settings(

@@ -16,17 +16,19 @@ from zero_trial.ds_config.report import report_json
 from zero_trial.errors import CheckpointError, ConfigError, Preempted
 from zero_trial.runs.checkpoints import named_checkpoint, resumed_from, starting_point
 from zero_trial.runs.events import read_lines
-from zero_trial.runs.layout import RunFolder
-from zero_trial.runtime.open import (
+from zero_trial.runs.layout import RunFolder, lock_run
+from zero_trial.runtime.folder import (
     StopRequest,
     _print_config_report,
     forget_errors,
-    print_error,
+    lock_run_together,
     raise_if_preempted,
     rank_of_folder,
     record_error,
 )
-from zero_trial.runtime.rank import RankState
+from zero_trial.runtime.in_memory import run_ranks
+from zero_trial.runtime.protocols import Distributed, JsonDistributed
+from zero_trial.runtime.rank import RankState, print_error
 from zero_trial.trial.reporting import End, Outcome
 
 
@@ -140,18 +142,6 @@ def test_the_first_error_of_a_rank_stays(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "events.jsonl")[0]["message"] == "ValueError: mine"
 
 
-def test_a_traceback_is_for_faults_of_nobodys_expecting(capsys: pytest.CaptureFixture[str]) -> None:
-    print_error(ConfigError("wrong", where="here"))
-    assert capsys.readouterr().err == "error   here: wrong.\n"
-    try:
-        raise ValueError("mine\nall mine")
-    except ValueError as error:
-        print_error(error)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("Traceback") and said[-3:-1] == ["error   ValueError: mine", "        all mine"]
-    assert said[-1].startswith("        (test_open_local.py:"), "the line of the user's code"
-
-
 def test_a_log_and_a_folder_on_a_full_disk_change_no_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,3 +167,22 @@ def test_a_preempted_run_is_known_as_resumable() -> None:
     raise_if_preempted(ended(End.STOPPED))
     with pytest.raises(Preempted, match="stopped at step 3 of 8 and saved step-000003"):
         raise_if_preempted(ended(End.PREEMPTED))
+
+
+def test_the_second_run_ends_on_every_rank(tmp_path: Path) -> None:
+    def second(ranks: Distributed) -> None:
+        with lock_run_together(tmp_path, ranks):
+            raise AssertionError("two writers")
+
+    with lock_run_together(tmp_path, JsonDistributed()):
+        outcomes = run_ranks(2, second)
+    for outcome in outcomes:
+        assert isinstance(outcome, ConfigError)
+        assert "another process is running in this folder" in str(outcome)
+
+
+def test_it_is_free_when_the_block_has_ended(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), lock_run_together(tmp_path, JsonDistributed()):
+        raise ValueError
+    with lock_run(tmp_path):
+        pass

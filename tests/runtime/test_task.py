@@ -1,7 +1,8 @@
-"""How a rank on a cluster ends, as an exit code and as what the master is told; without a cluster."""
+"""How a rank of a cluster's task ends: its exit code, what it prints, and what it reports to the master; without a cluster."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,11 @@ from tests.support.fake_core import Claims, FakeCore
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
 from zero_trial.errors import ConfigError, InvalidHP, TrialError
-from zero_trial.runtime import open
+from zero_trial.runtime import task
 from zero_trial.runtime.determined import DeterminedPlatform, TensorboardSync, TrialFacts
-from zero_trial.runtime.open import EARLY_EXIT, is_invalid_hp, train_task
 from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.runtime.rank import RankState
+from zero_trial.runtime.task import EARLY_EXIT, is_invalid_hp, open_task, train_task
 from zero_trial.trial import ZeroTrialContext
 
 EXPERIMENT: dict[str, Any] = {
@@ -40,12 +42,16 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     @contextmanager
     def opened(distributed: Any, claim: Any, show: Any, *, launched: bool, core_context: Any) -> Iterator[Any]:
         facts = TrialFacts("1", "1", 7, {}, EXPERIMENT)
-        yield DeterminedPlatform(fake, facts, distributed, show, claim, TensorboardSync(fake, 0, 0), tmp_path)
+        sync = TensorboardSync(fake, 0, 0)
+        try:
+            yield DeterminedPlatform(fake, facts, distributed, show, claim, sync, tmp_path)
+        finally:
+            sync.close()
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(open, "open_platform", opened)
-    monkeypatch.setattr(open, "invalid_hp_class", lambda: DetInvalidHP)
+    monkeypatch.setattr(task, "open_platform", opened)
+    monkeypatch.setattr(task, "invalid_hp_class", lambda: DetInvalidHP)
     return fake
 
 
@@ -146,7 +152,7 @@ def test_the_echo_of_another_ranks_leaving_is_no_failure(core: FakeCore, monkeyp
         def claimed(self, name: str) -> bool:
             return name == EARLY_EXIT
 
-    monkeypatch.setattr(open, "open_exit_notice", Told)
+    monkeypatch.setattr(task, "open_exit_notice", Told)
     assert run(Lost) == 0 and core.early_exits == []
 
 
@@ -165,13 +171,49 @@ def test_a_failure_has_its_exit_code(
     assert ("Traceback" in capsys.readouterr().err) == traceback
 
 
+@pytest.mark.parametrize("closing", [None, RuntimeError("no storage")])
+def test_an_error_is_printed_before_the_platform_closes(
+    core: FakeCore,
+    closing: Exception | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Closing copies files and may take long, fail or be killed; the cause is in the log by then, and stays the cause."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    printed: list[str] = []
+
+    def close(self: TensorboardSync) -> None:
+        printed.append(capsys.readouterr().err)
+        printed.append(json.loads((tmp_path / "error.json").read_text())["message"]["message"])
+        if closing is not None:
+            raise closing
+
+    monkeypatch.setattr(TensorboardSync, "close", close)
+
+    def fail(context: ZeroTrialContext) -> Any:
+        raise ConfigError("wrong", where="here")
+
+    assert run(fail) == 2
+    assert printed == ["error   here: wrong.\n", "here: wrong."]
+    after = capsys.readouterr().err
+    assert "here: wrong" not in after and ("no storage" in after) == (closing is not None)
+
+
+def test_a_script_s_own_error_is_raised_as_it_is(core: FakeCore, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = KeyError("mine")
+    with pytest.raises(KeyError) as raised, open_task(RankState(), script=True):
+        raise mine
+    assert raised.value is mine and "KeyError" not in capsys.readouterr().err
+
+
 def test_what_fails_while_the_platform_opens_is_a_failure_too(
     core: FakeCore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*args: Any, **options: Any) -> Any:
         raise ConfigError("not installed", where="cluster")
 
-    monkeypatch.setattr(open, "open_platform", refuse)
+    monkeypatch.setattr(task, "open_platform", refuse)
     assert run(LineTrial) == 2
     assert capsys.readouterr().err == "error   cluster: not installed.\n"
 
@@ -188,5 +230,5 @@ def test_an_exit_of_the_users_own_is_told(core: FakeCore, capsys: pytest.Capture
 
 def test_ours_and_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_invalid_hp(InvalidHP("x")) and not is_invalid_hp(ConfigError("x"))
-    monkeypatch.setattr(open, "invalid_hp_class", lambda: None)
+    monkeypatch.setattr(task, "invalid_hp_class", lambda: None)
     assert not is_invalid_hp(DetInvalidHP())

@@ -1,0 +1,107 @@
+"""One rank of a trial that is a task of a Determined cluster: join the ranks, open the platform, train, and end.
+
+A task ends with exit code 0 if its trial was trained, or preempted and saved, or if its hyperparameters cannot be trained,
+which is reported to the master. Any other code is a crash, after which the master starts the trial again, up to
+max_restarts times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from zero_trial.comm.rendezvous import destroy_distributed, init_distributed, open_exit_notice
+from zero_trial.errors import InvalidHP
+from zero_trial.runtime.determined import DeterminedPlatform, invalid_hp_class, open_platform
+from zero_trial.runtime.rank import (
+    EventLog,
+    RankState,
+    Trained,
+    TrialFactory,
+    done_event,
+    figures_of,
+    rank_world,
+    report_error,
+    train,
+)
+from zero_trial.trial.context import EngineFactory
+from zero_trial.trial.reporting import End
+
+EARLY_EXIT = "early exit"
+
+
+@contextmanager
+def open_task(state: RankState, core_context: Any = None, *, script: bool = False) -> Iterator[DeterminedPlatform]:
+    """Collective. Join the ranks and open the trial's platform, from this rank's first line to its last.
+
+    An error of the block is printed at once, then the platform closes (it may still have TensorBoard files to copy), then
+    the process ends with the error's exit code. Hyperparameters that cannot be trained are reported to the master, once,
+    and end every rank with exit code 0.
+
+    Args:
+        core_context: an open core.Context to use, which stays open; else the platform opens one of its own.
+        script: errors that are not this package's are raised as they are.
+    """
+    ending: BaseException | None = None
+    cleanup = ExitStack()
+    try:
+        state.env = init_distributed()
+        cleanup.callback(destroy_distributed)
+        log, notice = EventLog(), open_exit_notice()
+        cleanup.callback(notice.close)
+        cleanup.callback(log.close)
+        notice.watch(EARLY_EXIT)
+        with open_platform(
+            rank_world(state.env), notice.claim, log, launched=state.env.launched, core_context=core_context
+        ) as platform:
+            try:
+                yield platform
+            except (Exception, KeyboardInterrupt) as error:
+                if is_invalid_hp(error):
+                    platform.report_early_exit("INVALID_HP")
+                    sys.stderr.write(f"hyperparameters that cannot be trained: {error}\n")
+                    ending = SystemExit(0)
+                elif notice.claimed(EARLY_EXIT):  # another rank has ended the trial, and this one lost its connection
+                    ending = SystemExit(0)
+                else:
+                    ending = report_error(error, script=script)
+    except (Exception, KeyboardInterrupt) as error:
+        if ending is None:
+            ending = report_error(error, script=script)
+        else:  # the first error decides how the process ends
+            sys.stderr.write(f"note    the platform did not close: {type(error).__name__}: {error}\n")
+    finally:
+        cleanup.close()
+    if ending is not None:
+        raise ending
+
+
+def train_task(
+    load: Callable[[DeterminedPlatform], TrialFactory],
+    engine_factory: EngineFactory,
+    core_context: Any = None,
+) -> None:
+    """Collective. Train the experiment's trial. ``load`` gives its class once the ranks have joined."""
+    state = RankState()
+    with open_task(state, core_context) as platform:
+        if (platform.experiment.get("profiling") or {}).get("enabled"):
+            platform.profile_system()
+        finish_task(train(load(platform), platform, state, engine_factory), platform)
+
+
+def finish_task(trained: Trained, platform: DeterminedPlatform) -> None:
+    """Collective. Print the figures of a trial that has ended well; what was measured of its memory goes to the master."""
+    if trained.watch is not None and (kept := trained.watch.summary()):
+        platform.keep(kept)
+    # A preempted trial goes on later: its figures are those of a part.
+    figures = figures_of(trained) if trained.outcome.end is not End.PREEMPTED else {}
+    if platform.distributed.rank == 0:
+        platform.progress.emit(done_event(trained.outcome, figures))
+
+
+def is_invalid_hp(error: BaseException) -> bool:
+    """Return whether the error is this package's InvalidHP or Determined's own."""
+    theirs = invalid_hp_class()
+    return isinstance(error, InvalidHP) or (theirs is not None and isinstance(error, theirs))

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/publish.py."""
+"""Tests for zero_trial/sharding/param_group.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_trial.sharding.publish import ParamPublisher
+from zero_trial.sharding.param_group import ParamPublisher
 
 
 class Parcel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_trial.sharding.dtypes import describe_dtypes, has_own_master, living_dtype, wide_dtype
+from zero_trial.sharding.layout import describe_dtypes, has_own_master, living_dtype, wide_dtype
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 

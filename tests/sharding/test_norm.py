@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/norm.py."""
+"""Tests for zero_trial/sharding/layout.py: the norm."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from zero_trial.sharding import norm
-from zero_trial.sharding.layout import ALIGN
-from zero_trial.sharding.norm import clip_factor, divisor, square_sum, square_sum_of_rows
+from zero_trial.sharding import layout
+from zero_trial.sharding.layout import ALIGN, clip_factor, divisor, square_sum, square_sum_of_rows
 
 
 @pytest.fixture(autouse=True, params=["native where it can be had", "rows"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "rows":
-        monkeypatch.setattr(norm, "native_on", lambda device: False)
+        monkeypatch.setattr(layout, "native_on", lambda device: False)
 
 
 def test_the_sum_of_squares_of_a_shard() -> None:

@@ -9,8 +9,7 @@ from tests.sharding.parts import add_optimizer, address, run_update
 from tests.sharding.two_groups import build
 from zero_trial.errors import TrialError
 from zero_trial.ops.optimizers import FusedLamb
-from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.pieces import cut_pieces
+from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces
 
 
 def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:

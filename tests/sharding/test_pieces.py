@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/pieces.py."""
+"""Tests for zero_trial/sharding/optimizer.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.sharding.parts import make_model
 from tests.sharding.two_groups import Small, build
 from tests.support.pool import Pools
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.pieces import cut_pieces
+from zero_trial.sharding.optimizer import cut_pieces
 
 
 def test_pieces_are_runs_of_one_optimizer_group() -> None:

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/publish.py."""
+"""Tests for zero_trial/sharding/param_group.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.pool import Pools
 from zero_trial.ops.optimizers import FusedAdam, FusedLion
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.publish import ParamPublisher
+from zero_trial.sharding.param_group import ParamPublisher
 
 
 class NoFusion(FusedAdam):

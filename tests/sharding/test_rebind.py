@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/pieces.py."""
+"""Tests for zero_trial/sharding/optimizer.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from tests.sharding.parts import make_model
 from tests.sharding.two_groups import Small, by_decay
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
-from zero_trial.sharding.pieces import cut_pieces, rebind
+from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus, cut_pieces, rebind
 
 
 def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:

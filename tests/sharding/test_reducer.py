@@ -13,8 +13,7 @@ from tests.support.pool import Pools
 from zero_trial.comm import Mesh
 from zero_trial.sharding import reduce
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.layout import lay_out
-from zero_trial.sharding.norm import square_sum
+from zero_trial.sharding.layout import lay_out, square_sum
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import plan_for_stage
 from zero_trial.sharding.reduce import GradReducer, first_nonfinite

@@ -17,10 +17,8 @@ from zero_trial.errors import StorageError
 from zero_trial.ops.optimizers import FusedAdam
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, StateColumn, SwappedStore, state_columns
 from zero_trial.sharding.offload.swap_file import CUT, SwapFile
-from zero_trial.sharding.optimizer import ShardedOptimizer
-from zero_trial.sharding.param_group import ParamGroup, is_absent
-from zero_trial.sharding.pieces import cut_pieces
-from zero_trial.sharding.publish import ParamPublisher
+from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, is_absent
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
 

@@ -13,8 +13,8 @@ from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from zero_trial.sharding.offload.nvme_optimizer import MASTER, ROUNDED, MasterSwap, StateColumn, places_of, regions_of
 from zero_trial.sharding.offload.nvme_params import ParamSwapper
 from zero_trial.sharding.offload.swap_file import BLOCK, CUT
+from zero_trial.sharding.optimizer import ShardPiece
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import ShardPiece
 
 COLUMNS = {torch.float32: [StateColumn("exp_avg", torch.float32), StateColumn("exp_avg_sq", torch.float32)]}
 

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/pieces.py."""
+"""Tests for zero_trial/sharding/optimizer.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.sharding.parts import address, make_grad_buffer, make_group, parameters
-from zero_trial.sharding.pieces import DeviceStore, ShardPiece
+from zero_trial.sharding.optimizer import DeviceStore, ShardPiece
 
 
 def piece(numel: int = 64, dtype: torch.dtype = torch.float32) -> ShardPiece:

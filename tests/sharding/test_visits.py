@@ -9,8 +9,7 @@ from torch import nn
 from tests.sharding.parts import make_group, mesh_for, parameters
 from zero_trial.errors import TrialError
 from zero_trial.sharding.full_params import FullParams
-from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.publish import ParamPublisher
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 
 
 class Waits(ParamPublisher):

@@ -57,9 +57,9 @@ from zero_trial.ops import Backend, backend
 from zero_trial.ops.cpu import native_sum
 from zero_trial.ops.optimizers import FusedLamb
 from zero_trial.pipeline.module import PipelineModule
-from zero_trial.sharding.dtypes import describe_dtypes
 from zero_trial.sharding.grouping import is_model_parallel
-from zero_trial.sharding.pieces import cut_pieces, rebind
+from zero_trial.sharding.layout import describe_dtypes
+from zero_trial.sharding.optimizer import cut_pieces, rebind
 from zero_trial.zero import ShardedModel, ShardedOptimizer
 
 log = logging.getLogger("zero_trial")

@@ -28,7 +28,7 @@ from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import NonFiniteStep, StepOutcome
 from zero_trial.errors import TrialError
 from zero_trial.precision import LossScale, cast_floats, forward_of
-from zero_trial.sharding.dtypes import wide_dtype
+from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
 

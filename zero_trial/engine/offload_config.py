@@ -15,8 +15,7 @@ from zero_trial.comm.failures import fail_together
 from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, StorageError
-from zero_trial.sharding.dtypes import has_own_master, living_dtype
-from zero_trial.sharding.layout import ALIGN, round_up
+from zero_trial.sharding.layout import ALIGN, has_own_master, living_dtype, round_up
 from zero_trial.sharding.offload.host import (
     HostCopier,
     StagedPiece,
@@ -34,8 +33,8 @@ from zero_trial.sharding.offload.nvme_optimizer import (
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
 from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, slot_elements
+from zero_trial.sharding.optimizer import ShardPiece, StateStore
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import ShardPiece, StateStore
 from zero_trial.sharding.plan import plan_for_stage
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 from zero_trial.errors import ConfigError
 from zero_trial.ops import native_on
 from zero_trial.ops.optimizers import FusedAdagrad, FusedAdam, FusedLamb, FusedLion, FusedSGD, Lion
-from zero_trial.sharding.pieces import ShardPiece
+from zero_trial.sharding.optimizer import ShardPiece
 
 Groups = list[dict[str, Any]]
 

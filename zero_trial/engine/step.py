@@ -33,8 +33,8 @@ from zero_trial.errors import Diverged
 from zero_trial.ops.dispatch import OPS
 from zero_trial.ops.optimizers import DeviceScalars
 from zero_trial.precision import LossScale
+from zero_trial.sharding.layout import clip_factor, divisor
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.norm import clip_factor, divisor
 from zero_trial.sharding.optimizer import ShardedOptimizer, StepStatus
 from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.reduce import NonFiniteGradient, first_nonfinite

@@ -17,11 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError
-from zero_trial.sharding.dtypes import wide_dtype
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.layout import wide_dtype
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
 from zero_trial.sharding.plan import Lifetime
-from zero_trial.sharding.publish import ParamPublisher
 from zero_trial.sharding.unshard import ModuleHook
 
 

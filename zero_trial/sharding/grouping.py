@@ -17,7 +17,7 @@ from torch import nn
 
 from zero_trial.comm import AxisComm
 from zero_trial.errors import ConfigError
-from zero_trial.sharding.dtypes import living_dtype
+from zero_trial.sharding.layout import living_dtype
 
 ROOT = ""
 

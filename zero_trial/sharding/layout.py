@@ -1,4 +1,4 @@
-"""How named parameters lie end to end in one padded flat buffer that is cut into equal shards. Pure.
+"""A group's flat buffer: how parameters are laid out in it and cut into shards, the dtypes they have there, and the norm over shards.
 
 Every tensor starts at a multiple of ALIGN elements, and a shard is a multiple of ALIGN elements long:
 
@@ -14,9 +14,16 @@ tensor, and at most ALIGN * shards - 1 per group.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+
+import torch
+
+from zero_trial.ops import native_on
+from zero_trial.ops.dispatch import OPS
 
 ALIGN = 32
 
@@ -29,7 +36,7 @@ class ParamSlot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -50,26 +57,27 @@ class SlotSlice:
 
 @dataclass(frozen=True)
 class Layout:
-    """Slots in order, the padded length, and the number of equal shards."""
+    """Slots in order, the padded length in elements, and the number of equal shards. Pure."""
 
     slots: tuple[ParamSlot, ...]
     numel: int
     shards: int
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.shards
 
     @property
     def payload(self) -> int:
-        """Elements that belong to tensors, padding left out."""
+        """Count the elements that belong to tensors; padding is left out."""
         return sum(slot.numel for slot in self.slots)
 
     def shard_range(self, index: int) -> tuple[int, int]:
+        """Return [low, high) of shard ``index`` in the flat buffer."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
     def pieces(self, index: int) -> list[SlotSlice]:
-        """What shard ``index`` holds, in order. Empty tensors are pieces of no shard."""
+        """List what shard ``index`` holds, in order. Empty tensors are in no shard."""
         low, high = self.shard_range(index)
         found = []
         for slot in self.slots:
@@ -79,13 +87,13 @@ class Layout:
         return found
 
     def gaps(self) -> list[tuple[int, int]]:
-        """[start, stop) of the padding between and after the slots."""
+        """List [start, stop) of the padding between and after the slots."""
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
         stops = [slot.offset + slot.numel for slot in self.slots]
         return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
     def slot_at(self, position: int) -> ParamSlot | None:
-        """The slot that holds element ``position`` of the flat buffer; None for padding."""
+        """Return the slot that holds element ``position`` of the flat buffer; None for padding."""
         index = bisect_right([slot.offset for slot in self.slots], position) - 1
         while index >= 0 and self.slots[index].numel == 0:
             index -= 1
@@ -94,7 +102,7 @@ class Layout:
 
 
 def lay_out(tensors: Sequence[tuple[str, tuple[int, ...]]], shards: int, replicas: int = 1) -> Layout:
-    """The layout of ``tensors`` (name, shape) in the given order, cut into ``shards`` equal parts that ``replicas`` can divide again."""
+    """Lay out ``tensors`` (name, shape) in the given order, cut into ``shards`` equal parts that ``replicas`` can divide again."""
     slots, offset = [], 0
     for name, shape in tensors:
         slot = ParamSlot(name, tuple(shape), offset)
@@ -104,5 +112,94 @@ def lay_out(tensors: Sequence[tuple[str, tuple[int, ...]]], shards: int, replica
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+def living_dtype(own: torch.dtype, asked: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor that was given in ``own`` is trained.
+
+    A 16-bit ``asked`` (ds_config's bf16 or fp16) is for every floating tensor. fp32 means that nothing was asked for: every tensor keeps its
+    dtype, so that float64 stays, and so do 16-bit parameters, with fp32 masters.
+    """
+    return own if asked == torch.float32 or not own.is_floating_point else asked
+
+
+def wide_dtype(living: torch.dtype, usual: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter's gradient and messages: ``usual``, but float64 for a float64 parameter."""
+    return living if living == torch.float64 else usual
+
+
+def has_own_master(living: torch.dtype) -> bool:
+    """Return whether the optimizer updates the parameter itself; a 16-bit parameter has an fp32 master beside it."""
+    return living in (torch.float32, torch.float64)
+
+
+def describe_dtypes(params: Iterable[tuple[str, torch.dtype]], asked: torch.dtype) -> list[str]:
+    """Return log lines about the dtypes of the trainable ``params`` (name, dtype); none where all are fp32 or as ``asked``."""
+    named = [(name, dtype) for name, dtype in params if dtype.is_floating_point]
+    counts = Counter(dtype for _, dtype in named)
+    if not set(counts) - {torch.float32} or set(counts) == {asked}:
+        return []
+    listed = ", ".join(f"{count} {_short(dtype)}" for dtype, count in sorted(counts.items(), key=str))
+    if asked != torch.float32:
+        fix = (
+            ""
+            if torch.float64 in counts or len(counts) == 1
+            else "; leave the section out of ds_config to keep them as they are"
+        )
+        return [f"parameters given as {listed} are cast to {_short(asked)}, with fp32 masters{fix}"]
+    masters = "; 16-bit ones have fp32 masters" if set(counts) & {torch.float16, torch.bfloat16} else ""
+    lines = [f"ds_config asks for no 16-bit training: parameters keep their dtypes ({listed}){masters}"]
+    if torch.float16 in counts:
+        name = next(name for name, dtype in named if dtype == torch.float16)
+        lines.append(
+            f"float16 parameters without fp16.enabled have no loss scale: gradients below 6e-8 are lost ({name} ...)"
+        )
+    return lines
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# The gradient norm does not depend on where shards were cut. The native kernel adds squares, exact in float64, in float64. Without it, rows of
+# ALIGN elements are summed: they never cross a tensor, so every ZeRO stage and every number of ranks has the same rows; a row's sum of squares is
+# made in fp32 and the rows are added in float64. Either way the total differs between shardings by about 1e-16, which the final rounding
+# hides: stages clip by the same factor and their loss traces stay bit-equal. In rows, an element above 1.8e19 overflows and counts as non-finite.
+
+
+def square_sum(shard: torch.Tensor) -> torch.Tensor:
+    """Sum the squares of ``shard`` (n,), n a multiple of ALIGN: a float64 scalar tensor, not finite if any element is not.
+
+    Reads the shard once.
+    """
+    if native_on(shard.device):
+        exact: torch.Tensor = OPS.square_sum(shard)
+        return exact
+    return square_sum_of_rows(shard)
+
+
+def square_sum_of_rows(shard: torch.Tensor) -> torch.Tensor:
+    """Sum the squares with torch's own kernels, on any device; makes n/ALIGN fp32 row norms."""
+    rows = torch.linalg.vector_norm(shard.view(-1, ALIGN), dim=1, dtype=wide_dtype(shard.dtype, torch.float32))
+    total: torch.Tensor = rows.double().square_().sum()
+    return total
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return the factor that brings ``norm`` to at most ``limit`` (0: no limit), as torch's clip_grad_norm_ does, 1e-6 included."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def divisor(total: torch.Tensor, unscale: float, limit: float) -> torch.Tensor:
+    """Compute ``1 / (unscale clip_factor)`` on the device from the sum of squares ``total`` (1,) in float64: an fp32 scalar.
+
+    Nothing is clipped where the norm is not finite. The host reads nothing.
+    """
+    norm = total.reshape(()).sqrt() * unscale
+    factor = torch.full_like(norm, unscale)
+    if limit > 0:
+        clipped = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
+        factor = factor * torch.where(torch.isfinite(norm), clipped, torch.ones_like(norm))
+    return (torch.ones_like(norm) / factor).float()

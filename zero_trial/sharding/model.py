@@ -18,7 +18,6 @@ from torch import nn
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.errors import TrialError
 from zero_trial.precision import DtypePolicy
-from zero_trial.sharding.dtypes import living_dtype, wide_dtype
 from zero_trial.sharding.full_params import FullParams, forget_owner, register_owner
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer
 from zero_trial.sharding.grouping import (
@@ -36,11 +35,10 @@ from zero_trial.sharding.grouping import (
     split_parts_from_copies,
 )
 from zero_trial.sharding.init import read_first_values
-from zero_trial.sharding.layout import lay_out
+from zero_trial.sharding.layout import lay_out, living_dtype, wide_dtype
 from zero_trial.sharding.optimizer import StepStatus
-from zero_trial.sharding.param_group import ParamGroup, keep_freed_memory, swap_buffer_bytes
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, keep_freed_memory, swap_buffer_bytes
 from zero_trial.sharding.plan import Lifetime, ReduceAt, ZeroPlan
-from zero_trial.sharding.publish import ParamPublisher
 from zero_trial.sharding.reduce import GradReducer
 from zero_trial.sharding.unshard import Unsharder
 

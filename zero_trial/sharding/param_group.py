@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -20,11 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd import profiler as torch_profiler
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import record_function
 
-from zero_trial.comm import AxisComm, Pending
-from zero_trial.sharding.dtypes import has_own_master
-from zero_trial.sharding.layout import Layout
+from zero_trial.comm import AxisComm, Pending, wait_all
+from zero_trial.sharding.layout import Layout, has_own_master
 from zero_trial.sharding.plan import Lifetime, ZeroPlan
 
 
@@ -255,6 +257,109 @@ class ParamGroup:
         elsewhere = self.master is self.shard or is_absent(self.master) or self.master.device != self.shard.device
         low = low if self.offloaded is None else 0  # what passes through buffers is counted once, by swap_buffer_bytes
         return low + (0 if elsewhere else self.master.numel() * 4)
+
+
+class Updated(Protocol):
+    """A part of a group that an optimizer updates."""
+
+    @property
+    def group(self) -> ParamGroup: ...
+
+
+class ParamPublisher:
+    """Publishes the groups of one model after each update, in the model's order on every rank, whatever share of them a rank updates.
+
+        update 0 | all-gather 0 ...........
+                 | update 1 | all-gather 1 ...
+                            | next forward: waits here (deferred), or at the end of the step
+
+    Moves n (N-1)/N elements per step for the parameters that always live and are sharded.
+    """
+
+    def __init__(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        self._module = module
+        self._groups = groups
+        self._queue: deque[ParamGroup] = deque()  # not published yet in this step
+        self._pieces_left: dict[int, int] = {}  # by id of the group
+        self._unrounded: set[int] = set()
+        self._lend = True
+        self._under_way: list[Pending] = []  # in the order in which they were sent
+        self._hook: Any = None
+
+    def begin(self, pieces: Sequence[Updated] = (), *, lend: bool = True) -> None:
+        """An update of ``pieces`` begins. ``lend=False``: what has arrived may be edited before the peers have come as far."""
+        self._queue = deque(self._groups)
+        self._lend = lend
+        self._pieces_left.clear()
+        self._unrounded.clear()
+        for piece in pieces:
+            self._pieces_left[id(piece.group)] = self._pieces_left.get(id(piece.group), 0) + 1
+
+    def updated(self, pieces: Sequence[Updated], rounded: bool) -> None:
+        """Publishes each group whose turn has come, now that these pieces' masters are new. Collective over shard.
+
+        ``rounded``: so are the pieces' 16-bit copies. A rank may have no piece of a group at all (its part is padding): the group goes when
+        its turn comes.
+        """
+        for piece in pieces:
+            self._pieces_left[id(piece.group)] -= 1
+            if not rounded:
+                self._unrounded.add(id(piece.group))
+        while self._queue and not self._pieces_left.get(id(self._queue[0])):
+            self._publish(self._queue.popleft())
+
+    def finish(self) -> None:
+        """Publishes what is left. :meth:`wait` or :meth:`wait_at_next_forward` must follow. Collective over shard."""
+        while self._queue:
+            self._publish(self._queue.popleft())
+
+    def publish_frozen(self) -> None:
+        """Publishes the groups that no step changes: their values were replaced (a checkpoint was read). Collective over shard."""
+        for group in self._groups:
+            if not group.trainable and (pending := group.publish()) is not None:
+                self._under_way.append(pending)
+
+    def _publish(self, group: ParamGroup) -> None:
+        if not group.trainable:
+            group.reshard()
+            return
+        with trace_range("publish"):
+            rounded = id(group) in self._pieces_left and id(group) not in self._unrounded
+            if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
+                self._under_way.append(pending)
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Waits until every parameter that always lives is whole here and on the other ranks of the shard axis, which must come as far."""
+        wait_all(self.wait_result())
+
+    def wait_result(self) -> Sequence[Pending]:
+        """Waits until every parameter that always lives is whole here; returns what peers may still be reading."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if not self._under_way:
+            return ()
+        pendings, self._under_way = self._under_way, []
+        for pending in pendings:
+            pending.wait_result()
+        return pendings
+
+    def wait_at_next_forward(self) -> None:
+        """Defers the wait to the next forward of the module, or of any part of it.
+
+        That rank may be the only one that calls it, so it waits for the result alone: what was published with ``lend=False`` may be edited
+        then. The hook is torch's global one, because any part may be called first; it is removed after that call.
+        """
+        if self._under_way and self._hook is None:
+            parts, this = {id(part) for part in self._module.modules()}, weakref.ref(self)
+
+            def before_forward(module: nn.Module, _: object) -> None:
+                if id(module) in parts and (publisher := this()) is not None:
+                    publisher.wait_result()
+
+            self._hook = register_module_forward_pre_hook(before_forward)
 
 
 def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:

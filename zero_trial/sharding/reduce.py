@@ -23,9 +23,8 @@ import torch
 from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.collective import DONE
 from zero_trial.ops.dispatch import accumulate
-from zero_trial.sharding.dtypes import wide_dtype
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
-from zero_trial.sharding.norm import square_sum
+from zero_trial.sharding.layout import square_sum, wide_dtype
 from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.plan import ReduceAt
 from zero_trial.sharding.unshard import Unsharder

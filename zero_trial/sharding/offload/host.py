@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
+from zero_trial.sharding.optimizer import DeviceStore, ShardPiece, StateStore
 from zero_trial.sharding.param_group import ParamGroup
-from zero_trial.sharding.pieces import DeviceStore, ShardPiece, StateStore
 
 # Waits on the host until the copy is done.
 Wait = Callable[[], None]

@@ -1,4 +1,4 @@
-"""Two hosts, played by two network namespaces that are joined by a cable: each runs its own command, and the ranks reduce over the wire."""
+"""Two hosts: two network namespaces joined by a cable, each with its own command; or two agents on this host."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.launch.programs import LIMIT, child_environment, zero_trial
+from tests.launch.programs import LIMIT, QUICK, Silent, child_environment, write_program, zero_trial
 from tests.launch.test_end_to_end import MODEL_DEF, write_experiment
+from zero_trial.launch.agent import AgentCommand, RankProgram
+from zero_trial.launch.hosts import RendezvousSpec
+from zero_trial.launch.supervisor import LaunchResult, Supervisor, is_running
+from zero_trial.runs.records import read_ranks
 
 # Both namespaces have a loopback of their own, so ranks that tried to meet there would never find each other.
 SCRIPT = """
@@ -116,3 +123,48 @@ def test_a_trial_on_two_hosts_is_the_same_as_on_one(namespaces: tuple[str, str],
     alone, together = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
     assert together["final_validation"] == alone["final_validation"]
     assert together["ranks"] == 2
+
+
+class LetsTheOtherHostEnd(Silent):
+    """Lets the other host's rank end a while after this host's rank has ended, or when this host gives up."""
+
+    def __init__(self, run_dir: Path, signal: Path) -> None:
+        super().__init__()
+        self.run_dir = run_dir
+        self.signal = signal
+
+    def tick(self) -> None:
+        records = read_ranks(self.run_dir)
+        self.ticks += bool(records) and not any(is_running(record.pid) for record in records)
+        if self.ticks == 30:
+            self.signal.touch()
+
+    def close(self) -> None:
+        super().close()
+        self.signal.touch()
+
+
+def test_a_host_that_is_done_waits_for_the_other(tmp_path: Path):
+    """Its rank leaves by ``os._exit(0)``, so that only torch's agent knows that it has succeeded."""
+    body = """
+    if rank == 0:
+        os._exit(0)
+    while not os.path.exists("go"):
+        threading.Event().wait(0.05)
+    """
+    program = RankProgram(str(write_program(tmp_path, body)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    timeouts = replace(QUICK, after_failure=0.1, after_kill=0.5)
+    jobs = []
+    for node in (0, 1):
+        folder = tmp_path / f"run-{node}"
+        folder.mkdir()
+        where = RendezvousSpec("2", node, "127.0.0.1", port)
+        command = AgentCommand(program, 1, str(folder), where, cwd=str(tmp_path))
+        watcher = LetsTheOtherHostEnd(folder, tmp_path / "go") if node == 0 else Silent()
+        jobs.append(Supervisor(command, child_environment(), watcher, timeouts=timeouts))
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(Supervisor.run, jobs, timeout=LIMIT))
+    assert outcomes == [LaunchResult(0), LaunchResult(0)]

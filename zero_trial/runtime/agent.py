@@ -1,7 +1,7 @@
 """torch.distributed.run under the supervisor: ``python -m zero_trial.runtime.agent RECORD ARGUMENTS-OF-TORCHRUN``.
 
-It starts the ranks of one host and meets the agents of other hosts, as torch's own command does. Beside the log for people it
-writes RECORD: whether it has begun to end its ranks, and which of them failed, the first failure in front.
+It starts the ranks of one host and meets the agents of other hosts, as torch's own command does. For the supervisor it also
+writes RECORD: whether it has begun to end its ranks, and which of them failed, in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from zero_trial.errors import StorageError
@@ -33,23 +33,24 @@ def main(argv: Sequence[str]) -> None:
 
 
 def note_closing(record: Path) -> None:
-    """Make the agent write down that it ends its ranks, before it waits for them; torch has no other hook for that.
+    """Make torch's agent write down that it ends its ranks, before it waits for them; torch has no hook for that.
 
-    torch also closes after a success, when all ranks of this host have ended and other hosts may still work: that is not noted.
+    ``SubprocessContext.close`` is also called after a success, when all ranks of this host have ended and other hosts may
+    still work: nothing is written then, or the supervisor would take a rank that left by ``os._exit(0)`` for a killed one.
     """
-    close = SubprocessContext._close
+    close = SubprocessContext.close
 
     def noted(self: SubprocessContext, *args: Any, **options: Any) -> None:
-        if any(handler.proc.poll() is None for handler in (self.subprocess_handlers or {}).values()):
-            with suppress(StorageError):
+        if any(handler.proc.poll() is None for handler in self.subprocess_handlers.values()):
+            with suppress(StorageError):  # a full disk does not keep the ranks alive
                 write_agent(record, AgentRecord(closing=True))
         close(self, *args, **options)
 
-    setattr(SubprocessContext, "_close", noted)  # noqa: B010 - mypy would not let a method be assigned
+    setattr(SubprocessContext, "close", noted)  # noqa: B010 - mypy would not let a method be assigned
 
 
 def failures_of(error: ChildFailedError) -> tuple[RankExit, ...]:
-    """How the failed ranks ended: the first one, then those that ended because of it."""
+    """Return how the failed ranks ended: the first one, then those that ended because of it."""
     _, first = error.get_first_failure()
     others = [failure for failure in error.failures.values() if failure is not first]
     return tuple(RankExit(failure.local_rank, failure.pid, failure.exitcode) for failure in (first, *others))

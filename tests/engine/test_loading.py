@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
+from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -13,6 +17,7 @@ from torch import nn
 import zero_trial
 from tests.support.pool import Pools
 from zero_trial.checkpoint import Slice, save_checkpoint
+from zero_trial.comm import rank_and_size
 from zero_trial.engine.loading import load_state
 from zero_trial.engine.saving import COUNTERS
 from zero_trial.errors import CheckpointError
@@ -97,17 +102,61 @@ def test_a_tag_is_taken_as_text(tmp_path: Path, tag: Any) -> None:
     assert engine.load_checkpoint(tmp_path, tag=tag)[0] == str(tmp_path / str(tag))
 
 
-def saved_by_each_rank(folder: str) -> None:
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": 2})
+@dataclass
+class Draws:
+    """What one rank drew from each generator after it had saved or loaded, and the warnings of the load."""
+
+    values: dict[str, float]
+    warnings: list[str] = field(default_factory=list)
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def draw() -> dict[str, float]:
+    return {"torch": torch.rand(()).item(), "random": random.random(), "numpy": numpy.random.rand()}
+
+
+def saved_and_drawn(folder: str, shared: bool) -> Draws:
+    rank, size = rank_and_size()
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": size})
+    seed_all(7 if shared else 100 + rank)
     engine.save_checkpoint(folder, "a")
+    return Draws(draw())
 
 
-def test_another_number_of_ranks_names_the_generators_that_start_afresh(
-    ranks: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def loaded_and_drawn(folder: str) -> Draws:
+    rank, size = rank_and_size()
+    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG | {"train_batch_size": size})
+    seed_all(1000 + rank)
+    handler = MemoryHandler(1000)
+    logging.getLogger("zero_trial").addHandler(handler)
+    engine.load_checkpoint(folder, "a")
+    logging.getLogger("zero_trial").removeHandler(handler)
+    return Draws(draw(), [record.getMessage() for record in handler.buffer])
+
+
+def from_seed(seed: int) -> dict[str, float]:
+    seed_all(seed)
+    return draw()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 2)])
+def test_random_generators_on_another_number_of_ranks(
+    ranks: Pools, tmp_path: Path, before: int, after: int, shared: bool
 ) -> None:
-    ranks(2).run(saved_by_each_rank, str(tmp_path))
-    engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
-    with caplog.at_level(logging.WARNING, "zero_trial"):
-        engine.load_checkpoint(tmp_path, "a")
-    (line,) = [text for text in caplog.messages if "checkpoint of 2 ranks loaded on 1" in text]
-    assert all(name in line for name in ("torch", "random", "numpy"))
+    """Rank r takes the state of saved rank r. A rank that was not there takes what all ranks shared, or starts from its seed."""
+    saved = [one.values for one in ranks(before).run(saved_and_drawn, str(tmp_path), shared)]
+    loaded = ranks(after).run(loaded_and_drawn, str(tmp_path))
+    for rank, found in enumerate(loaded):
+        expected = saved[min(rank, before - 1)] if rank < before or shared else from_seed(1000 + rank)
+        assert found.values == expected, rank
+    warned = [text for found in loaded for text in found.warnings if f"of {before} ranks loaded on {after}" in text]
+    if before < after and not shared:
+        assert len(warned) == 1 and all(name in warned[0] for name in ("torch", "random", "numpy"))
+    else:
+        assert warned == []

@@ -12,8 +12,10 @@ from tests.sharding.parts import add_optimizer, make_model, mesh_for, optimizer_
 from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
+from zero_trial.sharding import model as sharded_model
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.plan import Lifetime
 
 FREE_ALL = ShardingSettings(limits=GroupingLimits(persistence=0))
 
@@ -38,6 +40,36 @@ def test_a_model_is_sharded_and_trains_as_before() -> None:
     assert model.frees_parameters
     losses = [step(model, 0) for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
+
+
+class Normed(nn.Module):
+    """A weight whose group is freed, small ones that always live, a frozen one, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.frozen = nn.Linear(16, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.norm(self.deep(x)))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_module_without_hooks_is_in_one_place(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its device, or all of it on the host where the device may not hold it; here all memory that there was stands for a device."""
+    module = Normed()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    model = make_model(module, stage, settings=ShardingSettings(limits=GroupingLimits(persistence=20)))
+    if stage == 3:
+        assert {group.plan.params for group in model.groups} == {Lifetime.ALWAYS, Lifetime.USE}
+    tensors = [*module.parameters(), *module.buffers()]
+    there = [tensor.detach() for tensor in [*tensors, *model.buffers()]]
+    on_device = {tensor.untyped_storage()._cdata for tensor in there}  # kept by ``there``, so none comes again
+    monkeypatch.setattr(sharded_model, "on_host", lambda tensor: tensor.untyped_storage()._cdata not in on_device)
+    model.remove_hooks()
+    assert [tensor.untyped_storage()._cdata in on_device for tensor in tensors] == [stage < 3] * len(tensors)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 # --- persistent bytes ---------------------------------------------------------------------------------------------

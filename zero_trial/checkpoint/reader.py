@@ -33,6 +33,10 @@ class CheckpointReader:
         """name -> shape of every stored tensor."""
         return {name: entry.shape for name, entry in self.manifest.tensors.items()}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a stored tensor."""
+        return dtype_of(self.manifest.tensors[name].dtype)
+
     def verify(self, index: int = 0, count: int = 1) -> None:
         """Read every ``count``-th file from the ``index``-th on and compare its SHA-256: ranks can share the work.
 

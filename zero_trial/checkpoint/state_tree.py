@@ -14,7 +14,7 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -140,10 +140,13 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
 # The state of this process's random generators: torch (CPU and one CUDA device), numpy, random.
 
 
-def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Plain values and tensors, for ``tree.encode``. ``device``: the CUDA device of this rank, if any.
+GENERATORS = ("torch", "cuda", "random", "numpy")
 
-    numpy's global generator is included if numpy is loaded: otherwise nobody has drawn from it.
+
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the state of each generator, as ``encode_state`` takes it. ``device``: the CUDA device of this rank, if any.
+
+    numpy's global generator is included if numpy is loaded: otherwise nothing has drawn from it.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -160,22 +163,30 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> list[str]:
-    """Put back what ``capture_rng`` took; the names of generators that this process does not have are returned.
+def restore_rng(
+    state: Mapping[str, Any], device: torch.device | None = None, only: Collection[str] = GENERATORS
+) -> list[str]:
+    """Put back what ``capture_rng`` took, and return the names of generators that this process does not have.
+
+    Args:
+        device: the CUDA device of this rank, if any.
+        only: the generators to restore; the others stay as they are.
 
     Raises CheckpointError for a state that is not one.
     """
     left_out = []
     try:
-        torch.set_rng_state(state["torch"].cpu())
-        python = state["random"]
-        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        if "cuda" in state:
+        if "torch" in only:
+            torch.set_rng_state(state["torch"].cpu())
+        if "random" in only:
+            python = state["random"]
+            random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        if "cuda" in state and "cuda" in only:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_rng_state(state["cuda"].cpu(), device)
             else:
                 left_out.append("cuda")
-        if "numpy" in state and not _restore_numpy(state["numpy"]):
+        if "numpy" in state and "numpy" in only and not _restore_numpy(state["numpy"]):
             left_out.append("numpy")
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as fault:
         raise CheckpointError(

@@ -291,6 +291,9 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Remove all hooks, so that the module is an ordinary one again; close monitors; drop offloaded state. Collective over shard.
 
+        Afterwards the module is on the device where it was trained; at stage 3 it is in the host's memory, all of it, since
+        the device may not hold it at once.
+
         All that can be closed is closed, also where a disk has failed and the module cannot be whole again: then StorageError comes at the end.
         """
         with ExitStack() as last_first:

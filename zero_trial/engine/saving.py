@@ -23,7 +23,7 @@ from torch import nn
 
 from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.checkpoint.export import write_weights
-from zero_trial.checkpoint.format import dtype_name
+from zero_trial.checkpoint.format import dtype_name, dtype_of
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.comm import AxisComm, Mesh
 from zero_trial.comm.failures import fail_together, raise_together
@@ -309,18 +309,25 @@ def _own_state(engine: CheckpointedEngine) -> dict[str, Any]:
 
 
 def _whole_model(engine: CheckpointedEngine, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Join the state dicts of all pipeline stages; a tied weight is the same in each. Collective over pipe."""
-    pipe, whole = engine.mesh.pipe, dict(own)
-    facts = {
-        name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type == "cpu"]
-        for name, value in own.items()
-    }
+    """Join the state dicts of all pipeline stages on the first; a tied weight is the same in each. Collective over pipe.
+
+    One tensor travels at a time. Where the pipe's backend takes no tensors of the host (NCCL alone), it passes through the device.
+    """
+    pipe = engine.mesh.pipe
+    if pipe.size == 1:
+        return own
+    whole = dict(own)
+    facts = {name: [dtype_name(value.dtype), list(value.shape), value.is_cpu] for name, value in own.items()}
     for stage, theirs in enumerate(pipe.gather_json(facts, "parts of the model")):
         for name, (dtype, shape, on_host) in theirs.items():
-            mine, device = stage == pipe.index, "cpu" if on_host else engine.device
-            value = own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            device = torch.device("cpu") if on_host and pipe.takes_host_tensors else engine.device
+            mine = stage == pipe.index
+            value = (
+                own[name].to(device).contiguous() if mine else torch.empty(shape, dtype=dtype_of(dtype), device=device)
+            )
             pipe.broadcast(value, name, stage)
-            whole[name] = value
+            if pipe.index == 0:
+                whole[name] = value.cpu()
     return whole
 
 

@@ -133,7 +133,9 @@ def _training(events: Sequence[Record]) -> tuple[Series | None, tuple[Series, ..
 def _validations(folder: Path, events: Sequence[Record]) -> list[tuple[Any, dict[str, Any]]]:
     """Step and metrics of each validation that counts; from metrics.jsonl, or from the events where that is missing."""
     starts = [event for event in events if event.get("kind") == "start"]
-    reports = [line for line in read_lines(RunFolder(folder).metrics) if line.get("group") == "validation"]
+    reports: list[Record] = [
+        line for line in read_lines(RunFolder(folder).metrics) if line.get("group") == "validation"
+    ]
     if not reports:
         reports = [event for event in events if event.get("kind") == "validation"]
     merged = in_force(sorted([*starts, *reports], key=lambda record: record.get("time") or 0.0))

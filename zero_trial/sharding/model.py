@@ -236,14 +236,16 @@ class ShardedModel:
         return [*of_groups, *(grad_buffer.full for grad_buffer in self.grad_buffers), *pooled]
 
     def remove_hooks(self) -> None:
-        """Takes every hook off the module; its parameters become whole, ordinary parameters again. Collective over shard.
+        """Remove every hook from the module; its parameters become whole, ordinary parameters again. Collective over shard.
 
-        Parameters that did not always live are in the host's memory then: group by group, for the device may not hold them all at once.
+        Where the plan frees parameters, the whole module (also what always lived, and its buffers) is in the host's memory
+        afterwards: it goes there group by group, since the device may not hold it at once. Else it stays on its device.
         """
+        to_host = self.frees_parameters and not all(on_host(group.full) for group in self.groups)
         self.wait()
         for group in self.groups:
             group.unshard()
-            if group.plan.params is not Lifetime.ALWAYS and group.full.device.type != "cpu":
+            if to_host:
                 values = [param.detach().to("cpu", copy=True) for param in group.params]
                 group.reshard(stale=True)
                 for param, value in zip(group.params, values, strict=True):
@@ -256,6 +258,16 @@ class ShardedModel:
             if group.offloaded is not None:
                 group.offloaded.close()
         forget_owner(self._params())
+        if to_host:
+            in_groups = {id(param) for param in self._params()}
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                if id(tensor) not in in_groups and not on_host(tensor):
+                    tensor.data = tensor.detach().to("cpu", copy=True)
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is in the host's memory."""
+    return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def test_what_one_process_has() -> None:
 def test_the_step_is_the_contexts() -> None:
     state = RankState(context=ZeroTrialContext(InMemoryPlatform(), fake_factory()))
     assert state.step is None and state.context is not None
-    state.context.position = TrainPosition(5, 10)
+    state.context.set_position(TrainPosition(5, 10))
     assert state.step == 5
 
 

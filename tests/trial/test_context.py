@@ -14,6 +14,7 @@ from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.trial import ModelParallelUnit, ZeroTrialContext, make_data_parallel_mpu
+from zero_trial.trial.controller import calls_per_step
 
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}
 
@@ -38,7 +39,7 @@ def test_initialize_does_it_all_in_one_call() -> None:
     assert around.engines == [made] and made.lr == 0.5
     assert (around.get_global_batch_size(), around.get_per_slot_batch_size()) == (6, 6)
     assert (around.get_train_micro_batch_size_per_gpu(), around.get_num_micro_batches_per_slot()) == (2, 3)
-    assert around.mpu == ModelParallelUnit(0, 1, True, True) and around.calls_per_step == 3
+    assert around.mpu == ModelParallelUnit(0, 1, True, True) and calls_per_step(around) == 3
     assert around.parameters == 3 and around.ds_configs[0].train_batch_size == 6
     [note] = around.platform.record.events  # type: ignore[attr-defined]
     assert note["message"] == "global batch 6 = micro 2 x accumulation 3 x data-parallel ranks 1"
@@ -177,5 +178,5 @@ def test_an_engine_of_a_pipeline_says_where_the_ends_are() -> None:
         around, made = context(), BothEnds(torch.nn.Linear(2, 1), DS_CONFIG)
         made.mpu = grid
         around.wrap_model_engine(made)
-        assert around.use_pipeline_parallel and around.calls_per_step == 1
+        assert around.use_pipeline_parallel and calls_per_step(around) == 1
         assert (around.mpu.should_report_metrics, around.mpu.should_build_data_loader) == duties

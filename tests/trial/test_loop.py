@@ -8,7 +8,7 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
 from zero_trial.errors import TrialError
-from zero_trial.trial.controller import skips_from_here
+from zero_trial.trial.controller import watch_skips
 from zero_trial.trial.trial import fitted
 
 TWICE = {"gradient_accumulation_steps": 2}
@@ -102,7 +102,7 @@ def test_whether_a_step_was_skipped_can_be_asked_later(kind: type[Counting]) -> 
     """A trial's step may be several of an engine; what later ones do does not change the answer."""
     engine, answers = kind(), []
     for skips in ((False, False), (False, True), (True,), (False,), ()):
-        after = skips_from_here(engine)
+        after = watch_skips(engine)
         for skip in skips:
             engine.step(skip=skip)
         answers.append(after())

@@ -58,6 +58,16 @@ class ScriptContext(ZeroTrialContext):
         self.state = state
         self.outcome: Outcome | None = None  # of the last fit
 
+    def start_from(self, checkpoint: str | Path) -> None:
+        """Let the next fit start from this checkpoint."""
+        self.platform = self.platform.started_from(checkpoint, self.note)
+
+    def end_with(self, outcome: Outcome) -> None:
+        """Keep how a fit ended. The next one goes on from its checkpoint: it repeats no steps and no reports."""
+        self.outcome = outcome
+        if outcome.checkpoint is not None:
+            self.platform = self.platform.resumed_at(outcome.checkpoint, outcome.step)
+
 
 @contextmanager
 def init(
@@ -234,7 +244,7 @@ class Trainer:
         """
         context = self._context
         if latest_checkpoint is not None:
-            context.platform = context.platform.started_from(latest_checkpoint, context.note)
+            context.start_from(latest_checkpoint)
         given = {
             "checkpoint_period": checkpoint_period,
             "validation_period": validation_period,
@@ -248,9 +258,7 @@ class Trainer:
         if profiling_enabled and not context.platform.profile_system():
             context.note("profiling_enabled: this machine's load is reported on a cluster only")
         outcome = Controller(self._trial, context, settings).run()
-        context.outcome = outcome
-        if outcome.checkpoint is not None:  # the next fit neither repeats these steps nor reports them twice
-            context.platform = context.platform.resumed_at(outcome.checkpoint, outcome.step)
+        context.end_with(outcome)
         trained = Trained(outcome, self._trial, context, context.state.watch)
         if isinstance(context.platform, LocalPlatform):
             finish_folder(trained, context.platform, shlex.join(["python", *sys.argv]))

@@ -108,14 +108,13 @@ class ZeroTrialContext:
         self.check_reproducibility = True
         self.ds_configs: list[DsConfig] = []  # of the engines made by ``initialize``, as they were used
         self.parameters = 0  # of the models given to ``initialize``, counted before they are sharded
-        self.weights_only = False  # the checkpoint to load is another trial's
-        self.position: TrainPosition | None = None
+        self.weights_only = False  # see use_weights_only
+        self.tensorboard = TensorBoardLog(platform)
+        self._position: TrainPosition | None = None
         self._mpu: ModelParallelUnit | None = None
         self._mpu_given = False
         self._mover = DeviceMover(self.note)
         self._stop = False
-        self._tensorboard = True
-        self._writer: Any = None
 
     # The experiment
 
@@ -155,11 +154,8 @@ class ZeroTrialContext:
         return self.platform.steps_completed
 
     def get_tensorboard_path(self) -> Path:
-        path = self.platform.tensorboard_path
-        if path is None:
-            raise ConfigError("this platform keeps no TensorBoard files", where="get_tensorboard_path")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        """Return the folder of this trial's TensorBoard files."""
+        return self.tensorboard.path()
 
     def note(self, text: str, **more: Any) -> None:
         """A line for the person who watches, and ``more`` for whoever reads the events; rank 0's only."""
@@ -280,11 +276,6 @@ class ZeroTrialContext:
         """Samples per optimizer step of one replica."""
         return self.get_train_micro_batch_size_per_gpu() * self.get_num_micro_batches_per_slot()
 
-    @property
-    def calls_per_step(self) -> int:
-        """How often ``train_batch`` is called for one optimizer step."""
-        return self.get_num_micro_batches_per_slot() if self.auto_accumulation and not self.use_pipeline_parallel else 1
-
     # Switches
 
     def disable_auto_grad_accumulation(self) -> None:
@@ -338,53 +329,55 @@ class ZeroTrialContext:
 
     # Position
 
-    def _position(self) -> TrainPosition:
-        if self.position is None:
+    @property
+    def position(self) -> TrainPosition | None:
+        """Where the run is; None before training."""
+        return self._position
+
+    def set_position(self, position: TrainPosition) -> None:
+        """For the controller: training is here now."""
+        self._position = position
+
+    def use_weights_only(self) -> None:
+        """For the controller: the checkpoint to load is another trial's, so only its weights are taken."""
+        self.weights_only = True
+
+    def _started(self) -> TrainPosition:
+        if self._position is None:
             raise TrialError(
                 "training has not started", where="ZeroTrialContext", fix="Ask inside train_batch or a callback."
             )
-        return self.position
+        return self._position
 
     def is_epoch_start(self) -> bool:
-        return self._position().is_epoch_start
+        """Return whether the next step is the first of its epoch."""
+        return self._started().is_epoch_start
 
     def is_epoch_end(self) -> bool:
-        return self._position().is_epoch_end
+        """Return whether the next step is the last of its epoch."""
+        return self._started().is_epoch_end
 
     def current_train_epoch(self) -> int:
-        return self._position().epoch
+        """Return the index of the epoch that the next step belongs to, from 0."""
+        return self._started().epoch
 
     def current_train_batch(self) -> int:
-        """Optimizer steps complete, from the start of the trial."""
-        return self._position().step
+        """Return the number of optimizer steps that are complete, from the start of the trial."""
+        return self._started().step
 
     # TensorBoard
 
     def get_enable_tensorboard_logging(self) -> bool:
-        return self._tensorboard
+        """Return whether reported metrics also go to the TensorBoard writer."""
+        return self.tensorboard.enabled
 
     def set_enable_tensorboard_logging(self, enable: bool) -> None:
-        """Whether reported metrics also go to the writer, once ``get_tensorboard_writer`` has made one."""
-        self._tensorboard = enable
-
-    @property
-    def tensorboard_writer(self) -> Any:
-        """The writer, if there is one and logging is on."""
-        return self._writer if self._tensorboard else None
+        """Choose whether reported metrics also go to the writer, once ``get_tensorboard_writer`` has made one."""
+        self.tensorboard.enable(enable)
 
     def get_tensorboard_writer(self) -> Any:
-        """A torch SummaryWriter in the run's folder."""
-        if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ConfigError(
-                    "tensorboard is not installed",
-                    where="get_tensorboard_writer",
-                    fix="pip install 'zero_trial[tensorboard]'",
-                ) from None
-            self._writer = SummaryWriter(str(self.get_tensorboard_path()))
-        return self._writer
+        """Return a torch SummaryWriter in the run's folder."""
+        return self.tensorboard.writer()
 
 
 def count_parameters(model: Any) -> int:
@@ -448,3 +441,46 @@ class Profiling:
     ) -> None:
         if self._profile is not None:
             self._profile.__exit__(kind, error, trace)
+
+
+class TensorBoardLog:
+    """A trial's TensorBoard files: reported metrics go there if the trial has made a writer and has not disabled it."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.enabled = True
+        self._platform = platform
+        self._writer: Any = None
+
+    def enable(self, enable: bool) -> None:
+        self.enabled = enable
+
+    def path(self) -> Path:
+        """Make and return the folder. Raises ConfigError where the platform keeps no TensorBoard files."""
+        path = self._platform.tensorboard_path
+        if path is None:
+            raise ConfigError("this platform keeps no TensorBoard files", where="get_tensorboard_path")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def writer(self) -> Any:
+        """Return a torch SummaryWriter, made by the first call."""
+        if self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ConfigError(
+                    "tensorboard is not installed",
+                    where="get_tensorboard_writer",
+                    fix="pip install 'zero_trial[tensorboard]'",
+                ) from None
+            self._writer = SummaryWriter(str(self.path()))
+        return self._writer
+
+    def add(self, group: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the scalars among ``metrics``, if there is a writer and logging is enabled."""
+        if self._writer is None or not self.enabled:
+            return
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+        self._writer.flush()

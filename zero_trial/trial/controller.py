@@ -1,13 +1,12 @@
-"""The loop around a trial: a step, what is due after it, and the end, all at boundaries of one global step counter."""
+"""The loop around a trial: train, report, validate, save, stop, at boundaries of one global step counter."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from zero_trial.errors import ConfigError, InvalidHP, TrialError
 from zero_trial.trial.callbacks import TrialCallback
 from zero_trial.trial.checkpointing import Checkpointer, TrialSnapshot
 from zero_trial.trial.context import ZeroTrialContext
-from zero_trial.trial.data import TrainFeed, data_position, open_train_data
+from zero_trial.trial.data import TrainData, TrainFeed, data_position, open_train_data
 from zero_trial.trial.metrics import COUNTERS, mean_over_calls, training_metrics, without_counters
-from zero_trial.trial.reporting import Clock, End, MetricReporter, Outcome, Overflowed, write_tensorboard
+from zero_trial.trial.reporting import Clock, End, MetricReporter, Outcome, Overflowed
 from zero_trial.trial.settings import UNENDING, TrainPosition, TrainSettings, is_boundary, total_steps
 from zero_trial.trial.trial import ZeroTrial, fitted
 from zero_trial.trial.validation import Validator
@@ -26,19 +25,19 @@ from zero_trial.trial.validation import Validator
 
 @dataclass(frozen=True)
 class Score:
-    """``metric`` None: nothing is scored."""
+    """The searcher's metric, by which checkpoints are compared; ``metric`` None: they are not."""
 
     metric: str | None
     smaller_is_better: bool = True
 
     def of(self, metrics: Mapping[str, Any]) -> float | None:
-        """The metric's value. Raises ConfigError, naming what there is, if it is missing or no scalar."""
+        """Return the metric's value. Raises ConfigError if it is missing or not a scalar."""
         if self.metric is None:
             return None
         value = metrics.get(self.metric)
         if value is not None and not isinstance(value, (int, float)):
             raise ConfigError(
-                f"searcher.metric {self.metric!r} is no scalar",
+                f"searcher.metric {self.metric!r} is not a scalar",
                 where="searcher.metric",
                 got=f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__,
                 expected="one number",
@@ -54,7 +53,7 @@ class Score:
         return float(value)
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """Whether ``value`` beats ``best``; anything beats nothing, and nan beats nothing at all."""
+        """Return whether ``value`` beats ``best``. Anything beats None; nan beats nothing."""
         if math.isnan(value):
             return False
         if best is None or math.isnan(best):
@@ -62,38 +61,31 @@ class Score:
         return value < best if self.smaller_is_better else value > best
 
 
-# One optimizer step of a trial: call ``train_batch`` as often as the accumulation says, and check that it did its
-# work.
-
-
-Metrics = dict[str, torch.Tensor]
-
-
 class StepRunner:
-    """Runs steps; holds nothing but what it calls."""
+    """One optimizer step of a trial: call ``train_batch`` as often as the accumulation says, and check that it trained."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext, feed: TrainFeed | None) -> None:
         self._call = fitted(trial.train_batch)
         self._context = context
         self._feed = feed
-        self._calls = context.calls_per_step
+        self._calls = calls_per_step(context)
 
-    def run(self, step: int, epoch: int) -> tuple[Metrics, Overflowed]:
-        """Step number ``step`` (from 0): its metrics, averaged over micro-batches, and what tells whether a loss scale
-        was too high.
+    def run(self, step: int, epoch: int) -> tuple[dict[str, torch.Tensor], Overflowed]:
+        """Run step number ``step`` (from 0).
 
-        The metrics are empty on ranks that do not report. To be told may wait for the device: ask when it matters.
+        Returns its metrics, averaged over micro-batches (empty on ranks that do not report), and a function that tells
+        whether a loss scale skipped the step. Calling that may wait for the device: call it only when it matters.
         """
         engines = self._context.engines
         where = f"rank {self._context.distributed.rank}, step {step + 1}"
         before = [engine.micro_steps for engine in engines]
-        skips = [skips_from_here(engine) for engine in engines if scales_its_loss(engine)]
+        skips = [watch_skips(engine) for engine in engines if scales_its_loss(engine)]
         outputs = [self._call(self._feed, epoch, step) for _ in range(self._calls)]
         self._check_accumulation(before, where)
-        asked = [after() for after in skips]
+        skipped = [after() for after in skips]
 
         def overflowed() -> bool:
-            return any(ask() for ask in asked)
+            return any(ask() for ask in skipped)
 
         if not self._context.mpu.should_report_metrics:
             return {}, overflowed
@@ -120,17 +112,24 @@ class StepRunner:
                 )
 
 
+def calls_per_step(context: ZeroTrialContext) -> int:
+    """Return how often ``train_batch`` is called for one optimizer step."""
+    if context.use_pipeline_parallel or not context.auto_accumulation:
+        return 1
+    return context.get_num_micro_batches_per_slot()
+
+
 def scales_its_loss(engine: Any) -> bool:
-    """Whether a skipped step is the ordinary work of a loss scale (fp16), and no sign of trouble."""
-    asked = getattr(engine, "fp16_enabled", None)
-    return bool(asked()) if callable(asked) else False
+    """Return whether the engine scales its loss (fp16), so that a skipped step is not an error."""
+    enabled = getattr(engine, "fp16_enabled", None)
+    return bool(enabled()) if callable(enabled) else False
 
 
-def skips_from_here(engine: Any) -> Callable[[], Overflowed]:
-    """To be called when some steps have been made: what tells, then or later, whether one of them was skipped.
+def watch_skips(engine: Any) -> Callable[[], Overflowed]:
+    """Return a function to call after some steps; it returns one that tells whether any of these steps was skipped.
 
-    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only when somebody wants to
-    know; another one's count is read at both ends.
+    An engine that knows the numbers of its skipped steps (``skipped_between``) is asked only by the last call, which may
+    wait for the device. The count of another engine is read at both ends.
     """
     between = getattr(engine, "skipped_between", None)
     if not callable(between):
@@ -150,11 +149,8 @@ def skips_from_here(engine: Any) -> Callable[[], Overflowed]:
     return numbered
 
 
-# The loop around a trial: train, report, validate, save, stop, each at boundaries of the one global step counter.
-
-
 class Due(Enum):
-    """What a step can be the boundary of."""
+    """What is due at a boundary."""
 
     REPORT = "report"
     VALIDATE = "validate"
@@ -172,22 +168,18 @@ class Controller:
         self._settings = settings
         self._clock = clock
         self._callbacks = _checked(trial.build_callbacks())
-        self._checkpointer = Checkpointer(trial, context, self._callbacks)
-        self._state = TrialSnapshot(trial_id=context.platform.trial_id)
-        self._score = Score(settings.metric, settings.smaller_is_better)
-        self._saved: tuple[int, str] | None = None  # step and storage id of the newest checkpoint
 
     def run(self) -> Outcome:
-        """Collective. Trains to the end, or to where the platform or the trial wants to stop; saved in every case.
+        """Collective. Train to the end, or until the platform or the trial wants to stop; save in every case.
 
-        Raises InvalidHP, Diverged and all that user code raises; an InvalidHP is posted to the platform first.
-        Nothing is saved then: the other ranks may be in the middle of a step.
+        Raises InvalidHP (reported to the platform first), Diverged, and all that user code raises. Nothing is saved then:
+        the other ranks may be in the middle of a step.
         """
         failing = True
         try:
-            self._set_up()
+            loop = self._open_loop()
             with self._context.profiling:
-                outcome = self._train()
+                outcome = loop.run()
             failing = False
             return outcome
         except InvalidHP:
@@ -196,91 +188,118 @@ class Controller:
         finally:
             self._shut_down(failing)
 
+    def _open_loop(self) -> TrainLoop:
+        """Collective. Build the loaders first and load the engines last: loading restores the random state."""
+        context = self._context
+        context.get_train_micro_batch_size_per_gpu()  # raises where there is no engine
+        storage_id = context.platform.latest_checkpoint
+        state = TrialSnapshot(trial_id=context.platform.trial_id)
+        checkpointer = Checkpointer(self._trial, context, self._callbacks)
+        with checkpointer.open(storage_id) as opened:
+            if opened is not None and opened[1].trial_id == state.trial_id:
+                state = opened[1]
+            elif opened is not None:
+                context.use_weights_only()
+                context.note(f"the checkpoint is of another trial ({opened[1].trial_id}): only its weights are used")
+            data = open_train_data(self._trial, context, state.resume(context.distributed.rank))
+            loop = TrainLoop(
+                self._trial,
+                context,
+                self._settings,
+                self._callbacks,
+                checkpointer,
+                state,
+                data,
+                storage_id,
+                self._clock,
+            )
+            loop.announce()
+            for callback in self._callbacks.values():
+                callback.on_trial_startup(state.step, storage_id)
+            if opened is not None:
+                checkpointer.load(*opened)
+        return loop
+
     def _shut_down(self, failing: bool) -> None:
-        """Every callback hears of the end. What one of them raises ends the run, but does not hide what has ended it already."""
+        """Call every callback's ``on_trial_shutdown``. An error in one ends the run, unless the run is failing already."""
         raised: list[Exception] = []
         for name, callback in self._callbacks.items():
             try:
                 callback.on_trial_shutdown()
-            except Exception as error:  # the user's code; the others are to be told all the same
+            except Exception as error:  # the user's code; the other callbacks are called nevertheless
                 raised.append(error)
                 self._context.note(f"on_trial_shutdown of the callback {name} failed: {type(error).__name__}: {error}")
         if raised and not failing:
             raise raised[0]
 
-    # Setting up
 
-    def _set_up(self) -> None:
-        """Loaders and iterators are made first and the engines loaded last: loading restores the random state."""
-        context = self._context
-        context.get_train_micro_batch_size_per_gpu()  # there is an engine
-        storage_id = context.platform.latest_checkpoint
-        with self._checkpointer.open(storage_id) as opened:
-            if opened is not None:
-                self._take_state(opened[1])
-            self._data = open_train_data(self._trial, context, self._state.resume(context.distributed.rank))
-            self._state.epoch_length = self._data.epoch_length
-            self._validator = Validator(
-                self._trial, context, list(self._callbacks.values()), self._settings.validation_batches
-            )
-            if self._score.metric is not None and not self._validator.enabled:
-                context.note(
-                    f"searcher.metric {self._score.metric!r} is never reported: the trial has no evaluate_batch"
-                )
-            self._total = total_steps(self._settings.max_length, self._state.epoch_length)
-            context.position = TrainPosition(self._state.step, self._state.epoch_length)
-            self._reporter = MetricReporter(
-                context, list(self._callbacks.values()), self._total, self._state.step, self._clock
-            )
-            self._reporter.tokens_per_sample = self._trial.tokens_per_sample
-            self._reporter.window = {name: (value, count) for name, (value, count) in self._state.window.items()}
-            self._reporter.last_checkpoint = storage_id
-            self._announce(storage_id)
-            for callback in self._callbacks.values():
-                callback.on_trial_startup(self._state.step, storage_id)
-            if opened is not None:
-                self._load(opened[0], opened[1], storage_id)
+class TrainLoop:
+    """Trains one trial on one rank from ``state`` on: train, report, validate, save, stop.
 
-    def _take_state(self, state: TrialSnapshot) -> None:
-        if state.trial_id == self._context.platform.trial_id:
-            self._state = state
-        else:
-            self._context.weights_only = True
-            self._context.note(f"the checkpoint is of another trial ({state.trial_id}): only its weights are used")
+    Collective: the constructor builds the validation loader. ``storage_id`` is the checkpoint that the run starts from.
+    """
 
-    def _load(self, path: Path, state: TrialSnapshot, storage_id: str | None) -> None:
-        self._checkpointer.load(path, state)
-        if not self._context.weights_only and storage_id is not None:
-            self._saved = (state.step, storage_id)
-        state.ranks = []
+    def __init__(
+        self,
+        trial: ZeroTrial,
+        context: ZeroTrialContext,
+        settings: TrainSettings,
+        callbacks: Mapping[str, TrialCallback],
+        checkpointer: Checkpointer,
+        state: TrialSnapshot,
+        data: TrainData,
+        storage_id: str | None,
+        clock: Clock,
+    ) -> None:
+        self._trial = trial
+        self._context = context
+        self._settings = settings
+        self._callbacks = list(callbacks.values())
+        self._checkpointer = checkpointer
+        self._data = data
+        self._state = replace(state, epoch_length=data.epoch_length, ranks=[])
+        self._score = Score(settings.metric, settings.smaller_is_better)
+        self._validator = Validator(trial, context, self._callbacks, settings.validation_batches)
+        if settings.metric is not None and not self._validator.enabled:
+            context.note(f"searcher.metric {settings.metric!r} is never reported: the trial has no evaluate_batch")
+        self._total = total_steps(settings.max_length, data.epoch_length)
+        context.set_position(TrainPosition(state.step, data.epoch_length))
+        self._reporter = MetricReporter(
+            context,
+            self._callbacks,
+            self._total,
+            state.step,
+            clock,
+            window=state.window,
+            tokens_per_sample=trial.tokens_per_sample,
+        )
+        self._last_checkpoint = storage_id
+        self._saved_step = state.step if storage_id is not None and not context.weights_only else None
 
-    def _announce(self, storage_id: str | None) -> None:
-        if self._context.distributed.rank == 0:
-            self._context.platform.progress.emit(
+    def announce(self) -> None:
+        """Emit the ``start`` event."""
+        state, context = self._state, self._context
+        if context.distributed.rank == 0:
+            context.platform.progress.emit(
                 {
                     "kind": "start",
-                    "step": self._state.step,
+                    "step": state.step,
                     "total_steps": self._total,
-                    "epoch_steps": self._state.epoch_length if self._state.epoch_length < UNENDING else None,
-                    "global_batch_size": self._context.get_global_batch_size(),
-                    "parameters": self._context.parameters,
-                    "resumed_from": storage_id,
-                    "resumed_from_step": self._state.step,
+                    "epoch_steps": state.epoch_length if state.epoch_length < UNENDING else None,
+                    "global_batch_size": context.get_global_batch_size(),
+                    "parameters": context.parameters,
+                    "resumed_from": self._last_checkpoint,
+                    "resumed_from_step": state.step,
                 }
             )
 
-    # Training
-
-    def _train(self) -> Outcome:
+    def run(self) -> Outcome:
+        """Collective. Train to the end, or to a boundary at which the run is asked to stop."""
         settings, state = self._settings, self._state
-        if (
-            settings.step_zero_validation
-            and state.step == 0
-            and state.last_validation is None
-            and self._validator.enabled
-        ):
+        fresh = state.step == 0 and state.last_validation is None
+        if settings.step_zero_validation and fresh and self._validator.enabled:
             self._validate()
-        for callback in self._callbacks.values():
+        for callback in self._callbacks:
             callback.on_training_start()
         first, end = state.step, End.COMPLETED
         runner = StepRunner(self._trial, self._context, self._data.feed)
@@ -292,14 +311,13 @@ class Controller:
                 end = self._boundary(due)
         self._reporter.stop()
         self._finish(end)
-        samples = (state.step - first) * self._context.get_global_batch_size()
         return Outcome(
             end,
             state.step,
             self._total,
             self._reporter.timer.seconds,
-            samples,
-            self._saved[1] if self._saved else None,
+            (state.step - first) * self._context.get_global_batch_size(),
+            self._last_checkpoint,
             state.initial_metrics,
             state.latest_metrics,
         )
@@ -307,15 +325,15 @@ class Controller:
     def _step(self, runner: StepRunner) -> None:
         position = TrainPosition(self._state.step, self._state.epoch_length)
         if position.is_epoch_start:
-            for callback in self._callbacks.values():
+            for callback in self._callbacks:
                 callback.on_training_epoch_start(position.epoch)
         metrics, overflowed = runner.run(position.step, position.epoch)
         self._state.step += 1
-        self._context.position = TrainPosition(self._state.step, self._state.epoch_length)
+        self._context.set_position(TrainPosition(self._state.step, self._state.epoch_length))
         self._reporter.add(self._state.step, metrics, overflowed)
         self._context.profiling.step()
         if position.is_epoch_end:
-            for callback in self._callbacks.values():
+            for callback in self._callbacks:
                 callback.on_training_epoch_end(position.epoch)
 
     def _due(self) -> set[Due]:
@@ -330,11 +348,8 @@ class Controller:
         return due | {Due.REPORT, Due.VALIDATE} if step == self._total else due
 
     def _boundary(self, due: set[Due]) -> End:
-        """Collective.
-
-        Everything that is due after the step that is complete now, in the order report, validate, save.
-        """
-        stop = self._reporter.exchange(self._state.step)
+        """Collective. Do what is due after the step that is complete now, in the order report, validate, save."""
+        stop = self._reporter.exchange(self._state.step, self._last_checkpoint)
         self._reporter.stop()
         if Due.REPORT in due:
             self._reporter.report(self._state.step)
@@ -343,7 +358,7 @@ class Controller:
             self._save()
         if due:
             self._context.platform.sync_tensorboard()
-        # Not at the end: a platform that is told of stopping would start a trial again that is complete.
+        # Not at the end: a platform that acknowledges a preemption would start a complete trial again.
         preempt = self._state.step < self._total and self._context.platform.preemption.should_preempt()
         self._reporter.start()
         if self._state.step < self._total and (preempt or stop):
@@ -351,17 +366,15 @@ class Controller:
         return End.COMPLETED
 
     def _finish(self, end: End) -> None:
-        """A run that completed is validated and saved at its last step; one that was stopped is saved."""
+        """Validate a run that is complete at its last step; save in every case."""
         if end is End.COMPLETED and self._validator.enabled and self._state.last_validation != self._state.step:
             self._validate()
         self._save()
         if self._context.distributed.rank == 0:
             self._context.platform.progress.report_progress(self._state.step / self._total)
 
-    # Validating and saving
-
     def _validate(self) -> bool:
-        """Collective. Validates and reports; whether the checkpoint policy wants a checkpoint of it."""
+        """Collective. Validate and report; return whether the checkpoint policy wants a checkpoint of this step."""
         context, state = self._context, self._state
         metrics = self._validator.run()
         taken = [name for name in COUNTERS if name in metrics]
@@ -370,38 +383,39 @@ class Controller:
         # The searcher's time metric is looked up among the validation metrics.
         metrics |= dict(zip(COUNTERS, (state.step, state.step // state.epoch_length), strict=True))
         value = self._score.of(metrics)
-        best = (
-            context.platform.best_validation() if context.distributed.rank == 0 else None
-        )  # before this one is reported
+        first = context.distributed.rank == 0
+        best = context.platform.best_validation() if first else None  # before this one is reported
         state.last_validation, state.latest_metrics = state.step, metrics
         state.initial_metrics = state.initial_metrics or metrics
-        if context.distributed.rank == 0:
+        if first:
             context.platform.metrics.report_validation_metrics(state.step, metrics)
             shown = {"step": state.step, "total_steps": self._total, "metrics": without_counters(metrics)}
             context.platform.progress.emit({"kind": "validation", **shown})
-            write_tensorboard(context, "validation", state.step, metrics)
-        self._validator.finish(dict(metrics))
+            context.tensorboard.add("validation", state.step, metrics)
+        for callback in self._callbacks:
+            callback.on_validation_end(dict(metrics))
         if self._settings.checkpoint_policy != "best" or value is None:
             return self._settings.checkpoint_policy == "all"
         return bool(context.distributed.broadcast(self._score.is_better(value, best)))
 
     def _save(self) -> None:
-        """Collective. A checkpoint of the step that is complete now, unless there is one."""
+        """Collective. Save a checkpoint of the step that is complete now, unless there is one."""
         state, settings = self._state, self._settings
-        if self._saved is not None and self._saved[0] == state.step:
+        if self._saved_step == state.step:
             return
         position = data_position(self._data.feed, self._context)
         state.samples, state.micro_batches = position.samples, position.micro_batches
         state.window = {name: list(entry) for name, entry in self._reporter.window.items()}
         value = self._score.of(state.latest_metrics) if state.last_validation == state.step else None
         value = None if value is None or math.isnan(value) else value
-        storage_id = self._checkpointer.save(state, position.loader, value, settings.keep, settings.smaller_is_better)
-        self._saved = (state.step, storage_id)
-        self._reporter.last_checkpoint = storage_id
+        self._last_checkpoint = self._checkpointer.save(
+            state, position.loader, value, settings.keep, settings.smaller_is_better
+        )
+        self._saved_step = state.step
 
 
 def _checked(callbacks: object) -> Mapping[str, TrialCallback]:
-    """What ``build_callbacks`` has returned. Raises TrialError for anything but callbacks by name."""
+    """Return what ``build_callbacks`` returned. Raises TrialError unless it is callbacks by name."""
     if isinstance(callbacks, Mapping) and all(hasattr(value, "on_trial_shutdown") for value in callbacks.values()):
         return callbacks
     values = callbacks.values() if isinstance(callbacks, Mapping) else [callbacks]

@@ -202,12 +202,19 @@ class MetricReporter:
     """Collects this rank's training metrics step by step, exchanges them, and reports."""
 
     def __init__(
-        self, context: ZeroTrialContext, callbacks: Sequence[TrialCallback], total: int, step: int, clock: Clock
+        self,
+        context: ZeroTrialContext,
+        callbacks: Sequence[TrialCallback],
+        total: int,
+        step: int,
+        clock: Clock,
+        *,
+        window: Mapping[str, Sequence[float]],
+        tokens_per_sample: int | None,
     ) -> None:
         self.timer = StepTimer(clock)
-        self.window: Sums = {}  # agreed sums since the last report; the same on every rank
-        self.tokens_per_sample: int | None = None
-        self.last_checkpoint: str | None = None
+        self.window = add_sums([window])
+        self._tokens_per_sample = tokens_per_sample
         self._overflows = 0  # steps in a row that were skipped with a loss that is not finite
         self._context = context
         self._callbacks = callbacks
@@ -242,10 +249,11 @@ class MetricReporter:
     def wants_exchange(self, step: int) -> bool:
         return step >= self._next
 
-    def exchange(self, step: int) -> bool:
-        """Collective. Joins the ranks' metrics since the last exchange; whether some rank wants to stop.
+    def exchange(self, step: int, last_checkpoint: str | None) -> bool:
+        """Collective. Join the ranks' metrics since the last exchange; return whether some rank wants to stop.
 
-        Raises Diverged on every rank if any rank's loss was not finite unless a loss scale explains it.
+        Raises Diverged, naming ``last_checkpoint``, on every rank if any rank's loss was not finite and no loss scale
+        explains it.
         """
         count = len(self._steps)
         sums, broken = self._read_steps()
@@ -257,7 +265,7 @@ class MetricReporter:
             "busy": self._read_busy(),
         }
         ranks = self._context.distributed.allgather(proposal)
-        self._raise_if_broken([rank["broken"] for rank in ranks])
+        _raise_if_diverged([rank["broken"] for rank in ranks], last_checkpoint)
         latest = add_sums(rank["sums"] for rank in ranks)
         self.window = add_sums([self.window, latest])
         self._say(step, averages(latest), self._batches[len(self._batches) - count :])
@@ -298,21 +306,6 @@ class MetricReporter:
                 counted.append(row)
         return add_sums({name: (value, 1) for name, value in row.items()} for row in counted), None
 
-    def _raise_if_broken(self, broken: Sequence[Any]) -> None:
-        found = [(step, rank, loss) for rank, entry in enumerate(broken) if entry is not None for step, loss in [entry]]
-        if not found:
-            return
-        step, rank, loss = min(found)
-        saved = (
-            f" The last checkpoint is {self.last_checkpoint}." if self.last_checkpoint else " Nothing was saved yet."
-        )
-        raise Diverged(
-            f"the loss became {loss}",
-            where=f"rank {rank}, step {step}",
-            expected="a finite loss",
-            fix="Try half the learning rate, gradient_clipping: 1.0, or look at that step's batch." + saved,
-        )
-
     def _propose(self, step: int) -> int:
         """The step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps.
 
@@ -344,8 +337,8 @@ class MetricReporter:
         }
         if seconds > 0:
             event["samples_per_second"] = steps * samples / seconds
-            if self.tokens_per_sample:
-                event["tokens_per_second"] = event["samples_per_second"] * self.tokens_per_sample
+            if self._tokens_per_sample:
+                event["tokens_per_second"] = event["samples_per_second"] * self._tokens_per_sample
             event["eta_seconds"] = (self._total - step) * self.timer.seconds / (step - self._first)
         self._context.platform.progress.emit(event)
 
@@ -363,9 +356,24 @@ class MetricReporter:
             platform = self._context.platform
             platform.metrics.report_training_metrics(step, metrics)
             platform.progress.report_progress(step / self._total)
-            write_tensorboard(self._context, "training", step, metrics)
+            self._context.tensorboard.add("training", step, metrics)
         for callback in self._callbacks:
             callback.on_training_workload_end(dict(metrics), [dict(batch) for batch in batches])
+
+
+def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint: str | None) -> None:
+    """Raise Diverged for the earliest step in ``ranks``: each rank's first step with a loss that is not finite, or None."""
+    found = [(entry[0], rank, entry[1]) for rank, entry in enumerate(ranks) if entry is not None]
+    if not found:
+        return
+    step, rank, loss = min(found)
+    saved = f" The last checkpoint is {last_checkpoint}." if last_checkpoint else " Nothing was saved yet."
+    raise Diverged(
+        f"the loss became {loss}",
+        where=f"rank {rank}, step {step}",
+        expected="a finite loss",
+        fix="Try half the learning rate, gradient_clipping: 1.0, or look at that step's batch." + saved,
+    )
 
 
 def _seconds_waited(context: ZeroTrialContext) -> float | None:
@@ -384,17 +392,6 @@ def _gradient_norm(engine: Any) -> float | None:
 def _as_json(value: float | None) -> float | str | None:
     """A value that is not finite as a text: JSON has no word for it."""
     return value if value is None or math.isfinite(value) else str(value)
-
-
-def write_tensorboard(context: ZeroTrialContext, group: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """The scalars among ``metrics``, if the trial has made a writer."""
-    writer = context.tensorboard_writer
-    if writer is None:
-        return
-    for name, value in metrics.items():
-        if isinstance(value, (int, float)):
-            writer.add_scalar(f"{group}/{name}", value, step)
-    writer.flush()
 
 
 def _readable(value: torch.Tensor) -> torch.Tensor:

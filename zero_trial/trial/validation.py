@@ -98,11 +98,6 @@ class Validator:
         metrics |= self._context.reduce_metrics(for_training=False)
         return metrics
 
-    def finish(self, metrics: dict[str, Any]) -> None:
-        """``metrics`` are complete and reported."""
-        for callback in self._callbacks:
-            callback.on_validation_end(metrics)
-
     def _full_dataset(self) -> dict[str, Any]:
         returned = self._trial.evaluate_full_dataset(self._loader)
         if not isinstance(returned, dict):

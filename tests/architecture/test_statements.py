@@ -10,7 +10,7 @@ from tests.architecture.sources import Module, modules
 # Where the environment may be read: the one reader of rank variables, those who start processes, and the choice of kernels, which is
 # one of the machine (compiler, cache folder, ZERO_TRIAL_OPS) and holds for scripts that use nothing but the optimizers.
 ENVIRONMENT_READERS = (
-    "zero_trial.comm.env",
+    "zero_trial.comm.rendezvous",
     "zero_trial.launch.",
     "zero_trial.cli.",
     "zero_trial.ops.cpu_library",

@@ -14,8 +14,6 @@ from tests.architecture.sources import ROOT, Module, known_names, modules, parse
 
 # Modules that no test of their room imports, and where they are tested instead.
 TESTED_ELSEWHERE: dict[str, str] = {
-    "zero_trial.comm.control": "the small sums of tests/comm go through it",
-    "zero_trial.comm.failures": "every mistake on one rank of tests/engine goes through it",
     "zero_trial.master.core.transaction": "every event of tests/master/core goes through it",
     "zero_trial.master.http.routes.users": "tests/master/http calls each route by its path",
 }

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
-from zero_trial.comm.backends import Received
-from zero_trial.comm.collective import DONE, Pending, Traffic, message_tag, wait_all
-from zero_trial.comm.health import Heartbeat, Watchdog
+from zero_trial.comm.collective import Traffic, message_tag
 from zero_trial.comm.shm.segments import MappingRefused
+from zero_trial.comm.waits import DONE, Heartbeat, Pending, Received, Watchdog, wait_all
 from zero_trial.errors import MeshError
 
 # --- comm ------------------------------------------------------------------------------------------------------------

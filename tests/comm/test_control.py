@@ -1,4 +1,4 @@
-"""Tests for zero_trial/comm/control.py: sums and gathers of a few numbers, in shared memory and by the backend."""
+"""Small sums and gathers of a few numbers, in shared memory and by the backend."""
 
 from __future__ import annotations
 

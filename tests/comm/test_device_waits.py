@@ -11,7 +11,6 @@ import torch.distributed as dist
 from tests.support import strict_backend
 from tests.support.pool import RankPool
 from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh, open_direction_groups
-from zero_trial.comm.health import Watchdog
 
 
 @pytest.fixture(scope="module")
@@ -128,5 +127,5 @@ def test_a_tensor_of_the_wrong_device_is_refused(strict: RankPool) -> None:
 
 
 def test_where_a_tensor_is():
-    assert Watchdog.on_host(torch.zeros(1))
-    assert not Watchdog.on_host(torch.zeros(1, device="meta"))
+    assert AxisComm.on_host(torch.zeros(1))
+    assert not AxisComm.on_host(torch.zeros(1, device="meta"))

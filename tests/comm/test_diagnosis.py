@@ -1,4 +1,4 @@
-"""Tests for zero_trial/comm/health.py."""
+"""The error for a slow or failed collective names the rank that is missing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from zero_trial.comm.health import Heartbeat, RankPosition, behind, explain, listing
 from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
+from zero_trial.comm.waits import Heartbeat, RankPosition, behind, explain, listing
 
 
 class FakeHeartbeat(Heartbeat):
@@ -27,7 +27,7 @@ class FakeHeartbeat(Heartbeat):
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_trial.comm.health.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("zero_trial.comm.waits.time.sleep", lambda seconds: None)
 
 
 HERE = RankPosition(17, 9, "all_gather(block.3) over shard", 0.0, True)

@@ -1,10 +1,10 @@
-"""Tests for zero_trial/comm/env.py."""
+"""Rank variables of every launcher, and the meeting place that follows from them."""
 
 from __future__ import annotations
 
 import pytest
 
-from zero_trial.comm.env import RankEnv, meeting_place, own_store_address, read_rank_env
+from zero_trial.comm.rendezvous import RankEnv, meeting_place, own_store_address, read_rank_env
 from zero_trial.errors import MeshError
 
 

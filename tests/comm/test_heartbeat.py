@@ -1,4 +1,4 @@
-"""Tests for zero_trial/comm/health.py."""
+"""Tests for zero_trial/comm/waits.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.comm import MeshShape, build_mesh, health
-from zero_trial.comm.health import Heartbeat, RankPosition, names
+from zero_trial.comm import MeshShape, build_mesh, waits
+from zero_trial.comm.waits import Heartbeat, RankPosition, names
 
 PATIENCE = 30.0
 
@@ -160,7 +160,7 @@ def test_a_world_of_one_starts_no_thread() -> None:
 
 def test_seconds_in_collectives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("zero_trial.comm.health.time.time", lambda: now[0])
+    monkeypatch.setattr("zero_trial.comm.waits.time.time", lambda: now[0])
     board = Heartbeat(None, 0, 1)
     board.enter("a")
     now[0] = 102.0
@@ -181,24 +181,24 @@ def moving(heartbeat: Heartbeat, seconds: float) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("world_size", "seconds"), [(2, health.PERIOD_SECONDS), (1000, 10.0), (4096, 40.96)])
+@pytest.mark.parametrize(("world_size", "seconds"), [(2, waits.PERIOD_SECONDS), (1000, 10.0), (4096, 40.96)])
 def test_writes_of_all_ranks_together_are_bounded(world_size: int, seconds: float) -> None:
     store = FakeStore()
     heartbeat = Heartbeat(store, 0, world_size)
     heartbeat.close()
     assert heartbeat._interval == seconds
-    assert world_size / heartbeat._interval <= health.WRITES_PER_SECOND
+    assert world_size / heartbeat._interval <= waits.WRITES_PER_SECOND
 
 
 def test_a_rank_that_moves_publishes_at_its_interval_and_one_that_stands_still_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(health, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(waits, "PERIOD_SECONDS", 0.02)
     store = FakeStore()
     heartbeat = Heartbeat(store, 0, 100_000)
     moving(heartbeat, 0.5)
     assert store.writes == 1, "the start"
-    monkeypatch.setattr(health, "STILL_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "STILL_SECONDS", 0.2)
     assert store.until(lambda: store.writes == 2)
     heartbeat.enter("all_reduce(x)")
     heartbeat.give_up()
@@ -210,8 +210,8 @@ def test_a_rank_that_moves_publishes_at_its_interval_and_one_that_stands_still_a
 def test_one_of_the_ranks_that_wait_long_names_the_late_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(health, "PERIOD_SECONDS", 0.02)
-    monkeypatch.setattr(health, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(waits, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(waits, "SLOW_SECONDS", 0.3)
     store = FakeStore()
     all_ranks = [Heartbeat(store, rank, 4) for rank in range(4)]
     with caplog.at_level(logging.WARNING, "zero_trial"):
@@ -251,16 +251,16 @@ def stopped_for_a_while(seconds: float) -> list[str]:
     lines = Lines()
     logging.getLogger("zero_trial").addHandler(lines)
     mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
-    slow, health.SLOW_SECONDS = health.SLOW_SECONDS, 0.5
+    slow, waits.SLOW_SECONDS = waits.SLOW_SECONDS, 0.5
     mesh.heartbeat._report_after = 0.5
     mesh.shard.barrier("before")
-    time.sleep(2 * health.PERIOD_SECONDS)
+    time.sleep(2 * waits.PERIOD_SECONDS)
     if mesh.rank == 1:
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     mesh.shard.barrier("training goes on")
-    time.sleep(4 * health.PERIOD_SECONDS)
-    health.SLOW_SECONDS = slow
+    time.sleep(4 * waits.PERIOD_SECONDS)
+    waits.SLOW_SECONDS = slow
     mesh.heartbeat._report_after = slow
     return lines.lines
 

@@ -20,11 +20,19 @@ import torch
 
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, CommCounters, build_mesh
-from zero_trial.comm.health import Heartbeat
 from zero_trial.comm.mesh import Mesh, MeshShape
 from zero_trial.comm.shm import segments
-from zero_trial.comm.shm.lending import BLOCK_BYTES, SLOTS, SharedHandleExchange, SharedTensorPool
-from zero_trial.comm.shm.segments import HEADER, SMALLEST, PeerProcesses, SegmentHandle, SharedMemory, map_file
+from zero_trial.comm.shm.segments import (
+    HEADER,
+    SMALLEST,
+    PeerProcesses,
+    SegmentHandle,
+    SharedMemory,
+    SharedTensorPool,
+    map_file,
+)
+from zero_trial.comm.shm.transport import HANDLE_BLOCK_BYTES, HANDLE_SLOTS, SharedHandleExchange
+from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import MeshError
 
 # --- shared transport ------------------------------------------------------------------------------------------------
@@ -238,7 +246,7 @@ def axis(pool: SharedTensorPool | None) -> AxisComm:
     made = AxisComm("shard", (0, 1), 0, None, CommCounters(), Heartbeat(None, 0, 1), 0.05)
     if pool is not None:
         block = os.memfd_create("test")
-        os.ftruncate(block, BLOCK_BYTES)
+        os.ftruncate(block, HANDLE_BLOCK_BYTES)
         exchange = SharedHandleExchange(map_file(block), {}, PeerProcesses({READER: os.getpid()}), 0.05)
         made.share_memory(SharedMemory(), None, exchange, pool)
     return made
@@ -268,12 +276,11 @@ def test_a_reader_that_never_reads_is_an_error() -> None:
     ours = axis(pool)
     made = ours.buffer(5, torch.float32, CPU)
     assert not ours.has_readers(made)
-    found = pool.lend(made, [READER], PeerProcesses({READER: os.getpid()}))
+    found = lend(pool, made, [READER], PeerProcesses({READER: os.getpid()}))
     assert found is not None and ours.has_readers(made[1:3])
     with pytest.raises(MeshError, match=r"step 0, the readers of a buffer over shard: waited 0\.05 s"):
         ours.wait_for_readers(made)
-    segment, _ = found
-    segment.window.marks[READER] = segment.generation
+    SharedMemory().acknowledge(found, READER)
     ours.wait_for_readers(made)
     assert not ours.has_readers(made)
 
@@ -289,12 +296,20 @@ def peers() -> PeerProcesses:
     return PeerProcesses({READER_SHARED_HOMES: os.getpid(), OTHER: os.getpid()})
 
 
+def lend(
+    homes: SharedTensorPool, tensor: torch.Tensor, readers: list[int], watched: PeerProcesses, *, again: bool = False
+) -> SegmentHandle | None:
+    home = homes.find(tensor)
+    assert home is not None
+    return home.lend(tensor, tuple(readers), watched, again=again)
+
+
 def held(homes: SharedTensorPool) -> int:
     """Bytes of pages, headers left out."""
     return sum(
-        os.fstat(home.segment.descriptor).st_blocks * 512 - HEADER
+        os.fstat(home.descriptor).st_blocks * 512 - HEADER
         for home in homes._tensors.values()
-        if os.fstat(home.segment.descriptor).st_blocks
+        if os.fstat(home.descriptor).st_blocks
     )
 
 
@@ -303,10 +318,8 @@ def test_peers_read_what_the_owner_writes() -> None:
     weights = homes.empty(100, torch.float32)
     assert weights.sum() == 0
     weights.copy_(torch.arange(100.0))
-    found = homes.lend(weights[30:], [READER_SHARED_HOMES], peers())
-    assert found is not None
-    segment, offset = found
-    ticket = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
+    ticket = lend(homes, weights[30:], [READER_SHARED_HOMES], peers())
+    assert ticket is not None
     assert peer.read(ticket, torch.float32, 3, 8).tolist() == [32, 33, 34]
 
 
@@ -340,23 +353,22 @@ def test_a_home_is_lent_to_one_collective_at_a_time() -> None:
     tensor = homes.empty(10, torch.float32)
     home = homes.find(tensor)
     assert home is not None and not home.has_readers
-    segment, offset = homes.lend(tensor, [READER_SHARED_HOMES, OTHER], watched) or pytest.fail("it was free")
+    first = lend(homes, tensor, [READER_SHARED_HOMES, OTHER], watched) or pytest.fail("it was free")
     assert home.has_readers
-    assert homes.lend(tensor[5:], [READER_SHARED_HOMES], watched) is None
-    first = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
-    assert homes.lend(tensor, [READER_SHARED_HOMES], peers(), again=True) is None, (
+    assert lend(homes, tensor[5:], [READER_SHARED_HOMES], watched) is None
+    assert lend(homes, tensor, [READER_SHARED_HOMES], peers(), again=True) is None, (
         "to others than those who read it now"
     )
-    assert homes.lend(tensor[3:], [READER_SHARED_HOMES, OTHER], watched, again=True) is not None
-    assert homes.lend(tensor[:5], [READER_SHARED_HOMES, OTHER], watched, again=True) is None, "more than what is lent"
-    second = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
+    second = lend(homes, tensor[3:], [READER_SHARED_HOMES, OTHER], watched, again=True)
+    assert second is not None
+    assert lend(homes, tensor[:5], [READER_SHARED_HOMES, OTHER], watched, again=True) is None, "more than what is lent"
     for reader in (READER_SHARED_HOMES, OTHER):
         peer.acknowledge(first, reader)
     assert home.has_readers, "the second of a chain counts"
     for reader in (READER_SHARED_HOMES, OTHER):
         peer.acknowledge(second, reader)
     home.wait_for_readers(0.0)
-    assert homes.lend(tensor[5:], [READER_SHARED_HOMES], watched) is not None
+    assert lend(homes, tensor[5:], [READER_SHARED_HOMES], watched) is not None
 
 
 def test_a_reader_that_does_not_come_and_one_that_has_ended() -> None:
@@ -366,7 +378,7 @@ def test_a_reader_that_does_not_come_and_one_that_has_ended() -> None:
     assert home is not None
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        homes.lend(tensor, [READER_SHARED_HOMES], PeerProcesses({READER_SHARED_HOMES: child.pid}))
+        lend(homes, tensor, [READER_SHARED_HOMES], PeerProcesses({READER_SHARED_HOMES: child.pid}))
         with pytest.raises(RuntimeError, match="timed out"):
             home.wait_for_readers(0.01)
     finally:
@@ -394,8 +406,7 @@ def test_pages_go_when_the_last_view_goes_and_the_segment_is_used_again() -> Non
 def test_what_peers_still_read_is_kept_after_its_tensor() -> None:
     homes, peer = SharedTensorPool(), SharedMemory()
     tensor = homes.empty(SMALLEST, torch.uint8).fill_(3)
-    segment, offset = homes.lend(tensor, [READER_SHARED_HOMES], peers()) or pytest.fail("it was free")
-    ticket = SegmentHandle(os.getpid(), segment.descriptor, segment.generation, offset)
+    ticket = lend(homes, tensor, [READER_SHARED_HOMES], peers()) or pytest.fail("it was free")
     del tensor
     assert homes.empty(SMALLEST, torch.uint8).sum() == 0 and len(homes._tensors) == 2
     assert peer.read(ticket, torch.uint8, 5).tolist() == [3] * 5
@@ -471,7 +482,7 @@ def pair(timeout: float = 0.1) -> tuple[SharedHandleExchange, SharedHandleExchan
     """Two ends in one process."""
     blocks = [os.memfd_create("test") for _ in range(2)]
     for block in blocks:
-        os.ftruncate(block, BLOCK_BYTES)
+        os.ftruncate(block, HANDLE_BLOCK_BYTES)
 
     def end(own: int, other: int) -> SharedHandleExchange:
         others = {other: map_file(os.dup(blocks[other]))}
@@ -502,12 +513,12 @@ def test_several_are_under_way_and_are_read_in_any_order() -> None:
 
 def test_nobody_is_a_whole_ring_ahead() -> None:
     left, right = pair()
-    kept = [left.post(ticket(k), k, []) for k in range(SLOTS)]
+    kept = [left.post(ticket(k), k, []) for k in range(HANDLE_SLOTS)]
     for letters in kept:
         letters.wait(LONG)
     with pytest.raises(RuntimeError, match="timed out"):
-        left.post(ticket(SLOTS), SLOTS, [])
-    for k in range(SLOTS):
+        left.post(ticket(HANDLE_SLOTS), HANDLE_SLOTS, [])
+    for k in range(HANDLE_SLOTS):
         letters = right.post(None, k, [0])
         letters.wait(LONG)
         assert letters.handles == {0: ticket(k)}
@@ -515,7 +526,7 @@ def test_nobody_is_a_whole_ring_ahead() -> None:
 
 def test_what_nobody_waits_for_holds_nobody_up() -> None:
     left, right = pair()
-    for k in range(3 * SLOTS):
+    for k in range(3 * HANDLE_SLOTS):
         left.post(ticket(k), k, [1])
         right.post(ticket(k), k, [0])
 
@@ -525,19 +536,19 @@ def test_thousands_cross_in_order() -> None:
     heard: list[int] = []
 
     def other() -> None:
-        for k in range(3 * SLOTS):
+        for k in range(3 * HANDLE_SLOTS):
             letters = right.post(ticket(k), k, [0])
             letters.wait(LONG)
             heard.append(letters.handles[0].generation)
 
     thread = threading.Thread(target=other)
     thread.start()
-    for k in range(3 * SLOTS):
+    for k in range(3 * HANDLE_SLOTS):
         letters = left.post(ticket(-k), k, [1])
         letters.wait(LONG)
         assert letters.handles[1].generation == k
     thread.join()
-    assert heard == [-k for k in range(3 * SLOTS)]
+    assert heard == [-k for k in range(3 * HANDLE_SLOTS)]
 
 
 def test_another_operation_is_told_apart() -> None:

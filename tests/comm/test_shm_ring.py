@@ -15,18 +15,9 @@ import torch
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh, use_ring_channels_if_possible
-from zero_trial.comm.shm.ring import (
-    BLOCK_BYTES,
-    CAPACITY,
-    INLINE,
-    RING_BYTES,
-    SLOTS,
-    Doorbell,
-    RingBuffer,
-    RingChannels,
-    SharedControlBlock,
-)
+from zero_trial.comm.shm.ring import INLINE, RING_BYTES, SLOTS, Doorbell, RingBuffer, RingChannels
 from zero_trial.comm.shm.segments import PeerProcesses, SegmentHandle, SharedMemory, map_file
+from zero_trial.comm.shm.transport import CONTROL_BLOCK_BYTES, CONTROL_CAPACITY, SharedControlBlock
 from zero_trial.errors import MeshError
 
 # --- shared control --------------------------------------------------------------------------------------------------
@@ -36,7 +27,7 @@ def pair() -> tuple[SharedControlBlock, SharedControlBlock]:
     """Two ends in one process."""
     blocks = [os.memfd_create("test") for _ in range(2)]
     for block in blocks:
-        os.ftruncate(block, BLOCK_BYTES)
+        os.ftruncate(block, CONTROL_BLOCK_BYTES)
 
     def end(own: int, other: int) -> SharedControlBlock:
         peers = PeerProcesses({other: os.getpid()})
@@ -89,14 +80,14 @@ def small_values() -> list[object]:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = build_mesh(MeshShape(shard=world))
     comm = mesh.shard
-    assert comm._control.shared is not None
+    assert comm._control._shared is not None
     found: list[object] = []
     for dtype in (torch.float64, torch.float32, torch.int64, torch.bfloat16):
         for op in ("sum", "max", "min"):
             values = torch.tensor([[rank + 1.0, -rank], [3.0, rank * rank]]).to(dtype)
             comm.all_reduce_small(values, "few", op)
             found.append(values.tolist())
-    sizes = (1, CAPACITY // 8, CAPACITY // 8 + 1, 300_000)
+    sizes = (1, CONTROL_CAPACITY // 8, CONTROL_CAPACITY // 8 + 1, 300_000)
     for size in sizes:
         values = torch.full((size,), float(rank), dtype=torch.float64)
         comm.broadcast(values, "values", source=world - 1)
@@ -104,7 +95,7 @@ def small_values() -> list[object]:
         comm.all_reduce_small(values, "all of them")
         found.append(bool((values == world * (world - 1)).all()))
     found.append(comm.gather_json({"rank": rank}, "who"))
-    found.append([len(text) for text in comm.gather_json("x" * (1 + rank * CAPACITY), "long")])
+    found.append([len(text) for text in comm.gather_json("x" * (1 + rank * CONTROL_CAPACITY), "long")])
     comm.barrier("end")
     return found
 
@@ -117,7 +108,7 @@ def test_every_verb_on_either_side_of_the_limit(ranks: Pools, world: int) -> Non
     assert answers[0][0] == [[total, -float(sum(range(world)))], [3.0 * world, float(sum(r * r for r in range(world)))]]
     assert all(answers[0][12:20])
     assert answers[0][20] == [{"rank": rank} for rank in range(world)]
-    assert answers[0][21] == [1 + rank * CAPACITY for rank in range(world)]
+    assert answers[0][21] == [1 + rank * CONTROL_CAPACITY for rank in range(world)]
 
 
 def one_goes_elsewhere() -> str:

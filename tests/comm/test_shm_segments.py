@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_trial.comm.shm import lending
-from zero_trial.comm.shm.lending import SharedTensorPool
+from zero_trial.comm.shm import segments
 from zero_trial.comm.shm.segments import (
     SMALLEST,
     USUAL_LIMIT,
@@ -24,6 +23,7 @@ from zero_trial.comm.shm.segments import (
     PeerProcesses,
     SegmentHandle,
     SharedMemory,
+    SharedTensorPool,
     max_map_count,
 )
 
@@ -55,13 +55,13 @@ def test_a_segment_is_free_when_all_its_readers_have_read() -> None:
     memory, peer = SharedMemory(), SharedMemory()
     segment = memory.acquire(8, [READER, OTHER])
     ticket = ticket_of(segment, segment.generation)
-    assert not segment.free
+    assert segment.has_readers
     peer.acknowledge(ticket, READER)
-    assert not segment.free
+    assert segment.has_readers
     peer.acknowledge(ticket, OTHER)
-    assert segment.free
+    assert not segment.has_readers
     assert memory.acquire(8, [READER]) is segment
-    assert not segment.free  # a new generation: the old acknowledgements do not count
+    assert segment.has_readers  # a new generation: the old acknowledgements do not count
 
 
 def test_memory_grows_to_what_is_in_flight_and_is_then_reused() -> None:
@@ -77,7 +77,7 @@ def test_memory_grows_to_what_is_in_flight_and_is_then_reused() -> None:
 def test_a_small_payload_does_not_take_a_large_segment() -> None:
     memory = SharedMemory()
     large = memory.acquire(64 * SMALLEST, [])
-    assert large.free
+    assert not large.has_readers
     assert memory.acquire(SMALLEST, []) is not large
 
 
@@ -145,7 +145,7 @@ def test_tensors_that_peers_would_read_in_place_stop_at_half(caplog: pytest.LogC
 
 def test_what_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large rooms are asked for anew in every step: counted, refusals would end a long run."""
-    monkeypatch.setattr(lending, "many_open", lambda descriptor: True)
+    monkeypatch.setattr(segments, "many_open", lambda descriptor: True)
     homes = SharedTensorPool(MappingBudget(limit=16))
     for _ in range(20):
         assert homes.find(homes.empty(8, torch.float32)) is None
@@ -155,20 +155,24 @@ def test_what_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch)
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 
+def number(value: int = 0) -> memoryview:
+    return memoryview(bytearray(value.to_bytes(8, "little"))).cast("q")
+
+
 def test_what_is_there_is_not_waited_for() -> None:
-    PeerProcesses({}).wait_until(3, lambda: True, 0.0)
+    PeerProcesses({}).wait_for(3, number(5), 0, 5, 0.0)
 
 
 def test_returns_when_it_is_there() -> None:
-    there = threading.Event()
-    threading.Timer(0.2, there.set).start()
-    PeerProcesses({1: os.getpid()}).wait_until(1, there.is_set, 30.0)
-    assert there.is_set()
+    numbers = number()
+    threading.Timer(0.2, numbers.__setitem__, (0, 7)).start()
+    PeerProcesses({1: os.getpid()}).wait_for(1, numbers, 0, 7, 30.0)
+    assert numbers[0] == 7
 
 
 def test_gives_up_in_time() -> None:
     with pytest.raises(RuntimeError, match="timed out"):
-        PeerProcesses({1: os.getpid()}).wait_until(1, lambda: False, 0.05)
+        PeerProcesses({1: os.getpid()}).wait_for(1, number(6), 0, 7, 0.05)
 
 
 def test_a_killed_process_is_noticed_though_nobody_asked_for_its_status() -> None:
@@ -177,6 +181,6 @@ def test_a_killed_process_is_noticed_though_nobody_asked_for_its_status() -> Non
     os.kill(child.pid, signal.SIGKILL)
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="closed: the process of axis index 1"):
-        peers.wait_until(1, lambda: False, 60.0)
+        peers.wait_for(1, number(), 0, 1, 60.0)
     assert time.monotonic() - begun < 30, "long before the timeout"
     child.communicate()

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/comm/health.py: silence, a rank at another place and a rank that ends become errors that say who and where."""
+"""Silence, a rank at another place and a rank that ends become errors that say who and where."""
 
 from __future__ import annotations
 

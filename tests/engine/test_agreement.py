@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.comm.failures import fail_together, raise_together
+from zero_trial.comm.collective import fail_together, raise_together
 from zero_trial.errors import CheckpointError, ConfigError
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import TinyLM, make_engine, tokens, train_engine
 from tests.support.pool import Pools
-from zero_trial.comm.shm.lending import SharedTensorPool
 from zero_trial.comm.shm.probe import _TENSORS
+from zero_trial.comm.shm.segments import SharedTensorPool
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -119,7 +119,7 @@ def engines_come_and_go(stage: int, count: int) -> list[tuple[int, int, int, int
         del engine
         gc.collect()
         homes = _TENSORS[dist.group.WORLD]
-        pages = sum(os.fstat(home.segment.descriptor).st_blocks * 512 for home in homes._tensors.values())
+        pages = sum(os.fstat(home.descriptor).st_blocks * 512 for home in homes._tensors.values())
         found.append((homes.taken_bytes, pages, len(homes._tensors), len(os.listdir("/proc/self/fd"))))
     return found
 

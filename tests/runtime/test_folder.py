@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_trial.comm.env import RankEnv
+from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.ds_config.report import report_json
 from zero_trial.errors import CheckpointError, ConfigError, Preempted

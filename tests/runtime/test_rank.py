@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.trial.fake_engine import fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial
-from zero_trial.comm.env import RankEnv
+from zero_trial.comm.rendezvous import RankEnv
 from zero_trial.errors import ConfigError, DoesNotFit, InvalidHP, TrialError
 from zero_trial.launch.entrypoint import Entrypoint
 from zero_trial.runtime.folder import rank_of_folder

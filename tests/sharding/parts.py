@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
-from zero_trial.comm.health import Heartbeat
 from zero_trial.comm.mesh import plan_shape
+from zero_trial.comm.waits import Heartbeat
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.grouping import ShardingSettings

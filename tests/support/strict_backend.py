@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_trial.comm.health import Watchdog
+from zero_trial.comm import AxisComm
 
 NAME = "strict"
 
@@ -47,7 +47,7 @@ def register() -> None:
 def pretended_device() -> Iterator[None]:
     """Inside, the mesh treats floating-point tensors as a device's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watchdog, "on_host", staticmethod(on_host))
+        patch.setattr(AxisComm, "on_host", staticmethod(on_host))
         yield
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from zero_trial.comm.backends import Sum, sum_in_order
-from zero_trial.comm.collective import AxisComm, CommCounters, Message, Pending, wait_all
-from zero_trial.comm.env import RankEnv, read_rank_env
+from zero_trial.comm.collective import AxisComm, CommCounters, fail_together, raise_together
 from zero_trial.comm.mesh import AXES, Mesh, MeshShape, build_mesh, open_direction_groups, part_of_pipe
 from zero_trial.comm.rendezvous import (
+    RankEnv,
     agree_on,
     destroy_distributed,
     init_distributed,
     is_distributed,
     rank_and_size,
+    read_rank_env,
     world_size,
 )
 from zero_trial.comm.shm.probe import use_ring_channels_if_possible
+from zero_trial.comm.waits import Message, Pending, wait_all
 
 __all__ = [
     "AXES",
@@ -29,10 +31,12 @@ __all__ = [
     "agree_on",
     "build_mesh",
     "destroy_distributed",
+    "fail_together",
     "init_distributed",
     "is_distributed",
     "open_direction_groups",
     "part_of_pipe",
+    "raise_together",
     "rank_and_size",
     "read_rank_env",
     "sum_in_order",

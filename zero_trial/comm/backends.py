@@ -2,7 +2,7 @@
 
     NativeTransport    the backend's own collectives: NCCL, for tensors on a device
     DirectTransport    point-to-point exchange over gloo, for tensors on the host
-    SharedTransport    memory that the ranks of one host share (see :mod:`zero_trial.comm.shm.lending`)
+    SharedTransport    memory that the ranks of one host share (see :mod:`zero_trial.comm.shm.transport`)
 
 Direct exchange sends every peer exactly the part that it needs, and adds what arrives in rank order.
 Against gloo's own collectives, two ranks and 11 M fp32 elements on loopback: reduce-scatter takes 18 ms
@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from zero_trial.comm.shm.segments import SharedTensorPool
+from zero_trial.comm.waits import Finish, Received, Works
 
 # --- sums in one order ---------------------------------------------------------------------------------------------
 
@@ -48,33 +51,15 @@ def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 # --- transports ----------------------------------------------------------------------------------------------------
 
-Works = list[Any]  # of torch.distributed, or with the same interface
-Finish = Callable[[], Any]
-
-
-class Received(dict[int, torch.Tensor]):
-    """What each peer (by axis index) contributed to a reduce-scatter, readable until :meth:`release`."""
-
-    def __init__(self, parts: dict[int, torch.Tensor], release: Callable[[], None] = lambda: None) -> None:
-        super().__init__(parts)
-        self._release = release
-
-    def release(self) -> None:
-        """Give the contributions' memory back to the senders. Only the first call does."""
-        self.clear()
-        release, self._release = self._release, lambda: None
-        release()
-
 
 class Transport:
     """Starts collectives on one axis. Each verb returns the works to wait for, and what remains to be done after them.
 
-    ``tag`` marks the messages of this collective, the same on every rank. A transport through which
-    peers read tensors in place overrides the last four methods; for any other a buffer is an
-    ordinary tensor without readers.
+    ``tag`` marks the messages of this collective, the same on every rank.
     """
 
     name = ""
+    tensors: SharedTensorPool | None = None  # the tensors that peers read in place, if this transport has them
     broadcasts = False  # it has a :meth:`broadcast` of its own, better than the control channel's
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
@@ -96,19 +81,12 @@ class Transport:
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor of zeros on the host, from which this transport sends at the least cost."""
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype) if self.tensors is None else self.tensors.empty(numel, dtype)
 
     @property
     def reads_in_place(self) -> bool:
         """Peers read a :meth:`buffer` in place."""
-        return False
-
-    def has_readers(self, tensor: torch.Tensor) -> bool:
-        """Say whether peers still read the buffer that holds ``tensor``."""
-        return False
-
-    def wait_for_readers(self, tensor: torch.Tensor, timeout: float) -> None:
-        """Return when no peer reads the buffer that holds ``tensor``. Raises RuntimeError where one ended, or ``timeout`` (seconds) passed."""
+        return self.tensors is not None
 
 
 class NativeTransport(Transport):

@@ -3,43 +3,52 @@
 Every verb is collective over the axis: all its ranks must call it in the same order. An axis of one rank
 communicates nothing and costs nothing.
 
-    CommCounters   how many elements and bytes each kind of collective moved
-    Pending        a collective under way, which owns its buffers until it has been waited for
-    Message        a tensor on its way between two ranks
-    AxisComm       the verbs
+    CommCounters     how many elements and bytes each kind of collective moved
+    ControlChannel   a few numbers, or a little JSON, that all ranks need at once
+    AxisComm         the verbs
+    fail_together    the fault of one rank, raised by all
 
 A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the tensors,
-and a :class:`~zero_trial.comm.control.ControlChannel` the control values.
+and a ControlChannel the control values. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero_trial.comm.backends import (
     DirectTransport,
-    Finish,
     NativeTransport,
-    Received,
     Sum,
     Transport,
-    Works,
     moves_host_tensors,
     sum_in_order,
 )
-from zero_trial.comm.control import ControlChannel
-from zero_trial.comm.health import Heartbeat, Watchdog
-from zero_trial.comm.shm.lending import MessageHandleExchange, SharedHandleExchange, SharedTensorPool, SharedTransport
-from zero_trial.comm.shm.ring import RingChannels, SharedControlBlock
-from zero_trial.comm.shm.segments import MappingRefused, SharedMemory
-from zero_trial.errors import MeshError
+from zero_trial.comm.shm.ring import RingChannels
+from zero_trial.comm.shm.segments import SharedMemory, SharedTensorPool
+from zero_trial.comm.shm.transport import (
+    CONTROL_CAPACITY,
+    MessageHandleExchange,
+    SharedControlBlock,
+    SharedHandleExchange,
+    SharedTransport,
+)
+from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Received, Watchdog
+from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
+
+T = TypeVar("T")
+
+# Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
+Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
 
 # --- what was moved ------------------------------------------------------------------------------------------------
 
@@ -95,137 +104,116 @@ class CommCounters:
         self._table.clear()
 
 
-# --- what is under way ---------------------------------------------------------------------------------------------
+# --- control values -----------------------------------------------------------------------------------------------
 
-# Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
-Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# Calls that failed. Their tensors must outlive the group: a thread of gloo still holds them, and freeing a tensor that no Python
+# code holds takes the interpreter's lock, which the thread that frees the group has while it waits for gloo's (torch 2.6).
+_FAILED_CALLS: list[Callable[[], Any]] = []
 
 
-class Pending:
-    """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched.
+class ControlChannel:
+    """Sums, broadcasts and gathers of control values on one axis.
 
-    On CPU, peers may read the input in place (:meth:`AxisComm.buffer`). So there are two ends:
-
-        wait_result   the result is there; peers may still be reading the input
-        wait          and they have read it: it may be overwritten
-
-    ``wait`` thus needs the other ranks to come as far as ``wait_result`` of the same collective. This
-    cannot deadlock as long as ranks wait in the order in which they started, or call
-    :meth:`wait_result` on everything before they call ``wait`` on any (:func:`wait_all`). A caller
-    that cannot promise that calls ``wait_result``, and :meth:`AxisComm.wait_for_readers` before it
-    overwrites the input, at a point that every rank passes after the result is there.
+    On the host they go through a block of memory that the ranks share, where they have one, else through
+    the group's backend. Each call returns when it is done; values on a device are there for what is
+    launched next on it. ``device``: where values must be so that the backend can move them.
     """
 
-    def __init__(
-        self,
-        watch: Watchdog | None,
-        label: str,
-        works: Works,
-        finish: Finish | None,
-        source: torch.Tensor | None = None,
-        fence: Callable[[torch.Tensor], None] | None = None,
-        *,
-        on_host: bool = True,
-    ) -> None:
-        """``works``, waited for by ``watch``, and then ``finish()``, make the result; ``fence(source)`` waits for the input's readers.
-
-        ``watch`` is None where there are no works to wait for. ``on_host``: see :meth:`Watchdog.wait`.
-        """
+    def __init__(self, axis: str, group: Any, watch: Watchdog, device: torch.device) -> None:
+        self.device = device
+        self._axis = axis
+        self._group = group
         self._watch = watch
-        self._label = label
-        self._works = works
-        self._finish = finish
-        self._source = source
-        self._fence = fence
-        self._on_host = on_host
-        self._next: Pending | None = None
-        self.received = Received({})  # what peers contributed to a sum on CPU, if it was asked for
+        self._size = len(watch.ranks)
+        self._shared: SharedControlBlock | None = None
 
-    def start_next(self, *, keep: bool = False) -> None:
-        """Finish the part under way and start what follows it (the gather half of an all-reduce), without waiting for that.
+    def share(self, block: SharedControlBlock | None) -> None:
+        """From now on exchange values on the host through ``block``. All ranks must call it alike."""
+        self._shared = block
 
-        A later call after a MeshError waits again, or raises again.
-        """
-        finish = self._finish
-        if finish is None:
+    def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
+        """Replace ``values`` by their ``sum``, ``max`` or ``min`` over the ranks: in rank order in shared memory, else in the backend's order."""
+        rows = self._exchange("all_reduce", label, values)
+        if rows is None:
+            reduce_op = _REDUCE_OPS[op]
+            self._run(
+                "all_reduce",
+                label,
+                values,
+                lambda: dist.all_reduce(values, reduce_op, group=self._group, async_op=True),
+            )
             return
-        if self._watch is not None:
-            for work in self._works:
-                self._watch.wait(work, self._label, on_host=self._on_host)
-        self._works, self._finish = [], self._refuse  # an error from here on may leave half of the result
-        result = finish() if self._watch is None else self._finished(self._watch, finish)
-        self._finish = None
-        if isinstance(result, Pending):
-            self._next = result
-        elif isinstance(result, Received):
-            self.received = result
-            if not keep:
-                result.release()
+        total = rows[0].clone()
+        for row in rows[1:]:
+            _COMBINE[op](total, row, out=total)
+        values.copy_(total.view(values.shape))
 
-    def wait_result(self, *, keep: bool = False) -> None:
-        """Return when the result is there; the input may not be overwritten yet.
+    def broadcast(self, raw: torch.Tensor, label: str, source: int) -> None:
+        """Copy ``raw`` (n,) of axis index ``source`` into every other rank's."""
+        rows = self._exchange("broadcast", label, raw)
+        if rows is not None:
+            raw.copy_(rows[source])
+            return
+        root = self._watch.ranks[source]
+        self._run("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
 
-        ``keep``: ``received`` stays readable until it is released.
-        """
-        self.start_next(keep=keep)
-        if self._next is not None:
-            self._next.wait_result()
-            self._next = None
+    def gather_json(self, value: Any, label: str, index: int) -> list[Any]:
+        """Return every rank's ``value``, in rank order; this rank is axis index ``index``."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self._size, dtype=torch.int64, device=self.device)
+        lengths[index] = data.numel()
+        self.all_reduce(lengths, label, "sum")
+        sizes = [int(n) for n in lengths.tolist()]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data.to(self.device)
+        rows = self._exchange("gather", label, padded)
+        if rows is None:
+            rows = [torch.empty_like(padded) for _ in range(self._size)]
+            self._run(
+                "all_gather", label, padded, lambda: dist.all_gather(rows, padded, group=self._group, async_op=True)
+            )
+        return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
-    def wait(self) -> None:
-        """Return when the result is there, and input and output are the caller's again. May be called again."""
-        self.wait_result()
-        source, self._source = self._source, None
-        if source is not None and self._fence is not None:
-            self._fence(source)
+    def fits(self, values: torch.Tensor) -> bool:
+        """Say whether these values go through the shared block."""
+        return self._shared is not None and values.is_cpu and 0 < values.nbytes <= CONTROL_CAPACITY
 
-    def _refuse(self) -> NoReturn:
-        raise MeshError("this collective has failed before", where=self._label, fix="Look for its first error, above.")
-
-    def _finished(self, watch: Watchdog, finish: Finish) -> object:
+    def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return every rank's ``values``, flat, in rank order; None where they do not go through the shared block."""
+        if self._shared is None or not self.fits(values):
+            return None
+        name = f"{kind}({label}) over {self._axis}"
+        self._watch.heartbeat.enter(name, self._watch.ranks)
+        flat = values.detach().contiguous().view(-1)
+        # Not through numpy: a tensor that numpy has seen can no longer be freed.
+        payload = ctypes.string_at(flat.data_ptr(), flat.nbytes)
         try:
-            return finish()
-        except MappingRefused as error:
-            watch.fail(self._label, error)
-        except OSError as error:  # memory of a peer that has ended
-            watch.fail(self._label, RuntimeError(f"closed: {error}"))
+            found = self._shared.exchange(name, payload, self._watch.timeout)
+        except RuntimeError as error:
+            self._watch.fail(name, error)
+        self._watch.heartbeat.leave()
+        rows = [flat] * self._size
+        for index, other in found.items():
+            rows[index] = torch.frombuffer(bytearray(other), dtype=flat.dtype)
+        return rows
 
-
-# A collective of one rank: the result is there.
-DONE = Pending(None, "", [], None)
-
-
-def wait_all(pendings: Sequence[Pending]) -> None:
-    """Wait for several collectives: start the second halves of all, wait for the results of all, and then for their readers."""
-    for pending in pendings:
-        pending.start_next()
-    for pending in pendings:
-        pending.wait_result()
-    for pending in pendings:
-        pending.wait()
-
-
-class Message:
-    """A tensor on its way between two ranks. It owns the buffer until :meth:`wait` returns; before that it may not be touched."""
-
-    def __init__(self, watch: Watchdog, work: Any, name: str, values: torch.Tensor, among: tuple[int, int]) -> None:
-        self._watch = watch
-        self._work = work
-        self._name = name
-        self._among = among
-        self.values = values
-
-    @property
-    def done(self) -> bool:
-        """It has been received, or sent. Does not wait."""
-        return self._work is None or bool(self._work.is_completed())
-
-    def wait(self) -> torch.Tensor:
-        """Return the tensor, once it has been received or sent. May be called again. Raises MeshError, naming the other rank, if it is not."""
-        if self._work is not None:
-            self._watch.wait(self._work, self._name, self._among, on_host=self._watch.on_host(self.values))
-            self._work = None
-        return self.values
+    def _run(self, kind: str, label: str, values: torch.Tensor, call: Callable[[], Any]) -> None:
+        """Start ``call`` of the backend and wait for it."""
+        name = f"{kind}({label}) over {self._axis}"
+        self._watch.heartbeat.enter(name, self._watch.ranks)
+        try:
+            work = call()
+        except RuntimeError as error:
+            self._watch.fail(name, error)
+        try:
+            self._watch.wait(work, name, on_host=AxisComm.on_host(values))
+        except MeshError:
+            _FAILED_CALLS.append(call)
+            raise
+        self._watch.heartbeat.leave()
 
 
 # --- the verbs -----------------------------------------------------------------------------------------------------
@@ -270,11 +258,14 @@ class AxisComm:
         self.add = add
         self.watch = Watchdog(heartbeat, ranks, timeout)
         self.takes_host_tensors = group is None or moves_host_tensors(group)
-        device = torch.device("cpu") if self.takes_host_tensors else torch.device("cuda", torch.cuda.current_device())
+        # Where control values must be for :meth:`all_reduce_small`.
+        self.control_device = (
+            torch.device("cpu") if self.takes_host_tensors else torch.device("cuda", torch.cuda.current_device())
+        )
         self._direct = DirectTransport(group, ranks, index, add)
         self._host_transport: Transport = transport or self._direct
         self._device_transport: Transport = transport or NativeTransport(group)
-        self._control = control or ControlChannel(name, group, self.watch, device)
+        self._control = control or ControlChannel(name, group, self.watch, self.control_device)
         self._channels: RingChannels | None = None
         self._sequence = 0
         # (from index, to index) -> a group for messages that way alone; the axis's own group carries all others.
@@ -294,7 +285,7 @@ class AxisComm:
         """
         handles = exchange if exchange is not None else MessageHandleExchange(self.group, self.ranks)
         self._host_transport = SharedTransport(self.index, self.size, memory, handles, self._direct, self.add, tensors)
-        self._control.shared = control
+        self._control.share(control)
 
     @property
     def transport(self) -> str:
@@ -310,17 +301,13 @@ class AxisComm:
     def timeout(self, seconds: float) -> None:
         self.watch.timeout = seconds
 
-    @property
-    def control_device(self) -> torch.device:
-        """Where control values must be for :meth:`all_reduce_small`."""
-        return self._control.device
-
-    def on_host(self, values: torch.Tensor) -> bool:
+    @staticmethod
+    def on_host(values: torch.Tensor) -> bool:
         """Say whether a collective of ``values`` is done when its wait returns, so that reading them costs nothing.
 
         On a device it is only ordered before what is launched there next.
         """
-        return self.watch.on_host(values)
+        return values.is_cpu
 
     # --- buffers that peers may read in place -------------------------------------------------------------------
 
@@ -341,7 +328,9 @@ class AxisComm:
 
     def has_readers(self, tensor: torch.Tensor) -> bool:
         """Say whether peers still read there, so that :meth:`wait_for_readers` would wait."""
-        return self.watch.on_host(tensor) and self._host_transport.has_readers(tensor)
+        pool = self._host_transport.tensors
+        home = pool.find(tensor) if pool is not None and tensor.is_cpu else None
+        return home is not None and home.has_readers
 
     def wait_for_readers(self, tensor: torch.Tensor) -> None:
         """The reader fence: return when no peer reads the buffer that holds ``tensor``, which may then be overwritten.
@@ -349,12 +338,14 @@ class AxisComm:
         Returns at once for any other tensor. Needs the peers to wait for the collective that it was given
         to; raises MeshError where they do not.
         """
-        if not self.has_readers(tensor):
+        pool = self._host_transport.tensors
+        home = pool.find(tensor) if pool is not None and tensor.is_cpu else None
+        if home is None or not home.has_readers:
             return
         name = f"the readers of a buffer over {self.name}"
         self.heartbeat.waiting(name, self.ranks)
         try:
-            self._host_transport.wait_for_readers(tensor, self.timeout)
+            home.wait_for_readers(self.timeout)
         except RuntimeError as error:
             self.watch.fail(name, error)
         self.heartbeat.leave()
@@ -365,7 +356,7 @@ class AxisComm:
         """Sum ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that part of ``full``. Moves n (N-1)/N elements."""
         if self.size == 1:
             return _copied(full, out)
-        self._count("reduce_scatter", full.numel(), full.element_size())
+        self.counters.add("reduce_scatter", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
         return self._start("reduce_scatter", full, out, label)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
@@ -375,7 +366,7 @@ class AxisComm:
         """
         if self.size == 1:
             return _copied(shard, full)
-        self._count("all_gather", full.numel(), full.element_size())
+        self.counters.add("all_gather", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
         return self._start("all_gather", full, shard, label, lend=lend)
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
@@ -387,7 +378,7 @@ class AxisComm:
         if self.size == 1:
             return DONE
         own = full.view(self.size, -1)[self.index]
-        self._count("all_reduce", 2 * full.numel(), full.element_size())
+        self.counters.add("all_reduce", self.name, 2 * full.numel() * (self.size - 1) // self.size, full.element_size())
 
         def pass_on(received: Received | None) -> Pending:
             if look is not None:
@@ -408,7 +399,8 @@ class AxisComm:
         self.counters.add("broadcast", self.name, tensor.numel() if self.index == source else 0, tensor.element_size())
         values = tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
-        if self._transport_of(raw).broadcasts and not self._control.fits(raw):
+        transport = self._host_transport if self.on_host(raw) else self._device_transport
+        if transport.broadcasts and not self._control.fits(raw):
             self._start("broadcast", raw, raw, label, source=source).wait()
         else:
             self._control.broadcast(raw, label, source)
@@ -432,9 +424,11 @@ class AxisComm:
         self.heartbeat.enter(name, self.ranks)
         self._sequence += 1
         tag = message_tag(self._sequence, name)
-        transport = self._transport_of(full)
+        on_host, sent = self.on_host(full), full
+        transport = self._host_transport if on_host else self._device_transport
         try:
             if kind == "all_gather":
+                sent = part
                 works, finish = transport.all_gather(full, part, tag, again=again, lend=lend)
             elif kind == "broadcast":
                 works, finish = transport.broadcast(full, source, tag)
@@ -443,23 +437,14 @@ class AxisComm:
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error)
         self.heartbeat.leave()
-        sent = part if kind == "all_gather" else full
-        fence, on_host = self.wait_for_readers, self.watch.on_host(full)
         if then is None:
-            return Pending(self.watch, name, works, finish, sent, fence, on_host=on_host)
+            return Pending(self.watch, name, works, finish, sent, self.wait_for_readers, on_host)
 
         def go_on() -> Pending:
             result = finish()
             return then(result if isinstance(result, Received) else None)
 
-        return Pending(self.watch, name, works, go_on, sent, fence, on_host=on_host)
-
-    def _transport_of(self, values: torch.Tensor) -> Transport:
-        return self._host_transport if self.watch.on_host(values) else self._device_transport
-
-    def _count(self, kind: str, numel: int, itemsize: int) -> None:
-        """Of ``numel`` elements each rank sends those of the others."""
-        self.counters.add(kind, self.name, numel * (self.size - 1) // self.size, itemsize)
+        return Pending(self.watch, name, works, go_on, sent, self.wait_for_readers, on_host)
 
     # --- control values -----------------------------------------------------------------------------------------
 
@@ -504,9 +489,9 @@ class AxisComm:
     def _start_message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:
         sends = kind == "send"
         name = f"{kind}({label}) {'to' if sends else 'from'} rank {self.ranks[peer]}"
-        among = (self.ranks[self.index], self.ranks[peer])
+        among, on_host = (self.ranks[self.index], self.ranks[peer]), self.on_host(values)
         try:
-            if self._channels is not None and self.watch.on_host(values):
+            if self._channels is not None and on_host:
                 move = self._channels.send if sends else self._channels.receive
                 work: Any = move(values, peer, tag)
             else:
@@ -515,7 +500,7 @@ class AxisComm:
                 work = verb(values, self.ranks[peer], group=self.directions.get(way, self.group), tag=tag)
         except (RuntimeError, OSError) as error:
             self.watch.fail(name, error, among)
-        return Message(self.watch, work, name, values, among)
+        return Message(self.watch, work, name, values, among, on_host)
 
 
 def message_tag(sequence: int, name: str) -> int:
@@ -533,3 +518,39 @@ def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
     if not same or source.storage_offset() != target.storage_offset():
         target.copy_(source)
     return DONE
+
+
+# --- failing together ----------------------------------------------------------------------------------------------
+
+
+def fail_together(
+    world: AxisComm, act: Callable[[], T], label: str, others: Callable[[str], ZeroTrialError] | None = None
+) -> T:
+    """Return what ``act`` returns on this rank; if it fails on any rank, raise on every rank. Collective over ``world``.
+
+    Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed raises its own error instead, and the other
+    ranks raise ``others(fault)``. An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged.
+    A MeshError passes at once, because the ranks can no longer be asked.
+    """
+    try:
+        result = act()
+    except MeshError:
+        raise
+    except Exception as error:
+        known = isinstance(error, ZeroTrialError | OSError)
+        fault = str(error) if known else f"rank {world.ranks[world.index]}: {type(error).__name__}: {error}"
+        if known and others is None:
+            raise_together(world, fault, label)
+        world.gather_json(fault, label)
+        raise
+    raise_together(world, None, label, others or CheckpointError)
+    return result
+
+
+def raise_together(
+    world: AxisComm, fault: str | None, label: str, error: Callable[[str], ZeroTrialError] = CheckpointError
+) -> None:
+    """Raise the first rank's fault, if there is one. Collective over ``world``."""
+    faults = [found for found in world.gather_json(fault, label) if found is not None]
+    if faults:
+        raise error(faults[0])

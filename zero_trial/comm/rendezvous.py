@@ -1,10 +1,12 @@
 """Rendezvous: the ranks find each other, torch.distributed is started once, and they leave it together.
 
+    read_rank_env      the rank variables of the launcher; no other module reads them
     init_distributed   rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─► all are
                        there ─► the process group is made over the store, with a time limit on every collective
     ExitNotice         one rank ends early for a good reason, and every other one ends too
 
-Without a launcher a process is a world of one and needs no process group.
+torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun each
+set one set of these variables. Without a launcher a process is a world of one and needs no process group.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,13 +29,104 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from zero_trial.comm.backends import moves_host_tensors
-from zero_trial.comm.env import RankEnv, meeting_place, own_store_address, read_rank_env
-from zero_trial.comm.health import Heartbeat, names, printable
+from zero_trial.comm.waits import Heartbeat, names, printable
 from zero_trial.errors import MeshError
 
 log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+
+# --- rank variables ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This process's global rank, the number of ranks, and both within its host."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False  # True when a launcher set the variables, False for a plain `python script.py`
+
+
+# (rank, world size, local rank, ranks on this host); the first set whose rank and size are both present wins.
+_VARIABLE_SETS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
+    """Read the rank variables, from ``os.environ`` unless a mapping is given.
+
+    Raises MeshError for a variable that is set but is not an integer, and for a rank outside the world:
+    with a guess of 1, a job would train N independent models without an error.
+    """
+    source = os.environ if environ is None else environ
+    for rank_name, size_name, local_name, local_size_name in _VARIABLE_SETS:
+        if rank_name not in source or size_name not in source:
+            continue
+        rank, size = _integer(source, rank_name), _integer(source, size_name)
+        if not 0 <= rank < size:
+            raise MeshError(
+                "the rank lies outside the world",
+                where=f"{rank_name}={rank}, {size_name}={size}",
+                expected=f"0 <= rank < {size}",
+            )
+        local = _integer(source, local_name) if local_name in source else rank
+        local_size_text = source.get(local_size_name, str(size)).split("(")[0]  # SLURM writes "2(x3)"
+        return RankEnv(rank, size, local, int(local_size_text) if local_size_text.isdigit() else size, True)
+    return RankEnv()
+
+
+def _integer(source: Mapping[str, str], name: str) -> int:
+    try:
+        return int(source[name])
+    except ValueError:
+        raise MeshError(
+            "a rank variable is not an integer", where=name, got=repr(source[name]), expected="an integer"
+        ) from None
+
+
+def is_cluster_trial(environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether a Determined master has started this process for a trial, and not for a shell or a notebook."""
+    source = os.environ if environ is None else environ
+    return source.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in source
+
+
+def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the run's folder, if ``zero-trial launch`` has started this process and keeps its logs in one."""
+    return (os.environ if environ is None else environ).get("ZERO_TRIAL_RUN_DIR")
+
+
+def launcher_error_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the file in which torch.distributed.run looks for a failed rank's error, if it has started this process."""
+    return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+
+
+def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where another process does, or it is a file."""
+    source = os.environ if environ is None else environ
+    if method.startswith("tcp://"):
+        place = urlsplit(method)
+        return (place.hostname, place.port) if place.hostname and place.port and not place.query else None
+    given = source.get("MASTER_ADDR"), source.get("MASTER_PORT", "")
+    if not method.startswith("env://") or source.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return (given[0], int(given[1])) if given[0] and given[1].isdigit() else None
+
+
+def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
+    """Return ``env://`` if the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set none)."""
+    source = os.environ if environ is None else environ
+    if "MASTER_ADDR" in source and "MASTER_PORT" in source:
+        return "env://"
+    return f"tcp://{source.get('MASTER_ADDR', '127.0.0.1')}:{distributed_port}"
+
+
+# --- the process group ---------------------------------------------------------------------------------------------
 
 # One heartbeat per default process group, which is torch's process-wide state; it goes when the group goes.
 _HEARTBEATS: WeakKeyDictionary[Any, Heartbeat] = WeakKeyDictionary()

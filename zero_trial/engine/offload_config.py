@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from zero_trial.comm import Mesh
-from zero_trial.comm.failures import fail_together
+from zero_trial.comm import Mesh, fail_together
 from zero_trial.ds_config.keys_zero import AioSection, OffloadOptimizerSection, OffloadParamSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, StorageError

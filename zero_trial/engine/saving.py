@@ -25,8 +25,7 @@ from zero_trial.checkpoint import Slice, save_checkpoint
 from zero_trial.checkpoint.export import write_weights
 from zero_trial.checkpoint.format import dtype_name, dtype_of
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
-from zero_trial.comm import AxisComm, Mesh
-from zero_trial.comm.failures import fail_together, raise_together
+from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import CheckpointError, TrialError
 from zero_trial.precision import LossScale

@@ -22,12 +22,12 @@ from weakref import WeakSet
 import torch
 
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape
-from zero_trial.comm.backends import Finish, Received, Transport, Works
-from zero_trial.comm.control import ControlChannel
-from zero_trial.comm.health import Heartbeat, Watchdog
+from zero_trial.comm.backends import Transport
+from zero_trial.comm.collective import ControlChannel
 from zero_trial.comm.mesh import AXES
-from zero_trial.comm.shm.lending import WORTH_BYTES
 from zero_trial.comm.shm.segments import HEADER, SMALLEST, capacity_for
+from zero_trial.comm.shm.transport import WORTH_BYTES
+from zero_trial.comm.waits import Finish, Heartbeat, Received, Watchdog, Works
 from zero_trial.ds_config.keys_zero import AioSection
 from zero_trial.engine.offload_config import OffloadBackends
 from zero_trial.sharding.layout import round_up

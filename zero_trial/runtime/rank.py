@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 
-from zero_trial.comm.env import RankEnv, launcher_error_file
 from zero_trial.comm.mesh import MeshShape, build_mesh
+from zero_trial.comm.rendezvous import RankEnv, launcher_error_file
 from zero_trial.errors import DoesNotFit, Preempted, TrialError, ZeroTrialError
 from zero_trial.launch.entrypoint import Entrypoint, check_entrypoint
 from zero_trial.launch.screen import Screen

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 import zero_trial
-from zero_trial.comm.env import is_cluster_trial, launcher_run_dir
-from zero_trial.comm.rendezvous import init_distributed
+from zero_trial.comm.rendezvous import init_distributed, is_cluster_trial, launcher_run_dir
 from zero_trial.errors import ConfigError
 from zero_trial.experiment.experiment import read_experiment
 from zero_trial.runs.layout import new_run_folder

@@ -21,7 +21,7 @@ from enum import Enum
 import torch
 
 from zero_trial.comm import AxisComm, Pending
-from zero_trial.comm.collective import DONE
+from zero_trial.comm.waits import DONE
 from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
 from zero_trial.sharding.layout import square_sum, wide_dtype

@@ -15,17 +15,21 @@ import torch
 import torch.distributed as dist
 
 from zero_trial.comm.collective import AxisComm
-from zero_trial.comm.shm.lending import BLOCK_BYTES as EXCHANGE_BYTES
-from zero_trial.comm.shm.lending import SharedHandleExchange, SharedTensorPool
-from zero_trial.comm.shm.ring import BLOCK_BYTES as CONTROL_BYTES
-from zero_trial.comm.shm.ring import RING_BYTES, Doorbell, RingBuffer, RingChannels, SharedControlBlock
+from zero_trial.comm.shm.ring import RING_BYTES, Doorbell, RingBuffer, RingChannels
 from zero_trial.comm.shm.segments import (
     PeerProcesses,
     SegmentHandle,
     SharedMemory,
+    SharedTensorPool,
     map_file,
     open_descriptor,
     shared_waits_supported,
+)
+from zero_trial.comm.shm.transport import (
+    CONTROL_BLOCK_BYTES,
+    HANDLE_BLOCK_BYTES,
+    SharedControlBlock,
+    SharedHandleExchange,
 )
 
 log = logging.getLogger("zero_trial")
@@ -83,7 +87,7 @@ def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
     try:
         segment = memory.acquire(8, [])
         segment.payload(torch.int64, 1)[0] = secret
-        blocks = [_block(CONTROL_BYTES), _block(EXCHANGE_BYTES)]
+        blocks = [_block(CONTROL_BLOCK_BYTES), _block(HANDLE_BLOCK_BYTES)]
         mine = [os.getpid(), segment.descriptor, segment.generation, 0, secret, *blocks]
     except (OSError, AttributeError):  # no memfd on this machine
         mine = []

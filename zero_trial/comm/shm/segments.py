@@ -10,19 +10,28 @@ of the same user.
 The owner writes a payload under a new generation number and sends readers a handle to it; each reader
 writes that number into its acknowledgement when it has read. A segment whose readers have all
 acknowledged is free for the next payload. No rank waits for that: if none is free, another segment is
-made. (Tensors that live in a segment and are read in place: :mod:`zero_trial.comm.shm.lending`.)
+made.
+
+Peers can read a tensor in place if it lives in a :class:`SharedTensor`: one segment with one tensor in
+it, owned by this process while the tensor or a view of it is alive. A collective lends it to its
+readers. The reader fence is :meth:`SharedSegment.wait_for_readers`: it returns when all of them have
+read, and only then may the tensor be overwritten. When the tensor is gone, its pages go back to the
+system at once, for all ranks that map it, and the empty segment is kept for the next tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import platform
 import resource
 import select
 import time
+import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +39,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+
+log = logging.getLogger("zero_trial")
 
 HEADER = 4096
 READERS = HEADER // 8
@@ -95,12 +106,8 @@ class MappedSegment:
         self.block = block
         self.marks = block[:HEADER].cast("q")
 
-    def values(self, dtype: torch.dtype, numel: int, offset: int) -> torch.Tensor:
-        """Return ``numel`` elements as a view, from ``offset`` bytes after the start of the payload."""
-        return torch.frombuffer(self.block, dtype=dtype, count=numel, offset=HEADER + offset)
 
-
-@dataclass
+@dataclass(eq=False)
 class SharedSegment:
     """One rank's shared buffer as seen by its owner."""
 
@@ -109,23 +116,25 @@ class SharedSegment:
     window: MappedSegment
     generation: int = 0
     readers: tuple[int, ...] = ()
+    peers: PeerProcesses | None = None  # the readers as processes, if they can be waited for
 
     @property
-    def free(self) -> bool:
-        """Say whether all readers of the last payload have read it."""
+    def has_readers(self) -> bool:
+        """Say whether a reader of the last payload has not read it yet. Does not wait."""
         marks, generation = self.window.marks, self.generation
         for reader in self.readers:  # noqa: SIM110 - a generator takes three times as long, and this is asked several times per collective
             if marks[reader] != generation:
-                return False
-        return True
+                return True
+        return False
 
-    def lend(self, readers: Sequence[int]) -> None:
-        """Make what the segment holds a new payload, for these readers."""
-        self.generation += 1
-        self.readers = tuple(readers)
+    def wait_for_readers(self, timeout: float) -> None:
+        """Return when all readers have read. Raises RuntimeError where one has ended (``closed``) or does not read (``timed out``)."""
+        for reader in () if self.peers is None else self.readers:
+            self.peers.wait_for(reader, self.window.marks, reader, self.generation, timeout)  # type: ignore[union-attr]
 
     def payload(self, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
-        return self.window.values(dtype, numel, offset)
+        """Return ``numel`` elements from ``offset`` bytes after the payload's start, as a view."""
+        return torch.frombuffer(self.window.block, dtype=dtype, count=numel, offset=HEADER + offset)
 
 
 class SegmentHandle(NamedTuple):
@@ -159,28 +168,30 @@ class SharedMemory:
 
     def acquire(self, nbytes: int, readers: Sequence[int]) -> SharedSegment:
         """Return a segment for ``nbytes`` of payload that the ranks ``readers`` will read, under a new generation."""
-        found = next((s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and s.free), None)
+        found = next(
+            (s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and not s.has_readers), None
+        )
         if found is None:
             found = self.mappings.take(lambda: create_segment(capacity_for(nbytes)))
             self.segments.append(found)
-        found.lend(readers)
+        found.generation += 1
+        found.readers = tuple(readers)
         self.written += nbytes
         return found
 
     def read(self, handle: SegmentHandle, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
         """Return a peer's payload, from ``offset`` bytes after the handle's place, as a view of its memory: valid until :meth:`acknowledge`."""
-        return self._map(handle).values(dtype, numel, handle.offset + offset)
+        window = self._mapped.get(handle[:2]) or self._map(handle)
+        return torch.frombuffer(window.block, dtype=dtype, count=numel, offset=HEADER + handle.offset + offset)
 
     def acknowledge(self, handle: SegmentHandle, reader: int) -> None:
         """Tell the owner that ``reader`` has read the payload, so that it may write there again."""
-        self._map(handle).marks[reader] = handle.generation
+        (self._mapped.get(handle[:2]) or self._map(handle)).marks[reader] = handle.generation
 
     def _map(self, handle: SegmentHandle) -> MappedSegment:
         key = handle[:2]
-        found = self._mapped.get(key)
-        if found is None:
-            found = self._mapped[key] = self.mappings.take(lambda: map_segment(*key))
-        return found
+        self._mapped[key] = self.mappings.take(lambda: map_segment(*key))
+        return self._mapped[key]
 
 
 def capacity_for(nbytes: int) -> int:
@@ -243,6 +254,144 @@ def map_file(descriptor: int) -> mmap.mmap:
         os.close(descriptor)
 
 
+# --- tensors that peers read in place ------------------------------------------------------------------------------
+
+_KEEP_SIZE_AND_PUNCH_HOLE = 1 | 2  # of fallocate(2)
+
+
+@dataclass(eq=False)
+class SharedTensor(SharedSegment):
+    """A segment, and the tensor that lives in it (a weak reference to what its storage holds on to).
+
+    It has the readers of one collective at a time, because a reader has one mark in it.
+    """
+
+    start: int = 0  # address of the payload
+    nbytes: int = 0
+    owner: int = 0  # process id: a forked child has the same objects, and must not give away its parent's pages
+    lease: weakref.ref[memoryview] | None = None
+    lent: tuple[int, int] = (0, 0)  # bytes [start, stop) of the payload
+
+    @property
+    def taken(self) -> bool:
+        """Its tensor is alive."""
+        return self.lease is not None and self.lease() is not None
+
+    def lend(
+        self, tensor: torch.Tensor, readers: tuple[int, ...], peers: PeerProcesses, *, again: bool = False
+    ) -> SegmentHandle | None:
+        """Let ``readers`` (axis indices) read ``tensor``, a part of this one; return the handle to it.
+
+        None where it still has readers. ``again``: even then, if those are the same ``peers`` and
+        ``tensor`` is part of what they read, for a collective that they read after the present one: an
+        older generation must never be acknowledged after a newer one.
+        """
+        start = tensor.data_ptr() - self.start
+        stop = start + tensor.nbytes
+        follows = again and self.peers is peers and self.lent[0] <= start and stop <= self.lent[1]
+        if not follows and self.has_readers:
+            return None
+        self.generation += 1
+        self.readers, self.peers, self.lent = readers, peers, (start, stop)
+        return SegmentHandle(os.getpid(), self.descriptor, self.generation, start)
+
+
+@dataclass
+class SharedTensorPool:
+    """This process's shared tensors by address. ``ranks``: how many processes map each other's, this one included.
+
+    They leave half of the process's descriptors to others, and half of the mappings that the kernel
+    allows (see :class:`MappingBudget`). Price: the bytes of the tensors, each rounded up to 64 KiB, and
+    4 KiB and one descriptor per tensor; peers map the same pages.
+    """
+
+    mappings: MappingBudget = field(default_factory=MappingBudget)
+    ranks: int = 2
+    _tensors: dict[int, SharedTensor] = field(default_factory=dict)
+    _starts: list[int] = field(default_factory=list)
+    _refused: bool = False
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor of zeros in a segment of its own; in ordinary memory, with one warning, where the system has none to give."""
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.zeros(numel, dtype=dtype)
+        try:
+            found = self._vacant(nbytes)
+            # Allocates the pages now: a machine that has none left raises here, and does not kill the first process that writes.
+            os.posix_fallocate(found.descriptor, 0, HEADER + nbytes)
+        except OSError as trouble:
+            if not self._refused:
+                self._refused = True
+                log.warning(
+                    "tensors that peers could read in place are in ordinary memory, which costs a copy each time: %s",
+                    trouble,
+                )
+            return torch.zeros(numel, dtype=dtype)
+        lease = found.window.block[HEADER : HEADER + nbytes]
+        found.nbytes, found.owner, found.peers = nbytes, os.getpid(), None
+        found.lease = weakref.ref(lease, lambda _: _vacate(found))
+        return torch.frombuffer(lease, dtype=dtype)
+
+    def find(self, tensor: torch.Tensor) -> SharedTensor | None:
+        """Return the shared tensor that holds a contiguous ``tensor``."""
+        address = tensor.data_ptr()
+        at = bisect_right(self._starts, address) - 1
+        if at < 0:
+            return None
+        found = self._tensors[self._starts[at]]
+        inside = address + tensor.nbytes <= found.start + found.nbytes
+        return found if inside and found.lease is not None and found.lease() is not None else None
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the tensors that are alive here."""
+        return sum(found.nbytes for found in self._tensors.values() if found.taken)
+
+    def _vacant(self, nbytes: int) -> SharedTensor:
+        """Return the smallest empty segment that is large enough (its size is only a range of addresses), or a new one."""
+        fitting = [
+            found
+            for found in self._tensors.values()
+            if not (found.taken or found.has_readers) and found.capacity >= nbytes
+        ]
+        if fitting:
+            smallest = min(fitting, key=lambda found: found.capacity)
+            _vacate(smallest)  # again: peers may have been reading when its tensor was freed
+            return smallest
+        if not self.mappings.allow(len(self._tensors) + 1, self.ranks):
+            limit = self.mappings.limit
+            raise OSError(
+                errno.ENOMEM,
+                f"{len(self._tensors)} of them, on {self.ranks} ranks, are half of vm.max_map_count ({limit})",
+            )
+        segment = self.mappings.take(lambda: _new_segment(nbytes))
+        start = segment.payload(torch.uint8, 1).data_ptr()
+        made = SharedTensor(segment.descriptor, segment.capacity, segment.window, start=start)
+        self._tensors[made.start] = made
+        self._starts = sorted(self._tensors)
+        return made
+
+
+def _new_segment(nbytes: int) -> SharedSegment:
+    """Make a segment for ``nbytes``. Raises OSError where the system has none to give, or too few would be left for others."""
+    segment = create_segment(capacity_for(nbytes))
+    if many_open(segment.descriptor):
+        os.close(segment.descriptor)
+        raise OSError(errno.EMFILE, "half of the open files that `ulimit -Hn` allows are in use")
+    return segment
+
+
+def _vacate(found: SharedTensor) -> None:
+    """Give the pages of a tensor that was freed back to the system; they read as zeros when they are used again. Not while peers read."""
+    if found.owner == os.getpid() and not found.has_readers:
+        punch = ctypes.CDLL(None, use_errno=True).fallocate
+        punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+        if punch(found.descriptor, _KEEP_SIZE_AND_PUNCH_HOLE, HEADER, found.capacity):
+            # This kernel cannot: the pages stay, and must read as zeros.
+            found.payload(torch.uint8, found.capacity).zero_()
+
+
 # --- waiting for processes of this host ----------------------------------------------------------------------------
 
 ELSEWHERE = "is at another operation"  # in the text of an error: a rank has come, with another call
@@ -264,24 +413,25 @@ class PeerProcesses:
     def __init__(self, processes: Mapping[int, int]) -> None:
         self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
 
-    def wait_until(self, index: int, ready: Callable[[], bool], timeout: float) -> None:
-        """Return when ``ready()``. Raises RuntimeError when the process of axis index ``index`` has ended (``closed``) or after ``timeout``
-        seconds (``timed out``).
+    def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
+        """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]`` (int64).
 
-        Spins for a moment, then naps: a rank that waits long leaves its core to the one that it waits for.
+        Raises RuntimeError when its process has ended (``closed``) or after ``timeout`` seconds
+        (``timed out``). Spins for a moment, then naps: a rank that waits long leaves its core to the one
+        that it waits for.
         """
-        if ready():
+        if numbers[at] >= least:
             return
         begun = time.monotonic()
         nap, look, deadline = 0.0, begun + _LOOK_SECONDS, begun + timeout
-        while not ready():
+        while numbers[at] < least:
             now = time.monotonic()
             if now - begun < _SPIN_SECONDS:
                 os.sched_yield()
                 continue
             if now >= look:
                 look = now + _LOOK_SECONDS
-                if self._has_ended(index) and not ready():
+                if self._has_ended(index) and numbers[at] < least:
                     raise RuntimeError(f"closed: the process of axis index {index} has ended")
             if now >= deadline:
                 raise RuntimeError("timed out")

@@ -1,7 +1,9 @@
-"""Health of the ranks: where each one is, which rank a slow or failed collective waits for, and the error that says so.
+"""Waits for collectives: where each rank is, what is under way, for how long, and the error that names the missing rank.
 
     Heartbeat   publishes this rank's last collective in the process group's store, and warns about slow waits
     Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
+    Pending     a collective under way, which owns its buffers until it has been waited for
+    Message     a tensor on its way between two ranks
     explain     reads what every rank last published and names the missing ranks
 
 Price: the hot path assigns one attribute per collective. A daemon thread writes to the store, at most
@@ -15,7 +17,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -194,16 +197,11 @@ class Watchdog:
         self.ranks = ranks
         self.timeout = timeout
 
-    @staticmethod
-    def on_host(values: torch.Tensor) -> bool:
-        """Say whether ``values`` are in the host's memory. A collective of other tensors runs on their device, in stream order."""
-        return values.device.type == "cpu"
-
     def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None, *, on_host: bool = True) -> None:
         """Wait for ``work`` (of torch.distributed, or with the same interface). Raises MeshError about ``among``, by default all ranks.
 
-        ``on_host``: what :meth:`on_host` says of its tensors. If so, the work is done when this
-        returns; otherwise what this rank launches next runs after it on the device, and the host goes on.
+        ``on_host``: its tensors are in the host's memory, and the work is done when this returns. Otherwise
+        what this rank launches next on the device runs after it, and the host goes on.
         """
         self.heartbeat.waiting(name, among or self.ranks)
         try:
@@ -218,6 +216,168 @@ class Watchdog:
     def fail(self, name: str, error: Exception, among: tuple[int, ...] | None = None) -> NoReturn:
         """Raise the MeshError that ``error`` in operation ``name`` means."""
         raise explain(self.heartbeat, among or self.ranks, name, error, self.timeout) from error
+
+
+# --- what is under way ---------------------------------------------------------------------------------------------
+
+Works = list[Any]  # of torch.distributed, or with the same interface
+Finish = Callable[[], Any]
+
+
+class Received(dict[int, torch.Tensor]):
+    """What each peer (by axis index) contributed to a reduce-scatter, readable until :meth:`release`."""
+
+    def __init__(self, parts: dict[int, torch.Tensor], release: Callable[[], None] | None = None) -> None:
+        super().__init__(parts)
+        self._release = release
+
+    def release(self) -> None:
+        """Give the contributions' memory back to the senders. Only the first call does."""
+        self.clear()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+_NOTHING_RECEIVED = Received({})
+
+
+class Pending:
+    """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched.
+
+    On CPU, peers may read the input in place (:meth:`AxisComm.buffer`). So there are two ends:
+
+        wait_result   the result is there; peers may still be reading the input
+        wait          and they have read it: it may be overwritten
+
+    ``wait`` thus needs the other ranks to come as far as ``wait_result`` of the same collective. This
+    cannot deadlock as long as ranks wait in the order in which they started, or call
+    :meth:`wait_result` on everything before they call ``wait`` on any (:func:`wait_all`). A caller
+    that cannot promise that calls ``wait_result``, and :meth:`AxisComm.wait_for_readers` before it
+    overwrites the input, at a point that every rank passes after the result is there.
+
+    Args:
+        watch: bounds the waits; None where nothing is under way.
+        label: the operation, in errors.
+        works: what to wait for.
+        finish: makes the result after that. It may return a Pending, which is then waited for too, or Received.
+        source: the input.
+        fence: returns when no peer reads ``source``.
+        on_host: see :meth:`Watchdog.wait`.
+    """
+
+    def __init__(
+        self,
+        watch: Watchdog | None,
+        label: str,
+        works: Works,
+        finish: Finish | None,
+        source: torch.Tensor | None = None,
+        fence: Callable[[torch.Tensor], None] | None = None,
+        on_host: bool = True,
+    ) -> None:
+        self._watch = watch
+        self._label = label
+        self._works = works
+        self._finish = finish
+        self._source = source
+        self._fence = fence
+        self._on_host = on_host
+        self._next: Pending | None = None
+        self.received = _NOTHING_RECEIVED  # what peers contributed to a sum on CPU, if it was asked for
+
+    def start_next(self, *, keep: bool = False) -> None:
+        """Finish the part under way and start what follows it (the gather half of an all-reduce), without waiting for that.
+
+        A later call after a MeshError waits again, or raises again.
+        """
+        finish, watch = self._finish, self._watch
+        if finish is None or watch is None:
+            return
+        for work in self._works:
+            watch.wait(work, self._label, on_host=self._on_host)
+        self._works, self._finish = [], self._refuse  # an error from here on may leave half of the result
+        try:
+            result = finish()
+        except MappingRefused as error:
+            watch.fail(self._label, error)
+        except OSError as error:  # memory of a peer that has ended
+            watch.fail(self._label, RuntimeError(f"closed: {error}"))
+        self._finish = None
+        if isinstance(result, Pending):
+            self._next = result
+        elif isinstance(result, Received):
+            self.received = result
+            if not keep:
+                result.release()
+
+    def wait_result(self, *, keep: bool = False) -> None:
+        """Return when the result is there; the input may not be overwritten yet.
+
+        ``keep``: ``received`` stays readable until it is released.
+        """
+        if self._finish is not None:
+            self.start_next(keep=keep)
+        if self._next is not None:
+            self._next.wait_result()
+            self._next = None
+
+    def wait(self) -> None:
+        """Return when the result is there, and input and output are the caller's again. May be called again."""
+        if self._finish is not None or self._next is not None:
+            self.wait_result()
+        source, self._source = self._source, None
+        if source is not None and self._fence is not None:
+            self._fence(source)
+
+    def _refuse(self) -> NoReturn:
+        raise MeshError("this collective has failed before", where=self._label, fix="Look for its first error, above.")
+
+
+# A collective of one rank: the result is there.
+DONE = Pending(None, "", [], None)
+
+
+def wait_all(pendings: Sequence[Pending]) -> None:
+    """Wait for several collectives: start the second halves of all, wait for the results of all, and then for their readers."""
+    for pending in pendings:
+        pending.start_next()
+    for pending in pendings:
+        pending.wait_result()
+    for pending in pendings:
+        pending.wait()
+
+
+@dataclass(eq=False)
+class Message:
+    """A tensor on its way between two ranks. It owns the buffer until :meth:`wait` returns; before that it may not be touched.
+
+    Args:
+        work: what to wait for.
+        label: the operation, in errors.
+        values: what is sent, or where what is received goes.
+        among: the two ranks.
+        on_host: see :meth:`Watchdog.wait`.
+    """
+
+    watch: Watchdog
+    work: Any
+    label: str
+    values: torch.Tensor
+    among: tuple[int, int]
+    on_host: bool
+
+    @property
+    def done(self) -> bool:
+        """It has been received, or sent. Does not wait."""
+        return self.work is None or bool(self.work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor, once it has been received or sent. May be called again. Raises MeshError, naming the other rank, if it is not."""
+        if self.work is not None:
+            self.watch.wait(self.work, self.label, self.among, on_host=self.on_host)
+            self.work = None
+        return self.values
 
 
 # --- from a failure to an error that names the rank ----------------------------------------------------------------

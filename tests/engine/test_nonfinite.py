@@ -92,7 +92,7 @@ def test_evidence_after_something_else_has_landed(stage: int) -> None:
     engine = zero_trial.initialize(model=model, config=config)[0]
     model.get_parameter("2.weight").register_hook(lambda grad: grad * float("nan"))
     engine.backward(engine(torch.ones(2, 3)).sum())
-    engine.sharded.reducer.reduce_leftovers()
+    engine.sharded.reducer.reduce_missing()
     sums, sharded = dict(engine.sharded.reducer.square_sums), engine.sharded
     assert len(sharded.groups) > 1
     (row,) = local_culprits(sharded, [], sums)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from tests.sharding.parts import mesh_for, parameters
+from tests.support.late import make_late
+from tests.support.models import make_engine
 from tests.support.pool import Pools
 from zero_trial.comm import Mesh
 from zero_trial.sharding import reduce
@@ -98,7 +100,7 @@ TOTAL = {1: 1.0, 2: 3.0, 4: 10.0}
 def summed(stage: int, every: str, shard: int | None) -> list[float]:
     rig = Rig(stage, every=every, shard=shard)
     rig.backward([2, 1, 0])
-    rig.reducer.reduce_leftovers()
+    rig.reducer.reduce_missing()
     return rig.sums()
 
 
@@ -246,7 +248,8 @@ def second_sums(stage: int, every: str) -> tuple[list[float], list[float]]:
     rig.backward([2, 1, 0])
     (10.0 * (rig.rank + 1) * rig.params[1][0]).sum().backward()
     late = rig.sums()
-    rig.reducer.reduce_leftovers()
+    rig.reducer.reduce_missing()
+    rig.reducer.reduce_late()
     return late, rig.sums()
 
 
@@ -259,20 +262,22 @@ def test_a_second_sum_goes_on_top_of_the_first(ranks: Pools, stage: int, every: 
 
 
 def one_sided(stage: int, every: str) -> tuple[list[float], int]:
-    """A gradient that only rank 1 has after the reduction."""
+    """Late gradients of group 2 on rank 0 alone, and of group 1 on rank 1 alone; and the number of late groups before."""
     rig = Rig(stage, every=every)
     rig.backward([2, 1, 0])
-    if rig.rank == 1:
-        (20.0 * rig.params[1][0]).sum().backward()
-    rig.reducer.reduce_leftovers()
-    return rig.sums(), len(rig.reducer._seen)
+    torch.stack([(20.0 * p).sum() for p in rig.params[2 - rig.rank]]).sum().backward()
+    rig.reducer.reduce_missing()
+    late = rig.reducer.late_groups()
+    rig.reducer.reduce_late()
+    return rig.sums(), late
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("every", ["boundary", "micro"])
-def test_a_gradient_that_one_rank_alone_has_is_reduced_on_all(ranks: Pools, stage: int, every: str) -> None:
-    for final, _ in ranks(2).run(one_sided, stage, every):
-        assert fits(final, [3.0, 26.0, 9.0])
+def test_a_late_gradient_that_one_rank_alone_has_is_reduced_on_all(ranks: Pools, stage: int, every: str) -> None:
+    for final, late in ranks(2).run(one_sided, stage, every):
+        assert fits(final, [3.0, 26.0, 29.0])
+        assert late == 1
 
 
 def test_the_order_of_completion_is_recorded_only_until_it_is_known() -> None:
@@ -290,7 +295,7 @@ def no_sync() -> tuple[list[float], int]:
     rig.backward([2, 1, 0], reduce=False)
     rig.backward([2, 1, 0], reduce=False)
     before = len(rig.launched)
-    rig.reducer.reduce_leftovers()
+    rig.reducer.reduce_missing()
     return rig.sums(), before
 
 
@@ -433,3 +438,63 @@ def test_first_bad() -> None:
     values[3, 3] = float("nan")
     assert first_nonfinite(values) == 11
     assert isinstance(nn.Parameter(values), torch.Tensor)
+
+
+class Pair(nn.Module):
+    """Two parameters, in a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((8, 8), 5.0))
+        self.second = nn.Parameter(torch.full((8, 8), 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * (self.first + self.second)).sum()
+
+
+def late_step(stage: int, late: dict[int, str], by_device: bool) -> tuple[float, float, int]:
+    """Both parameters after a step of SGD, and the exchanges of the norm; on rank r, ``late[r]`` gets 2 more after backward."""
+    zero = {"stage": stage, "reduce_bucket_size": 64}
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    engine = make_engine(Pair, {"optimizer": sgd, "zero_optimization": zero, "train_batch_size": 2})
+    if by_device:
+        make_late(engine)
+    engine.backward(engine(torch.zeros(8, 8)))
+    assert len(engine.sharded.groups) == 2
+    if name := late.get(engine.mpu.get_data_parallel_rank()):
+        (2.0 * engine.module.get_parameter(name)).sum().backward()
+    before = engine.mesh.counters.get("all_reduce", "shard").calls
+    engine.step()
+    norms = engine.mesh.counters.get("all_reduce", "shard").calls - before
+    first, second = engine.module.first, engine.module.second
+    assert first.eq(first[0, 0]).all()
+    assert second.eq(second[0, 0]).all()
+    return first[0, 0].item(), second[0, 0].item(), norms
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("late", "expected", "exchanges"),
+    [
+        ({}, (5.0, 5.0), 1),
+        ({1: "first"}, (4.0, 5.0), 3),
+        ({0: "first", 1: "first"}, (3.0, 5.0), 3),
+        ({0: "first", 1: "second"}, (4.0, 4.0), 3),
+    ],
+)
+def test_a_step_takes_late_gradients_of_any_rank(
+    ranks: Pools, stage: int, late: dict[int, str], expected: tuple[float, float], exchanges: int
+) -> None:
+    """The norm's exchange says that there are some; then come the flags, and the norm with them."""
+    for *values, norms in ranks(2).run(late_step, stage, late, False):
+        assert (tuple(values), norms) == (expected, exchanges)
+
+
+@pytest.mark.parametrize(
+    ("late", "expected", "exchanges"), [({}, (5.0, 5.0), 1), ({0: "first", 1: "second"}, (4.0, 4.0), 2)]
+)
+def test_a_step_that_the_device_decides_takes_different_late_gradients_of_all_ranks(
+    ranks: Pools, late: dict[int, str], expected: tuple[float, float], exchanges: int
+) -> None:
+    for *values, norms in ranks(2).run(late_step, 2, late, True):
+        assert (tuple(values), norms) == (expected, exchanges)

@@ -171,15 +171,23 @@ class StepOutcome(StepStatus):
 
         The outcome of the step before is final. Afterwards the gradients are forgotten. Raises Diverged.
         """
-        model.reducer.reduce_leftovers()
-        with trace_range("norm"):
-            total = self._square_sum(model)
+        reducer = model.reducer
+        reducer.reduce_missing()
         if self.deferred and optimizer.takes_device_scalars(self._device):
+            if reducer.late_groups():
+                reducer.reduce_late()
+            with trace_range("norm"):
+                total = self._sum_over_ranks(model)
             self._apply_on_device(model, optimizer, step, schedule, arguments, total)
             return
         result = self._result
         unscale = self.gradient_multiplier()
-        finite = self._take_norm(total.item(), unscale)
+        with trace_range("norm"):
+            square_sum, late = self._sum_over_ranks(model, reducer.late_groups()).tolist()
+            if late:  # on some rank: all learn it here
+                reducer.reduce_late()
+                square_sum = self._sum_over_ranks(model).item()
+        finite = self._take_norm(square_sum, unscale)
         if result.applied and result.norm is not None:
             factor = clip_factor(result.norm, self._config.clip) if finite else 1.0
             update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
@@ -188,7 +196,7 @@ class StepOutcome(StepStatus):
         else:
             result.nonfinite = find_culprit(model, step)
             self._count_skip(step)
-        model.reducer.reset()
+        reducer.reset()
         scale, error = self._advance_scale(not finite)
         if not finite:
             self._report(scale, error)
@@ -232,19 +240,19 @@ class StepOutcome(StepStatus):
         factor = divisor(square_sum, unscale, self._config.clip) if divides else control[1:2]
         return DeviceScalars(factor, control[2] if self._config.skip_nonfinite else None)
 
-    def _square_sum(self, model: ShardedModel) -> torch.Tensor:
-        """Sum the squares of the reduced gradient: (1,) in float64; not finite if any element on any rank is not.
+    def _sum_over_ranks(self, model: ShardedModel, *counts: int) -> torch.Tensor:
+        """Sum the squares of the reduced gradient and each of ``counts``: (1 + counts,) in float64.
 
-        One scalar all-reduce over each of shard, replica (of which each rank counts a slice), model (where copies are counted once) and
-        pipe (tied weights, too).
+        The first is not finite if any element on any rank is not. One all-reduce over each of shard, replica (of which each rank counts a
+        slice), model (where copies are counted once) and pipe (tied weights, too).
         """
         sums = model.owned_square_sums()
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
-        total = total.reshape(1)
+        values = torch.cat([total.reshape(1), total.new_tensor(counts)]) if counts else total.reshape(1)
         mesh = self._mesh
         for axis in (mesh.shard, mesh.replica, mesh.model, mesh.pipe):
-            axis.all_reduce_small(total, "gradient norm")
-        return total
+            axis.all_reduce_small(values, "gradient norm")
+        return values
 
     def _take_norm(self, square_sum: float, unscale: float) -> bool:
         """Record norm and decision; return whether the norm is finite."""

@@ -317,7 +317,7 @@ def _empty_step(engine: Engine) -> None:
     """A step on gradients of zero: all that it leaves is the optimizer's state."""
     if engine.optimizer is not None:
         engine.set_gradient_accumulation_boundary(True)
-        engine.sharded.reducer.reduce_leftovers()  # what has not come counts as zeros
+        engine.sharded.reducer.reduce_missing()  # gradients that have not come count as zeros
         engine.step()
 
 

@@ -1,13 +1,28 @@
 """Reduces full gradients into this rank's gradient shard: reduce-scatter over ``shard``, then all-reduce over ``replica``, group by group.
 
-Groups are reduced in one order on all ranks, whatever the order in which their gradients became ready: first the construction order, then,
-from the second step on, the order that rank 0 saw in the first. A group that never becomes ready (unused parameters, another branch taken)
-is reduced with zeros when backward has ended: a missing gradient never leaves another rank waiting.
-
     launch   cast to the wire's dtype, reduce-scatter over shard   | at most in_flight groups wait here
              all-reduce over replica, first half: the sum          | ... and here
              all-reduce over replica, second half: pass it on      | ... and here
     store    into (or onto) the shard, square sum for the norm, full buffer freed
+
+Every rank launches the reduction of every trained group exactly once per reduced backward pass, in one order on all ranks, whatever the order
+in which gradients became ready: first the construction order, then, from the second step on, the order that rank 0 saw in the first. A group
+that never becomes ready (unused parameters, another branch taken) is reduced with zeros when backward has ended. A group that no pass of a
+step has reduced is reduced before the step (:meth:`GradReducer.reduce_missing`). Which groups these are is the same on all ranks without an
+exchange.
+
+Late gradients come after their group's reduction: from another engine's loss, or from re-entrant checkpointing of shared weights. Their group
+needs a second sum (:meth:`GradReducer.reduce_late`), and which ranks have some depends on what autograd did there. No launch order can replace
+an exchange here: a rank without late gradients has to launch a reduction because another rank has some, or skip it because none has. Where
+the host reads the norm, the number of late groups is a second number in the norm's exchange, and one rank alone may have some. Where the
+device decides the step (CUDA), no host reads anything between backward and update. There only ranks with late gradients exchange which groups
+are late: these may differ, but either all ranks or none must have some. A rank that alone has some waits for the others until the time limit.
+
+On CPU the hook of a ready group waits for an older group's exchange where more than ``in_flight`` are under way: this bounds the memory in
+flight, and starts an all-reduce's second half while backward still runs. To start it wherever the first half happens to be done would give
+ranks different orders of collectives. A model with collectives of its own in backward (SyncBatchNorm) must therefore run them on all ranks at
+the same place among its groups: a rank that took another branch is waited for inside a hook, while it waits for the collective. On a device
+nothing waits in hooks.
 """
 
 from __future__ import annotations
@@ -24,7 +39,7 @@ from zero_trial.comm import AxisComm, Pending
 from zero_trial.comm.waits import DONE
 from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
-from zero_trial.sharding.layout import square_sum, wide_dtype
+from zero_trial.sharding.layout import square_sum
 from zero_trial.sharding.param_group import trace_range
 from zero_trial.sharding.plan import ReduceAt
 from zero_trial.sharding.unshard import Unsharder
@@ -47,7 +62,7 @@ class NonFiniteGradient:
         return slot.name if slot is not None else self.grad_buffer.group.name
 
 
-class _Phase(Enum):
+class _ReducePhase(Enum):
     """What a reduction waits for next."""
 
     SCATTER = "the sum over shard"
@@ -61,12 +76,12 @@ class _Reduction:
 
     grad_buffer: GradBuffer
     wire: torch.Tensor
-    pooled: PooledBuffer | None  # in which the wire lies, if it is a cast that peers read in place
+    pooled: PooledBuffer | None  # holds the wire, if that is a cast that peers read in place
     out: torch.Tensor
     stash: torch.Tensor | None  # an earlier sum of this step that the reduction will overwrite
     scatter: Pending
     reduce: Pending = DONE
-    square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was looked at
+    square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was computed
     # replica index -> first position that is not finite, in its slice
     bad_replicas: dict[int, int] = field(default_factory=dict)
 
@@ -102,6 +117,7 @@ class GradReducer:
         self._wire_scale = wire_scale
         self._in_flight = in_flight
         self._along = shard if shard.size > 1 else replica
+        self._on_host = any(shard.on_host(grad_buffer.shard) for grad_buffer in self.grad_buffers)
         self._casts = BufferPool(self._along, in_flight + 2)
         self._order = list(range(len(self.grad_buffers)))
         self._index = {id(grad_buffer): index for index, grad_buffer in enumerate(self.grad_buffers)}
@@ -109,7 +125,8 @@ class GradReducer:
         self._learned = False
         self._cursor = 0
         self._ready: set[int] = set()
-        self._waiting: dict[_Phase, deque[_Reduction]] = {phase: deque() for phase in _Phase}
+        self._waiting: dict[_ReducePhase, deque[_Reduction]] = {phase: deque() for phase in _ReducePhase}
+        self._under_way = 0  # reductions in all phases together
         self.active = False
         # By group index, of this rank's slices of the finished shards: the norm is their sum over shard and replica.
         self.square_sums: dict[int, torch.Tensor] = {}
@@ -120,7 +137,7 @@ class GradReducer:
     # --- a backward pass ------------------------------------------------------------------------------------------
 
     def begin_pass(self, *, reduce: bool = True) -> None:
-        """A backward pass starts; ``reduce``: it is to be reduced. Waits for what a pass that ended in an exception left under way."""
+        """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass that ended in an exception left under way."""
         self.wait()
         self.active = reduce
         self._cursor = 0
@@ -129,7 +146,7 @@ class GradReducer:
             grad_buffer.begin_pass()
 
     def grad_ready(self, grad_buffer: GradBuffer) -> None:
-        """A group's gradients are ready: launches all groups whose turn it is. Collective through the launched reductions."""
+        """Launch all groups whose turn it is, now that this one's gradients are ready. Collective through the launched reductions."""
         if self._unsharder is not None:
             self._unsharder.after_gradients(grad_buffer.group)
         if not self.active:
@@ -144,7 +161,7 @@ class GradReducer:
             self._cursor += 1
 
     def finish_pass(self) -> None:
-        """Reduces what is left and waits for everything; then every group's shard holds its sum. Collective: every rank must call."""
+        """Reduce what is left and wait for everything; then every group's shard holds its sum. Collective: every rank must call."""
         for grad_buffer in self.grad_buffers:
             grad_buffer.end_pass()
         if self.active:
@@ -157,7 +174,7 @@ class GradReducer:
                 self._learn_order()
 
     def reduce(self, grad_buffers: Sequence[GradBuffer]) -> None:
-        """Starts to reduce these, whose gradients are ready: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
+        """Start to reduce these, whose gradients are ready: for the step, or for a micro-batch. Collective: ranks must agree on the order."""
         chosen = {id(grad_buffer) for grad_buffer in grad_buffers}
         if any(id(reduction.grad_buffer) in chosen for queue in self._waiting.values() for reduction in queue):
             self.wait()
@@ -165,54 +182,60 @@ class GradReducer:
             self._launch(grad_buffer)
 
     def wait(self) -> None:
-        """Waits for all reductions under way; then their shards hold their sums."""
-        for phase, queue in self._waiting.items():
-            while queue:
-                self._advance(phase)
+        """Wait for all reductions under way; then their shards hold their sums."""
+        if self._under_way:
+            for phase, queue in self._waiting.items():
+                while queue:
+                    self._advance(phase)
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
-        """Adds up the reduced shards of ``gradient buffer`` over the ranks that hold copies of it; then all have the sum, bit by bit the same.
+        """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all have the same bits.
 
         Moves 2n (C-1)/C elements for a shard of n on C ranks. Collective over ``copies``.
         """
         grad_buffer.wait_for_readers()
         copies.all_reduce(grad_buffer.shard, grad_buffer.group.name).wait()
-        self.square_sums[self._index[id(grad_buffer)]] = square_sum(self._counted(grad_buffer))
+        self.square_sums[self._index[id(grad_buffer)]] = self._square_sum(grad_buffer)
 
-    def reduce_leftovers(self) -> None:
-        """Before a step: reduces groups whose gradients no reduced backward pass took along. Collective: every rank must call.
+    # --- before a step --------------------------------------------------------------------------------------------
 
-        Those are gradients from another engine's loss, from ``no_sync``, or such as came after their group was ready (re-entrant
-        checkpointing of shared weights); a group that was reduced before gets a second sum on top of the first. A group that has such
-        gradients on one rank alone is reduced on all of them: the others add zeros.
+    def reduce_missing(self) -> None:
+        """Reduce the groups that no backward pass of this step has reduced (``no_sync``, another engine's loss). Collective.
+
+        They are the same on all ranks: all launch every reduction together.
         """
         self.wait()
-        for index in self._left_anywhere():
-            self._launch(self.grad_buffers[index])
+        missing = [grad_buffer for grad_buffer in self.grad_buffers if not grad_buffer.shard_filled]
+        for grad_buffer in missing:
+            self._launch(grad_buffer)
         self.wait()
 
-    def _left_anywhere(self) -> list[int]:
-        """Return the groups that are still to be reduced on some rank, the same list on all.
+    def late_groups(self) -> int:
+        """Count the reduced groups that have got gradients since, on this rank."""
+        count = 0
+        for grad_buffer in self.grad_buffers:
+            count += grad_buffer.has_gradients
+        return count
 
-        One number is exchanged when there are none. On a device no rank asks: the answer would stop the
-        host in every step. There a rank that alone has gradients left waits in its reduction until the time limit.
+    def reduce_late(self) -> None:
+        """Reduce late gradients: where any rank has some, the group gets a second sum on top of the first; ranks without some add zeros.
+
+        Exchanges one flag per group. Collective over shard and replica: see the top of this file for when ranks call it.
         """
-        own = [not grad_buffer.shard_filled or grad_buffer.has_gradients for grad_buffer in self.grad_buffers]
-        on_host = any(self._shard.on_host(grad_buffer.group.full) for grad_buffer in self.grad_buffers)
-        axes = [axis for axis in (self._shard, self._replica) if axis.size > 1 and on_host]
+        late = [grad_buffer.has_gradients for grad_buffer in self.grad_buffers]
+        axes = [axis for axis in (self._shard, self._replica) if axis.size > 1]
         if axes:
-            count = torch.tensor([sum(own)], dtype=torch.int32, device=axes[0].control_device)
+            flags = torch.tensor(late, dtype=torch.int32, device=axes[0].control_device)
             for axis in axes:
-                axis.all_reduce_small(count, "gradients left to reduce", "max")
-            if bool(count.any()):
-                flags = torch.tensor(own, dtype=torch.int32, device=axes[0].control_device)
-                for axis in axes:
-                    axis.all_reduce_small(flags, "groups left to reduce", "max")
-                own = [bool(left) for left in flags.tolist()]
-        return [index for index, left in enumerate(own) if left]
+                axis.all_reduce_small(flags, "groups with late gradients", "max")
+            late = [bool(flag) for flag in flags.tolist()]
+        for grad_buffer, is_late in zip(self.grad_buffers, late, strict=True):
+            if is_late:
+                self._launch(grad_buffer)
+        self.wait()
 
     def reset(self) -> None:
-        """Forgets all gradients and sums of this step; waits for reductions under way (backward ended in an exception)."""
+        """Drop all gradients and sums of this step; waits for reductions under way (backward ended in an exception)."""
         self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
@@ -223,7 +246,7 @@ class GradReducer:
     # --- the order ------------------------------------------------------------------------------------------------
 
     def _learn_order(self) -> None:
-        """From now on groups go in the order that rank 0 saw, those that became ready late or never at the end."""
+        """Adopt the order that rank 0 saw; groups that became ready late or never come at the end."""
         seen = list(dict.fromkeys(index for index in self._seen if not self.grad_buffers[index].late))
         order = seen + [index for index in self._order if index not in seen]
         for axis in (self._shard, self._replica):
@@ -233,11 +256,11 @@ class GradReducer:
         self._seen.clear()
 
     def order_by_name(self) -> list[str] | None:
-        """The learned order, for a checkpoint; None before the first reduced step."""
+        """Return the learned order, for a checkpoint; None before the first reduced step."""
         return [self.grad_buffers[index].group.name for index in self._order] if self._learned else None
 
     def set_order(self, names: list[str] | None) -> None:
-        """Continues with a learned order, if it is one of these groups. The order never changes results, only what overlaps."""
+        """Continue with a learned order, if it names exactly these groups. The order never changes results, only what overlaps."""
         known = {grad_buffer.group.name: index for index, grad_buffer in enumerate(self.grad_buffers)}
         if names is not None and sorted(names) == sorted(known):
             self._order = [known[name] for name in names]
@@ -246,46 +269,48 @@ class GradReducer:
     # --- one reduction --------------------------------------------------------------------------------------------
 
     def _launch(self, grad_buffer: GradBuffer) -> None:
-        """Starts the group's reduction, and moves older ones on so that no phase has more than ``in_flight``."""
+        """Start the group's reduction, and advance older ones so that no phase has more than ``in_flight``."""
         with trace_range("reduce"):
-            stash = grad_buffer.shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
+            shard, rows = grad_buffer.shard, self._shard.size
+            stash = shard.clone() if grad_buffer.in_place and grad_buffer.shard_filled else None
             full = grad_buffer.seal()
-            dtype = wide_dtype(full.dtype, self._wire_dtype or full.dtype)
-            wire, pooled = (full, None) if dtype == full.dtype else self._cast(full, dtype)
+            wire, pooled, dtype = full, None, self._wire_dtype
+            if dtype is not None and full.dtype not in (dtype, torch.float64):  # float64 stays: see wide_dtype
+                wire, pooled = self._cast(full, dtype)
             if self._wire_scale != 1.0:
                 wire.mul_(self._wire_scale)
-            low, high = grad_buffer.group.layout.shard_range(self._shard.index)
-            straight = not grad_buffer.in_place and not grad_buffer.shard_filled and grad_buffer.shard.dtype == dtype
-            out = grad_buffer.shard if straight and self._shard.size > 1 else wire[low:high]
-            if stash is not None and self._shard.size > 1:
+            straight = not grad_buffer.in_place and not grad_buffer.shard_filled and shard.dtype == wire.dtype
+            out = shard if straight and rows > 1 else wire.view(rows, -1)[self._shard.index]
+            if stash is not None and rows > 1:
                 out = torch.empty_like(out)  # replicas may read it after the earlier sum was added where gradients live
             scatter = self._shard.reduce_scatter(wire, out, grad_buffer.group.name)
-            self._waiting[_Phase.SCATTER].append(_Reduction(grad_buffer, wire, pooled, out, stash, scatter))
-            if self._shard.size == 1:
-                self._advance(_Phase.SCATTER)
+            self._waiting[_ReducePhase.SCATTER].append(_Reduction(grad_buffer, wire, pooled, out, stash, scatter))
+            self._under_way += 1
+            if rows == 1:
+                self._advance(_ReducePhase.SCATTER)
             for phase, queue in self._waiting.items():
                 if len(queue) > self._in_flight:
                     self._advance(phase)
 
     def _cast(self, full: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, PooledBuffer | None]:
-        """``full`` (n,) in ``dtype``; where ranks read in place, cast straight into a pooled buffer, so that no copy out follows."""
+        """Return ``full`` (n,) in ``dtype``; where ranks read in place, it is cast straight into a pooled buffer, so that no copy out follows."""
         if not self._along.reads_in_place(full.device):
             return full.to(dtype), None
         nbytes = full.numel() * dtype.itemsize
         pooled = self._casts.take(nbytes)
         return pooled.buffer[:nbytes].view(dtype).copy_(full), pooled
 
-    def _advance(self, phase: _Phase) -> None:
-        """Waits for the oldest reduction of a phase and starts its next one. All ranks do so in the same order."""
+    def _advance(self, phase: _ReducePhase) -> None:
+        """Wait for the oldest reduction of a phase and start its next one. All ranks do so in the same order."""
         reduction, following = self._waiting[phase][0], None
-        if phase is _Phase.SCATTER:
+        if phase is _ReducePhase.SCATTER:
             reduction.scatter.wait_result(keep=True)
             if self._replica.size > 1:
                 self._start_sum_of_replicas(reduction)
-                following = _Phase.REDUCE
-        elif phase is _Phase.REDUCE:
+                following = _ReducePhase.REDUCE
+        elif phase is _ReducePhase.REDUCE:
             reduction.reduce.start_next()
-            following = _Phase.GATHER
+            following = _ReducePhase.GATHER
         else:
             reduction.reduce.wait_result()
         self._waiting[phase].popleft()
@@ -293,12 +318,13 @@ class GradReducer:
             self._waiting[following].append(reduction)
         else:
             self._store(reduction)
+            self._under_way -= 1
 
     def _start_sum_of_replicas(self, reduction: _Reduction) -> None:
-        """Starts the sum over ``replica``, and notes its squares and whose part is not finite: the sum is passed on over what was put in."""
+        """Start the sum over ``replica``; on CPU, record its squares and the first bad positions before its inputs are overwritten."""
 
         def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
-            if not self._replica.on_host(total):
+            if not self._on_host:
                 return
             reduction.square_sum = square_sum(total)
             if not math.isfinite(reduction.square_sum.item()):
@@ -308,25 +334,27 @@ class GradReducer:
         reduction.reduce = self._replica.all_reduce(reduction.out, reduction.grad_buffer.group.name, look)
 
     def _store(self, reduction: _Reduction) -> None:
-        """The sum goes into the shard, or onto an earlier one; the full buffer is freed."""
+        """Write the sum into the shard, or add it to an earlier one; free the full buffer."""
         grad_buffer, out = reduction.grad_buffer, reduction.out
-        total = reduction.square_sum if self._holds_all_of(reduction) else None
-        if grad_buffer.in_place:
-            if out.data_ptr() != grad_buffer.own.data_ptr():
-                grad_buffer.own.copy_(out)
-            if reduction.stash is not None:
-                if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
-                    grad_buffer.wait_for_readers()
-                grad_buffer.own.add_(reduction.stash)
-        elif grad_buffer.shard_filled:
-            accumulate(grad_buffer.shard, out)
-        elif out.data_ptr() != grad_buffer.shard.data_ptr():
-            grad_buffer.shard.copy_(out)
+        shard = grad_buffer.shard
+        adds = reduction.stash is not None if grad_buffer.in_place else grad_buffer.shard_filled
+        if adds and not grad_buffer.in_place:
+            accumulate(shard, out)
+        elif out.data_ptr() != shard.data_ptr():
+            shard.copy_(out)
+        if reduction.stash is not None:
+            if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
+                grad_buffer.wait_for_readers()
+            shard.add_(reduction.stash)
         grad_buffer.shard_filled = True
-        total = square_sum(self._counted(grad_buffer)) if total is None else total
+        total = reduction.square_sum  # taken on the way: the shard's, if that is this sum and nothing else
+        if total is None or adds or out.dtype != shard.dtype:
+            total = self._square_sum(grad_buffer)
         self.square_sums[self._index[id(grad_buffer)]] = total
-        if self._shard.on_host(total) and not self._is_blamed(grad_buffer) and not self._is_finite(grad_buffer, total):
-            self.nonfinite.extend(self._find_nonfinite(reduction))
+        if self._on_host:
+            both = self._replica.size > 1 and self._shard.size > 1
+            if both or not math.isfinite(total.item()):
+                self._record_nonfinite(reduction, total)
         reduction.scatter.received.release()
         if reduction.pooled is not None:
             self._casts.give_back(reduction.pooled)  # peers may still be reading
@@ -334,28 +362,26 @@ class GradReducer:
         if grad_buffer.group.plan.reduce_at is ReduceAt.MICRO:
             grad_buffer.sealed = False
 
-    def _holds_all_of(self, reduction: _Reduction) -> bool:
-        """Whether the shard will be this sum, and nothing else."""
-        added = reduction.stash is not None if reduction.grad_buffer.in_place else reduction.grad_buffer.shard_filled
-        return not added and reduction.out.dtype == reduction.grad_buffer.shard.dtype
+    def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
+        """Sum the squares of what this rank counts in the norm: replicas hold the same shard, so that each counts one slice."""
+        shard = grad_buffer.shard
+        return square_sum(shard if self._replica.size == 1 else shard.view(self._replica.size, -1)[self._replica.index])
 
-    def _counted(self, grad_buffer: GradBuffer) -> torch.Tensor:
-        """What of the reduced shard this rank counts in the norm: replicas hold the same, so that each counts one slice."""
-        return grad_buffer.shard.view(self._replica.size, -1)[self._replica.index]
+    def _record_nonfinite(self, reduction: _Reduction, total: torch.Tensor) -> None:
+        """Record whose contribution was not finite, unless an earlier micro-batch has spoilt the group already.
 
-    def _is_finite(self, grad_buffer: GradBuffer, total: torch.Tensor) -> bool:
-        """Whether this rank has nothing to say about a culprit. Where both axes reduce, a bad value in a slice that another replica counts may
-        have come over this rank's shard axis, and only here it is known from whom: all of the shard is read."""
-        if math.isfinite(total.item()) and self._replica.size > 1 and self._shard.size > 1:
-            total = square_sum(grad_buffer.shard)
-        return math.isfinite(total.item())
-
-    def _is_blamed(self, grad_buffer: GradBuffer) -> bool:
-        """An earlier micro-batch has spoilt it already: later ones are not to blame."""
-        return any(earlier.grad_buffer is grad_buffer for earlier in self.nonfinite)
+        Where both axes reduce, a bad value in a slice that another replica counts may have come over this rank's shard axis, and only here
+        it is known from whom: all of the shard is read.
+        """
+        grad_buffer = reduction.grad_buffer
+        if any(earlier.grad_buffer is grad_buffer for earlier in self.nonfinite):
+            return
+        if math.isfinite(total.item()) and math.isfinite(square_sum(grad_buffer.shard).item()):
+            return
+        self.nonfinite.extend(self._find_nonfinite(reduction))
 
     def _find_nonfinite(self, reduction: _Reduction) -> list[NonFiniteGradient]:
-        """Whose contribution was not finite: seen where direct exchange still holds each rank's part; else only the place in the sum.
+        """Find whose contribution was not finite, where direct exchange still holds each rank's part; else only the place in the sum.
 
         Over replica each rank holds the parts of one slice of its shard. Two ranks may see the same fault: the one on whose shard axis it
         happened sees the rank, the one that adds the replicas sees that axis (or the rank, where it is of size one).
@@ -386,6 +412,6 @@ class GradReducer:
 
 
 def first_nonfinite(values: torch.Tensor) -> int | None:
-    """The index of the first element that is not finite."""
+    """Return the index of the first element that is not finite."""
     bad = torch.nonzero(~torch.isfinite(values.reshape(-1)), as_tuple=False)
     return int(bad[0]) if bad.numel() else None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from zero_trial.checkpoint import Slice, save_checkpoint
+from tests.checkpoint.rank_threads import on_ranks
+from zero_trial.checkpoint import Slice, reader, save_checkpoint
+from zero_trial.checkpoint.format import FileRecord
+from zero_trial.checkpoint.reader import read_digest
+from zero_trial.engine.loading import find_checkpoint
 from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runs.checkpoints import add_checksums, manifests
 from zero_trial.runtime.in_memory import run_ranks
@@ -96,6 +102,71 @@ def test_all_ranks_agree_and_each_reads_its_share(run: Path) -> None:
     assert first == (8, [f"a damaged checkpoint is passed over: {verify_checkpoint(path.parents[1], 0, 1)}"])
     assert second == (8, [])
     assert verify_checkpoint(path.parents[1], 1, 2) is None, "the only file of tensors is rank 0's to read"
+
+
+RANKS = 3
+
+
+@pytest.fixture
+def written_by_three(tmp_path: Path) -> Path:
+    """A run whose one checkpoint has a file of tensors from each of three ranks."""
+    folder = tmp_path / "checkpoints" / "step-000004"
+
+    def save(rank: Any) -> None:
+        part = Slice("param/w", (RANKS,), rank.index, rank.index + 1, torch.ones(1))
+        save_checkpoint(folder, "model0", [part], step=4, ranks=rank)
+
+    assert on_ranks(RANKS, save) == [None] * RANKS
+    (folder / "metadata.json").write_text(json.dumps(add_checksums({"steps_completed": 4, "trial_id": "t"}, folder)))
+    return tmp_path
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(thread, file) of each file whose bytes were read for their sum."""
+    found: list[tuple[str, str]] = []
+
+    def watched(path: Path, *args: Any, **kwargs: Any) -> FileRecord:
+        found.append((threading.current_thread().name, path.name))
+        return read_digest(path, *args, **kwargs)
+
+    monkeypatch.setattr(reader, "read_digest", watched)
+    return found
+
+
+def started_and_loaded(run: Path, load: Callable[[Any, Path], Any]) -> list[Any]:
+    """What ``load`` gave each rank, as the trial's engine calls it after the ranks have agreed on a start."""
+    found = run_ranks(RANKS, lambda ranks: agree_on_start(ranks, run, note=print)["checkpoint"])
+    assert len(set(found)) == 1
+    return on_ranks(RANKS, lambda rank: load(rank, Path(found[0])))
+
+
+def test_a_resumed_trial_reads_each_file_once_for_its_sum(
+    written_by_three: Path, hashed: list[tuple[str, str]]
+) -> None:
+    def load(rank: Any, folder: Path) -> str:
+        return find_checkpoint(rank, folder, "model0").folder.name  # type: ignore[union-attr]
+
+    assert started_and_loaded(written_by_three, load) == ["model0"] * RANKS
+    files = [f"rank-{rank:05d}.safetensors" for rank in range(RANKS)]
+    assert sorted(name for _, name in hashed) == files
+    assert len({thread for thread, _ in hashed}) == RANKS, "each rank reads its share"
+    hashed.clear()
+    folder = written_by_three / "checkpoints/step-000004"
+    assert on_ranks(RANKS, lambda rank: load(rank, folder)) == ["model0"] * RANKS
+    assert sorted(name for _, name in hashed) == files, "a later load reads them again"
+
+
+@pytest.mark.parametrize("tag", ["model0", None])
+def test_what_is_written_between_start_and_load_is_read_again(written_by_three: Path, tag: str | None) -> None:
+    def load(rank: Any, folder: Path) -> Any:
+        if rank.index == 1:
+            flip(folder / "model0" / "rank-00001.safetensors")
+        rank.gather_json(None, "damaged")
+        return find_checkpoint(rank, folder, tag)
+
+    for error in started_and_loaded(written_by_three, load):
+        assert isinstance(error, CheckpointError) and "rank-00001.safetensors" in str(error)
 
 
 def test_a_checkpoint_by_name_is_that_one_or_none(run: Path, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def agree_on_start(
     """Collective. The newest whole checkpoint where a run starts, its step and its trial's id (see ``starting_point``).
 
     A checkpoint may have been damaged since it was made. Then the one before it is taken, and rank 0 says so with
-    ``note``. All files are read for that, each by one rank; the engine's load checks once more what it reads.
+    ``note``. All files are read for that, each by one rank; the engine's load does not read them for their sums again.
 
     Raises CheckpointError on every rank where there are checkpoints and all are damaged: to start afresh then is not
     what was meant.
@@ -298,7 +298,7 @@ def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
         return fault
     try:
         for manifest in manifests(folder):
-            CheckpointReader(manifest.parent).verify(index, count)
+            CheckpointReader(manifest.parent).verify(index, count, load_follows=True)
     except CheckpointError as error:
         return str(error)
     except OSError as error:  # perhaps on this rank alone: the others wait for its answer

@@ -54,4 +54,4 @@ def test_mistakes_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["sweep", "report", "nowhere"]) == 2
     assert "an experiment's id, or a folder of run folders" in capsys.readouterr().err
     assert main(["sweep", "report", "1", "--root", str(tmp_path)]) == 2
-    assert "there is no master's store" in capsys.readouterr().err
+    assert "master's store" in capsys.readouterr().err

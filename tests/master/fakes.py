@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from zero_trial.master.agent.agent import LeaseState
-from zero_trial.master.agent.devices import SlotDevices
-from zero_trial.master.agent.environment import StartOrder
-from zero_trial.master.agent.lease import Exit
+from zero_trial.master.agent.environment import SlotDevices, StartOrder
+from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, NewExperiment

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.serve import ServeOptions, serve
 

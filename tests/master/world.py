@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.master.fakes import Sandbox
 from zero_trial.master import logs
-from zero_trial.master.auth import digest
+from zero_trial.master.core.accounts import digest
 from zero_trial.master.records import (
     Allocation,
     AllocationState,

@@ -73,7 +73,7 @@ def _home(options: argparse.Namespace) -> Any:
 
 def up_(options: argparse.Namespace) -> int:
     """Start a master, unless one runs already."""
-    from zero_trial.master.agent.devices import find_devices
+    from zero_trial.master.agent.environment import find_devices
 
     home = _home(options)
     devices = find_devices(options.slots, os.environ, cpu=options.cpu)  # faults are told here, not in a log

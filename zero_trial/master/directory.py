@@ -1,4 +1,6 @@
-"""The master's directory: the paths in it, its lock (one master at most works in it), and how to reach the master. Only its owner can read it."""
+"""The master's directory: the paths in it, its lock (one master at most works in it), and how to
+reach the master. Only its owner can read it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class MasterDirectory:
         self._lock: int | None = None
 
     def prepare(self) -> None:
-        """Make the folders."""
+        """Create the folders."""
         for folder in (self.root, self.allocations, self.logs):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)
@@ -37,12 +39,12 @@ class MasterDirectory:
 
     @property
     def account(self) -> Path:
-        """Name, password and token of the local user, mode 0600."""
+        """Return the file with name, password and token of the local user, mode 0600."""
         return self.root / "user.json"
 
     @property
     def storage(self) -> Path:
-        """Where checkpoints go unless the experiment names another storage."""
+        """Return the folder of checkpoints, unless the experiment names another storage."""
         return self.root / "storage"
 
     @property
@@ -54,15 +56,16 @@ class MasterDirectory:
         return self.root / "allocations"
 
     def allocation(self, allocation_id: str) -> Path:
-        """The folder of one run: its lease, its exit, its working directory."""
+        """Return the folder of one run: its lease, its exit record, its working directory."""
         return self.allocations / allocation_id
 
     def trial_logs(self, trial_id: int) -> Path:
-        """The folder of a trial's logs."""
+        """Return the folder of a trial's logs."""
         return self.logs / f"trial-{trial_id}"
 
     def lock(self, seconds: float = 0.0) -> bool:
-        """Become the one master of this directory until this process ends; False if there is one.
+        """Become the only master of this directory until this process ends; return False if there
+        is another.
 
         Waits up to ``seconds``, because `locked` holds the lock for a moment.
         """
@@ -81,7 +84,7 @@ class MasterDirectory:
                 return True
 
     def locked(self) -> bool:
-        """Tell whether a master works here now."""
+        """Return whether a master works here now."""
         if not self.root.is_dir():
             return False
         if self.lock():
@@ -101,7 +104,9 @@ class MasterDirectory:
         write_atomic(path, json.dumps(state), durable=False, private=True)
 
     def state(self) -> dict[str, Any]:
-        """Read what the last master recorded; empty if no master has been started in this directory."""
+        """Read what the last master recorded; empty if no master has been started in this
+        directory.
+        """
         path = self.root / "master.json"
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,6 +1,8 @@
-"""Lines of output on disk: one file per run of a trial, one JSON object per line; also how they are read back, while they are written too.
+"""Lines of output on disk: one file per run of a trial, one JSON object per line; also how they are
+read back, while they are written too.
 
-Files are read in blocks from either end, so the cost depends on what is asked for and not on the length of the file.
+Files are read in blocks from either end, so the cost depends on the lines that are read and not on
+the length of the file.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ LONGEST = 16 * 1024 * 1024  # bytes of a line; what is longer, as in a damaged f
 Line = tuple[int, bytes]  # where it begins, and its bytes with the newline
 
 FOLLOW_SECONDS = 0.2
-"""How often a followed log is looked at."""
+"""Between two reads of a followed log."""
 
 SILENCE_SECONDS = 1.0
-"""After so long without a line a follower is given a None."""
+"""After so long without a line a follower gets None."""
 
 MASTER = 0
 """The run under which the master's own lines about a trial are kept."""
@@ -36,17 +38,19 @@ _LEVEL = re.compile(r"\b(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 
 
 def path_of(folder: Path, run_id: int) -> Path:
-    """The file of a run in the trial's folder of logs."""
+    """Return the file of a run in the trial's folder of logs."""
     return folder / f"{run_id:06d}.jsonl"
 
 
 def entry(message: str, at: float, stdtype: str = "stdout", **more: Any) -> bytes:
-    """One line of the file."""
+    """Return one line of the file."""
     return json.dumps({"t": at, "s": stdtype, "m": message, **more}, separators=(",", ":")).encode() + b"\n"
 
 
 def append(path: Path, entries: Iterable[bytes]) -> None:
-    """Append lines to a file, in one write as a rule: writers in several processes do not cut into each other's lines."""
+    """Append lines to a file, in one write as a rule: writers in several processes do not cut into
+    each other's lines.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -67,15 +71,19 @@ class Source:
 
 
 def lines(source: Source, query: LogQuery) -> Iterator[LogLine]:
-    """The lines that are there now, filtered, ordered and limited. Read as they are asked for, from the end with ``newest_first``."""
+    """Return the lines that are there now, filtered, ordered and limited.
+
+    They are read as they are consumed, from the end with ``newest_first``.
+    """
     found = _newest_first(source, _ends(source)) if query.newest_first else _Tail(source).new()
     return islice((line for line in found if _wanted(line, query)), query.limit)
 
 
 def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterator[LogLine | None]:
-    """Lines as they come, until ``ended`` and nothing is left. With ``newest_first`` and a limit: the newest lines, then what comes after.
+    """Yield lines as they come, until ``ended`` and nothing is left; None after a second without a
+    line.
 
-    Yields None after a second without a line.
+    With ``newest_first`` and a limit: the newest lines first, then what comes after them.
     """
     tail = _Tail(source)
     over = ended()  # before reading: what was written until then is read
@@ -101,12 +109,12 @@ def follow(source: Source, query: LogQuery, ended: Callable[[], bool]) -> Iterat
 
 
 def _ends(source: Source) -> dict[Path, int]:
-    """How much of each file, in bytes, are whole lines now."""
+    """Return the end of the last complete line of each file, in bytes."""
     return {path: end_of_lines(path) for path in sorted(source.folder.glob("*.jsonl"))}
 
 
 def _newest_first(source: Source, ends: Mapping[Path, int]) -> Iterator[LogLine]:
-    """The lines before ``ends``, the newest first."""
+    """Yield the lines before ``ends``, the newest first."""
     readers = [_Reader(source, path).lines(backward(path, end)) for path, end in reversed(list(ends.items())) if end]
     return heapq.merge(*readers, key=lambda line: line.time, reverse=True)
 
@@ -119,12 +127,12 @@ class _Tail:
         self._read: dict[Path, int] = {}  # bytes
 
     def new(self) -> Iterator[LogLine]:
-        """The lines since the last time, by time; those of one file stay in their order."""
+        """Return the lines since the last call, by time; those of one file stay in their order."""
         paths = sorted(self._source.folder.glob("*.jsonl"))
         return heapq.merge(*map(self._of, paths), key=lambda line: line.time)
 
     def skip(self) -> Mapping[Path, int]:
-        """What is there now is not new any more; returns where it ends."""
+        """Skip what is there now, and return where it ends."""
         self._read = _ends(self._source)
         return dict(self._read)
 
@@ -146,7 +154,7 @@ class _Reader:
         self._time = 0.0  # of the line before
 
     def lines(self, found: Iterable[Line]) -> Iterator[LogLine]:
-        """As they are found."""
+        """Convert lines as they are found."""
         return (self._line(raw, self._run_id, place) for place, raw in found)
 
     def _line(self, raw: bytes, run_id: int, place: int) -> LogLine:
@@ -187,7 +195,7 @@ def _wanted(line: LogLine, query: LogQuery) -> bool:
 
 
 def forward(path: Path, start: int = 0) -> Iterator[Line]:
-    """The whole lines from byte ``start`` on, oldest first. A file that is not there has none."""
+    """Yield the complete lines from byte ``start`` on, oldest first. A missing file has none."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -209,7 +217,10 @@ def forward(path: Path, start: int = 0) -> Iterator[Line]:
 
 
 def backward(path: Path, before: int | None = None) -> Iterator[Line]:
-    """The whole lines before byte ``before`` (the file's end), newest first. What follows the last newline is not whole yet, and is left out."""
+    """Yield the complete lines before byte ``before`` (default: the file's end), newest first.
+
+    What follows the last newline is not complete yet, and is left out.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -245,5 +256,5 @@ def _blocks_from_end(file: BinaryIO, before: int | None) -> Iterator[tuple[int, 
 
 
 def end_of_lines(path: Path) -> int:
-    """The byte after the last newline; 0 if there is none."""
+    """Return the byte after the last newline; 0 if there is none."""
     return next((place + len(line) for place, line in backward(path)), 0)

@@ -1,24 +1,35 @@
-"""What the master remembers: experiments, trials, allocations, metrics, checkpoints, users, as frozen values.
+"""The values that the master's services take and return, as frozen dataclasses, and the errors with
+which they refuse.
 
-Times are seconds since the epoch (UTC). States carry Determined's names without the ``STATE_`` in front. Mappings hold plain JSON.
+Times are seconds since the epoch (UTC). States have Determined's names without the prefix
+``STATE_``. Mappings hold plain JSON.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from zero_trial.errors import ZeroTrialError
 
 Json = Mapping[str, Any]
+T = TypeVar("T")
 EARLIEST = -62135596800.0
 
 LATEST = 253402300799.0
-"""The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z and 9999-12-31T23:59:59Z."""
+"""The times between which RFC 3339 can write one in UTC: 0001-01-01T00:00:00Z and
+9999-12-31T23:59:59Z.
+"""
 
 
 class ExperimentState(str, Enum):
-    """Where an experiment stands. The STOPPING states wait for its trials to end; what is after them is final."""
+    """The state of an experiment. In a STOPPING state it waits for its trials to end; the states
+    after them are final.
+    """
 
     ACTIVE = "ACTIVE"
     PAUSED = "PAUSED"
@@ -34,7 +45,7 @@ class ExperimentState(str, Enum):
 
     @property
     def final(self) -> bool:
-        """No trial of it will ever run again (``continue`` apart)."""
+        """Return whether no trial of it will run again (``continue`` apart)."""
         return self in _ENDED or self in (ExperimentState.DELETING, ExperimentState.DELETE_FAILED)
 
     @property
@@ -43,7 +54,7 @@ class ExperimentState(str, Enum):
 
 
 class TrialState(str, Enum):
-    """Where a trial stands; the names mean what they mean for an experiment."""
+    """The state of a trial; the names mean the same as for an experiment."""
 
     ACTIVE = "ACTIVE"
     PAUSED = "PAUSED"
@@ -65,7 +76,7 @@ class TrialState(str, Enum):
 
 
 class AllocationState(str, Enum):
-    """Where one run of a trial stands: waiting for slots, its process starting, running, or over."""
+    """The state of one run of a trial: waiting for slots, starting, running, or over."""
 
     QUEUED = "QUEUED"
     STARTING = "STARTING"
@@ -74,7 +85,7 @@ class AllocationState(str, Enum):
 
 
 class CheckpointState(str, Enum):
-    """Where a checkpoint stands; only COMPLETED ones can be restored."""
+    """The state of a checkpoint; only a COMPLETED one can be restored."""
 
     ACTIVE = "ACTIVE"
     COMPLETED = "COMPLETED"
@@ -136,7 +147,7 @@ class Trial:
     latest_checkpoint: str | None = None  # where the next run starts
     warm_start_checkpoint: str | None = None  # of a fork: weights from another trial
     progress: float | None = None
-    runner_state: str = ""  # what the harness says that it does
+    runner_state: str = ""  # as the harness reports it
     reason: str = ""  # why it ended other than COMPLETED
     pruned: bool = False  # ended before it was ever launched
     # Derived when it is read:
@@ -169,8 +180,8 @@ class Allocation:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
-    preempt: bool = False  # it was asked to stop
-    acked: bool = False  # it said that it stops because it was asked
+    preempt: bool = False  # it is to stop at its next chance
+    acked: bool = False  # it has acknowledged the preemption
     ready: bool = False
 
 
@@ -245,7 +256,7 @@ class SlotInfo:
     device_type: str  # "cpu" or "cuda"
     name: str
     uuid: str = ""
-    allocation_id: str | None = None  # who holds it
+    allocation_id: str | None = None  # that holds it
     enabled: bool = True
 
 
@@ -262,7 +273,7 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """What runs or ran for a trial: a name for the chain of its allocations."""
+    """The chain of allocations of one trial."""
 
     id: str
     trial_id: int
@@ -276,7 +287,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """An experiment as the queue sees it."""
+    """An experiment in the queue."""
 
     id: str
     experiment_id: int
@@ -306,19 +317,19 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class User:
-    """Somebody who may log in."""
+    """A user who may log in, if active."""
 
     id: int
     name: str
     admin: bool
     active: bool
-    password: str  # as auth.py salts and hashes it; never shown
+    password: str  # salted and hashed; never shown
     display_name: str = ""
 
 
 @dataclass(frozen=True)
 class TokenOwner:
-    """Who a token speaks for: a user, or the one allocation that it was made for; exactly one is set."""
+    """The owner of a token: a user, or the one allocation that it was made for; exactly one is set."""
 
     user: User | None = None
     allocation: Allocation | None = None
@@ -326,7 +337,7 @@ class TokenOwner:
 
 @dataclass(frozen=True)
 class MasterInfo:
-    """What anybody may know of this master."""
+    """Version and identity of this master, which are public."""
 
     version: str
     master_id: str
@@ -336,7 +347,9 @@ class MasterInfo:
 
 @dataclass(frozen=True)
 class NewExperiment:
-    """A submission. ``context`` is a clean .tar.gz of the model definition (see context_tar)."""
+    """A submitted experiment. ``context`` is a clean .tar.gz of the model definition (see
+    core.context_archive).
+    """
 
     config_text: str
     context: bytes
@@ -357,9 +370,10 @@ class Created:
 
 @dataclass(frozen=True)
 class ExperimentPatch:
-    """What to change; None leaves a thing as it is. In ``resources`` the keys are max_slots (None lifts it), weight and priority.
+    """Changes of an experiment; None leaves a field as it is. In ``resources`` the keys are
+    max_slots (None lifts it), weight and priority.
 
-    ``add_label`` and ``remove_label`` change the labels that there are when the patch is applied.
+    ``add_label`` and ``remove_label`` change the labels at the time when the patch is applied.
     """
 
     name: str | None = None
@@ -383,7 +397,9 @@ class GcPolicy:
 
 @dataclass(frozen=True)
 class LogQuery:
-    """Which lines, in which order. ``follow`` goes on until the trial has ended and its last line was given."""
+    """A query for log lines. With ``follow`` it ends when the trial has ended and its last line was
+    returned.
+    """
 
     follow: bool = False
     limit: int | None = None  # of the oldest lines, or with ``newest_first`` of the newest
@@ -398,8 +414,63 @@ class LogQuery:
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Where the ranks of an allocation meet."""
+    """The addresses at which the ranks of an allocation meet."""
 
     addresses: tuple[str, ...]
     rank: int
     slots: tuple[int, ...]  # slots on each address
+
+
+_SPELLED = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})
+
+
+def as_number(value: Any) -> float | None:
+    """Return a metric's value as a float; None if it is not of a numeric type.
+
+    "NaN", "Infinity" and "-Infinity" are numbers: JSON clients spell them so. An integer that no
+    float can hold is infinite.
+    """
+    if isinstance(value, str):
+        return _SPELLED.get(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+# -- refusals
+
+
+class ServiceError(ZeroTrialError):
+    """A request was refused; nothing has changed."""
+
+
+class NotFound(ServiceError):
+    """The thing that was asked for does not exist (404)."""
+
+
+def existing(record: T | None, name: str) -> T:
+    """Return ``record``. Raises NotFound, with its name, if it is None."""
+    if record is None:
+        raise NotFound(f"{name} not found")
+    return record
+
+
+class Conflict(ServiceError):
+    """The thing exists, but its state does not allow this (409; for some requests Determined
+    answers 400, see the routes).
+    """
+
+
+class Invalid(ServiceError):
+    """The request itself is wrong: a configuration, a field, a stale run id (400)."""
+
+
+class PermissionDenied(ServiceError):
+    """The token does not permit this (403)."""
+
+
+class Unsupported(ServiceError):
+    """Determined can do this, this master cannot (501); the message says what to do instead."""

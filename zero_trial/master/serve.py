@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import zero_trial
 from zero_trial.errors import ConfigError, ZeroTrialError
-from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import identify
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory
@@ -27,7 +27,9 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How the master is to run. ``port`` None: the port that it had before, or a free one; 0: a free one."""
+    """How the master is to run. ``port`` None: the port that it had before, or a free one; 0: a
+    free one.
+    """
 
     directory: MasterDirectory
     devices: SlotDevices
@@ -36,7 +38,8 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then end all running trials and return. ``ready`` is called once requests are answered.
+    """Serve until SIGTERM or SIGINT, then end all running trials and return. ``ready`` is called
+    once requests are answered.
 
     Raises ConfigError if another master works in the same folder.
     """

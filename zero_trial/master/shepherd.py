@@ -1,15 +1,275 @@
-"""The entry of a supervisor (`agent.supervisor`): ``python -m zero_trial.master.shepherd FOLDER``.
+"""The supervisor of one allocation: it starts the trial's processes, records their output, outlives
+the master and leaves no process behind.
 
-The name of this module is part of the master's state on disk: a master that runs while the package is upgraded goes on to start its supervisors
-by it.
+It runs in a session of its own, as ``python -m zero_trial.master.shepherd FOLDER`` with its order
+as JSON on stdin. The name of this module is part of the master's state on disk: a master that runs
+while the package is upgraded goes on to start its supervisors by it.
+
+Orphans become the supervisor's own children (Linux), so that it also finds and ends processes that
+moved into a session of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from zero_trial.master.agent.supervisor import main
+from zero_trial.master import logs
+from zero_trial.master.agent import processes, storage
+
+_LONGEST = 1 << 20  # bytes of a line; a longer one is cut into several
+_UNKNOWN = 255  # exit code of a child that another part of the process has collected
+_LONGEST_CAUSE = 500  # characters
+_CAUSE = re.compile(r"(?:\[rank=\d+\] )?error   (?=\S)(.*)")
+_FIRST_FAILURE = re.compile(
+    r"error   (rank \d+: .*)"
+)  # by the launcher, which has seen all ranks: see sitecustomize.first_failure
+_DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """What to run, where, with which environment, and how long it has to end after SIGTERM."""
+
+    command: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str]
+    log: str
+    grace: float
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> RunOrder:
+        """Read an order from its JSON form."""
+        return cls(tuple(content["command"]), content["cwd"], content["env"], content["log"], content["grace"])
+
+
+class Lines:
+    """Writes one stream of a child to the trial's log, line by line, each with the time at which it
+    arrived.
+    """
+
+    def __init__(self, stdtype: str, path: Path) -> None:
+        self._stdtype = stdtype
+        self._path = path
+        self._rest = b""
+        self._lost = False  # a line could not be written
+        self.cause = ""  # the first error line of a rank
+        self.first_failure = ""  # the launcher's line about the rank that failed first
+
+    def add(self, data: bytes) -> None:
+        """Add what was read and write the lines that are complete."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            whole, self._rest = [*whole, self._rest], b""
+        self._write(whole)
+
+    def close(self) -> None:
+        """Write the last line if it has no newline."""
+        if self._rest:
+            self._write([self._rest])
+            self._rest = b""
+
+    def _write(self, whole: list[bytes]) -> None:
+        if whole:
+            at = time.time()
+            texts = [line.decode("utf-8", errors="replace").rstrip("\r") for line in whole]
+            for text in texts:
+                self._note(text)
+            try:
+                logs.append(self._path, [logs.entry(text, at, self._stdtype) for text in texts])
+            except OSError as error:  # a full disk: lines are lost, the trial is not
+                self._report_lost(error)
+
+    def _note(self, text: str) -> None:
+        if not self.cause and (found := _CAUSE.match(text)):
+            self.cause = found[1]
+        if found := _FIRST_FAILURE.match(text):
+            self.first_failure = found[1]
+
+    def _report_lost(self, error: OSError) -> None:
+        """Write once to the supervisor's own log, if that can be written, that lines are lost."""
+        if not self._lost:
+            self._lost = True
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"lines of {self._stdtype} are lost: {error}\n")
+
+
+class AllocationSupervisor:
+    """Runs one order: an event loop over the pipes of its processes and the signals to this
+    process.
+    """
+
+    def __init__(self, order: RunOrder) -> None:
+        self._order = order
+        self._selector = selectors.DefaultSelector()
+        self._process: subprocess.Popen[bytes] | None = None  # kept: its end would take the exit status with it
+        self._child: int | None = None
+        self._status: int | None = None  # of the main child, as an exit code
+        self._kill_at: float | None = None
+        self._stopping = False  # a signal has asked for the end
+        self._streams: list[Lines] = []
+        self._open = 0
+        self._listen()
+
+    def _listen(self) -> None:
+        """Turn signals into bytes in a pipe, so that none is lost between a check and a wait."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakeup = reader
+        self._selector.register(reader, selectors.EVENT_READ, None)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def run(self) -> processes.Exit:
+        """Run the order to its end and return how it ended, with no process left of it."""
+        if not self._stopping:
+            self._start()
+        return self._finish()
+
+    def _finish(self) -> processes.Exit:
+        while self._child is not None and self._status is None:
+            self._poll(self._wait_seconds())
+            self._end_if_stopping()
+        self._end_rest()
+        until = time.monotonic() + _DRAIN_SECONDS
+        while self._open and time.monotonic() < until:
+            self._poll(0.05)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Lines):
+                key.data.close()
+        status = 128 + signal.SIGTERM if self._status is None else self._status
+        failed = status != 0 and not self._stopping
+        return processes.Exit(status, time.time(), killed=self._stopping, why=self._cause() if failed else "")
+
+    def _cause(self) -> str:
+        """Return the printed error of the rank that failed first, else the first error that a rank
+        printed, else "".
+        """
+        causes = [stream.first_failure for stream in self._streams] + [stream.cause for stream in self._streams]
+        return next((cause for cause in causes if cause), "")[:_LONGEST_CAUSE].rstrip(".")
+
+    def _start(self) -> None:
+        log = Path(self._order.log)
+        try:
+            child = subprocess.Popen(
+                self._order.command,
+                cwd=self._order.cwd,
+                env=dict(self._order.env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:  # ValueError: a variable with a NUL in it
+            logs.append(
+                log, [logs.entry(f"cannot start {self._order.command[0]}: {error}", time.time(), "stderr", l="ERROR")]
+            )
+            self._status = 127
+            return
+        self._process, self._child = child, child.pid
+        for name, stream in (("stdout", child.stdout), ("stderr", child.stderr)):
+            if stream is not None:
+                self._streams.append(Lines(name, log))
+                self._selector.register(stream, selectors.EVENT_READ, self._streams[-1])
+                self._open += 1
+
+    def _wait_seconds(self) -> float:
+        return 1.0 if self._kill_at is None else max(0.01, min(1.0, self._kill_at - time.monotonic()))
+
+    def _poll(self, seconds: float) -> None:
+        """Wait for a signal or output, at most ``seconds``, and handle it."""
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakeup, 4096)
+            else:
+                self._read(key)
+        self._reap()
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        data = os.read(key.fd, 1 << 16)
+        if data:
+            key.data.add(data)
+            return
+        key.data.close()
+        self._selector.unregister(key.fileobj)
+        self._open -= 1
+
+    def _reap(self) -> None:
+        """Collect children that have ended, adopted ones included."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                if self._child is not None and self._status is None:
+                    self._status = _UNKNOWN  # no child is left, and its exit status was not seen
+                return
+            if pid == 0:
+                return
+            if pid == self._child:
+                code = os.waitstatus_to_exitcode(status)
+                self._status = code if code >= 0 else 128 - code
+
+    def _end_if_stopping(self) -> None:
+        if not self._stopping:
+            return
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._order.grace
+            self._signal(signal.SIGTERM)
+        elif time.monotonic() >= self._kill_at:
+            self._signal(signal.SIGKILL)
+
+    def _end_rest(self) -> None:
+        """Kill what is left after the main child, as the end of a container would."""
+        while self._signal(signal.SIGKILL):
+            time.sleep(0.01)
+            self._reap()
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """Signal all processes that are left; return False if there are none."""
+        left = processes.descendants(os.getpid())
+        processes.send(left, number)
+        if self._child is not None and not Path("/proc/self/stat").exists():
+            # Without /proc only the main child's group is known.
+            try:
+                os.killpg(self._child, number)
+            except (ProcessLookupError, PermissionError):
+                return False
+            return self._status is None
+        return bool(left)
+
+
+def main(folder: Path, text: str) -> int:
+    """Take the lease of the allocation, run ``text`` (a RunOrder as JSON), record how it ended. Do
+    nothing if the lease is taken.
+    """
+    order = RunOrder.of(json.loads(text))
+    processes.adopt_orphans()
+    supervisor = AllocationSupervisor(order)
+    if not processes.acquire_lease(folder, processes.identify(os.getpid())):
+        return 0
+    ended = supervisor.run()
+    storage.remove_scratch(folder)  # before the exit is recorded: readers of the record find nothing left
+    processes.record_exit(folder, ended)
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main(Path(sys.argv[1]), sys.stdin.read()))

@@ -1,4 +1,4 @@
-"""The agent with real shepherds that run small shell commands."""
+"""The agent with real supervisors that run small shell commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from zero_trial.master import logs
 from zero_trial.master.agent import agent as subject
-from zero_trial.master.agent import lease
+from zero_trial.master.agent import processes
 from zero_trial.master.agent.agent import Agent, LeaseState, end_all, steps
 from zero_trial.master.agent.environment import MARK, StartOrder
 from zero_trial.master.agent.processes import identify, marked
@@ -34,7 +34,7 @@ class Field:
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
         self.agent = self.open()
 
-    def open(self, on_exited: Callable[[str, lease.Exit], None] | None = None) -> Agent:
+    def open(self, on_exited: Callable[[str, processes.Exit], None] | None = None) -> Agent:
         self.agent = Agent(
             self.home,
             on_error=lambda message: self.said.put(("error", message)),
@@ -100,7 +100,7 @@ def test_nothing_is_left_on_disk_but_how_it_ended(field: Field, tmp_path: Path) 
     assert sorted(path.name for path in field.home.allocation(name).iterdir()) == [
         "claim.json",
         "exit.json",
-        "shepherd.log",
+        "supervisor.log",
     ]
     assert not leftover.exists()
 
@@ -122,12 +122,12 @@ def test_killed_before_it_began_it_never_runs(field: Field) -> None:
     assert "before it began" in said[3] and not (field.home.allocation("1.early.1") / "work").exists()
 
 
-def test_a_shepherd_that_is_killed_takes_its_flock_with_it(field: Field) -> None:
+def test_the_processes_of_a_killed_supervisor_end(field: Field) -> None:
     name = field.start("setsid sleep 60 & echo up $TMPDIR; wait")
     field.expect("started", name)
     temporary = Path(field.wait_for("up").split()[1])
     left = marked(MARK, name)
-    owner = lease.owner(field.home.allocation(name))
+    owner = processes.lease_owner(field.home.allocation(name))
     assert owner is not None and len(left) >= 2
     owner.send(signal.SIGKILL)
     field.expect("exited", name, 137, "its supervisor is gone")
@@ -207,10 +207,10 @@ def test_a_start_is_reported_before_an_end_that_came_between_two_looks(field: Fi
     supervisor.wait()
     folder = field.home.allocation("x.1")
     folder.mkdir(parents=True)
-    assert lease.acquire(folder, identity)
-    lease.record_exit(folder, lease.Exit(3, 0.0))
+    assert processes.acquire_lease(folder, identity)
+    processes.record_exit(folder, processes.Exit(3, 0.0))
     owners = iter([None])  # the first look came before the lease
-    field.patch.setattr(lease, "owner", lambda _: next(owners, identity))
+    field.patch.setattr(processes, "lease_owner", lambda _: next(owners, identity))
     field.agent.adopt("x.1")
     field.expect("started", "x.1")
     field.expect("exited", "x.1", 3)
@@ -220,7 +220,7 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
     field.agent.close()
     refused = []
 
-    def refuse_once(name: str, ended: lease.Exit) -> None:
+    def refuse_once(name: str, ended: processes.Exit) -> None:
         if not refused:
             refused.append(name)
             raise OSError("the disk is full")
@@ -237,7 +237,7 @@ def test_an_end_that_could_not_be_told_is_told_again(field: Field) -> None:
 def test_what_cannot_be_started_does_not_end_the_work(field: Field) -> None:
     field.start("true", checkpoint_storage={"type": "directory", "container_path": "/no\0such"})
     assert "null" in field.expect("exited")[3]
-    field.patch.setattr(lease, "acquire", lambda *_: 1 / 0)  # nobody foresaw this
+    field.patch.setattr(processes, "acquire_lease", lambda *_: 1 / 0)  # nobody foresaw this
     field.agent.kill("x.1")
     assert "ZeroDivisionError" in field.expect("error")[1]
     field.patch.undo()

@@ -1,9 +1,10 @@
-"""What a trial's processes find in their environment."""
+"""Slots, ports and environment variables of a run."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,79 @@ from typing import Any
 import determined as det
 import pytest
 
-from zero_trial.master.agent.environment import LARGEST, RELOCATION, Ports, StartOrder, environment, size_of_config
+from zero_trial.errors import ConfigError
+from zero_trial.master.agent.environment import (
+    GAP,
+    LARGEST,
+    RELOCATION,
+    Ports,
+    SlotDevices,
+    StartOrder,
+    environment,
+    find_devices,
+    free_ports,
+    size_of_config,
+)
 from zero_trial.master.records import Allocation, AllocationState
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Path:
+    for number in range(4):
+        (tmp_path / f"nvidia{number}").touch()
+    (tmp_path / "nvidiactl").touch()
+    return tmp_path
+
+
+def test_cpu_slots(tmp_path: Path) -> None:
+    found = find_devices(3, {}, files=tmp_path)
+    assert (found.count, found.kind, found.visible((0, 2))) == (3, "cpu", "")
+    assert find_devices(None, {}, files=tmp_path).count == found.cores
+
+
+def test_gpu_slots_are_those_that_we_may_see(gpus: Path) -> None:
+    assert find_devices(None, {}, files=gpus).gpus == ("0", "1", "2", "3")
+    some = find_devices(None, {"CUDA_VISIBLE_DEVICES": "2,GPU-x"}, files=gpus)
+    assert some.gpus == ("2", "GPU-x") and some.kind == "cuda" and some.visible((1,)) == "GPU-x"
+    assert find_devices(2, {}, files=gpus).visible((0, 1)) == "0,1"
+    assert find_devices(None, {"CUDA_VISIBLE_DEVICES": ""}, files=gpus).kind == "cpu"
+    assert find_devices(8, {}, cpu=True, files=gpus).kind == "cpu"
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 5])
+def test_slots_that_there_are_not(gpus: Path, wanted: int) -> None:
+    with pytest.raises(ConfigError, match="--slots"):
+        find_devices(wanted, {}, files=gpus)
+
+
+def test_threads_share_the_cores() -> None:
+    assert [SlotDevices(count, cores=8).threads for count in (1, 2, 8, 16)] == [8, 4, 1, 1]
+
+
+def test_they_are_free_distinct_and_sixteen_apart() -> None:
+    ports = free_ports()
+    assert ports.comm_2 == ports.comm_1 + GAP == ports.comm_1 + 16
+    for port in (ports.c10d, ports.comm_1, ports.comm_2, ports.ssh):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_what_others_were_given_is_avoided() -> None:
+    taken: set[int] = set()
+    for _ in range(20):
+        ports = free_ports(taken)
+        assert not ports.taken() & taken
+        taken |= ports.taken()
+
+
+def test_no_ports_is_an_error() -> None:
+    with pytest.raises(OSError, match="no free"):
+        free_ports(set(range(65536)))
+
+
+def test_the_range_covers_every_slot() -> None:
+    assert Ports(1, 100, 2).taken() == {1, 2, *range(100, 132)}
+
 
 HOST = {
     "PATH": "/bin",

@@ -1,4 +1,4 @@
-"""Processes: known beyond their pid, found, and ended."""
+"""Processes by their identity, and the lease of an allocation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,25 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from zero_trial.master.agent.processes import Identity, descendants, identify, marked, send, sweep
+from zero_trial.master.agent.processes import (
+    Exit,
+    Identity,
+    acquire_lease,
+    descendants,
+    exit_of,
+    identify,
+    lease_exists,
+    lease_owner,
+    marked,
+    record_exit,
+    send,
+    sweep,
+)
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 PARENT = """
@@ -85,3 +100,38 @@ def test_what_ran_before_the_machine_was_started_anew(child: subprocess.Popen[st
     assert not identity.before_boot
     before = Identity(child.pid, f"{boot[::-1]}:{tick}")
     assert before.before_boot and not before.alive
+
+
+def test_the_first_claim_holds(tmp_path: Path) -> None:
+    assert not lease_exists(tmp_path) and lease_owner(tmp_path) is None
+    assert acquire_lease(tmp_path, Identity(1, "2"))
+    assert not acquire_lease(tmp_path, Identity(3, "4")) and not acquire_lease(tmp_path, None)
+    assert lease_owner(tmp_path) == Identity(1, "2") and lease_exists(tmp_path)
+
+
+def test_a_void_one_belongs_to_nobody_for_ever(tmp_path: Path) -> None:
+    assert acquire_lease(tmp_path, None)
+    assert lease_exists(tmp_path) and lease_owner(tmp_path) is None and not acquire_lease(tmp_path, Identity(1, "2"))
+
+
+def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with ThreadPoolExecutor(4) as pool:
+            won = list(pool.map(lambda _: acquire_lease(folder, None), range(4)))  # noqa: B023
+        assert won.count(True) == 1 and [path.name for path in folder.iterdir()] == ["claim.json"]
+
+
+def test_an_exit_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert exit_of(tmp_path) is None
+    record_exit(tmp_path, Exit(3, 5.0, killed=True, why="so"))
+    assert exit_of(tmp_path) == Exit(3, 5.0, killed=True, why="so")
+    assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
+
+
+def test_files_that_a_power_cut_left_empty_are_a_lease_without_an_owner(tmp_path: Path) -> None:
+    for content in ("", '{"pid"', "\0\0\0", "3"):
+        (tmp_path / "claim.json").write_text(content)
+        (tmp_path / "exit.json").write_text(content)
+        assert lease_exists(tmp_path) and lease_owner(tmp_path) is None and exit_of(tmp_path) is None

@@ -1,13 +1,161 @@
-"""Users and tokens."""
+"""Users, passwords, tokens, and what a token permits."""
 
 from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.auth import digest
-from zero_trial.master.errors import NotFound
-from zero_trial.master.records import User
+from tests.master.world import TASK_TOKEN, USER_TOKEN, World, allocation
+from zero_trial.master.core import accounts as auth
+from zero_trial.master.core.accounts import digest, new_token
+from zero_trial.master.records import Invalid, NotFound, PermissionDenied, User
+
+
+@pytest.fixture
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("master") / "root")
+    yield made
+    made.close()
+
+
+def test_a_password_is_hashed_as_the_genuine_client_hashes_it() -> None:
+    api = pytest.importorskip("determined.common.api")
+    for password in ("", "a", "Correct1horse", "ü" * 100):
+        assert auth.client_hash(password) == api.salt_and_hash(password)
+
+
+def test_what_is_stored_tells_nothing_and_checks_only_the_right_password() -> None:
+    stored = auth.store_password("hash")
+    assert "hash" not in stored
+    assert stored != auth.store_password("hash")
+    assert auth.check_password(stored, "hash")
+    for wrong in ("", "hash2", stored):
+        assert not auth.check_password(stored, wrong)
+
+
+@pytest.mark.parametrize("stored", ["", "scrypt$$", "scrypt$00$", "plain$00$hash", "hash"])
+def test_an_account_without_a_password_has_none(stored: str) -> None:
+    assert not auth.check_password(stored, "hash")
+    assert not auth.check_password(stored, "")
+
+
+def test_each_token_speaks_for_one(world: World) -> None:
+    user = world.accounts.identify(USER_TOKEN, None)
+    task = world.accounts.identify(None, TASK_TOKEN)
+    assert user is not None
+    assert task is not None
+    assert (user.name, task.name) == ("determined", "allocation task-1.1")
+    assert world.accounts.identify(TASK_TOKEN, USER_TOKEN) is None
+    assert world.accounts.identify(None, None) is None
+    assert world.accounts.identify("", "x" * 1000) is None
+
+
+def test_a_login_gives_a_token_that_works_and_expires(world: World) -> None:
+    kept: list[float | None] = []
+    add = world.accounts.add_token
+    world.accounts.add_token = lambda token, user, expires=None: (kept.append(expires), add(token, user, expires))[1]  # type: ignore[method-assign]
+    world.accounts.add_user("somebody", auth.client_hash("word"), admin=False)
+    user, token = world.accounts.login("somebody", "word", is_hashed=False)
+    assert world.accounts.identify(token, None) == auth.Principal(user=user)
+    with world.state.database.reading() as connection:
+        assert token not in [row[0] for row in connection.execute("SELECT digest FROM tokens")]
+    assert kept[0] is not None
+    with pytest.raises(PermissionDenied):
+        world.accounts.login("somebody", "word", is_hashed=True)
+
+
+def test_who_was_switched_off_cannot_log_in(world: World) -> None:
+    made = world.accounts.add_user("somebody", "hash", admin=False)
+    world.accounts.put_user(replace(made, active=False))
+    with pytest.raises(PermissionDenied, match="invalid credentials"):
+        world.accounts.login("somebody", "hash", is_hashed=True)
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 200, "determined"])
+def test_names_that_cannot_be(world: World, name: str) -> None:
+    with pytest.raises(Invalid):
+        world.accounts.add_user(name, "hash", admin=False)
+
+
+def test_an_allocation_owns_its_own_and_nothing_else() -> None:
+    own = {
+        "allocation_id": "task-1.1",
+        "task_id": "task-1",
+        "trial_id": 1,
+        "experiment_id": 3,
+        "resources_id": "resources-1",
+    }
+    auth.require_own(allocation(1, 3), **own)
+    for name in own:
+        for wrong in (None, "", 2, "2", True if own[name] != 1 else "1"):
+            with pytest.raises(PermissionDenied):
+                auth.require_own(allocation(1, 3), **{name: wrong})
+    with pytest.raises(PermissionDenied):
+        auth.require_own(allocation(1, 3), user="determined")
+
+
+def test_the_local_users_credentials_are_made_once_and_kept_private(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "credentials.json"
+    made = world.accounts.ensure_local_user(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert world.accounts.identify(made.token, None) is not None
+    assert world.accounts.login("determined", made.password, is_hashed=False)[0].admin
+    before = file.stat()
+    assert world.accounts.ensure_local_user(file) == made
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["credentials.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"user": "determined", "password": "x", "token": "y"}'])
+def test_a_file_that_is_of_no_use_is_made_anew(world: World, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "credentials.json"
+    file.write_text(text)
+    file.chmod(0o644)
+    made = world.accounts.ensure_local_user(file)
+    assert json.loads(file.read_text())["token"] == made.token
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert world.accounts.identify(made.token, None) is not None
+
+
+def test_a_token_that_was_dropped_is_replaced_and_the_password_stays(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "credentials.json"
+    first = world.accounts.ensure_local_user(file)
+    world.accounts.drop_token(digest(first.token))
+    second = world.accounts.ensure_local_user(file)
+    assert second.password == first.password
+    assert second.token != first.token
+
+
+def test_the_password_pleases_the_genuine_client(world: World, tmp_path: Path) -> None:
+    authentication = pytest.importorskip("determined.common.api.authentication")
+    authentication.check_password_complexity(world.accounts.ensure_local_user(tmp_path / "c.json").password)
+
+
+def test_expired_tokens_are_deleted(world: World) -> None:
+    world.accounts.add_token("old", 1, world.clock.now + 5)
+    world.clock.now += 10
+    world.accounts.add_token("new", 1, world.clock.now + 5)
+    with world.state.database.reading() as connection:
+        kept = {row[0] for row in connection.execute("SELECT digest FROM tokens WHERE expires IS NOT NULL")}
+    assert kept == {"new"}
+
+
+def test_tokens_are_long_random_and_safe_in_a_shell() -> None:
+    made = {new_token() for _ in range(100)}
+    assert len(made) == 100 and all(
+        len(token) >= 43 and token.replace("-", "").replace("_", "").isalnum() for token in made
+    )
+
+
+def test_a_digest_does_not_show_its_token() -> None:
+    assert digest("abc") == hashlib.sha256(b"abc").hexdigest()
 
 
 def test_a_users_token(master: Sandbox) -> None:

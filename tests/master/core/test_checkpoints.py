@@ -1,4 +1,4 @@
-"""Checkpoints: reported, kept, deleted."""
+"""Checkpoints: reports, deletion, the garbage collector and its policy, and what trials start from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
-from zero_trial.master.records import Checkpoint, CheckpointState
+from zero_trial.errors import ZeroTrialError
+from zero_trial.master.agent import storage
+from zero_trial.master.core.checkpoints import policy_of, superfluous
+from zero_trial.master.records import Checkpoint, CheckpointState, Conflict, GcPolicy, Invalid, NotFound, Unsupported
+from zero_trial.master.store import checkpoints
 
 
 def save(master: Sandbox, trial_id: int, steps: int, files: tuple[str, ...] = ("weights", "metadata.json")) -> str:
@@ -77,7 +80,7 @@ def test_the_one_that_a_living_trial_goes_on_from_is_not_deleted(master: Sandbox
     with pytest.raises(Conflict):
         master.checkpoints.delete([new])
     master.checkpoints.delete([old])
-    master.garbage_collector.work()
+    master.garbage_collector.collect()
     assert master.checkpoints.get(old).state is CheckpointState.DELETED
     assert not (base(master, 1) / old).exists() and (base(master, 1) / new).exists()
 
@@ -88,7 +91,7 @@ def test_an_unknown_one_deletes_nothing_of_the_others(master: Sandbox) -> None:
     save(master, 1, 2)
     with pytest.raises(NotFound):
         master.checkpoints.delete([name, str(uuid.uuid4())])
-    master.garbage_collector.work()
+    master.garbage_collector.collect()
     assert (base(master, 1) / name).exists()
 
 
@@ -162,13 +165,41 @@ def test_a_checkpoint_is_no_source_any_more_before_its_first_file_goes(
     save(master, 1, 2)
     seen: list[CheckpointState] = []
 
-    def watched(*_: object) -> dict[str, int]:
+    def watched(*_: object) -> None:
         seen.append(master.checkpoints.get(name).state)
-        return {}
 
     monkeypatch.setattr("zero_trial.master.agent.storage.delete_matching", watched)
     master.checkpoints.remove_files([name], ["weights"])
     assert seen == [CheckpointState.PARTIALLY_DELETED]
+
+
+def test_a_deletion_that_fails_leaves_the_later_checkpoints_as_they_were(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the second of three: the first is done, the third untouched, and the command can be repeated."""
+    master.create()
+    first, second, third = (save(master, 1, steps, files=("a.bin", "b.bin", "weights")) for steps in (1, 2, 3))
+    save(master, 1, 4)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == second and path.name == "b.bin":
+            raise PermissionError("no")
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(ZeroTrialError, match=second):
+            master.checkpoints.remove_files([first, second, third], ["*.bin"])
+    gone, part, whole = (master.checkpoints.get(name) for name in (first, second, third))
+    assert (gone.state, set(gone.resources)) == (CheckpointState.PARTIALLY_DELETED, {"weights"})
+    assert (part.state, set(part.resources)) == (
+        CheckpointState.PARTIALLY_DELETED,
+        {path.name for path in (base(master, 1) / second).iterdir()},
+    )
+    assert (whole.state, set(whole.resources)) == (CheckpointState.COMPLETED, {"a.bin", "b.bin", "weights"})
+    master.checkpoints.remove_files([first, second, third], ["*.bin"])
+    assert {tuple(master.checkpoints.get(name).resources) for name in (first, second, third)} == {("weights",)}
 
 
 @pytest.mark.parametrize("name", ["", "x", "../" * 20, "weights\x1b[2J", "12345678123456781234567812345678", " " * 36])
@@ -179,3 +210,230 @@ def test_a_name_that_is_no_uuid_is_refused(master: Sandbox, name: str) -> None:
     with pytest.raises(Invalid, match="not a UUID"):
         master.checkpoints.report(told)
     assert master.trials.get(1).latest_checkpoint is None
+
+
+def test_an_experiment_is_deleted_with_all_that_is_its_own(master: Sandbox) -> None:
+    first = master.create()
+    folder = base(master, 1)
+    mine = save(master, 1, 1)
+    board = folder / master.state.info.cluster_id / "tensorboard" / "experiment" / str(first.id)
+    board.mkdir(parents=True)
+    master.exit(1)
+    second = master.create()
+    other = save(master, 2, 1)
+    with pytest.raises(Conflict):
+        master.experiments.delete(second.id)
+    master.experiments.delete(first.id)
+    assert master.states(first.id)[0] == "DELETING"
+    master.garbage_collector.collect()
+    with pytest.raises(NotFound):
+        master.experiments.get(first.id)
+    assert not (folder / mine).exists() and (folder / other).exists() and not board.exists()
+    assert not master.directory.trial_logs(1).exists()
+
+
+def test_a_deletion_that_was_begun_is_finished_by_the_next_master(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = master.create()
+    folder, name = base(master, 1), save(master, 1, 1)
+    master.exit(1)
+    master.experiments.delete(made.id)
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "delete_tensorboard", crash)
+        with pytest.raises(KeyboardInterrupt):
+            master.garbage_collector.collect()
+    master.restart()
+    master.garbage_collector.collect()
+    assert not (folder / name).exists() and master.experiments.all() == []
+
+
+def test_what_cannot_be_deleted_is_said(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = master.create()
+    save(master, 1, 1)
+    master.exit(1)
+
+    def refuse(base: Path, name: str) -> bool:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(storage, "delete", refuse)
+    master.experiments.delete(made.id)
+    master.garbage_collector.collect()
+    found = master.experiments.get(made.id)
+    assert found.state.value == "DELETE_FAILED" and "no" in found.error
+
+
+def test_what_a_fork_starts_from_is_kept_until_the_fork_has_ended(master: Sandbox) -> None:
+    master.create(
+        checkpoint_storage={
+            "type": "shared_fs",
+            "host_path": str(master.directory.storage),
+            "save_trial_latest": 0,
+            "save_trial_best": 0,
+        }
+    )
+    folder, name = base(master, 1), save(master, 1, 1)
+    master.create(searcher={"name": "single", "metric": "val", "source_checkpoint_uuid": name})
+    master.exit(1)
+    master.garbage_collector.collect()
+    assert (folder / name).exists()
+
+
+def test_checkpoints_elsewhere_are_left_alone(master: Sandbox) -> None:
+    from zero_trial.master.records import Checkpoint, CheckpointState
+
+    master.create(checkpoint_storage={"type": "s3", "bucket": "b", "save_trial_latest": 0, "save_trial_best": 0})
+    run = master.run_of(1).allocation
+    name = "0b0b0b0b-0000-4000-8000-000000000000"
+    master.checkpoints.report(
+        Checkpoint(name, CheckpointState.COMPLETED, None, None, run.task_id, run.id, 0.0, {}, {"w": 1})
+    )
+    master.exit(1)
+    master.garbage_collector.collect()
+    assert master.checkpoints.get(name).state is CheckpointState.COMPLETED
+
+
+def test_it_works_in_a_thread_of_its_own(master: Sandbox) -> None:
+    made = master.create()
+    master.exit(1)
+    master.garbage_collector.start()
+    master.experiments.delete(made.id)
+    for _ in range(200):
+        if not master.experiments.all():
+            break
+        master.state.has_garbage.set()
+        master.state.closed.wait(0.02)
+    master.garbage_collector.close()
+    assert master.experiments.all() == []
+
+
+def saved(
+    name: str, trial: int, steps: int, metric: float | None, state: CheckpointState = CheckpointState.COMPLETED
+) -> Checkpoint:
+    return Checkpoint(
+        name, state, trial, 1, "t", "t.1", float(steps), {}, {}, steps_completed=steps, searcher_metric=metric
+    )
+
+
+THERE = [
+    saved("a1", 1, 1, 0.5),
+    saved("a2", 1, 2, 0.3),
+    saved("a3", 1, 3, 0.4),
+    saved("b1", 2, 1, 0.1),
+    saved("b2", 2, 2, 0.9),
+    saved("b3", 2, 3, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "smaller", "kept"),
+    [
+        ((0, 0, 0), True, ""),
+        ((1, 0, 0), True, "b1"),
+        ((2, 0, 0), True, "a2 b1"),
+        ((1, 0, 0), False, "b2"),
+        ((0, 1, 0), True, "a2 b1"),
+        ((0, 1, 0), False, "a1 b2"),
+        ((0, 0, 1), True, "a3 b3"),
+        ((0, 1, 1), True, "a2 a3 b1 b3"),
+        ((0, 9, 0), True, "a1 a2 a3 b1 b2"),
+        ((9, 0, 9), True, "a1 a2 a3 b1 b2 b3"),
+    ],
+)
+def test_policies(policy: tuple[int, int, int], smaller: bool, kept: str) -> None:
+    gone = {item.uuid for item in superfluous(THERE, GcPolicy(*policy), smaller_is_better=smaller)}
+    assert sorted({item.uuid for item in THERE} - gone) == kept.split()
+
+
+def test_what_others_start_from_stays() -> None:
+    gone = superfluous(THERE, GcPolicy(0, 0, 0), smaller_is_better=True, keep=["b2"])
+    assert "b2" not in {item.uuid for item in gone} and len(gone) == 5
+
+
+def test_only_complete_ones_are_looked_at() -> None:
+    others = [saved("x", 1, 9, 0.0, CheckpointState.DELETED), saved("y", 1, 8, 0.0, CheckpointState.PARTIALLY_DELETED)]
+    assert superfluous(others, GcPolicy(0, 0, 0), smaller_is_better=True) == []
+
+
+def test_the_policy_of_a_config() -> None:
+    counts = {"save_experiment_best": 2, "save_trial_best": 3, "save_trial_latest": 4}
+    assert policy_of({"checkpoint_storage": counts}) == GcPolicy(2, 3, 4)
+    assert policy_of({}) == GcPolicy(0, 1, 1)
+
+
+FORK = {"name": "single", "metric": "val"}
+
+
+def finished(master: Sandbox) -> str:
+    """An ended experiment 1 with a checkpoint, whose name is returned."""
+    master.create()
+    name = save(master, 1, 3)
+    master.exit(1)
+    return name
+
+
+@pytest.mark.parametrize("by", ["source_checkpoint_uuid", "source_trial_id"])
+def test_an_experiment_that_a_waiting_fork_starts_from_is_not_deleted(master: Sandbox, by: str) -> None:
+    name = finished(master)
+    fork = master.create(searcher={**FORK, by: name if by == "source_checkpoint_uuid" else 1}, activate=False)
+    with pytest.raises(Conflict, match=f"experiment {fork.id} starts from checkpoint {name}"):
+        master.experiments.delete(1)
+    with pytest.raises(Conflict, match="starts from"):
+        master.checkpoints.delete([name])
+    with pytest.raises(Conflict, match="starts from"):
+        master.checkpoints.remove_files([name], ["weights"])
+    master.experiments.kill(fork.id)
+    master.experiments.delete(1)
+    master.garbage_collector.collect()
+    assert [item.id for item in master.experiments.all()] == [fork.id]
+
+
+def test_a_search_needs_its_source_for_the_trials_that_it_has_not_made(master: Sandbox) -> None:
+    name = finished(master)
+    space = {"a": {"type": "categorical", "vals": [1, 2]}}
+    searcher = {"name": "grid", "metric": "val", "max_concurrent_trials": 1, "source_checkpoint_uuid": name}
+    made = master.create(searcher=searcher, hyperparameters=space)
+    with master.state.database.reading() as connection:
+        assert checkpoints.sources_in_use(connection) == {name: made.id}
+    master.exit(2)  # the first of two
+    with pytest.raises(Conflict):
+        master.experiments.delete(1)
+    master.exit(3)
+    with master.state.database.reading() as connection:
+        assert checkpoints.sources_in_use(connection) == {}
+    master.experiments.delete(1)
+
+
+def test_its_own_checkpoints_keep_nobody_from_deleting_an_experiment(master: Sandbox) -> None:
+    finished(master)
+    master.experiments.delete(1)
+    master.garbage_collector.collect()
+    assert master.experiments.all() == []
+
+
+def test_a_source_that_is_gone_is_refused(master: Sandbox) -> None:
+    name = finished(master)
+    folder = master.directory.storage / name
+    assert folder.exists()
+    master.checkpoints.delete([name])
+    master.garbage_collector.collect()
+    assert not folder.exists()
+    with pytest.raises(Invalid, match="DELETED"):
+        master.create(searcher={**FORK, "source_checkpoint_uuid": name})
+    with pytest.raises(Invalid, match="no checkpoint to start from"):
+        master.create(searcher={**FORK, "source_trial_id": 1})
+
+
+def test_where_new_trials_start(master: Sandbox) -> None:
+    name = finished(master)
+    with master.state.database.reading() as connection:
+        assert (
+            checkpoints.source_of(connection, {"searcher": {"source_checkpoint_uuid": "u", "source_trial_id": 1}})
+            == "u"
+        )
+        assert checkpoints.source_of(connection, {"searcher": {"source_trial_id": 1}}) == name
+        assert checkpoints.source_of(connection, {"searcher": {}}) is checkpoints.source_of(connection, {}) is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zero_trial.master.core import context_archive
 from zero_trial.master.core.context_archive import clean_path, from_model_definition
-from zero_trial.master.errors import Invalid
+from zero_trial.master.records import Invalid
 
 
 def file(path: str, content: bytes = b"", **changes: Any) -> dict[str, Any]:

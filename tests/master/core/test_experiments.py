@@ -1,4 +1,4 @@
-"""The verbs of experiments."""
+"""Experiments: create, run, change, delete."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import yaml
 
 from tests.master.core.test_checkpoints import base, save
 from tests.master.fakes import Sandbox, experiment, tgz
-from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
-from zero_trial.master.records import CheckpointState, ExperimentPatch, GcPolicy, NewExperiment
+from zero_trial.master.records import (
+    CheckpointState,
+    Conflict,
+    ExperimentPatch,
+    GcPolicy,
+    Invalid,
+    NewExperiment,
+    NotFound,
+    Unsupported,
+)
 
 TWO = {"searcher": {"name": "grid", "metric": "val"}, "hyperparameters": {"a": {"type": "categorical", "vals": [1, 2]}}}
 
@@ -128,12 +136,12 @@ class TestRunning:
     def test_what_has_ended_neither_pauses_nor_goes_on(self, master: Sandbox) -> None:
         made = master.create()
         master.exit(1)
-        for verb in (master.experiments.pause, master.experiments.activate):
+        for operation in (master.experiments.pause, master.experiments.activate):
             with pytest.raises(Conflict, match="COMPLETED"):
-                verb(made.id)
+                operation(made.id)
 
     @pytest.mark.parametrize(
-        "verb",
+        "operation",
         [
             "get",
             "context",
@@ -149,9 +157,9 @@ class TestRunning:
             "best_searcher_metric",
         ],
     )
-    def test_there_is_no_such_experiment(self, master: Sandbox, verb: str) -> None:
+    def test_there_is_no_such_experiment(self, master: Sandbox, operation: str) -> None:
         with pytest.raises(NotFound):
-            getattr(master.experiments, verb)(99)
+            getattr(master.experiments, operation)(99)
 
 
 class TestKeeping:
@@ -199,12 +207,12 @@ class TestKeeping:
             master.validate(1, metric, batches=steps)
         folder = base(master, 1)
         master.exit(1)
-        master.garbage_collector.work()
+        master.garbage_collector.collect()
         assert [(folder / name).exists() for name in names] == [True, False, True]  # best, latest
         policy = GcPolicy(1, 0, 0)
         assert [item.uuid for item in master.experiments.preview_gc(made.id, policy)] == [names[2]]
         master.experiments.patch(made.id, ExperimentPatch(gc_policy=policy))
-        master.garbage_collector.work()
+        master.garbage_collector.collect()
         states = {item.uuid: item.state for item in master.experiments.checkpoints(made.id)}
         assert [states[name] for name in names] == [
             CheckpointState.COMPLETED,

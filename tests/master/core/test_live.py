@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.master.fakes import experiment, tgz
-from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.agent.processes import marked
 from zero_trial.master.core import Master
 from zero_trial.master.directory import MasterDirectory

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.agent.devices import SlotDevices
-from zero_trial.master.errors import NotFound
+from zero_trial.master.agent.environment import SlotDevices
+from zero_trial.master.records import NotFound
 
 WHOLE = {"slots_per_trial": 2}
 

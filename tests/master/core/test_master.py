@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from tests.master.fakes import Sandbox
-from zero_trial.master.agent.lease import Exit
-from zero_trial.master.auth import digest
+from zero_trial.master.agent.processes import Exit
+from zero_trial.master.core.accounts import digest
 from zero_trial.master.records import LogQuery
 
 

@@ -1,13 +1,14 @@
-"""The search between events."""
+"""How a search creates, stops and loses trials, and outlives the master."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.master.fakes import experiment, tgz
+from tests.master.fakes import Sandbox, experiment, tgz
+from zero_trial.master.core import transaction
 from zero_trial.master.core.context_archive import read_context
 from zero_trial.master.core.state import new_searcher
-from zero_trial.master.search import Create, ExitReason, restore
+from zero_trial.master.search import Create, ExitReason, pruning, restore
 
 
 def test_small_configuration_files_of_a_context_are_read() -> None:
@@ -40,3 +41,119 @@ def test_the_seed_decides(seed: int, same: bool) -> None:
         for number in (7, seed)
     )
     assert isinstance(one, Create) and isinstance(two, Create) and (one.hparams == two.hparams) == same
+
+
+GRID = {"name": "grid", "metric": "val", "max_concurrent_trials": 2}
+FOUR = {"a": {"type": "categorical", "vals": [1, 2, 3, 4]}}
+
+
+def test_a_grid_runs_as_many_at_once_as_there_are_slots_and_to_its_end(master: Sandbox) -> None:
+    made = master.create(searcher=GRID, hyperparameters=FOUR)
+    seen = []
+    while master.runs():
+        assert len(master.runs()) <= 2
+        trial_id = master.runs()[0].allocation.trial_id
+        seen.append(master.run_of(trial_id).hparams["a"])
+        master.validate(trial_id, 1.0)
+        master.exit(trial_id)
+    assert sorted(seen) == [1, 2, 3, 4]
+    assert master.states(made.id) == ("COMPLETED", ["COMPLETED"] * 4)
+
+
+def test_crashing_trials_do_not_stop_a_sweep(master: Sandbox) -> None:
+    made = master.create(searcher=GRID, hyperparameters=FOUR, max_restarts=0)
+    while master.runs():
+        trial_id = master.runs()[0].allocation.trial_id
+        if trial_id == 2:
+            master.exit(trial_id, code=1)
+        else:
+            master.validate(trial_id, 1.0)
+            master.exit(trial_id)
+    assert master.states(made.id) == ("COMPLETED", ["COMPLETED", "ERROR", "COMPLETED", "COMPLETED"])
+
+
+def test_a_trial_whose_metric_never_comes_does_not_hang_a_search(master: Sandbox) -> None:
+    made = master.create(searcher=GRID, hyperparameters=FOUR)
+    while master.runs():
+        master.exit(master.runs()[0].allocation.trial_id)
+    assert master.experiments.get(made.id).state.final
+
+
+def test_a_validation_without_the_searchers_metric_ends_an_asha_trial_as_failed(master: Sandbox) -> None:
+    asha = {"name": "adaptive_asha", "metric": "val", "max_trials": 2, "max_time": 16, "time_metric": "batches"}
+    master.create(searcher=asha, hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}})
+    run = master.run_of(1).allocation
+    master.trials.report_metrics(1, run_id=1, group="validation", steps_completed=1, metrics={"other": 1})
+    assert run.id in master.agent.killed
+    master.exit(1, code=137)
+    assert master.state_of(1) == "ERROR"
+    assert len(master.experiments.trials(1)) > 1  # the search goes on
+
+
+def test_hyperparameters_that_the_trial_refuses_are_told_to_the_search(master: Sandbox) -> None:
+    random = {"name": "random", "metric": "val", "max_trials": 2, "max_concurrent_trials": 1}
+    made = master.create(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}})
+    master.trials.early_exit(1, "EXITED_REASON_INVALID_HP")
+    master.exit(1)
+    for trial_id in (2, 3):  # the refused one does not count
+        master.validate(trial_id, 1.0)
+        master.exit(trial_id)
+    assert master.states(made.id) == ("COMPLETED", ["ERROR", "COMPLETED", "COMPLETED"])
+
+
+def test_points_that_cannot_be_reconciled_are_pruned_counted_and_explained(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "odd" if hparams["a"] % 2 else None)
+    made = master.create(searcher=GRID, hyperparameters=FOUR)
+    while master.runs():
+        trial_id = master.runs()[0].allocation.trial_id
+        master.validate(trial_id, 1.0)
+        master.exit(trial_id)
+    ended = master.experiments.get(made.id)
+    assert (ended.state.value, ended.num_trials, ended.pruned_trials) == ("COMPLETED", 4, 2)
+    pruned = [trial for trial in master.experiments.trials(made.id) if trial.pruned]
+    assert all(trial.state.value == "ERROR" and "odd" in trial.reason and trial.run_id == 0 for trial in pruned)
+    from zero_trial.master.records import LogQuery
+
+    line = next(iter(master.trials.logs(pruned[0].id, LogQuery())))
+    assert line is not None and "odd" in line.message and line.level == "ERROR"
+
+
+def test_a_search_of_nothing_but_refused_points_is_given_up(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "reason", lambda config, hparams, files: "never")
+    monkeypatch.setattr(transaction, "MAX_PRUNED", 5)
+    random = {"name": "random", "metric": "val", "max_trials": 2}
+    made = master.create(searcher=random, hyperparameters={"a": {"type": "double", "minval": 0, "maxval": 1}})
+    ended = master.experiments.get(made.id)
+    assert ended.state.value == "ERROR" and "never" in ended.error and ended.pruned_trials == 5
+
+
+def test_a_search_that_fails_ends_its_experiment_and_nothing_else(
+    master: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zero_trial.master.search.searchers import GridSearch
+
+    other = master.create()
+    made = master.create(searcher=GRID, hyperparameters=FOUR)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(GridSearch, "on_validation", fail)
+    master.validate(2, 1.0)
+    assert master.agent.killed == [master.run_of(2).allocation.id]
+    master.exit(2, code=137)
+    master.exit(1)
+    assert master.states(other.id)[0] == "COMPLETED"
+    found = master.experiments.get(made.id)
+    assert found.state.value == "ERROR" and "a fault of ours" in found.error
+
+
+def test_a_point_that_cannot_be_looked_at_is_launched(master: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pruning, "reason", fail)
+    master.create()
+    assert len(master.runs()) == 1

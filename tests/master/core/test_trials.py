@@ -1,13 +1,14 @@
-"""The verbs of trials."""
+"""What trials report, and what their tasks and allocations ask for."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 
 from tests.master.core.test_checkpoints import save
 from tests.master.fakes import Sandbox
-from zero_trial.master.errors import Conflict, Invalid, NotFound
-from zero_trial.master.records import LogQuery
+from zero_trial.master.records import Conflict, Invalid, LogQuery, NotFound
 
 
 def report(master: Sandbox, steps: int | None, group: str = "training", run_id: int = 1, **values: float) -> None:
@@ -112,9 +113,104 @@ def test_logs_tell_what_the_master_did(master: Sandbox) -> None:
     assert lines == ["run 1 ended with exit code 3: so it goes", "run 2 ended with exit code 0"]
 
 
-@pytest.mark.parametrize("verb", ["get", "kill", "workloads", "metrics", "checkpoints", "metadata", "start_run"])
-def test_there_is_no_such_trial(master: Sandbox, verb: str) -> None:
+@pytest.mark.parametrize("operation", ["get", "kill", "workloads", "metrics", "checkpoints", "metadata", "start_run"])
+def test_there_is_no_such_trial(master: Sandbox, operation: str) -> None:
     with pytest.raises(NotFound):
-        getattr(master.trials, verb)(99)
+        getattr(master.trials, operation)(99)
     with pytest.raises(NotFound):
         master.trials.report_metrics(99, run_id=1, group="training", steps_completed=1, metrics={})
+
+
+def test_a_task_and_its_runs(master: Sandbox) -> None:
+    master.create()
+    run = master.run_of(1).allocation
+    task = master.tasks.task(run.task_id)
+    assert (task.trial_id, task.experiment_id, task.owner, [item.id for item in task.allocations]) == (
+        1,
+        1,
+        "somebody",
+        [run.id],
+    )
+    assert [item.id for item in master.tasks.tasks()] == [run.task_id]
+    master.exit(1)
+    assert master.tasks.tasks() == [] and master.tasks.task(run.task_id).ended is not None
+    assert master.tasks.allocation(run.id).exit_code == 0
+
+
+def test_who_waits_for_a_preemption_hears_of_it(master: Sandbox) -> None:
+    made = master.create()
+    name = master.run_of(1).allocation.id
+    assert not master.tasks.preemption_signal(name, 0)
+    heard: list[bool] = []
+    waiter = threading.Thread(target=lambda: heard.append(master.tasks.preemption_signal(name, 60)))
+    waiter.start()
+    master.experiments.pause(made.id)
+    waiter.join(timeout=30)
+    assert heard == [True]
+
+
+def test_who_waits_is_let_go_when_the_run_ends(master: Sandbox) -> None:
+    master.create()
+    name = master.run_of(1).allocation.id
+    heard: list[bool] = []
+    waiter = threading.Thread(target=lambda: heard.append(master.tasks.preemption_signal(name, 60)))
+    waiter.start()
+    master.exit(1)
+    waiter.join(timeout=30)
+    assert heard == [False]
+
+
+def test_an_ack_of_a_run_that_is_over_is_not_one_of_the_next(master: Sandbox) -> None:
+    made = master.create()
+    old = master.run_of(1).allocation.id
+    master.exit(1, code=1)
+    master.experiments.pause(made.id)
+    master.tasks.ack_preemption(old)
+    master.exit(1)
+    assert master.state_of(1) == "COMPLETED"
+
+
+def test_where_ranks_meet(master: Sandbox) -> None:
+    master.create(resources={"slots_per_trial": 2})
+    run = master.run_of(1).allocation
+    found = master.tasks.rendezvous(run.id, run.resources_id)
+    assert (found.addresses, found.rank, found.slots) == (("127.0.0.1",), 0, (2,))
+    with pytest.raises(NotFound):
+        master.tasks.rendezvous(run.id, "other")
+
+
+def test_what_it_says_of_itself(master: Sandbox) -> None:
+    master.create()
+    run = master.run_of(1).allocation
+    master.tasks.set_ready(run.id)
+    master.tasks.accelerator_data(run.id, {"acceleratorType": "cpu"})
+    assert master.tasks.allocation(run.id).ready
+
+
+def test_lines_sent_over_http(master: Sandbox) -> None:
+    master.create()
+    task = master.run_of(1).allocation.task_id
+    lines = [
+        {"log": "one\n", "level": "LOG_LEVEL_ERROR", "rankId": 2, "timestamp": "2026-01-01T00:00:00Z"},
+        {"log": "two"},
+    ]
+    master.tasks.append_logs(task, lines)
+    found = [line for line in master.tasks.logs(task, LogQuery()) if line is not None]
+    by_text = {line.message: line for line in found}
+    assert (by_text["one"].level, by_text["one"].rank) == ("ERROR", 2) and by_text["two"].time == master.clock.now
+    with pytest.raises(Invalid):
+        master.tasks.append_logs(task, [{"log": "x", "timestamp": "yesterday"}])
+    for late in ("9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):
+        with pytest.raises(Invalid):
+            master.tasks.append_logs(task, [{"log": "x", "timestamp": late}])
+    with pytest.raises(Invalid, match="rankId"):
+        master.tasks.append_logs(task, [{"log": "x", "rankId": "first"}])
+
+
+def test_there_is_no_such_thing(master: Sandbox) -> None:
+    tasks = master.tasks
+    for operation in (tasks.allocation, tasks.ack_preemption, tasks.set_ready, tasks.task, tasks.context):
+        with pytest.raises(NotFound):
+            operation("nobody")
+    with pytest.raises(NotFound):
+        tasks.preemption_signal("nobody", 0)

@@ -1,14 +1,32 @@
-"""Requests are read in one way only, within their limits of size and time."""
+"""Requests are read in one way only, within their limits; and what a route reads of a request."""
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from zero_trial.master.http.request import BadRequest, Gone, Reader, parse_head, parse_query, split_path
+from tests.master.world import allocation
+from zero_trial.master.core.accounts import Principal
+from zero_trial.master.http.request import (
+    BadRequest,
+    Gone,
+    Reader,
+    Request,
+    Waits,
+    moment,
+    parse_head,
+    parse_query,
+    real,
+    split_path,
+    whole,
+)
+from zero_trial.master.http.response import when
+from zero_trial.master.records import Invalid, PermissionDenied, User
 
 
 def test_a_head_is_a_method_a_path_a_query_and_headers() -> None:
@@ -192,3 +210,129 @@ def test_headers_that_come_at_once_may_not_pass_the_limit_either(size: int, refu
         finally:
             ours.close()
             sender.join()
+
+
+USER = Principal(user=User(1, "somebody", admin=False, active=True, password=""))
+TASK = Principal(allocation=allocation(1, 1))
+
+
+def call(query: str = "", body: bytes = b"", principal: Principal = USER) -> Request:
+    master: Any = None  # none of these questions needs one
+    head = parse_head(b"GET / HTTP/1.1")
+    return Request(master, head, {}, {}, parse_query(query), body, principal, Waits(1))
+
+
+@pytest.mark.parametrize(
+    ("query", "expected", "account"),
+    [
+        ("", [0, 1, 2, 3, 4], (0, 5)),
+        ("offset=1&limit=2", [1, 2], (1, 3)),
+        ("offset=4&limit=2", [4], (4, 5)),
+        ("offset=9&limit=2", [], (5, 5)),
+        ("limit=0", [0, 1, 2, 3, 4], (0, 5)),
+        ("limit=-1", [0, 1, 2, 3, 4], (0, 5)),
+        ("limit=-2", [], (0, 0)),
+        ("offset=-3", [0, 1, 2, 3, 4], (0, 5)),
+    ],
+)
+def test_pages_are_counted_as_clients_expect(query: str, expected: list[int], account: tuple[int, int]) -> None:
+    page, pagination = call(query).page(range(5))
+    assert (list(page), (pagination["startIndex"], pagination["endIndex"]), pagination["total"]) == (
+        expected,
+        account,
+        5,
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["", "x", "1.5", 1.5, True, None, [], "１", "1_0", 2**40, float("nan"), float("inf"), " 1"]
+)
+def test_a_whole_number_is_one(value: Any) -> None:
+    with pytest.raises(Invalid):
+        whole(value, "limit")
+    assert (whole("-3", "limit"), whole(7, "limit"), whole(4.0, "limit")) == (-3, 7, 4)
+
+
+@pytest.mark.parametrize("value", ["x", None, True, math.nan, math.inf, "1e999", {}])
+def test_a_number_is_finite(value: Any) -> None:
+    with pytest.raises(Invalid):
+        real(value, "weight")
+    assert real("0.5", "weight") == 0.5
+
+
+def test_a_moment_is_rfc_3339() -> None:
+    assert (
+        moment("1970-01-01T00:00:01Z", "timestampAfter")
+        == moment("1970-01-01T01:00:01.000+01:00", "timestampAfter")
+        == 1.0
+    )
+    with pytest.raises(Invalid, match="timestampAfter must be a time"):
+        moment("yesterday", "timestampAfter")
+
+
+@pytest.mark.parametrize("text", ["9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+00:01"])
+def test_a_moment_can_be_written_in_utc(text: str) -> None:
+    with pytest.raises(Invalid, match="years 1 to 9999"):
+        moment(text, "reportTime")
+    for edge in ("9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"):
+        assert when(moment(edge, "reportTime")) == edge.replace("Z", ".000Z")
+
+
+def test_a_body_is_an_object_or_nothing() -> None:
+    assert call(body=b"").body() == call(body=b"null").body() == {}
+    assert call(body=b'{"a": 1}').body() == {"a": 1}
+    with pytest.raises(BadRequest):
+        call(body=b"[1]").body()
+
+
+def test_an_allocation_is_no_user_and_asks_for_its_own() -> None:
+    asked = call(principal=TASK)
+    asked.own(trial_id=1, allocation_id="task-1.1")
+    for wrong in ({"trial_id": 2}, {"trial_id": "1"}, {"allocation_id": None}, {"anything": 1}):
+        with pytest.raises(PermissionDenied):
+            asked.own(**wrong)
+    with pytest.raises(PermissionDenied):
+        _ = asked.user
+    with pytest.raises(PermissionDenied):
+        asked.require_admin()
+
+
+def test_a_user_asks_for_anything_but_is_no_administrator_for_that() -> None:
+    asked = call()
+    asked.own(trial_id=7)
+    assert asked.user == "somebody"
+    with pytest.raises(PermissionDenied):
+        asked.require_admin()
+
+
+def test_places_to_wait_are_counted_and_given_back() -> None:
+    waits = Waits(1)
+    with waits.one() as first, waits.one() as second:
+        assert (first, second) == (True, False)
+    with waits.one() as again:
+        assert again
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"lines": [{"log": "a\\ud800"}]}', r"half a character .* at \$\.lines\[0\]\.log"),
+        (b'{"a": {"\\udc00": 1}}', r"in a key at \$\.a"),
+        (b'{"a": "\xed\xa0\x80"}', "not JSON"),
+        ('{"a": 1}'.encode("utf-16"), "not JSON"),
+        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "more than 100 levels"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "not JSON|levels"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "not a JSON object"),
+    ],
+)  # fmt: skip
+def test_bodies_that_nobody_could_store_or_walk(body: bytes, words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as caught:
+        call(body=body).body()
+    assert caught.value.status == 400
+
+
+def test_whole_characters_and_ordinary_nesting_pass() -> None:
+    assert call(body=b'{"a": "\\ud83d\\ude00\\u00e9", "b": [[[1]]]}').body() == {"a": "\U0001f600\u00e9", "b": [[[1]]]}
+    wide = b'{"a": [' + b",".join([b"[1]"] * 500) + b"]}"
+    assert len(call(body=wide).body()["a"]) == 500

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from zero_trial.errors import ZeroTrialError
+from zero_trial.master.http.app import Router, why_unsupported
+from zero_trial.master.http.request import Route
 from zero_trial.master.http.response import Response
-from zero_trial.master.http.router import Route, Router, why_unsupported
 
 
 def route(method: str, path: str) -> Route:

@@ -152,7 +152,7 @@ def test_users_delete_checkpoints_and_files(user: Any, world: World) -> None:
         for file in ("a.bin", "b.json"):
             (folder / file).write_text(file)
     bindings.delete_DeleteCheckpoints(user, body=bindings.v1DeleteCheckpointsRequest(checkpointUuids=[gone, gone]))
-    world.garbage_collector.work()
+    world.garbage_collector.collect()
     assert not (world.directory.storage / gone).exists()
     body = bindings.v1CheckpointsRemoveFilesRequest(checkpointGlobs=["*.bin"], checkpointUuids=[kept])
     bindings.post_CheckpointsRemoveFiles(user, body=body)

@@ -12,7 +12,7 @@ import yaml
 
 from tests.master.http.conftest import Ask
 from tests.master.world import CONFIG, USER_TOKEN, UUID, World
-from zero_trial.master.core.garbage import policy_of
+from zero_trial.master.core.checkpoints import policy_of
 from zero_trial.master.records import CheckpointState, ExperimentState, GcPolicy
 
 bindings = pytest.importorskip("determined.common.api.bindings")
@@ -61,8 +61,8 @@ def test_validate_only_and_paused_and_parent_are_passed_on(user: Any, world: Wor
     ("changes", "message"),
     [
         ({"config": "searcher: {name: wrong}"}, "single, random, grid or adaptive_asha"),
-        ({"template": "t"}, "templates are not kept here"),
-        ({"unmanaged": True}, "unmanaged experiments are not kept here"),
+        ({"template": "t"}, "templates"),
+        ({"unmanaged": True}, "unmanaged"),
         ({"projectId": 7}, "there is one project here"),
         ({"modelDefinition": [file("../evil")]}, "leads out of the directory"),
         ({"modelDefinition": [file("/etc/passwd")]}, "not a relative path"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
 
 from tests.master.http.conftest import Ask
-from tests.master.world import TASK_TOKEN, UUID, World
+from tests.master.world import TASK_TOKEN, USER_TOKEN, UUID, World
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 errors = pytest.importorskip("determined.common.api.errors")
@@ -157,3 +159,59 @@ def test_reports_are_streamed(user: Any, task: Any, world: World) -> None:
 def test_a_trial_is_killed_by_users(user: Any, world: World) -> None:
     user.post("/api/v1/trials/1/kill")
     assert world.agent.killed == ["task-1.1"]
+
+
+# A value of a metric, and how it comes back; None: it is refused.
+METRICS: list[tuple[Any, tuple[Any, ...] | None]] = [
+    *((value, (value,)) for value in (0, -1, 1.5, 1e308, 2**63, 10**400, -(10**400), 10**4000)),
+    *(
+        (value, (value,))
+        for value in (True, False, None, "", "text", "2026-01-31T12:00:00Z", "\0", "\x1b[2J", "\U0001f600")
+    ),
+    *((value, (value,)) for value in ([], {}, [1, [2, "x"]], {"a": {"b": [None]}}, {"": 1})),
+    *((float(word), (shown,)) for word, shown in (("nan", "NaN"), ("inf", "Infinity"), ("-inf", "-Infinity"))),
+    *((word, (word,)) for word in ("NaN", "Infinity", "-Infinity")),
+    ([math.nan, {"a": -math.inf}], (["NaN", {"a": "-Infinity"}],)),
+    ("\ud800", None),
+    ({"\udc00": 1}, None),
+    (functools.reduce(lambda inner, _: [inner], range(120), 1), None),
+]
+
+
+@pytest.mark.parametrize("group", ["training", "validation", "gpu"])
+@pytest.mark.parametrize(("value", "shown"), METRICS, ids=lambda item: repr(item)[:20])
+def test_a_value_of_a_metric_is_refused_or_comes_back(
+    ask: Ask, world: World, group: str, value: Any, shown: tuple[Any, ...] | None
+) -> None:
+    """No stored value makes a later answer fail, neither as the searcher's metric nor as another, nor beside numbers."""
+    world.save(UUID)
+    for steps, reported in ((4, 1.0), (5, value), (6, 2.0)):
+        values = {"validation_loss": reported, "other": reported}
+        metrics = {
+            "trialRunId": 1,
+            "stepsCompleted": steps,
+            "metrics": {"avgMetrics": values, "batchMetrics": [values]},
+        }
+        status, _ = ask("POST", "/api/v1/trials/1/metrics", task=TASK_TOKEN, body={"group": group, "metrics": metrics})
+        assert status == (400 if shown is None and steps == 5 else 200)
+    answers = {}
+    for path in (
+        *(
+            "trials/1",
+            "experiments/1",
+            "experiments",
+            "experiments/1/trials",
+            "trials/1/workloads?includeBatchMetrics=true",
+        ),
+        *("trials/1/checkpoints?sortByMetric=other", "experiments/1/checkpoints", f"checkpoints/{UUID}", "job-queues"),
+        *("experiments/1/searcher/best_searcher_validation_metric", "trials/metrics/trial_metrics?trialIds=1"),
+    ):
+        status, answers[path] = ask("GET", f"/api/v1/{path}", user=USER_TOKEN)
+        assert status == 200 or (status == 404 and "best" in path), (path, answers[path])
+    assert world.states(1) == ("ACTIVE", ["ACTIVE"])
+    reports = answers["trials/metrics/trial_metrics?trialIds=1"]["result"]["metrics"]
+    found = {each["totalBatches"]: each["metrics"] for each in reports}
+    assert set(found) == ({4, 5, 6} if shown else {4, 6})
+    if shown:
+        for values in (found[5]["avg_metrics"], *found[5]["batch_metrics"]):
+            assert (values["validation_loss"], values["other"]) == (shown[0], shown[0])

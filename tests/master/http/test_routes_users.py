@@ -9,7 +9,7 @@ import pytest
 
 from tests.master.http.conftest import Ask
 from tests.master.world import USER_TOKEN, World
-from zero_trial.master import auth
+from zero_trial.master.core import accounts as auth
 from zero_trial.master.http import Server
 
 authentication = pytest.importorskip("determined.common.api.authentication")
@@ -137,5 +137,5 @@ def test_an_administrator_does_not_lock_himself_out(ask: Ask, world: World, body
 
 def test_a_user_who_is_not_there(user: Any) -> None:
     for path in ("/api/v1/users/9", "/api/v1/users/nobody/by-username"):
-        with pytest.raises(errors.NotFoundException, match="there is no user"):
+        with pytest.raises(errors.NotFoundException, match=r"user .* not found"):
             user.get(path)

@@ -1,8 +1,4 @@
-"""adaptive_asha, event by event. Every trace is derived by hand from Determined's published rules; the comments hold the derivation.
-
-Unless said otherwise there is one bracket of two rungs, after 2 and after 4 batches, divisor 2, four trials, two at a time. Of n trials
-measured at a rung the best max(int(n / 2), 1) go on.
-"""
+"""adaptive_asha: brackets, rungs, and which trials go on."""
 
 from __future__ import annotations
 
@@ -12,7 +8,112 @@ from typing import Any
 import pytest
 
 from tests.master.search.driving import LR, Play, twin
+from zero_trial.errors import ConfigError
 from zero_trial.master.search import ExitReason, MetricMissing, build
+from zero_trial.master.search.adaptive_asha import WORST, Bracket, BracketShare, Budget, Rung, divide, rungs_by_mode
+
+
+def test_sixteen_trials_in_standard_mode():
+    # Rungs: min(5, log4(16) + 1, log4(16) + 1) = 3, of which standard takes (3 - 1) // 2 + 1 = 2 to 3.
+    # Weights 4^2/3 = 5.33 and 4^1/2 = 2: 11.6 and 4.4 of 16 trials, and the one that is left goes to the first.
+    assert divide(Budget(max_trials=16, max_time=16)) == (BracketShare(3, 12, 8), BracketShare(2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        # log4(64) + 1 = 4 rungs, one bracket.
+        (Budget(64, 64, mode="aggressive"), [(4, 64, 16)]),
+        # Weights 16/3, 4/2, 1/1 of 8.33: 10.24, 3.84, 1.92, and two are left. Sixteen at a time are 5, 5, 5 and one more for the first.
+        (Budget(16, 16, mode="conservative"), [(3, 12, 6), (2, 3, 5), (1, 1, 5)]),
+        # Two at a time are fewer than three brackets: one each.
+        (Budget(16, 16, mode="conservative", max_concurrent_trials=2), [(3, 12, 1), (2, 3, 1), (1, 1, 1)]),
+        # Zero at a time: as many as the last bracket has trials, or the divisor.
+        (Budget(16, 16, mode="conservative", max_concurrent_trials=0), [(3, 12, 4), (2, 3, 4), (1, 1, 4)]),
+        (Budget(100, 100, mode="aggressive", divisor=3, max_concurrent_trials=0), [(5, 100, 100)]),
+        # Nothing to divide.
+        (Budget(1, 1), [(1, 1, 16)]),
+        (Budget(1, 1000), [(1, 1, 16)]),
+        (Budget(1000, 1), [(1, 1000, 16)]),
+        # Rungs given by hand are taken as they are, tallest first. Weights 4/3 and 1: 5.7 and 4.3 of 10.
+        (Budget(10, 2, divisor=2, bracket_rungs=(1, 3)), [(3, 6, 8), (1, 4, 8)]),
+        # max_rungs 2: standard takes 1 to 2. Weights 4/2 and 1: 6.7 and 3.3 of 10.
+        (Budget(10, 100, max_rungs=2), [(2, 7, 8), (1, 3, 8)]),
+        # Every bracket has a trial, even where that is more than max_trials: weights 2, 5.33 and 16 give 0, 0 and 0 of 1.
+        (Budget(1, 4, bracket_rungs=(2, 3)), [(3, 1, 8), (2, 1, 8)]),
+    ],
+)
+def test_by_hand(budget: Budget, expected: list[tuple[int, int, int]]):
+    assert [(share.rungs, share.max_trials, share.max_concurrent) for share in divide(budget)] == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "most", "expected"),
+    [
+        ("aggressive", 5, [5]),
+        ("standard", 5, [3, 4, 5]),
+        ("standard", 4, [2, 3, 4]),
+        ("standard", 1, [1]),
+        ("conservative", 4, [1, 2, 3, 4]),
+    ],
+)
+def test_modes(mode: str, most: int, expected: list[int]):
+    assert rungs_by_mode(mode, most) == expected
+
+
+def test_an_unknown_mode():
+    with pytest.raises(ConfigError, match=r"searcher.mode: no such mode: got brave"):
+        rungs_by_mode("brave", 3)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "divisor", "max_time", "expected"),
+    [(3, 4, 100, [6, 25, 100]), (5, 4, 100, [1, 1, 6, 25, 100]), (1, 4, 7, [7]), (3, 2.5, 10, [1, 4, 10])],
+)
+def test_units_of_a_ladder(rungs: int, divisor: float, max_time: int, expected: list[int]):
+    assert [rung.units for rung in Bracket.ladder(rungs, divisor, max_time, 8, 8).rungs] == expected
+
+
+def test_a_rung_is_ascending_and_the_newcomer_stands_before_its_equals():
+    rung = Rung(1)
+    assert [rung.insert(metric, name) for metric, name in [(2.0, "a"), (1.0, "b"), (2.0, "c"), (3.0, "d")]] == [
+        0,
+        0,
+        1,
+        3,
+    ]
+    assert [name for _, name in rung.entries] == ["b", "c", "a", "d"]
+    rung.remove("c")
+    assert [name for _, name in rung.entries] == ["b", "a", "d"]
+
+
+def test_the_best_quarter_goes_on():
+    """With divisor 4 the eighth to be measured goes on as the second best, since 8 / 4 = 2 may; the seventh did not, 7 / 4 = 1."""
+    bracket = Bracket.ladder(2, 4, 8, 8, 8)
+    bracket.position = dict.fromkeys("abcdefgh", 0)
+    for name, metric in zip("abcdef", [1, 9, 8, 7, 6, 5], strict=True):
+        assert bracket.climb(name, 2, metric) is (name != "a")
+    assert bracket.climb("g", 2, 2.0)
+    assert not bracket.climb("h", 2, 1.5)
+    assert bracket.position["h"] == 1 and bracket.position["g"] == 0
+
+
+def test_who_ends_early_is_last():
+    bracket = Bracket.ladder(2, 2, 4, 4, 4)
+    bracket.position = {"a": 0, "b": 0}
+    bracket.drop_early("a")
+    assert bracket.rungs[0].entries == [(WORST, "a")]
+    assert not bracket.climb("b", 2, 1e300)
+
+
+def test_state():
+    bracket = Bracket.ladder(2, 2, 4, 4, 4)
+    bracket.position = {"a": 0}
+    bracket.climb("a", 2, 1.0)
+    other = Bracket.ladder(2, 2, 4, 4, 4)
+    other.restore(bracket.as_json())
+    assert other == bracket
+
 
 TWO_RUNGS = {
     "name": "adaptive_asha",
@@ -128,6 +229,15 @@ def test_not_a_number_is_the_worst():
     assert it.val(2, 2, 3.0) == ""  # first of two
     assert it.val(1, 4, "NaN") == "-1 +3"
     assert it.val(3, 2, "Infinity") == "-3 +4"  # 3.0, then the worst: second of three, one goes on
+
+
+def test_a_whole_number_that_no_float_holds_is_an_infinite_loss():
+    it = play()
+    it.start()
+    assert it.val(1, 2, -(10**400)) == ""
+    assert it.val(2, 2, 10**400) == "-2 +3"  # the second of two
+    with pytest.raises(MetricMissing):
+        it.search.on_validation(it.ids[0], {"loss": 1.0, "batches": 10**400})
 
 
 def test_a_trial_that_ends_before_the_top_is_not_replaced():

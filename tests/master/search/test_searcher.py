@@ -1,4 +1,4 @@
-"""What holds for every search, whatever happens to its trials."""
+"""What all searchers share: draws, the trials of a search, events and snapshots."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.master.search.driving import twin
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master.search import Create, ExitReason, Searcher, Shutdown, Stop, build
+from zero_trial.master.search.searcher import Draws, SearchTrials
 
 SPACE: dict[str, Any] = {
     "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1, "count": 4},
@@ -131,3 +132,52 @@ def test_request_ids_are_uuids_and_differ():
     search = build({"name": "random", "metric": "loss", "max_trials": 9}, SPACE, seed=0)
     ids = {action.request_id for action in search.start() if isinstance(action, Create)}
     assert len(ids) == 9 and {len(request_id) for request_id in ids} == {36}
+
+
+def test_the_state_is_a_seed_and_a_count():
+    draws = Draws(7)
+    numbers = [draws.next().random() for _ in range(5)]
+    again = Draws(**{**draws.as_json(), "drawn": 3})
+    assert [again.next().random() for _ in range(2)] == numbers[3:]
+    assert len(set(numbers)) == 5
+    assert Draws(8).next().random() != numbers[0]
+
+
+def test_the_streams_are_the_same_everywhere():
+    """A restart after an upgrade of Python goes on with the same trials."""
+    assert Draws(7).next().getrandbits(32) == 236563028
+
+
+def test_the_life_of_trials():
+    trials = SearchTrials()
+    for name in "abc":
+        trials.create(name)
+    trials.stop("b")
+    assert (trials.is_running("a"), trials.is_running("b"), trials.is_open("b")) == (True, False, True)
+    trials.close("b", ExitReason.COMPLETED)
+    trials.close("c", ExitReason.ERRORED)
+    assert not trials.is_open("b") and trials.any_open() and trials.created == 3
+    assert trials.count(ExitReason.COMPLETED, ExitReason.ERRORED) == 2
+    trials.close("a", ExitReason.CANCELED)
+    assert not trials.any_open()
+
+
+def test_a_stranger_to_the_trials_of_a_search():
+    with pytest.raises(ZeroTrialError, match="request id x: not a trial of this search"):
+        SearchTrials().is_open("x")
+
+
+def test_invalid_in_a_row():
+    trials = SearchTrials()
+    for name, reason in zip("abcd", ("COMPLETED", "INVALID_HP", "", "INVALID_HP"), strict=True):
+        trials.create(name)
+        if reason:
+            trials.close(name, ExitReason[reason])
+    assert trials.invalid_in_a_row() == 2  # the one that runs says nothing yet
+
+
+def test_units_done():
+    trials = SearchTrials({"a": "running", "b": "stopping", "c": "errored", "d": "invalid_hp"})
+    fractions = {"a": 0.5, "b": 7.0, "c": 0.1}
+    assert trials.units_done(fractions, without_invalid=True) == 2.5
+    assert trials.units_done({}, without_invalid=False) == 2.0

@@ -1,4 +1,4 @@
-"""Reports of metrics in the store."""
+"""Reports of metrics, and their summary."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from zero_trial.master.records import MetricReport
 from zero_trial.master.store import Database, metrics
+from zero_trial.master.store.metrics import extend, kind_of
 
 
 @pytest.fixture
@@ -74,7 +75,18 @@ def test_the_same_report_is_known(connection: sqlite3.Connection) -> None:
 
 @pytest.mark.parametrize(
     ("value", "number"),
-    [(1, 1.0), (2.5, 2.5), (math.inf, math.inf), (math.nan, None), ("1", None), (True, None), (None, None), ({}, None)],
+    [
+        (1, 1.0),
+        (2.5, 2.5),
+        (math.inf, math.inf),
+        (math.nan, None),
+        ("1", None),
+        ("-Infinity", -math.inf),
+        ("NaN", None),
+        (True, None),
+        (None, None),
+        ({}, None),
+    ],
 )
 def test_numbers_to_search_by(value: Any, number: float | None) -> None:
     assert metrics.number_of({"val": value}, "val") == number
@@ -115,3 +127,55 @@ def test_a_whole_number_that_no_float_holds_spoils_nothing(connection: sqlite3.C
     metrics.add(connection, report(2, m=3))
     found = metrics.summary(connection, 1)["training"]["m"]
     assert found["last"] == 3 == found["min"] and found["max"] == found["mean"] == math.inf
+
+
+def summary(*values: Any) -> dict[str, Any]:
+    found: dict[str, dict[str, Any]] = {}
+    for value in values:
+        extend(found, {"m": value})
+    return found["m"]
+
+
+@pytest.mark.parametrize("nan", [math.nan, "NaN"])
+def test_nan_stays_visible(nan: Any):
+    found = summary(1.0, nan, 5.0)
+    assert (found["count"], found["last"], found["type"]) == (3, 5.0, "number")
+    assert all(math.isnan(found[name]) for name in ("min", "max", "sum", "mean"))
+
+
+def test_infinities():
+    found = summary(1.0, "Infinity", 3.0)
+    assert (found["min"], found["max"], found["mean"]) == (1.0, math.inf, math.inf)
+    found = summary("-Infinity", math.nan)
+    assert found["min"] == -math.inf and math.isnan(found["max"])
+
+
+def test_values_of_two_types_are_text():
+    assert summary(1.0, "a") == {"type": "string", "last": "a"}
+    assert summary(1.0, "a", 2.0) == {"type": "string", "last": 2.0}
+
+
+def test_the_last_value_is_that_of_the_newest_report():
+    found: dict[str, dict[str, Any]] = {}
+    for values in ({"a": 1, "b": 2}, {"a": 3}):
+        extend(found, values)
+    assert (found["a"]["last"], found["b"]["last"], found["b"]["count"]) == (3, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (1, "number"),
+        (1.5, "number"),
+        ("-Infinity", "number"),
+        (True, "boolean"),
+        (None, "null"),
+        ("x", "string"),
+        ("2026-01-31T12:00:00Z", "date"),
+        ("2026-01-31", "string"),
+        ({}, "object"),
+        ([], "array"),
+    ],
+)
+def test_types(value: Any, kind: str):
+    assert kind_of(value) == kind and summary(value)["type"] == kind

@@ -1,7 +1,8 @@
-"""Starts, watches and ends the supervisors of allocations; every step can be repeated after a restart of the master.
+"""The agent starts, watches and ends the supervisors of allocations; every step can be repeated
+after a restart of the master.
 
-Nothing here knows about trials. ``start`` and ``kill`` return at once: one thread does the work in the order in which it was asked, another
-thread looks for allocations that have ended.
+It does not depend on trials. ``start`` and ``kill`` return at once: one thread does the work in the
+order of the calls, another looks for allocations that have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import zero_trial
 from zero_trial.errors import ZeroTrialError
 from zero_trial.master import logs
-from zero_trial.master.agent import lease, processes, storage
+from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.environment import MARK, Ports, StartOrder, environment, free_ports
 from zero_trial.master.directory import MasterDirectory
 
@@ -37,7 +38,7 @@ KILLED = 128 + signal.SIGKILL
 
 
 class LeaseState(Enum):
-    """What a master that comes back finds of an allocation."""
+    """What a restarted master finds of an allocation."""
 
     NONE = "none"  # it was never started
     RUNNING = "running"  # it runs, or has ended unseen: the watch will find out
@@ -46,7 +47,7 @@ class LeaseState(Enum):
 class AgentApi(Protocol):
     """What the core needs of an agent."""
 
-    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, lease.Exit], None]) -> None:
+    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
         """Begin to work. The callbacks are called from any thread, once for each allocation."""
 
     def start(self, order: StartOrder) -> None:
@@ -94,8 +95,10 @@ class Agent:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, lease.Exit], None]) -> None:
-        """Begin to work, in two threads. The callbacks are called from the watching one, once for each allocation."""
+    def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
+        """Begin to work, in two threads. The callbacks are called from the watching one, once for
+        each allocation.
+        """
         self._threads = [
             threading.Thread(target=self._do_work, name="agent-work", daemon=True),
             threading.Thread(target=self._watch, args=(on_started, on_exited), name="agent-watch", daemon=True),
@@ -115,7 +118,7 @@ class Agent:
 
     def adopt(self, allocation_id: str) -> LeaseState:
         """Watch an allocation that an earlier master may have started."""
-        if not lease.exists(self._directory.allocation(allocation_id)):
+        if not processes.lease_exists(self._directory.allocation(allocation_id)):
             return LeaseState.NONE
         with self._lock:
             self._watched.setdefault(allocation_id, _Watched())
@@ -138,15 +141,15 @@ class Agent:
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
         folder = self._directory.allocation(name)
-        if lease.exists(folder):  # killed before it began, or begun by an earlier master
+        if processes.lease_exists(folder):  # killed before it began, or begun by an earlier master
             return
         try:
             self._spawn(order, folder)
         except (OSError, ValueError, ZeroTrialError) as error:  # ValueError: a path with a NUL in it
             log = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
             logs.append(log, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
-            if lease.acquire(folder, None):
-                lease.record_exit(folder, lease.Exit(127, time.time(), why=f"it could not be started: {error}"))
+            if processes.acquire_lease(folder, None):
+                processes.record_exit(folder, processes.Exit(127, time.time(), why=f"it could not be started: {error}"))
 
     def _spawn(self, order: StartOrder, folder: Path) -> None:
         run_root, work = folder / "root", folder / "work"
@@ -160,7 +163,7 @@ class Agent:
         env = environment(order, ports, run_root, host, self._python)
         log = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
         run = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(log), "grace": self._grace}
-        with (folder / "shepherd.log").open("ab") as errors:
+        with (folder / "supervisor.log").open("ab") as errors:
             child = subprocess.Popen(
                 [self._python, "-m", "zero_trial.master.shepherd", str(folder)],
                 stdin=subprocess.PIPE,
@@ -178,10 +181,12 @@ class Agent:
     def _kill(self, allocation_id: str) -> None:
         folder = self._directory.allocation(allocation_id)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if lease.acquire(folder, None):  # its supervisor has not begun, and now never will
-            lease.record_exit(folder, lease.Exit(KILLED, time.time(), killed=True, why="it was ended before it began"))
+        if processes.acquire_lease(folder, None):  # its supervisor has not begun, and now never will
+            processes.record_exit(
+                folder, processes.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
+            )
             return
-        identity = lease.owner(folder)
+        identity = processes.lease_owner(folder)
         if identity is not None:
             identity.send(signal.SIGTERM)
         with self._lock:
@@ -189,7 +194,7 @@ class Agent:
             if watched is not None and watched.kill_after is None:
                 watched.kill_after = time.monotonic() + self._grace + _STUCK_SECONDS
 
-    def _watch(self, on_started: Callable[[str], None], on_exited: Callable[[str, lease.Exit], None]) -> None:
+    def _watch(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
         started: set[str] = set()
         reported: set[str] = set()  # faults, each once: they come again with every look
         while not self._closed.wait(WATCH_SECONDS):
@@ -210,19 +215,19 @@ class Agent:
         entry: _Watched,
         started: set[str],
         on_started: Callable[[str], None],
-        on_exited: Callable[[str, lease.Exit], None],
+        on_exited: Callable[[str, processes.Exit], None],
     ) -> None:
         folder = self._directory.allocation(name)
         if entry.child is not None:
             entry.child.poll()  # collects it
-        identity = lease.owner(folder)
+        identity = processes.lease_owner(folder)
         if identity is not None and name not in started:
             started.add(name)
             on_started(name)
         if identity is not None and entry.kill_after is not None and time.monotonic() > entry.kill_after:
             identity.send(signal.SIGKILL)
         ended = self._ended(folder, identity, entry)
-        begun_since = identity is None and lease.owner(folder) is not None
+        begun_since = identity is None and processes.lease_owner(folder) is not None
         if ended is None or begun_since:  # the next look reports the start before the end
             return
         processes.sweep(MARK, name)
@@ -232,23 +237,25 @@ class Agent:
         started.discard(name)
         self._tidy(folder)
 
-    def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> lease.Exit | None:
+    def _ended(self, folder: Path, identity: processes.Identity | None, entry: _Watched) -> processes.Exit | None:
         alive = (
             identity is not None and identity.alive
         )  # before the exit is read: it is written before the supervisor ends
-        ended = lease.exit_of(folder)
+        ended = processes.exit_of(folder)
         if ended is not None:
             return None if alive else ended
         if alive:
             return None
         if identity is not None and identity.before_boot:
-            return lease.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
+            return processes.Exit(KILLED, time.time(), killed=True, why="the machine was started anew")
         if identity is not None:
-            return lease.Exit(KILLED, time.time(), why="its supervisor is gone")
-        if lease.exists(folder):  # made void by a master that was killed before it could record the exit
-            return lease.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
-        if entry.child is not None and entry.child.returncode is not None and lease.acquire(folder, None):
-            return lease.Exit(127, time.time(), why=f"its supervisor could not begin, see {folder / 'shepherd.log'}")
+            return processes.Exit(KILLED, time.time(), why="its supervisor is gone")
+        if processes.lease_exists(folder):  # made void by a master that was killed before it could record the exit
+            return processes.Exit(KILLED, time.time(), killed=True, why="it was ended before it began")
+        if entry.child is not None and entry.child.returncode is not None and processes.acquire_lease(folder, None):
+            return processes.Exit(
+                127, time.time(), why=f"its supervisor could not begin, see {folder / 'supervisor.log'}"
+            )
         return None
 
     def _tidy(self, folder: Path) -> None:
@@ -259,8 +266,9 @@ class Agent:
 
 
 def steps(has_hook: bool) -> list[str]:
-    """What a container of Determined does, as one shell: get the context, run the user's hook, meet the other ranks, launch.
+    """Return the command of a trial: what a container of Determined does, as one shell.
 
+    It gets the context directory, runs the user's hook, waits for the other ranks and launches.
     Without a hook the two preparations are one process, which saves a second.
     """
     prepare = "python3 -m determined.exec.prep_container"
@@ -273,14 +281,20 @@ def steps(has_hook: bool) -> list[str]:
 
 
 def with_package(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which this very package is imported, from whatever working directory."""
+    """Return ``env`` with this very package importable from any working directory."""
     root = str(Path(zero_trial.__file__).parents[1])
     return {**env, "PYTHONPATH": os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])}
 
 
 def end_all(directory: MasterDirectory, *, seconds: float = 60.0) -> list[str]:
-    """End every allocation below a root without a master: supervisors first, then what is left of them. Returns those that ran."""
-    owners = {path.name: lease.owner(path) for path in directory.allocations.glob("*") if lease.exit_of(path) is None}
+    """End every allocation below a root without a master: supervisors first, then what is left of
+    them. Returns those that ran.
+    """
+    owners = {
+        path.name: processes.lease_owner(path)
+        for path in directory.allocations.glob("*")
+        if processes.exit_of(path) is None
+    }
     alive = {name: identity for name, identity in owners.items() if identity is not None and identity.alive}
     for identity in alive.values():
         identity.send(signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""What the agent is told to run: one allocation with all that its environment is made of."""
+"""What a run of a trial gets of this machine: slots (GPUs or CPU processes), free ports, and
+environment variables.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,81 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_trial.errors import ConfigError
 from zero_trial.master.records import Allocation, Json
 
 
 @dataclass(frozen=True)
+class SlotDevices:
+    """The devices behind the slots. ``gpus`` are the names that CUDA_VISIBLE_DEVICES takes, by
+    slot; empty: slots are CPU processes.
+    """
+
+    count: int
+    cores: int
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    def visible(self, slots: tuple[int, ...]) -> str:
+        """Return CUDA_VISIBLE_DEVICES for an allocation; "" hides all GPUs."""
+        return ",".join(self.gpus[slot] for slot in slots) if self.gpus else ""
+
+    @property
+    def threads(self) -> int:
+        """Return OMP_NUM_THREADS for each process, so that all slots together use the cores once."""
+        return max(1, self.cores // max(1, self.count))
+
+
+def find_devices(
+    wanted: int | None, env: Mapping[str, str], *, cpu: bool = False, files: Path = Path("/dev")
+) -> SlotDevices:
+    """Find the slots of this machine: the GPUs that this process may see, else its cores.
+
+    Raises ConfigError for more slots than GPUs. CPU slots may be more than the cores.
+
+    Args:
+        wanted: number of slots; None means all.
+        env: the environment, of which CUDA_VISIBLE_DEVICES is read.
+        cpu: do not look for GPUs.
+        files: the folder of device files.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = () if cpu else _gpus(env, files)
+    if wanted is not None and wanted < 1:
+        raise ConfigError(
+            "a master needs at least one slot", where="--slots", got=wanted, expected="a positive integer"
+        )
+    if gpus and wanted is not None and wanted > len(gpus):
+        raise ConfigError(
+            "more slots than GPUs",
+            where="--slots",
+            got=wanted,
+            expected=f"at most {len(gpus)}",
+            fix="Add --cpu for slots that are processes on the CPU.",
+        )
+    if gpus:
+        gpus = gpus[:wanted]
+        return SlotDevices(len(gpus), cores, gpus)
+    return SlotDevices(wanted or cores, cores)
+
+
+def _gpus(env: Mapping[str, str], files: Path) -> tuple[str, ...]:
+    present = len(list(files.glob("nvidia[0-9]*")))
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(str(number) for number in range(present))
+    chosen = [item.strip() for item in visible.split(",")]
+    return tuple(item for item in chosen if item not in ("", "-1", "NoDevFiles"))[:present]
+
+
+@dataclass(frozen=True)
 class StartOrder:
-    """One allocation to start. ``token`` is in the clear: it goes into the environment of the trial and nowhere else."""
+    """One allocation to start. ``token`` is in the clear: it goes into the environment of the trial
+    and nowhere else.
+    """
 
     allocation: Allocation
     config: Json
@@ -34,11 +105,10 @@ class StartOrder:
     has_hook: bool = False  # the context directory has a startup-hook.sh
 
 
-# Free TCP ports, asked of the kernel, for the programs of one allocation.
-
-
 GAP = 16
-"""Between the two ports of the training processes, as the harness has it: both are moved by the lowest slot."""
+"""Between the two ports of the training processes, as the harness has it: both are moved by the
+lowest slot.
+"""
 
 _TRIES = 200
 
@@ -56,12 +126,14 @@ class Ports:
         return self.comm_1 + GAP
 
     def taken(self) -> set[int]:
-        """All numbers that the allocation may use."""
+        """Return all ports that the allocation may use."""
         return {self.c10d, self.ssh, *range(self.comm_1, self.comm_2 + GAP)}
 
 
 def free_ports(avoid: Set[int] = frozenset()) -> Ports:
-    """Ports that are free now and are none of ``avoid`` (given out, but maybe not yet in use). Raises OSError if there are none."""
+    """Find ports that are free now and not in ``avoid`` (assigned, but perhaps not yet in use).
+    Raises OSError if there are none.
+    """
     with ExitStack() as held:
         for _ in range(_TRIES):
             ports = Ports(*(held.enter_context(_any_port()) for _ in range(3)))
@@ -73,7 +145,7 @@ def free_ports(avoid: Set[int] = frozenset()) -> Ports:
 
 @contextmanager
 def _any_port() -> Iterator[int]:
-    """A port that is ours as long as the context is open."""
+    """Hold any free port as long as the context is open."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         yield listener.getsockname()[1]
@@ -88,14 +160,13 @@ def _is_free(port: int) -> bool:
     return True
 
 
-# The environment of a trial's processes: what the harness reads, what the user asked for, and nothing of the master's own.
-
-
 MARK = "DET_ALLOCATION_ID"
-"""The variable by which processes of an allocation are found when their shepherd is gone."""
+"""The variable by which processes of an allocation are found when their supervisor is gone."""
 
 LARGEST = 32 * 4096
-"""Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process (MAX_ARG_STRLEN)."""
+"""Bytes of one variable, with its name and the NUL behind it, that Linux hands to a process
+(MAX_ARG_STRLEN).
+"""
 
 ALLOWED = (
     "HOME",
@@ -134,7 +205,13 @@ RELOCATION = Path(__file__).parents[1] / "relocation"
 def environment(
     order: StartOrder, ports: Ports, run_root: Path, host: Mapping[str, str], python: str
 ) -> dict[str, str]:
-    """All variables of the allocation. ``host`` is the master's environment, of which only harmless names are taken."""
+    """Return all variables of the allocation.
+
+    Args:
+        host: the master's environment, of which only harmless names are taken.
+        run_root: the folder below which the harness's absolute paths are moved.
+        python: the interpreter, whose folder comes first on PATH.
+    """
     env = {name: value for name, value in host.items() if _allowed(name)}
     env["PATH"] = os.pathsep.join([str(Path(python).parent), host.get("PATH") or os.defpath])
     env["PYTHONUNBUFFERED"] = "1"
@@ -149,7 +226,9 @@ def environment(
 
 
 def size_of_config(config: Mapping[str, Any]) -> int:
-    """Bytes of the variable in which the harness looks for a trial's configuration. No other of ours is larger."""
+    """Return the bytes of the variable in which the harness looks for a trial's configuration, the
+    largest variable of all.
+    """
     return len(f"DET_EXPERIMENT_CONFIG={json.dumps(config)}") + 1
 
 
@@ -158,7 +237,9 @@ def _allowed(name: str) -> bool:
 
 
 def _of_user(config: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """``environment.environment_variables``: a list of NAME=VALUE for each kind of slot, or one for all."""
+    """Read ``environment.environment_variables``: a list of NAME=VALUE for each kind of slot, or
+    one for all.
+    """
     listed = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(listed, Mapping):
         listed = listed.get(kind) or []

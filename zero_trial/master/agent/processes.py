@@ -1,16 +1,26 @@
-"""Processes of this machine: who they are beyond their pid, whose children they are, and how they are ended for certain."""
+"""Processes of this machine: their identity beyond the pid, how they are found and ended, and the
+lease of an allocation.
+
+The lease is a file that can be created only once. So an allocation runs at most once, and the next
+master finds its supervisor.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from zero_trial.util.files import write_atomic
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -19,9 +29,10 @@ _STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/PID/stat after the name, s
 
 @dataclass(frozen=True)
 class Identity:
-    """One process for all times: pids are used again, a pid with its start is not.
+    """One process for good: a pid is used again, a pid with its start time is not.
 
-    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where there is no /proc.
+    ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where
+    there is no /proc.
     """
 
     pid: int
@@ -29,7 +40,7 @@ class Identity:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs (a zombie does not)."""
+        """Return whether this very process still runs (a zombie does not)."""
         if self.pid <= 0:  # to kill(2) that is a group of processes, ours among them
             return False
         try:
@@ -45,31 +56,35 @@ class Identity:
 
     @property
     def before_boot(self) -> bool:
-        """Whether it started before the machine did: it ended with the machine."""
+        """Return whether it started before the machine did, so that it ended with the machine."""
         return bool(self.start) and self.start.partition(":")[0] != _boot()
 
     def send(self, number: signal.Signals) -> None:
-        """Signal this process, and nobody who was given its pid after it."""
+        """Signal this process, but not another that was given its pid later."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
 
 
 def identify(pid: int) -> Identity:
-    """Who a running process is."""
+    """Return the identity of a running process."""
     fields = _stat(pid)
     return Identity(pid, _start_of(fields) if fields else "")
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of all its descendants that lose theirs (Linux); False where that cannot be done."""
+    """Make this process the parent of all its descendants that lose theirs (Linux); False where
+    that cannot be done.
+    """
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children and so on, zombies left out, parents before children; empty where there is no /proc."""
+    """Return children, their children and so on, parents before children, without zombies; empty
+    where there is no /proc.
+    """
     children: dict[int, list[int]] = {}
     dead = set()
     for entry in _PROC.glob("[0-9]*"):
@@ -88,7 +103,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def marked(name: str, value: str) -> list[int]:
-    """Pids of processes that were started with this environment variable; empty where there is no /proc. Never this process."""
+    """Return the pids of processes that were started with this environment variable, without this
+    process; empty where there is no /proc.
+    """
     wanted = f"{name}={value}".encode()
     found = []
     for entry in _PROC.glob("[0-9]*"):
@@ -99,14 +116,16 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each; those that are gone are passed over."""
+    """Signal each process; those that have ended are skipped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def sweep(name: str, value: str, seconds: float = 5.0) -> None:
-    """Kill all processes that carry the mark, until none is left or the time is up: one may have forked while we looked."""
+    """Kill all processes that carry the mark, until none is left or the time is up: one may have
+    forked in the meantime.
+    """
     until = time.monotonic() + seconds
     while (pids := marked(name, value)) and time.monotonic() < until:
         send(pids, signal.SIGKILL)
@@ -118,7 +137,7 @@ def _start_of(fields: list[str]) -> str:
 
 
 def _boot() -> str:
-    """What this boot is called; empty where there is no /proc."""
+    """Return the id of this boot; "" where there is no /proc."""
     try:
         return _PROC.joinpath("sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -132,3 +151,66 @@ def _stat(pid: int) -> list[str] | None:
         return None
     # The state follows the command name, which is in brackets and may itself hold brackets and blanks.
     return text.rpartition(")")[2].split()
+
+
+_LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
+_EXIT_FILE = "exit.json"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of an allocation. ``killed``: its supervisor was asked to end it."""
+
+    code: int
+    time: float
+    killed: bool = False
+    why: str = ""
+
+
+def acquire_lease(folder: Path, identity: Identity | None) -> bool:
+    """Take the lease; return False if it was taken before. ``None`` makes it void: the allocation
+    will never run.
+    """
+    content = {"void": True} if identity is None else {"pid": identity.pid, "start": identity.start}
+    draft = folder / f"{_LEASE_FILE}.{os.getpid()}-{threading.get_ident()}"
+    draft.write_text(json.dumps(content), encoding="utf-8")
+    try:
+        os.link(draft, folder / _LEASE_FILE)  # fails if it exists: file and content appear at once
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def lease_exists(folder: Path) -> bool:
+    """Tell whether the lease was taken or made void."""
+    return (folder / _LEASE_FILE).exists()
+
+
+def lease_owner(folder: Path) -> Identity | None:
+    """Return the process that holds the lease; None if there is none or it is void."""
+    content = _read(folder / _LEASE_FILE)
+    return Identity(content["pid"], content["start"]) if content and "pid" in content else None
+
+
+def record_exit(folder: Path, ended: Exit) -> None:
+    """Record how the allocation ended; the file appears whole or not at all."""
+    content = {"code": ended.code, "time": ended.time, "killed": ended.killed, "why": ended.why}
+    write_atomic(folder / _EXIT_FILE, json.dumps(content), durable=False)
+
+
+def exit_of(folder: Path) -> Exit | None:
+    """Return how the allocation ended; None if it has not, or could not record it."""
+    content = _read(folder / _EXIT_FILE)
+    return Exit(content["code"], content["time"], content["killed"], content["why"]) if content else None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file; None if it is missing, or if the machine lost power before its content was
+    on the disk.
+    """
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None

@@ -1,7 +1,8 @@
-"""Where trials store files on this machine's disk: checkpoint storage, and the temporary directory of an allocation.
+"""Files of trials on this machine's disk: checkpoint storage, and the temporary directory of an
+allocation.
 
-The temporary directory is removed by the allocation's supervisor as a rule, and by the agent if the supervisor was killed. A link in the
-allocation's folder, ``FOLDER/tmp``, records where it is.
+The temporary directory is removed by the allocation's supervisor as a rule, and by the agent if the
+supervisor was killed. A link in the allocation's folder, ``FOLDER/tmp``, records where it is.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ SHARED_FS = "determined_shared_fs"
 
 SCRATCH_PREFIX = "zt-"
 LONGEST_SCRATCH = 40
-"""Characters of the path of the directory around it. Sockets are made below it, and the path of a socket may have 107."""
+"""Characters of the path of the directory around it. Sockets are made below it, and the path of a
+socket may have 107.
+"""
 
 _SCRATCH_LINK = "tmp"
 _SHARED_TMP = Path("/tmp")
 
 
 def base_of(config: Mapping[str, Any]) -> Path | None:
-    """The folder whose sub-folders are checkpoints, from a completed config; None if it is not on this machine's disk."""
+    """Return the folder whose sub-folders are checkpoints, from a completed config; None if it is
+    not on this machine's disk.
+    """
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "shared_fs":
         path = section.get("storage_path") or section.get("tensorboard_path") or section.get("checkpoint_path")
@@ -41,7 +46,9 @@ def base_of(config: Mapping[str, Any]) -> Path | None:
 
 
 def link(config: Mapping[str, Any], run_root: Path) -> None:
-    """Let a trial see ``host_path`` where its (moved) container path is; the folder is made if it is not there."""
+    """Let a trial see ``host_path`` at its (moved) container path; create the folder if it is
+    missing.
+    """
     section = config.get("checkpoint_storage") or {}
     if section.get("type") == "directory":
         Path(section["container_path"]).mkdir(parents=True, exist_ok=True)
@@ -60,7 +67,9 @@ def link(config: Mapping[str, Any], run_root: Path) -> None:
 
 
 def folder_of(base: Path, name: str) -> Path | None:
-    """The folder of a checkpoint; None if the name is no UUID, or there is no such folder, or it is a link to somewhere else."""
+    """Return the folder of a checkpoint; None if ``name`` is not a UUID, or the folder is missing
+    or a symbolic link.
+    """
     if not is_uuid(name):
         return None
     folder = base / name
@@ -68,7 +77,9 @@ def folder_of(base: Path, name: str) -> Path | None:
 
 
 def is_uuid(name: str) -> bool:
-    """Whether a name is a UUID as the harness writes it: it names a row, a folder and a part of a path."""
+    """Return whether ``name`` is a UUID as the harness writes it: it names a row, a folder and a
+    part of a path.
+    """
     try:
         return str(uuid.UUID(name)) == name.lower()
     except ValueError:
@@ -84,18 +95,22 @@ def delete(base: Path, name: str) -> bool:
     return True
 
 
-def delete_matching(base: Path, name: str, globs: Sequence[str]) -> dict[str, int]:
-    """Delete the checkpoint's files that match a glob; returns what is left (path -> bytes, as the harness lists it)."""
+def delete_matching(base: Path, name: str, globs: Sequence[str]) -> None:
+    """Delete the checkpoint's files that match a glob, and its folder if no file is left."""
     folder = folder_of(base, name)
     if folder is None:
-        return {}
+        return
     for path in contents(folder):
         if any(fnmatch.fnmatch(path, pattern) or _deep(path, pattern) for pattern in globs):
             (folder / path).unlink(missing_ok=True)
-    left = contents(folder)
-    if not left:
+    if not contents(folder):
         shutil.rmtree(folder)
-    return left
+
+
+def remaining(base: Path, name: str) -> dict[str, int]:
+    """List the files of a checkpoint that are there now (path -> bytes, as the harness lists them)."""
+    folder = folder_of(base, name)
+    return {} if folder is None else contents(folder)
 
 
 def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
@@ -104,7 +119,7 @@ def delete_tensorboard(base: Path, cluster_id: str, experiment_id: int) -> None:
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Files below a folder with their sizes, links not followed."""
+    """List the files below a folder with their sizes in bytes, without following links."""
     found = {}
     for here, _, files in os.walk(folder):
         for name in files:
@@ -114,14 +129,15 @@ def contents(folder: Path) -> dict[str, int]:
 
 
 def _deep(path: str, pattern: str) -> bool:
-    """``**/`` also stands for no folder at all."""
+    """Match ``**/`` also with no folder at all."""
     return pattern.startswith("**/") and fnmatch.fnmatch(path, pattern[3:])
 
 
 def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
     """Return the temporary directory of the allocation in ``folder``; make it if there is none.
 
-    It is made in the host's TMPDIR, or in /tmp if that path is too long. Raises OSError if it cannot be made.
+    It is made in the host's TMPDIR, or in /tmp if that path is too long. Raises OSError if it
+    cannot be made.
     """
     link = folder / _SCRATCH_LINK
     if link.is_dir():
@@ -134,7 +150,7 @@ def make_scratch(folder: Path, host: Mapping[str, str]) -> Path:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the allocation's directory and files in /tmp; nothing happens where they are gone already."""
+    """Remove the allocation's directory and files in /tmp; no effect if they are gone already."""
     link = folder / _SCRATCH_LINK
     if link.is_symlink():
         shutil.rmtree(os.readlink(link), ignore_errors=True)

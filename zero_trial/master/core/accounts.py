@@ -1,19 +1,105 @@
-"""Users, logins and tokens."""
+"""Users, passwords and tokens, and what an allocation's token permits.
+
+There are two kinds of token. A user's (``Authorization: Bearer``) permits everything. An
+allocation's (``Grpc-Metadata-x-allocation-token: Bearer``) is given to one run of one trial and
+permits only requests about that allocation, its task, trial and experiment. The store keeps SHA-256
+digests of tokens and salted scrypt hashes of passwords.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import secrets
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zero_trial.master.auth import Principal, check_password, client_hash, digest, new_token, store_password
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.errors import Invalid, NotFound, PermissionDenied
-from zero_trial.master.records import AllocationState, TokenOwner, User
+from zero_trial.master.records import Allocation, AllocationState, Invalid, PermissionDenied, TokenOwner, User, existing
 from zero_trial.master.store import accounts, trials
 from zero_trial.util.files import write_atomic
+
+USER_HEADER = "authorization"
+TASK_HEADER = "grpc-metadata-x-allocation-token"
+
+_CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"  # part of Determined's protocol: every client puts it before the password
+_COST = 2**14  # of scrypt: 16 MiB and some 40 ms a try (RFC 7914, section 2)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """The sender of a request: a user or an allocation; both are None where no token is needed."""
+
+    user: User | None = None
+    allocation: Allocation | None = None
+
+    @property
+    def name(self) -> str:
+        if self.user is not None:
+            return self.user.name
+        return f"allocation {self.allocation.id}" if self.allocation is not None else "anonymous"
+
+
+def new_token() -> str:
+    """Make a token of 256 random bits, safe in a header, a URL and a shell."""
+    return secrets.token_urlsafe(32)
+
+
+def digest(token: str) -> str:
+    """Return what the store keeps of a token: its SHA-256 in hexadecimal. A random token needs no
+    salt.
+    """
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def client_hash(password: str) -> str:
+    """Hash a password as clients do before they send it (``isHashed``): salted SHA-512 in
+    hexadecimal; an empty one stays empty.
+    """
+    return hashlib.sha512((_CLIENT_SALT + password).encode()).hexdigest() if password else ""
+
+
+def store_password(sent: str) -> str:
+    """Return what the store keeps of a password that was sent: ``scrypt$salt$hash``."""
+    salt = secrets.token_bytes(16)
+    return f"scrypt${salt.hex()}${_scrypt(sent, salt).hex()}"
+
+
+def check_password(stored: str, sent: str) -> bool:
+    """Return whether ``sent`` is the stored password. Takes as long for a missing password as for a
+    wrong one.
+    """
+    kind, _, rest = stored.partition("$")
+    salt, _, kept = rest.partition("$")
+    known = kind == "scrypt" and bool(kept)
+    tried = _scrypt(sent, bytes.fromhex(salt) if known else bytes(16)).hex()
+    return hmac.compare_digest(tried, kept) and known
+
+
+def _scrypt(text: str, salt: bytes) -> bytes:
+    return hashlib.scrypt(text.encode(), salt=salt, n=_COST, r=8, p=1)
+
+
+def require_own(allocation: Allocation, **asked: object) -> None:
+    """Raise PermissionDenied unless everything asked for is the allocation's own.
+
+    Names: allocation_id, task_id, trial_id, experiment_id, resources_id.
+    """
+    own: dict[str, object] = {
+        "allocation_id": allocation.id,
+        "task_id": allocation.task_id,
+        "trial_id": allocation.trial_id,
+        "experiment_id": allocation.experiment_id,
+        "resources_id": allocation.resources_id,
+    }
+    for name, value in asked.items():
+        if name not in own or own[name] != value:
+            raise PermissionDenied(
+                f"the token of allocation {allocation.id} does not permit access to {name.replace('_', ' ')} {value!r}"
+            )
+
 
 LOCAL_USER = "determined"  # the user that Determined's clients take by default
 LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
@@ -21,7 +107,9 @@ LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
 
 @dataclass(frozen=True)
 class Credentials:
-    """What the local user needs for ``det``: the token for ``DET_USER_TOKEN``, the password for ``det user login``."""
+    """What the local user needs for ``det``: the token for ``DET_USER_TOKEN``, the password for
+    ``det user login``.
+    """
 
     user: str
     password: str
@@ -50,15 +138,14 @@ class AccountService:
         """Insert (id 0) or replace; returns the user with its id."""
         with self._state.database.transaction() as connection:
             number = accounts.put_user(connection, user)
-            stored = accounts.user_by_id(connection, number)
-        if stored is None:
-            raise NotFound(f"user {user.id} not found")
-        return stored
+            return existing(accounts.user_by_id(connection, number), f"user {user.id}")
 
     def add_user(
         self, name: str, sent_password: str, *, admin: bool, active: bool = True, display_name: str = ""
     ) -> User:
-        """Create a user. ``sent_password`` is the password as clients hash it. Invalid if the name is taken or empty."""
+        """Create a user. ``sent_password`` is the password as clients hash it. Invalid if the name
+        is taken or empty.
+        """
         if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
             raise Invalid("a user's name is 1 to 128 printable characters without spaces around them")
         if self.user(name) is not None:
@@ -71,7 +158,9 @@ class AccountService:
     # -- tokens
 
     def add_token(self, token_digest: str, user_id: int, expires: float | None = None) -> None:
-        """Store a user's token by its digest. Tokens of allocations are made where allocations are started."""
+        """Store a user's token by its digest. Tokens of allocations are made where allocations are
+        started.
+        """
         with self._state.database.transaction() as connection:
             accounts.drop_expired(connection, self._state.clock())
             accounts.add_token(connection, token_digest, user_id=user_id, expires=expires)
@@ -82,7 +171,9 @@ class AccountService:
             accounts.drop_token(connection, token_digest)
 
     def token_owner(self, token_digest: str) -> TokenOwner | None:
-        """Return the owner of a token; None if it is unknown, expired, or its allocation has ended. Fast: asked on every request."""
+        """Return the owner of a token; None if it is unknown, expired, or its allocation has ended.
+        Fast: asked on every request.
+        """
         with self._state.database.reading() as connection:
             found = accounts.token(connection, token_digest, self._state.clock())
             if found is None:
@@ -99,7 +190,7 @@ class AccountService:
     def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
         """Return the sender that a request's tokens speak for; the user's token comes first.
 
-        A token in the header of the other kind is not looked at.
+        A token in the header of the other kind is ignored.
         """
         if user_token is not None:
             owner = self.token_owner(digest(user_token))
@@ -114,7 +205,8 @@ class AccountService:
     def login(self, name: str, password: str, *, is_hashed: bool) -> tuple[User, str]:
         """Return the user and a fresh token.
 
-        Raises PermissionDenied, always with the same text, for a wrong name, a wrong password, and a user who is not active.
+        Raises PermissionDenied, always with the same text, for a wrong name, a wrong password, and
+        a user who is not active.
         """
         sent = password if is_hashed else client_hash(password)
         user = self.user(name)
@@ -131,10 +223,11 @@ class AccountService:
     # -- the local user
 
     def ensure_local_user(self, file: Path) -> Credentials:
-        """Return the credentials of the local user, kept in ``file`` (mode 0600) from one start of the master to the next.
+        """Return the credentials of the local user, kept in ``file`` (mode 0600) from one start of
+        the master to the next.
 
-        Password and token are random; they are made where there are none and where they are no longer good. Anyone who can read the
-        file is that user.
+        Password and token are random; they are made where there are none and where they are no
+        longer good. Anyone who can read the file is that user.
         """
         kept = _read(file)
         user = self.user(LOCAL_USER)

@@ -1,19 +1,42 @@
-"""The verbs of checkpoints."""
+"""Checkpoints: the service, the policy of garbage collection, and the thread that deletes files.
+
+A checkpoint of an ended experiment is kept if it is among the ``save_experiment_best`` best of the
+experiment, or among the ``save_trial_best`` best or the ``save_trial_latest`` newest of its trial.
+"Best" means by the searcher's metric of the validation at the checkpoint's step; a checkpoint
+without that metric is never among the best.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import shutil
 import sqlite3
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from zero_trial.errors import ZeroTrialError
 from zero_trial.master.agent import storage
-from zero_trial.master.core.sources import require_unneeded
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import transaction
-from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
-from zero_trial.master.records import Checkpoint, CheckpointState
+from zero_trial.master.records import (
+    Checkpoint,
+    CheckpointState,
+    Conflict,
+    Experiment,
+    ExperimentState,
+    GcPolicy,
+    Invalid,
+    NotFound,
+    Unsupported,
+    existing,
+)
 from zero_trial.master.store import checkpoints, experiments, trials
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointService:
@@ -23,15 +46,14 @@ class CheckpointService:
         self._state = state
 
     def get(self, uuid: str) -> Checkpoint:
-        """NotFound if there is none."""
+        """Return a checkpoint. Raises NotFound."""
         with self._state.database.reading() as connection:
-            found = checkpoints.get(connection, uuid)
-        if found is None:
-            raise NotFound(f"checkpoint {uuid} not found")
-        return found
+            return existing(checkpoints.get(connection, uuid), f"checkpoint {uuid}")
 
     def directory(self, uuid: str) -> Path:
-        """Where its files lie. NotFound if they are gone, Unsupported if its storage is not on this machine's disk."""
+        """Return the folder of its files. Raises NotFound if they are gone, Unsupported if they are
+        not on this machine's disk.
+        """
         base = self._base(self.get(uuid))
         folder = storage.folder_of(base, uuid)
         if folder is None:
@@ -39,13 +61,17 @@ class CheckpointService:
         return folder
 
     def report(self, checkpoint: Checkpoint) -> None:
-        """Store what a trial has saved (COMPLETED). Only uuid, allocation_id, task_id, metadata, resources, reported and state are read."""
+        """Store a checkpoint that a trial has saved.
+
+        Of ``checkpoint``, only uuid, allocation_id, task_id, metadata, resources, reported and
+        state are read.
+        """
         if not storage.is_uuid(checkpoint.uuid):
             raise Invalid("not a UUID", where="uuid", got=repr(checkpoint.uuid)[:60])
         with transaction(self._state) as tx:
-            run = trials.allocation(tx.connection, checkpoint.allocation_id)
-            if run is None:
-                raise NotFound(f"allocation {checkpoint.allocation_id} not found")
+            run = existing(
+                trials.allocation(tx.connection, checkpoint.allocation_id), f"allocation {checkpoint.allocation_id}"
+            )
             known = checkpoints.get(tx.connection, checkpoint.uuid, derived=False)
             if known is not None and known.trial_id != run.trial_id:
                 raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
@@ -64,33 +90,53 @@ class CheckpointService:
                 trials.change(tx.connection, run.trial_id, latest_checkpoint=stored.uuid)
 
     def patch_resources(self, uuid: str, resources: Mapping[str, int]) -> None:
-        """``PATCH /checkpoints``: what is left after the harness deleted files of it; nothing left means DELETED."""
+        """Record the files that are left after some were deleted (path -> bytes); none left means
+        DELETED.
+        """
         with transaction(self._state) as tx:
-            if checkpoints.get(tx.connection, uuid, derived=False) is None:
-                raise NotFound(f"checkpoint {uuid} not found")
+            existing(checkpoints.get(tx.connection, uuid, derived=False), f"checkpoint {uuid}")
             state = CheckpointState.PARTIALLY_DELETED if resources else CheckpointState.DELETED
             size = _count(sum(resources.values()), "resources")
             checkpoints.change(tx.connection, uuid, resources=dict(resources), size=size, state=state)
 
     def delete(self, uuids: Sequence[str]) -> None:
-        """Delete on disk, later; Conflict for one that a registered or running trial needs. NotFound before anything is deleted."""
+        """Mark checkpoints for deletion on disk. All or none: raises NotFound, or Conflict for one
+        that an unfinished trial needs.
+        """
         with transaction(self._state) as tx:
-            _require_deletable(tx.connection, uuids)
+            for uuid in uuids:
+                _require_deletable(tx.connection, uuid)
             checkpoints.mark_deleted(tx.connection, uuids)
             tx.garbage = True
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
-        """Delete the files of those checkpoints that match a glob (all if there are no globs)."""
+        """Delete the files of these checkpoints that match a glob; without globs, delete the
+        checkpoints.
+
+        Nothing is touched unless all of them may be deleted. Then one checkpoint after the other is
+        marked and its files are deleted. If a file cannot be deleted, those before it are recorded
+        as done, those after it are untouched, and the call can be repeated.
+        """
         if not globs or list(globs) == ["**/*"]:
             self.delete(uuids)
             return
-        bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}  # all are looked up before any is touched
-        with transaction(self._state) as tx:
-            _require_deletable(tx.connection, uuids)
-            for uuid in uuids:  # before a file goes: no trial starts from it from here on
-                checkpoints.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
+        bases = {uuid: self._base(self.get(uuid)) for uuid in uuids}
+        with self._state.database.reading() as connection:
+            for uuid in uuids:
+                _require_deletable(connection, uuid)
         for uuid, base in bases.items():
-            self.patch_resources(uuid, storage.delete_matching(base, uuid, globs))
+            with transaction(self._state) as tx:
+                _require_deletable(tx.connection, uuid)  # again: a trial may have started from it meanwhile
+                checkpoints.change(tx.connection, uuid, state=CheckpointState.PARTIALLY_DELETED)
+            try:
+                storage.delete_matching(base, uuid, globs)
+            except OSError as error:
+                raise ZeroTrialError(
+                    f"a file of checkpoint {uuid} cannot be deleted: {error}",
+                    fix="Mend the storage and repeat the command.",
+                ) from error
+            finally:
+                self.patch_resources(uuid, storage.remaining(base, uuid))
 
     def _base(self, checkpoint: Checkpoint) -> Path:
         with self._state.database.reading() as connection:
@@ -106,22 +152,209 @@ class CheckpointService:
         return base
 
 
-def _require_deletable(connection: sqlite3.Connection, uuids: Sequence[str]) -> None:
-    """NotFound for one that is not known, Conflict for one that a registered or running trial needs."""
-    for uuid in uuids:
-        found = checkpoints.get(connection, uuid, derived=False)
+def check_source(connection: sqlite3.Connection, config: Mapping[str, Any]) -> None:
+    """Raise Invalid unless the checkpoint that a new experiment starts from exists and is complete."""
+    searcher = config.get("searcher") or {}
+    trial, saved = searcher.get("source_trial_id"), searcher.get("source_checkpoint_uuid")
+    if saved:
+        found = checkpoints.get(connection, str(saved), derived=False)
         if found is None:
-            raise NotFound(f"checkpoint {uuid} not found")
-        trial = None if found.trial_id is None else trials.get(connection, found.trial_id)
-        if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
-            raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
-    require_unneeded(connection, uuids)
+            raise Invalid("checkpoint not found", where="searcher.source_checkpoint_uuid", got=saved)
+        if found.state is not CheckpointState.COMPLETED:
+            raise Invalid(f"this checkpoint is {found.state.value}", where="searcher.source_checkpoint_uuid", got=saved)
+    elif trial is not None:
+        if trials.get(connection, int(trial)) is None:
+            raise Invalid("trial not found", where="searcher.source_trial_id", got=trial)
+        if checkpoints.latest(connection, int(trial)) is None:
+            raise Invalid("this trial has no checkpoint to start from", where="searcher.source_trial_id", got=trial)
+
+
+def require_not_in_use(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
+    """Raise Conflict if an unfinished experiment starts its trials from one of these checkpoints."""
+    users = checkpoints.sources_in_use(connection)
+    for uuid in uuids:
+        if uuid in users:
+            raise Conflict(
+                f"experiment {users[uuid]} starts from checkpoint {uuid}",
+                fix=f"Wait for experiment {users[uuid]}, or kill it.",
+            )
+
+
+def _require_deletable(connection: sqlite3.Connection, uuid: str) -> None:
+    """Raise NotFound, or Conflict for a checkpoint that an unfinished trial goes on from or an
+    unfinished experiment starts from.
+    """
+    found = existing(checkpoints.get(connection, uuid, derived=False), f"checkpoint {uuid}")
+    trial = None if found.trial_id is None else trials.get(connection, found.trial_id)
+    if trial is not None and not trial.state.final and trial.latest_checkpoint == uuid:
+        raise Conflict(f"trial {trial.id} goes on from checkpoint {uuid}", fix="Kill its experiment first.")
+    require_not_in_use(connection, [uuid])
 
 
 def _count(value: object, where: str) -> int:
-    """A whole number that the store can hold. Invalid otherwise."""
+    """Return a whole number that the store can hold. Raises Invalid."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise Invalid("not a whole number from 0 to 2**63 - 1", where=where, got=repr(value)[:60])
     return value
+
+
+# -- garbage collection
+
+
+def policy_of(config: Mapping[str, Any]) -> GcPolicy:
+    """Return the policy of a completed config."""
+    section = config.get("checkpoint_storage") or {}
+    return GcPolicy(
+        int(section.get("save_experiment_best", 0)),
+        int(section.get("save_trial_best", 1)),
+        int(section.get("save_trial_latest", 1)),
+    )
+
+
+def superfluous(
+    saved: Sequence[Checkpoint], policy: GcPolicy, *, smaller_is_better: bool, keep: Iterable[str] = ()
+) -> list[Checkpoint]:
+    """Return the checkpoints that the policy does not keep.
+
+    Args:
+        saved: all checkpoints of one experiment.
+        keep: UUIDs that are kept anyway, because another experiment starts from them.
+    """
+    there = [item for item in saved if item.state is CheckpointState.COMPLETED]
+    kept = set(keep) | _best(there, policy.save_experiment_best, smaller_is_better)
+    for trial_id in {item.trial_id for item in there}:
+        of_trial = [item for item in there if item.trial_id == trial_id]
+        kept |= _best(of_trial, policy.save_trial_best, smaller_is_better)
+        newest = sorted(of_trial, key=lambda item: (item.steps_completed, item.reported), reverse=True)
+        kept |= {item.uuid for item in newest[: policy.save_trial_latest]}
+    return [item for item in there if item.uuid not in kept]
+
+
+def _best(saved: Iterable[Checkpoint], count: int, smaller_is_better: bool) -> set[str]:
+    sign = 1 if smaller_is_better else -1
+    scored = [
+        (sign * item.searcher_metric, item.steps_completed, item.uuid)
+        for item in saved
+        if item.searcher_metric is not None
+    ]
+    return {uuid for _, _, uuid in sorted(scored)[:count]}
+
+
+class GarbageCollector:
+    """Deletes superfluous checkpoints and deleted experiments in a thread of its own, whenever the
+    state has garbage.
+
+    Every deletion can be repeated: what a crash interrupts is done again by the next master.
+    """
+
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="garbage-collector", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish the current deletion and end the thread."""
+        self._closed = True
+        self._state.has_garbage.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._state.has_garbage.wait()
+            self._state.has_garbage.clear()
+            if not self._closed:
+                try:
+                    self.collect()
+                except Exception:
+                    log.exception("the garbage collection failed")
+
+    def collect(self) -> None:
+        """Delete all that is to be deleted now."""
+        with self._state.database.reading() as connection:
+            to_collect = experiments.to_collect(connection)
+        for number in to_collect:
+            self._apply_policy(number)
+        with self._state.database.reading() as connection:
+            marked = checkpoints.marked_deleted(connection)
+        for checkpoint in marked:
+            self._delete_checkpoint(checkpoint)
+        with self._state.database.reading() as connection:
+            deleting = experiments.ids(connection, ExperimentState.DELETING)
+        for number in deleting:
+            self._delete_experiment(number)
+
+    def _apply_policy(self, number: int) -> None:
+        """Mark the checkpoints of an ended experiment that its policy does not keep."""
+        with transaction(self._state) as tx:
+            experiment = experiments.get(tx.connection, number, derived=False)
+            experiments.change(tx.connection, number, collect=0)
+            if experiment is None or experiment.state not in (
+                ExperimentState.COMPLETED,
+                ExperimentState.CANCELED,
+                ExperimentState.ERROR,
+            ):
+                return
+            going = superfluous(
+                checkpoints.of_experiment(tx.connection, number),
+                policy_of(experiment.config),
+                smaller_is_better=experiments.smaller_is_better(experiment.config),
+                keep=checkpoints.sources_in_use(tx.connection),
+            )
+            checkpoints.mark_deleted(tx.connection, [checkpoint.uuid for checkpoint in going])
+
+    def _delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        base = storage.base_of(checkpoint.experiment_config)
+        if base is None:
+            log.warning("checkpoint %s is kept: its storage is not on this machine's disk", checkpoint.uuid)
+            with transaction(self._state) as tx:
+                checkpoints.change(tx.connection, checkpoint.uuid, doomed=0)
+            return
+        try:
+            storage.delete(base, checkpoint.uuid)
+        except OSError as error:
+            log.warning("checkpoint %s cannot be deleted: %s", checkpoint.uuid, error)
+            state = CheckpointState.PARTIALLY_DELETED
+        else:
+            state = CheckpointState.DELETED
+        with transaction(self._state) as tx:
+            checkpoints.change(tx.connection, checkpoint.uuid, doomed=0, state=state, resources={}, size=0)
+
+    def _delete_experiment(self, number: int) -> None:
+        with self._state.database.reading() as connection:
+            experiment = experiments.get(connection, number, derived=False)
+            saved = checkpoints.of_experiment(connection, number)
+            known = trials.of_experiment(connection, number)
+        if experiment is None:
+            return
+        try:
+            self._delete_files(experiment, saved)
+        except OSError as error:
+            log.warning("experiment %d cannot be deleted: %s", number, error)
+            with transaction(self._state) as tx:
+                experiments.change(tx.connection, number, state=ExperimentState.DELETE_FAILED, error=str(error))
+            return
+        for trial in known:
+            shutil.rmtree(self._state.directory.trial_logs(trial.id), ignore_errors=True)
+            for folder in self._state.directory.allocations.glob(f"{trial.task_id}.*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        with transaction(self._state) as tx:
+            experiments.erase(tx.connection, number)
+        self._state.forget(number)
+
+    def _delete_files(self, experiment: Experiment, saved: list[Checkpoint]) -> None:
+        base = storage.base_of(experiment.config)
+        if base is None:
+            return
+        for checkpoint in saved:
+            storage.delete(base, checkpoint.uuid)
+        storage.delete_tensorboard(base, self._state.info.cluster_id, experiment.id)
+        with contextlib.suppress(OSError):
+            base.joinpath(self._state.info.cluster_id).rmdir()  # only if nothing else is in it

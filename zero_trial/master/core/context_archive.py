@@ -1,7 +1,9 @@
-"""A submitted model definition as a clean .tar.gz: plain files and directories inside one directory, and nothing else.
+"""A submitted model definition as a clean .tar.gz: plain files and directories inside one
+directory, and nothing else.
 
-What arrives is a list of files (``modelDefinition``) whose paths, types and sizes somebody else chose. Nothing is unpacked here: a fresh archive is
-written in memory from the parts that are allowed, so whoever unpacks it later meets no link, no device, no owner and no path that leads outside.
+Clients send a list of files (``modelDefinition``) with any paths, types and sizes. Nothing is
+unpacked here: a new archive is written in memory from the parts that are allowed, so that it has no
+link, no device, no owner and no path that leads outside.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_trial.master.errors import Invalid
+from zero_trial.master.records import Invalid
 
 MAX_BYTES = (
     128 * 1024 * 1024 // 8 * 6 - 1024 * 1024
@@ -43,7 +45,10 @@ class ArchiveEntry:
 
 
 def from_model_definition(files: Sequence[Mapping[str, Any]]) -> bytes:
-    """The .tar.gz of ``[{path, type, content, mtime, mode, ...}]`` as clients send it. Invalid, naming the path, for whatever is not allowed."""
+    """Make the .tar.gz of ``[{path, type, content, mtime, mode, ...}]`` as clients send it.
+
+    Raises Invalid, with the path, for anything that is not allowed.
+    """
     if len(files) > MAX_FILES:
         raise Invalid(
             f"the model definition has {len(files)} files, at most {MAX_FILES} are taken",
@@ -77,7 +82,7 @@ def _entry(file: Mapping[str, Any]) -> ArchiveEntry:
 
 
 def clean_path(path: str) -> str:
-    """A path in its shortest form, if it is relative and stays inside. Invalid otherwise."""
+    """Return a path in its shortest form. Raises Invalid unless it is relative and stays inside."""
     shown = path if len(path) <= 80 else path[:77] + "..."
     if not path or path.startswith("/") or "\\" in path or "\0" in path:
         raise Invalid(
@@ -95,7 +100,10 @@ def clean_path(path: str) -> str:
 
 
 def write(entries: Iterable[ArchiveEntry]) -> bytes:
-    """A .tar.gz of the entries: owner root, no special bits, parents before children. Invalid for doubles and for more than MAX_BYTES."""
+    """Make a .tar.gz of the entries: owner root, no special bits, parents before children.
+
+    Raises Invalid for duplicate paths and for more than MAX_BYTES.
+    """
     kept = _checked(entries)
     raw = io.BytesIO()
     # mtime 0: the same files give the same bytes.
@@ -146,7 +154,9 @@ def _header(entry: ArchiveEntry) -> tarfile.TarInfo:
 
 
 def _integer(value: Any, default: int) -> int:
-    """A whole number that may have been sent as text (protobuf sends 64-bit numbers so)."""
+    """Read an integer that may have been sent as text, as protobuf sends 64-bit numbers. Raises
+    Invalid.
+    """
     if value is None or value == "":
         return default
     try:
@@ -164,7 +174,7 @@ class Context:
 
 
 def read_context(tgz: bytes) -> Context:
-    """The small configuration files of a clean .tar.gz."""
+    """Read the small configuration files of a clean .tar.gz."""
     files: dict[str, bytes] = {}
     has_hook = False
     if not tgz:

@@ -1,4 +1,4 @@
-"""The verbs of experiments."""
+"""Experiments as a whole: create, run, change, delete."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from zero_trial.experiment.rules import CompletedConfig, InvalidExperiment, comp
 from zero_trial.master.agent import storage
 from zero_trial.master.agent.environment import LARGEST, size_of_config
 from zero_trial.master.core import lifecycle
+from zero_trial.master.core.checkpoints import check_source, require_not_in_use, superfluous
 from zero_trial.master.core.context_archive import read_context
-from zero_trial.master.core.garbage import superfluous
-from zero_trial.master.core.sources import check_source, require_unneeded
 from zero_trial.master.core.state import MasterState, new_searcher
 from zero_trial.master.core.transaction import Begun, Transaction, transaction
-from zero_trial.master.errors import Conflict, Invalid, NotFound, Unsupported
 from zero_trial.master.records import (
     Checkpoint,
+    Conflict,
     Created,
     Experiment,
     ExperimentPatch,
     ExperimentState,
     GcPolicy,
+    Invalid,
     NewExperiment,
+    NotFound,
     Trial,
     TrialState,
+    Unsupported,
+    existing,
 )
 from zero_trial.master.search import Create
 from zero_trial.master.store import checkpoints, experiments, trials
@@ -42,7 +45,7 @@ _GC_KEYS = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
 
 class ExperimentService:
-    """Experiments as a whole."""
+    """Operations on experiments."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -50,7 +53,11 @@ class ExperimentService:
     # -- creation
 
     def create(self, new: NewExperiment) -> Created:
-        """Validate, store and (if asked) activate. Invalid with every fault of the configuration, or when it needs more slots than exist."""
+        """Validate a submission, store it and (if asked) activate it.
+
+        Raises Invalid with all errors of the configuration, or if it needs more slots than there
+        are.
+        """
         if new.template is not None:
             raise Unsupported(
                 "this master keeps no templates",
@@ -119,7 +126,9 @@ class ExperimentService:
         return warnings
 
     def _check_sources(self, new: NewExperiment, config: Mapping[str, Any]) -> None:
-        """Whatever the new experiment goes on from has to be there."""
+        """Raise NotFound or Invalid if the parent experiment or the checkpoint to start from does
+        not exist.
+        """
         with self._state.database.reading() as connection:
             if new.parent_id is not None and experiments.get(connection, new.parent_id, derived=False) is None:
                 raise NotFound(f"parent experiment {new.parent_id} not found")
@@ -143,70 +152,71 @@ class ExperimentService:
     # -- reading
 
     def get(self, experiment_id: int) -> Experiment:
-        """NotFound if there is none."""
+        """Return an experiment. Raises NotFound."""
         with self._state.database.reading() as connection:
-            found = experiments.get(connection, experiment_id)
-        if found is None:
-            raise NotFound(f"experiment {experiment_id} not found")
-        return found
+            return existing(experiments.get(connection, experiment_id), f"experiment {experiment_id}")
 
     def all(self) -> list[Experiment]:
-        """Every experiment, archived ones too."""
+        """List all experiments, archived ones included."""
         with self._state.database.reading() as connection:
             return experiments.all_(connection)
 
     def context(self, experiment_id: int) -> bytes:
-        """The model definition as .tar.gz."""
+        """Return the model definition as .tar.gz. Raises NotFound."""
         with self._state.database.reading() as connection:
-            found = experiments.context(connection, experiment_id)
-        if found is None:
-            raise NotFound(f"experiment {experiment_id} not found")
-        return found
+            return existing(experiments.context(connection, experiment_id), f"experiment {experiment_id}")
 
     def trials(self, experiment_id: int) -> list[Trial]:
-        """NotFound if there is no such experiment."""
-        self._exists(experiment_id)
+        """List the trials of an experiment. Raises NotFound."""
+        self._require(experiment_id)
         with self._state.database.reading() as connection:
             return trials.of_experiment(connection, experiment_id, derived=True)
 
     def checkpoints(self, experiment_id: int) -> list[Checkpoint]:
-        """Of all its trials, deleted ones too."""
-        self._exists(experiment_id)
+        """List the checkpoints of all its trials, deleted ones included. Raises NotFound."""
+        self._require(experiment_id)
         with self._state.database.reading() as connection:
             return checkpoints.of_experiment(connection, experiment_id)
 
     def best_searcher_metric(self, experiment_id: int) -> float | None:
-        """The best value of the searcher's metric over all trials as it was reported; None if no trial has validated yet."""
+        """Return the best value of the searcher's metric over all trials, as reported; None before
+        the first validation.
+        """
         return self.get(experiment_id).best_metric
 
     def preview_gc(self, experiment_id: int, policy: GcPolicy) -> list[Checkpoint]:
-        """The checkpoints that would go if this were the policy; deletes nothing."""
+        """List the checkpoints that this policy would delete; deletes nothing."""
         config = self.get(experiment_id).config
         smaller = experiments.smaller_is_better(config)
         return superfluous(self.checkpoints(experiment_id), policy, smaller_is_better=smaller)
 
-    def _exists(self, experiment_id: int) -> None:
+    def _require(self, experiment_id: int) -> None:
         with self._state.database.reading() as connection:
-            if experiments.get(connection, experiment_id, derived=False) is None:
-                raise NotFound(f"experiment {experiment_id} not found")
+            existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
 
     # -- running
 
     def pause(self, experiment_id: int) -> None:
-        """Its trials are preempted and wait. Conflict if it has ended; no effect if it is paused."""
+        """Preempt the trials and let them wait. Raises Conflict for an ended experiment; no effect
+        on a paused one.
+        """
         self._run(experiment_id, lifecycle.PauseExperiment())
 
     def activate(self, experiment_id: int) -> None:
-        """Its trials go on from their last checkpoints. Conflict if it has ended; no effect if it is active."""
+        """Let the trials continue from their last checkpoints. Raises Conflict for an ended
+        experiment; no effect on an active one.
+        """
         self._run(experiment_id, lifecycle.ActivateExperiment())
 
     def cancel(self, experiment_id: int) -> None:
-        """Trials stop at their next chance, with a checkpoint, and the experiment ends CANCELED. No effect on an ended one."""
+        """Stop the trials at their next chance, with a checkpoint; the experiment ends CANCELED. No
+        effect on an ended one.
+        """
         with transaction(self._state) as tx:
             tx.experiment(experiment_id, lifecycle.CancelExperiment())
 
     def kill(self, experiment_id: int) -> None:
-        """Trials are ended at once; CANCELED. No effect on an ended one."""
+        """End the trials at once; the experiment ends CANCELED. No effect on an ended one."""
         with transaction(self._state) as tx:
             tx.experiment(experiment_id, lifecycle.KillExperiment())
 
@@ -220,19 +230,21 @@ class ExperimentService:
     # -- keeping
 
     def archive(self, experiment_id: int) -> None:
-        """Conflict unless it has ended."""
+        """Archive an ended experiment. Raises Conflict for another."""
         self._set_ended(experiment_id, archived=1)
 
     def unarchive(self, experiment_id: int) -> None:
-        """Conflict unless it has ended."""
+        """Show an archived experiment again. Raises Conflict unless it has ended."""
         self._set_ended(experiment_id, archived=0)
 
     def delete(self, experiment_id: int) -> None:
-        """Everything of it goes, its checkpoints on disk too; returns at once, NotFound once it is done. Conflict unless it has ended."""
+        """Begin to delete an ended experiment with its checkpoints on disk, and return at once.
+        Raises Conflict for another.
+        """
         with transaction(self._state) as tx:
             self._require_ended(tx, experiment_id)
             saved = checkpoints.of_experiment(tx.connection, experiment_id)
-            require_unneeded(tx.connection, (item.uuid for item in saved))
+            require_not_in_use(tx.connection, (item.uuid for item in saved))
             experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
             tx.garbage = True
 
@@ -251,14 +263,12 @@ class ExperimentService:
             )
 
     def patch(self, experiment_id: int, patch: ExperimentPatch) -> Experiment:
-        """Change what the patch names; returns the experiment as it is now."""
+        """Change what the patch names, and return the experiment as it is then."""
         with transaction(self._state) as tx:
-            found = experiments.get(tx.connection, experiment_id, derived=False)
-            if found is None:
-                raise NotFound(f"experiment {experiment_id} not found")
+            found = tx.experiment_of(experiment_id)
             patch = replace(patch, labels=_labels(found.labels, patch))
             config = _patched(found.config, patch)
-            if patch.name is not None:  # a name that an older master took does not stand in the way of other changes
+            if patch.name is not None:  # a name that an older master accepted does not prevent other changes
                 _check_name(config)
             _check_size(config)
             columns: dict[str, Any] = {"config": config}
@@ -276,12 +286,14 @@ class ExperimentService:
         return self.get(experiment_id)
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:
-        """``det experiment continue``: run an ended experiment of the single searcher again from its last checkpoint, with a changed config."""
+        """Run an ended experiment of the searcher `single` again from its last checkpoint, with a
+        changed config.
+
+        This is ``det experiment continue``.
+        """
         with self._state.database.reading() as connection:
-            found = experiments.get(connection, experiment_id, derived=False)
+            found = existing(experiments.get(connection, experiment_id, derived=False), f"experiment {experiment_id}")
             known = trials.of_experiment(connection, experiment_id)
-        if found is None:
-            raise NotFound(f"experiment {experiment_id} not found")
         override = _mapping(override_config)
         done = self._complete(yaml.safe_dump(_merged(dict(found.config), override)))
         self._check_machine(done.config)
@@ -301,7 +313,7 @@ class ExperimentService:
         return Created(self.get(experiment_id), tuple(done.warnings))
 
     def _revive(self, tx: Transaction, experiment_id: int, config: Mapping[str, Any], trial_id: int) -> None:
-        """The same trial under a search that has just begun."""
+        """Put the same trial under a search that has just begun."""
         self._state.forget(experiment_id)
         searcher = new_searcher(config)
         first = next(action for action in searcher.start() if isinstance(action, Create))
@@ -334,7 +346,7 @@ class ExperimentService:
 
 
 def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:
-    """The labels after the patch, each once; None if it leaves them as they are."""
+    """Return the labels after the patch, each once; None if it does not change them."""
     if patch.labels is None and patch.add_label is None and patch.remove_label is None:
         return None
     labels = there if patch.labels is None else patch.labels
@@ -343,7 +355,7 @@ def _labels(there: Sequence[str], patch: ExperimentPatch) -> list[str] | None:
 
 
 def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any]:
-    """The config with the patch in it, so that trials to come see it."""
+    """Return the config with the patch applied, so that later trials see it."""
     merged = dict(config)
     if patch.name is not None:
         merged["name"] = patch.name
@@ -360,8 +372,10 @@ def _patched(config: Mapping[str, Any], patch: ExperimentPatch) -> dict[str, Any
 
 
 def _check_size(config: Mapping[str, Any]) -> None:
-    """A trial finds its configuration in one environment variable, here as in a container of a cluster: there is no other way to hand it
-    to the harness.
+    """Raise Invalid for a configuration that does not fit into the one environment variable in
+    which a trial gets it.
+
+    It is the same on a cluster: the harness reads its configuration from there only.
     """
     size = size_of_config(config)
     if size > LARGEST:
@@ -410,7 +424,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def _merged(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps united, everything else replaced."""
+    """Unite two mappings recursively; everything else is replaced."""
     merged = dict(under)
     for key, value in over.items():
         old = merged.get(key)

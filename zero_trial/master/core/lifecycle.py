@@ -1,4 +1,4 @@
-"""The lives of trials and experiments as pure functions: (state, event) -> (state, effects).
+"""The lifecycles of trials and experiments as pure functions: (state, event) -> (state, effects); and which run gets which slots.
 
 A trial has at most one run at a time::
 
@@ -7,7 +7,7 @@ A trial has at most one run at a time::
 What an exit means depends on what was asked before it::
 
     stopping                    the end that was asked for
-    the trial said why          that end (invalid hyperparameters ...)
+    the trial announced it      that end (invalid hyperparameters ...)
     killed, by us or from outside (overdue, the master or the machine goes down)
                                 as if it had saved: it goes on from its last checkpoint, no restart is counted
     exit 0, not acknowledged    COMPLETED
@@ -17,11 +17,13 @@ What an exit means depends on what was asked before it::
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from zero_trial.master.records import ExperimentState, TrialState
+from zero_trial.master.records import Allocation, ExperimentState, TrialState
 from zero_trial.master.search.searcher import ExitReason
 
 
@@ -35,16 +37,16 @@ class RunStage(Enum):
 
 @dataclass(frozen=True)
 class TrialLife:
-    """All of a trial that decides what happens next."""
+    """The part of a trial's state that decides what happens next."""
 
     state: TrialState = TrialState.ACTIVE
     run: RunStage = RunStage.NONE
     restarts: int = 0
     max_restarts: int = 5
     preempting: bool = False  # this run was asked to stop
-    acked: bool = False  # and said that it will
+    acked: bool = False  # and has acknowledged it
     killing: bool = False  # this run is being ended by force
-    early_exit: str = ""  # why the trial said that it ends
+    early_exit: str = ""  # the reason that the trial has announced
     reason: str = ""  # why it ended, for people
 
 
@@ -60,17 +62,17 @@ class PauseTrial:
 
 @dataclass(frozen=True)
 class CancelTrial:
-    """Its user wants it to stop at its next chance."""
+    """Its user cancels it: it is to stop at its next chance."""
 
 
 @dataclass(frozen=True)
 class KillTrial:
-    """Its user wants it to end now."""
+    """Its user kills it: it is to end now."""
 
 
 @dataclass(frozen=True)
 class StopBySearch:
-    """The search has seen enough of it."""
+    """The search stops it."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Acked:
-    """Its run says that it ends because it was asked to."""
+    """Its run has acknowledged the preemption."""
 
 
 @dataclass(frozen=True)
 class EarlyExit:
-    """Its run says that it ends, and why."""
+    """Its run has announced that it ends, and why."""
 
     reason: str
 
@@ -104,7 +106,9 @@ class Overdue:
 
 @dataclass(frozen=True)
 class Exited:
-    """Its run is over. ``why`` describes an exit that is no exit code; ``killed``: its shepherd was asked to end it, by whomever."""
+    """Its run is over. ``why`` describes an exit that is no exit code; ``killed``: its supervisor
+    was asked to end it.
+    """
 
     code: int
     why: str = ""
@@ -133,8 +137,8 @@ class TrialEffect(Enum):
     WITHDRAW = "withdraw"  # take the queued run out of it
     PREEMPT = "preempt"  # ask the run to stop, and start the clock of preemption_timeout
     KILL = "kill"  # end the run's processes
-    WATCH = "watch"  # the run says that it ends: give it a short time
-    END = "end"  # the trial is over: tell the search
+    WATCH = "watch"  # the run has announced its end: give it a short time
+    END = "end"  # the trial is over: the search gets its end
 
 
 INVALID_HP = "INVALID_HP"
@@ -157,7 +161,9 @@ TrialOutcome: TypeAlias = tuple[TrialLife, tuple[TrialEffect, ...]]
 
 
 def step_trial(life: TrialLife, event: TrialEvent) -> TrialOutcome:
-    """What the event makes of the trial, and what is to be done. An event that means nothing now changes nothing."""
+    """Return the trial after an event, and the effects to carry out. An event that does not apply
+    changes nothing.
+    """
     if life.state.final:
         return life, ()
     match event:
@@ -188,7 +194,7 @@ def step_trial(life: TrialLife, event: TrialEvent) -> TrialOutcome:
 
 
 def exit_reason(life: TrialLife) -> ExitReason:
-    """What the search is told of a trial that has ended."""
+    """Return the reason that the search gets for a trial that has ended."""
     if life.early_exit == INVALID_HP:
         return ExitReason.INVALID_HP
     return {
@@ -228,7 +234,7 @@ def _kill(life: TrialLife) -> TrialOutcome:
 
 
 def _stop_trial(life: TrialLife, target: TrialState, reason: str) -> TrialOutcome:
-    """Go towards an end; a gentle wish does not soften a hard one."""
+    """Go towards an end; a gentler request does not replace a harder one."""
     if life.state.stopping and _TRIAL_FORCE[life.state] >= _TRIAL_FORCE[target]:
         return life, ()
     life = replace(life, state=target, reason=reason)
@@ -260,7 +266,7 @@ def _exited(life: TrialLife, event: Exited) -> TrialOutcome:
 
 
 def _again(life: TrialLife) -> TrialOutcome:
-    """Another run, unless the trial is paused."""
+    """Request another run, unless the trial is paused."""
     if life.state is TrialState.PAUSED:
         return life, ()
     return replace(life, run=RunStage.QUEUED), (TrialEffect.REQUEST,)
@@ -272,22 +278,22 @@ def _end(life: TrialLife, state: TrialState, reason: str) -> TrialOutcome:
 
 @dataclass(frozen=True)
 class ActivateExperiment:
-    """Its user wants it to run."""
+    """Its user activates it."""
 
 
 @dataclass(frozen=True)
 class PauseExperiment:
-    """Its user wants it to wait."""
+    """Its user pauses it."""
 
 
 @dataclass(frozen=True)
 class CancelExperiment:
-    """Its user wants it to stop, trials saving what they have."""
+    """Its user cancels it: its trials save and stop."""
 
 
 @dataclass(frozen=True)
 class KillExperiment:
-    """Its user wants it to end now."""
+    """Its user kills it: it is to end now."""
 
 
 @dataclass(frozen=True)
@@ -298,12 +304,12 @@ class SearchOver:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """No trial of it is left that has not ended."""
+class AllTrialsEnded:
+    """All its trials have ended."""
 
 
 ExperimentEvent: TypeAlias = (
-    ActivateExperiment | PauseExperiment | CancelExperiment | KillExperiment | SearchOver | Settled
+    ActivateExperiment | PauseExperiment | CancelExperiment | KillExperiment | SearchOver | AllTrialsEnded
 )
 
 
@@ -334,7 +340,9 @@ ExperimentOutcome: TypeAlias = tuple[ExperimentState, tuple[ExperimentEffect, ..
 
 
 def step_experiment(state: ExperimentState, event: ExperimentEvent) -> ExperimentOutcome:
-    """What the event makes of the experiment. An event that means nothing now changes nothing."""
+    """Return the experiment's state after an event, and the effects to carry out. An event that
+    does not apply changes nothing.
+    """
     if state.final:
         return state, ()
     match event:
@@ -349,7 +357,7 @@ def step_experiment(state: ExperimentState, event: ExperimentEvent) -> Experimen
         case SearchOver(failed):
             target = ExperimentState.STOPPING_ERROR if failed else ExperimentState.STOPPING_COMPLETED
             return _stop_experiment(state, target, ())
-        case Settled() if state.stopping:
+        case AllTrialsEnded() if state.stopping:
             return _EXPERIMENT_ENDS[state], (ExperimentEffect.END,)
     return state, ()
 
@@ -357,7 +365,80 @@ def step_experiment(state: ExperimentState, event: ExperimentEvent) -> Experimen
 def _stop_experiment(
     state: ExperimentState, target: ExperimentState, effects: tuple[ExperimentEffect, ...]
 ) -> ExperimentOutcome:
-    """Go towards an end; a gentle wish does not soften a hard one."""
+    """Go towards an end; a gentler request does not replace a harder one."""
     if state.stopping and _EXPERIMENT_FORCE[state] >= _EXPERIMENT_FORCE[target]:
         return state, ()
     return target, effects
+
+
+# -- which queued run gets which slots
+
+
+@dataclass(frozen=True)
+class QueuedRun:
+    """A queued allocation; ``order`` is its place in the order of arrival (experiment, then trial)."""
+
+    allocation_id: str
+    experiment_id: int
+    slots: int
+    priority: int
+    order: tuple[float, ...]
+    max_slots: int | None = None
+
+    @classmethod
+    def of(cls, run: Allocation, resources: Mapping[str, Any]) -> QueuedRun:
+        """Return the queue's view of an allocation; ``resources`` is that section of its
+        experiment's config.
+        """
+        slots, priority = resources.get("slots_per_trial"), resources.get("priority")
+        return cls(
+            allocation_id=run.id,
+            experiment_id=run.experiment_id,
+            slots=1 if slots is None else int(slots),
+            priority=42 if priority is None else int(priority),
+            order=(run.experiment_id, run.trial_id),
+            max_slots=resources.get("max_slots"),
+        )
+
+
+@dataclass(frozen=True)
+class SlotAssignment:
+    """Slots for one allocation, lowest numbers first."""
+
+    allocation_id: str
+    slots: tuple[int, ...]
+
+
+def queue_order(queue: Iterable[QueuedRun]) -> list[QueuedRun]:
+    """Sort the queue: lower priority numbers first, then first come, first served."""
+    return sorted(queue, key=lambda item: (item.priority, item.order))
+
+
+def assign_slots(queue: Iterable[QueuedRun], free: Sequence[int], used: Mapping[int, int]) -> list[SlotAssignment]:
+    """Return the assignments that can be made now; a run gets all its slots or none.
+
+    No running allocation is preempted. The first run in the queue that does not fit holds back
+    those behind it, so that large runs are not starved by small ones. A run whose experiment has
+    used up its ``max_slots`` is skipped and holds back none.
+
+    Args:
+        free: slot numbers.
+        used: number of slots that each experiment holds, by experiment id.
+    """
+    left = sorted(free)
+    held = Counter(used)
+    made: list[SlotAssignment] = []
+    blocked = False
+    for item in queue_order(queue):
+        if item.slots == 0:
+            made.append(SlotAssignment(item.allocation_id, ()))
+            continue
+        if blocked or (item.max_slots is not None and held[item.experiment_id] + item.slots > item.max_slots):
+            continue
+        if item.slots > len(left):
+            blocked = True
+            continue
+        made.append(SlotAssignment(item.allocation_id, tuple(left[: item.slots])))
+        left = left[item.slots :]
+        held[item.experiment_id] += item.slots
+    return made

@@ -1,13 +1,12 @@
-"""The verbs of the machine and its queue."""
+"""The machine and its queue: slots, agent, resource pool, jobs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zero_trial.master import scheduler
+from zero_trial.master.core.lifecycle import QueuedRun, queue_order
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.transaction import transaction, waiting
-from zero_trial.master.errors import NotFound
+from zero_trial.master.core.transaction import transaction
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
@@ -16,6 +15,7 @@ from zero_trial.master.records import (
     ExperimentState,
     Job,
     MasterInfo,
+    NotFound,
     ResourcePool,
     SlotInfo,
 )
@@ -33,21 +33,25 @@ _LIVE = (
 
 
 class MachineService:
-    """The machine and its queue."""
+    """Operations on the machine and its queue."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
 
     def info(self) -> MasterInfo:
-        """Version and identity."""
+        """Return version and identity."""
         return self._state.info
 
     def log_file(self) -> Path:
-        """The master's own log: one ``2026-01-31T12:00:00.000Z LEVEL message`` a line (other lines go on with the one before)."""
+        """Return the path of the master's own log.
+
+        An entry is one line, ``2026-01-31T12:00:00.000Z LEVEL message``; other lines belong to the
+        entry before them.
+        """
         return self._state.directory.log
 
     def slots(self) -> list[SlotInfo]:
-        """All its slots."""
+        """List all slots."""
         devices = self._state.devices
         with self._state.database.reading() as connection:
             holders = {slot: run.id for run in trials.allocations(connection) for slot in run.slots}
@@ -65,11 +69,11 @@ class MachineService:
         ]
 
     def agents(self) -> list[AgentInfo]:
-        """This machine."""
+        """Return this machine as the only agent."""
         return [AgentInfo(self._state.agent_id, tuple(self.slots()), self._state.began, POOL, self._state.info.version)]
 
     def set_slot_enabled(self, number: int, enabled: bool) -> SlotInfo:
-        """A disabled slot is not given out any more; who holds it keeps it. NotFound."""
+        """Let a slot be assigned, or no longer; a run that holds it keeps it. Raises NotFound."""
         if not 0 <= number < self._state.devices.count:
             raise NotFound(f"slot {number} not found")
         with transaction(self._state) as tx:
@@ -78,7 +82,7 @@ class MachineService:
         return self.slots()[number]
 
     def jobs(self) -> list[Job]:
-        """Experiments that have not ended, in the order of the queue."""
+        """List the experiments that have not ended, in the order of the queue."""
         with self._state.database.reading() as connection:
             runs = trials.allocations(connection)
             found = [
@@ -86,11 +90,11 @@ class MachineService:
             ]
         there = {experiment.id: experiment for experiment in found if experiment is not None}
         queued = [
-            waiting(run, there[run.experiment_id].config.get("resources") or {})
+            QueuedRun.of(run, there[run.experiment_id].config.get("resources") or {})
             for run in runs
             if run.state is AllocationState.QUEUED and run.experiment_id in there
         ]
-        order = list(dict.fromkeys(item.experiment_id for item in scheduler.in_order(queued)))
+        order = list(dict.fromkeys(item.experiment_id for item in queue_order(queued)))
         jobs = [
             _job(experiment, [run for run in runs if run.experiment_id == number], order)
             for number, experiment in there.items()
@@ -98,7 +102,7 @@ class MachineService:
         return sorted(jobs, key=lambda job: (job.state != "SCHEDULED", job.priority, job.experiment_id))
 
     def resource_pools(self) -> list[ResourcePool]:
-        """The one pool."""
+        """Return the only pool."""
         slots = self.slots()
         used = sum(slot.allocation_id is not None for slot in slots)
         return [ResourcePool(POOL, "the slots of this machine", self._state.devices.kind, len(slots), used)]

@@ -1,7 +1,9 @@
-"""The master of one machine: its services, and what happens to it from outside (the agent's reports, the clock, start and stop).
+"""The master of one machine: its services, and what happens to it from outside (the agent's
+reports, the clock, start and stop).
 
-A `Master` is six small groups of operations (`experiments`, `trials`, `tasks`, `checkpoints`, `machine`, `accounts`). Each may be called from any
-thread; refusals are the exceptions of `master.errors`; who may ask for what is decided before, in `master.http`. Lists come whole, oldest first.
+A `Master` is six small groups of operations (`experiments`, `trials`, `tasks`, `checkpoints`,
+`machine`, `accounts`). Each may be called from any thread; refusals are the ServiceErrors of
+`master.records`; permissions are checked before, in `master.http`. Lists come whole, oldest first.
 """
 
 from __future__ import annotations
@@ -12,18 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 
 from zero_trial.master.agent.agent import GRACE_SECONDS, Agent, AgentApi, LeaseState
-from zero_trial.master.agent.devices import SlotDevices
-from zero_trial.master.agent.lease import Exit
+from zero_trial.master.agent.environment import SlotDevices
+from zero_trial.master.agent.processes import Exit
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.accounts import AccountService
-from zero_trial.master.core.checkpoints import CheckpointService
+from zero_trial.master.core.checkpoints import CheckpointService, GarbageCollector
 from zero_trial.master.core.experiments import ExperimentService
-from zero_trial.master.core.garbage import GarbageCollector
 from zero_trial.master.core.machine import MachineService
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.core.tasks import TaskService
 from zero_trial.master.core.transaction import transaction
-from zero_trial.master.core.trials import TrialService
+from zero_trial.master.core.trials import TaskService, TrialService
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import AllocationState
 from zero_trial.master.store import trials
@@ -34,7 +34,9 @@ TICK_SECONDS = 0.5
 
 
 class Master:
-    """Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and locked."""
+    """Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared
+    and locked.
+    """
 
     def __init__(
         self,
@@ -94,14 +96,16 @@ class Master:
     # -- reports of the agent and the clock
 
     def on_started(self, allocation_id: str) -> None:
-        """The processes of an allocation run."""
+        """Record that the processes of an allocation run."""
         with transaction(self.state) as tx:
             run = trials.allocation(tx.connection, allocation_id)
             if run is not None and run.state is AllocationState.STARTING:
                 trials.change_allocation(tx.connection, allocation_id, state=AllocationState.RUNNING)
 
     def on_exited(self, allocation_id: str, ended: Exit) -> None:
-        """The processes of an allocation are gone."""
+        """Record that the processes of an allocation have ended, and let the trial go on
+        accordingly.
+        """
         with transaction(self.state) as tx:
             run = trials.allocation(tx.connection, allocation_id)
             if run is None or run.state is AllocationState.TERMINATED:
@@ -112,7 +116,7 @@ class Master:
             tx.trial(run.trial_id, lifecycle.Exited(ended.code, ended.why, killed=ended.killed))
 
     def tick(self) -> None:
-        """End what should have ended by now."""
+        """End the runs that should have ended by now."""
         with self.state.database.reading() as connection:
             late = trials.overdue(connection, self.state.clock())
         for run in late:
@@ -134,7 +138,9 @@ class Master:
     # -- the end
 
     def stop_runs(self, seconds: float = 60.0) -> None:
-        """End all running allocations and wait until they are gone; the next master runs them again from their checkpoints."""
+        """End all running allocations and wait until they are gone; the next master runs them again
+        from their checkpoints.
+        """
         self.state.serving = False
         with transaction(self.state) as tx:
             for run in trials.allocations(tx.connection):
@@ -150,7 +156,9 @@ class Master:
             return any(run.state is not AllocationState.QUEUED for run in trials.allocations(connection))
 
     def close(self) -> None:
-        """Stop the background threads and close the store. Trials that run go on; nothing is lost without this call."""
+        """Stop the background threads and close the store. Trials that run go on; nothing is lost
+        without this call.
+        """
         state = self.state
         state.agent.close()
         self.garbage_collector.close()

@@ -1,6 +1,8 @@
-"""The state that all parts of the master share: the store, the live searches, the agent, the clock and the lock.
+"""The state that all parts of the master share: the store, the live searches, the agent, the clock
+and the lock.
 
-Nothing that blocks is done under the lock: the agent's thread starts and ends processes, the garbage collector's thread deletes files.
+Nothing that blocks is done under the lock: the agent's thread starts and ends processes, the
+garbage collector's thread deletes files.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 import zero_trial
 from zero_trial.master import logs
 from zero_trial.master.agent.agent import AgentApi
-from zero_trial.master.agent.devices import SlotDevices
+from zero_trial.master.agent.environment import SlotDevices
 from zero_trial.master.core.context_archive import Context, read_context
 from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Experiment, MasterInfo
@@ -40,7 +42,9 @@ class LiveSearch:
 
 
 class MasterState:
-    """What the services and transactions share. ``master_url`` is the address that trials are given; "" until it is known."""
+    """The state that services and transactions share. ``master_url`` is the address that trials
+    get; "" until it is known.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,9 @@ class MasterState:
     # -- what is cached between events
 
     def search_of(self, connection: sqlite3.Connection, experiment: Experiment) -> LiveSearch:
-        """Return the live search of an experiment; restore it from the store if it is not in memory."""
+        """Return the live search of an experiment; restore it from the store if it is not in
+        memory.
+        """
         live = self.searches.get(experiment.id)
         if live is None:
             snapshot = experiments.snapshot(connection, experiment.id)

@@ -1,9 +1,11 @@
-"""One change of the master's state: an event and all that follows from it, in one database transaction.
+"""A transaction of the master's state: an event and all that follows from it, in one database
+transaction.
 
-An event changes the life of a trial or an experiment (`lifecycle`); its effects request, preempt or end runs, feed the search, and the search creates
-and stops trials in turn. Free slots are given out last. What has to be done outside of the store (starting and killing processes) is collected as
-orders and carried out after the commit: a crash before the commit undoes everything, a crash after it leaves a state from which `Master.begin`
-gives the same orders again.
+An event changes the life of a trial or an experiment (`lifecycle`); its effects request, preempt or
+end runs, feed the search, and the search creates and stops trials in turn. Free slots are given out
+last. What has to be done outside of the store (starting and killing processes) is collected as
+orders and carried out after the commit: a crash before the commit undoes everything, a crash after
+it leaves a state from which `Master.begin` gives the same orders again.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from zero_trial.master import auth, scheduler
 from zero_trial.master.agent.environment import StartOrder
 from zero_trial.master.core import lifecycle
-from zero_trial.master.core.lifecycle import RunStage, TrialLife
-from zero_trial.master.core.sources import source_of
+from zero_trial.master.core.accounts import digest, new_token
+from zero_trial.master.core.lifecycle import QueuedRun, RunStage, SlotAssignment, TrialLife, assign_slots
 from zero_trial.master.core.state import LiveSearch, MasterState
-from zero_trial.master.errors import NotFound
-from zero_trial.master.records import Allocation, AllocationState, Experiment, ExperimentState, Trial, TrialState
+from zero_trial.master.records import (
+    Allocation,
+    AllocationState,
+    Experiment,
+    ExperimentState,
+    NotFound,
+    Trial,
+    TrialState,
+    existing,
+)
 from zero_trial.master.search import Action, Create, ExitReason, MetricMissing, Shutdown, Stop, pruning
 from zero_trial.master.store import accounts, checkpoints, experiments, metrics, trials
 
@@ -34,7 +43,9 @@ EARLY_EXIT_SECONDS = 60.0
 """The time that a trial gets to end after it has announced an early exit."""
 
 MAX_PRUNED = 200
-"""Points in a row that cannot be reconciled before the search is given up: a searcher replaces each of them forever."""
+"""After so many points in a row that cannot be reconciled the search is given up: a searcher
+replaces each of them.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,14 +76,16 @@ SearchEvent: TypeAlias = Validated | Ended | Begun
 
 @contextmanager
 def transaction(state: MasterState) -> Iterator[Transaction]:
-    """Change the state: all or nothing, with everything that follows from the change. Serialized by the master's lock."""
+    """Change the state: all or nothing, with everything that follows from the change. Serialized by
+    the master's lock.
+    """
     with state.lock:
         tx: Transaction | None = None
         try:
             with state.database.transaction() as connection:
                 tx = Transaction(state, connection, state.clock())
                 yield tx
-                tx.settle()
+                tx.finish()
                 for trial_id, level, line in tx.notes:  # before the end of a trial can be seen: its followers read them
                     state.log_to_trial(trial_id, line, level)
         except BaseException:
@@ -90,7 +103,9 @@ def transaction(state: MasterState) -> Iterator[Transaction]:
 
 
 class Transaction:
-    """What is being changed, by events; `transaction` settles it once before the commit."""
+    """The open transaction: events are applied to it, and `transaction` finishes it once before the
+    commit.
+    """
 
     def __init__(self, state: MasterState, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
@@ -107,7 +122,7 @@ class Transaction:
     # -- events
 
     def trial(self, trial_id: int, event: lifecycle.TrialEvent) -> None:
-        """An event of a trial and what follows for its run."""
+        """Apply an event to a trial, with all that follows for its run."""
         trial = self.trial_of(trial_id)
         run = trials.newest_allocation(self.connection, trial_id)
         before = self._life(trial, run)
@@ -116,27 +131,27 @@ class Transaction:
             self._end_run(run, event.code)
         self._write(trial_id, run, before, after)
         for effect in effects:
-            self._do(effect, trial_id, run, after)
+            self._carry_out(effect, trial_id, run, after)
 
     def experiment(self, experiment_id: int, event: lifecycle.ExperimentEvent) -> None:
-        """An event of an experiment and what follows for its trials."""
+        """Apply an event to an experiment, with all that follows for its trials."""
         state = self.state_of(experiment_id)
         after, effects = lifecycle.step_experiment(state, event)
         if after is not state:
             experiments.change(self.connection, experiment_id, state=after)
         for effect in effects:
-            self._do_experiment(effect, experiment_id, after)
+            self._carry_out_on_trials(effect, experiment_id, after)
         if after.stopping:
-            self._settle_experiment(experiment_id)
+            self._end_if_no_trial_is_left(experiment_id)
 
     def search(self, event: SearchEvent) -> None:
-        """Something that the search is told before the commit."""
+        """Queue an event for the search, which gets it before the commit."""
         self._search_events.append(event)
 
-    def settle(self) -> None:
-        """Tell the searches what happened until nothing follows any more, then give out free slots."""
+    def finish(self) -> None:
+        """Pass events to the searches until nothing more follows, then assign free slots."""
         while self._search_events:
-            self._tell(self._search_events.popleft())
+            self._pass_to_search(self._search_events.popleft())
         for experiment_id in sorted(self.touched):
             live = self._state.searches.get(experiment_id)
             if live is not None:
@@ -145,7 +160,7 @@ class Transaction:
             self._schedule()
 
     def state_of(self, experiment_id: int) -> ExperimentState:
-        """NotFound if there is no such experiment."""
+        """Return the state of an experiment. Raises NotFound."""
         return self.experiment_of(experiment_id).state
 
     # -- trials
@@ -181,7 +196,7 @@ class Transaction:
             }
             trials.change_allocation(self.connection, run.id, **flags)
 
-    def _do(self, effect: lifecycle.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
+    def _carry_out(self, effect: lifecycle.TrialEffect, trial_id: int, run: Allocation | None, life: TrialLife) -> None:
         if effect is lifecycle.TrialEffect.REQUEST:
             self._request_run(trial_id)
         elif effect is lifecycle.TrialEffect.END:
@@ -209,11 +224,13 @@ class Transaction:
             level = "ERROR" if life.state is TrialState.ERROR else "INFO"
             self.notes.append((trial_id, level, f"trial {trial_id} is {life.state.value}: {life.reason}"))
         self.search(Ended(trial, lifecycle.exit_reason(life)))
-        self._settle_experiment(trial.experiment_id)
+        self._end_if_no_trial_is_left(trial.experiment_id)
 
     # -- experiments
 
-    def _do_experiment(self, effect: lifecycle.ExperimentEffect, experiment_id: int, state: ExperimentState) -> None:
+    def _carry_out_on_trials(
+        self, effect: lifecycle.ExperimentEffect, experiment_id: int, state: ExperimentState
+    ) -> None:
         events: dict[lifecycle.ExperimentEffect, lifecycle.TrialEvent] = {
             lifecycle.ExperimentEffect.START_TRIALS: lifecycle.StartTrial(),
             lifecycle.ExperimentEffect.PAUSE_TRIALS: lifecycle.PauseTrial(),
@@ -229,13 +246,13 @@ class Transaction:
         self._state.forget(experiment_id)
         self.garbage = True
 
-    def _settle_experiment(self, experiment_id: int) -> None:
-        """An experiment that is stopping ends with its last trial."""
+    def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
+        """End an experiment that is stopping with its last trial."""
         if self.state_of(experiment_id).stopping and not trials.live(self.connection, experiment_id):
-            self.experiment(experiment_id, lifecycle.Settled())
+            self.experiment(experiment_id, lifecycle.AllTrialsEnded())
 
     def give_up(self, experiment_id: int, error: str) -> None:
-        """Nothing more can be decided: the experiment ends as failed, with its trials."""
+        """End an experiment as failed, with all its trials."""
         experiments.change(self.connection, experiment_id, error=error)
         self.experiment(experiment_id, lifecycle.SearchOver(failed=True))
         for trial in trials.live(self.connection, experiment_id):
@@ -244,7 +261,9 @@ class Transaction:
     # -- runs
 
     def _request_run(self, trial_id: int) -> None:
-        """A new run goes into the queue. It starts from the newest checkpoint, and what was reported after that is archived."""
+        """Queue a new run from the newest checkpoint; archive what was reported after that
+        checkpoint.
+        """
         trial = self.trial_of(trial_id)
         saved = checkpoints.latest(self.connection, trial_id)
         steps = saved.steps_completed if saved else 0
@@ -279,7 +298,11 @@ class Transaction:
         self.queue_changed = True
 
     def _end_run(self, run: Allocation, code: int | None) -> None:
-        """It holds nothing any more; ``code`` None: it never started."""
+        """Release what a run holds.
+
+        Args:
+            code: its exit code; None if it never started.
+        """
         trials.change_allocation(
             self.connection,
             run.id,
@@ -295,8 +318,8 @@ class Transaction:
         """Order the start of an allocation that has its slots, with a token of its own."""
         trial = self.trial_of(run.trial_id)
         experiment = self.experiment_of(run.experiment_id)
-        token = auth.new_token()
-        accounts.add_token(self.connection, auth.digest(token), allocation_id=run.id)
+        token = new_token()
+        accounts.add_token(self.connection, digest(token), allocation_id=run.id)
         order = StartOrder(
             allocation=run,
             config=experiment.config,
@@ -316,7 +339,7 @@ class Transaction:
         self.orders.append(lambda: self._state.agent.start(order))
 
     def _schedule(self) -> None:
-        """Give free slots to those who wait."""
+        """Assign free slots to queued runs."""
         self.queue_changed = False
         runs = trials.allocations(self.connection)
         holding = {slot for run in runs for slot in run.slots}
@@ -325,10 +348,10 @@ class Transaction:
         used: dict[int, int] = {}
         for run in runs:
             used[run.experiment_id] = used.get(run.experiment_id, 0) + len(run.slots)
-        for made in scheduler.place(self._waiting(runs), free, used):
-            self._give(made)
+        for made in assign_slots(self._queue(runs), free, used):
+            self._assign(made)
 
-    def _waiting(self, runs: list[Allocation]) -> list[scheduler.Waiting]:
+    def _queue(self, runs: list[Allocation]) -> list[QueuedRun]:
         known: dict[int, Mapping[str, Any]] = {}
         queue = []
         for run in runs:
@@ -336,10 +359,10 @@ class Transaction:
                 continue
             if run.experiment_id not in known:
                 known[run.experiment_id] = self.experiment_of(run.experiment_id).config.get("resources") or {}
-            queue.append(waiting(run, known[run.experiment_id]))
+            queue.append(QueuedRun.of(run, known[run.experiment_id]))
         return queue
 
-    def _give(self, made: scheduler.SlotAssignment) -> None:
+    def _assign(self, made: SlotAssignment) -> None:
         trials.change_allocation(
             self.connection,
             made.allocation_id,
@@ -354,11 +377,11 @@ class Transaction:
 
     # -- the search
 
-    def _tell(self, event: SearchEvent) -> None:
+    def _pass_to_search(self, event: SearchEvent) -> None:
         experiment_id = event.experiment_id if isinstance(event, Begun) else event.trial.experiment_id
         experiment = self.experiment_of(experiment_id)
         if experiment.state not in (ExperimentState.ACTIVE, ExperimentState.PAUSED):
-            return  # it is stopping: there is nothing left to decide
+            return  # it is stopping: nothing is left to decide
         live = self._state.search_of(self.connection, experiment)
         self.touched.add(experiment_id)
         try:
@@ -367,7 +390,7 @@ class Transaction:
             if isinstance(event, Validated):
                 self.trial(event.trial.id, lifecycle.Fail(str(error)))
             return
-        except Exception as error:  # a fault of ours ends this experiment, not the master
+        except Exception as error:  # a bug in a searcher ends this experiment, not the master
             log.exception("the search of experiment %d failed", experiment_id)
             self.give_up(experiment_id, f"the search failed: {type(error).__name__}: {error}")
             return
@@ -409,8 +432,8 @@ class Transaction:
     def _why_not(self, experiment: Experiment, live: LiveSearch, action: Create) -> str | None:
         try:
             return pruning.reason(experiment.config, action.hparams, live.context.files)
-        except Exception:  # we cannot tell, so the trial will
-            log.exception("a point of experiment %d cannot be looked at before launch", experiment.id)
+        except Exception:  # not known: the trial finds out
+            log.exception("a point of experiment %d cannot be checked before launch", experiment.id)
             return None
 
     def _add_trial(self, experiment: Experiment, action: Create) -> int:
@@ -420,17 +443,17 @@ class Transaction:
                 id=0,
                 experiment_id=experiment.id,
                 request_id=action.request_id,
-                task_id=f"{experiment.id}.{uuid.uuid4()}",  # /tmp knows runs by it, so it is unique beyond this master
+                task_id=f"{experiment.id}.{uuid.uuid4()}",  # names files in /tmp, so it is unique beyond this master
                 state=TrialState.ACTIVE if experiment.state is ExperimentState.ACTIVE else TrialState.PAUSED,
                 hparams=action.hparams,
                 seed=action.seed,
                 created=self.now,
-                warm_start_checkpoint=source_of(self.connection, experiment.config),
+                warm_start_checkpoint=checkpoints.source_of(self.connection, experiment.config),
             ),
         )
 
     def _prune(self, experiment_id: int, live: LiveSearch, trial_id: int, why: str) -> None:
-        """A point that cannot be trained ends before it begins; the search goes on without it."""
+        """End a trial that cannot be trained before it begins; the search goes on without it."""
         trials.change(
             self.connection,
             trial_id,
@@ -447,7 +470,7 @@ class Transaction:
         self.search(Ended(self.trial_of(trial_id), ExitReason.INVALID_HP))
 
     def _explain_failure(self, experiment_id: int) -> None:
-        """What the experiment says about its end: the reason of the last trial that failed."""
+        """Copy the reason of the last trial that failed to the experiment."""
         reasons = [trial.reason for trial in trials.of_experiment(self.connection, experiment_id) if trial.reason]
         if reasons:
             experiments.change(self.connection, experiment_id, error=reasons[-1])
@@ -455,27 +478,7 @@ class Transaction:
     # -- reading
 
     def trial_of(self, trial_id: int) -> Trial:
-        trial = trials.get(self.connection, trial_id)
-        if trial is None:
-            raise NotFound(f"trial {trial_id} not found")
-        return trial
+        return existing(trials.get(self.connection, trial_id), f"trial {trial_id}")
 
     def experiment_of(self, experiment_id: int) -> Experiment:
-        found = experiments.get(self.connection, experiment_id, derived=False)
-        if found is None:
-            raise NotFound(f"experiment {experiment_id} not found")
-        return found
-
-
-def waiting(run: Allocation, resources: Mapping[str, Any]) -> scheduler.Waiting:
-    """A queued allocation as the scheduler sees it; ``resources`` is its experiment's section."""
-    slots = resources.get("slots_per_trial")
-    priority = resources.get("priority")
-    return scheduler.Waiting(
-        allocation_id=run.id,
-        experiment_id=run.experiment_id,
-        slots=1 if slots is None else int(slots),
-        priority=42 if priority is None else int(priority),
-        order=(run.experiment_id, run.trial_id),
-        max_slots=resources.get("max_slots"),
-    )
+        return existing(experiments.get(self.connection, experiment_id, derived=False), f"experiment {experiment_id}")

@@ -1,23 +1,44 @@
-"""The verbs of trials: what is known of them, and what they report."""
+"""Trials, and the tasks and allocations that run them: what is known, what they report, and what
+they wait for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 from zero_trial.master import logs
 from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, Validated, transaction
-from zero_trial.master.errors import Conflict, Invalid, NotFound
-from zero_trial.master.records import Checkpoint, Json, LogLine, LogQuery, MetricReport, Trial, Workload
+from zero_trial.master.records import (
+    EARLIEST,
+    LATEST,
+    Allocation,
+    AllocationState,
+    Checkpoint,
+    Conflict,
+    Invalid,
+    Json,
+    LogLine,
+    LogQuery,
+    MetricReport,
+    NotFound,
+    RendezvousInfo,
+    Task,
+    Trial,
+    Workload,
+    existing,
+)
 from zero_trial.master.store import checkpoints, experiments, metrics, trials
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
 
 
 class TrialService:
-    """Single trials: what is known of them, and what they report."""
+    """Operations on single trials."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state
@@ -25,16 +46,17 @@ class TrialService:
     # -- reading
 
     def get(self, trial_id: int) -> Trial:
-        """NotFound if there is none."""
+        """Return a trial with its validations, checkpoints and the summary of its metrics. Raises
+        NotFound.
+        """
         with self._state.database.reading() as connection:
-            found = trials.get(connection, trial_id, derived=True)
-        if found is None:
-            raise NotFound(f"trial {trial_id} not found")
-        return found
+            return existing(trials.get(connection, trial_id, derived=True), f"trial {trial_id}")
 
     def workloads(self, trial_id: int, *, include_batch_metrics: bool = False) -> list[Workload]:
-        """Training and validation reports and checkpoints, by steps completed; archived reports are left out."""
-        self._exists(trial_id)
+        """List training reports, validation reports and checkpoints by steps completed, without
+        archived reports.
+        """
+        self._trial(trial_id)
         with self._state.database.reading() as connection:
             reports: list[tuple[int, int, MetricReport | Checkpoint]] = [
                 (report.steps_completed or 0, order, report)
@@ -46,54 +68,55 @@ class TrialService:
         return [_workload(item) for _, _, item in entries]
 
     def metrics(self, trial_id: int, group: str | None = None) -> list[MetricReport]:
-        """Reports of a group (None: of all groups), archived ones left out."""
-        self._exists(trial_id)
+        """List the reports of a group (None: of all groups), without archived ones."""
+        self._trial(trial_id)
         with self._state.database.reading() as connection:
             return metrics.of_trial(connection, trial_id, group, batch_metrics=True)
 
     def checkpoints(self, trial_id: int) -> list[Checkpoint]:
-        """Of this trial, deleted ones too."""
-        self._exists(trial_id)
+        """List the checkpoints of a trial, deleted ones included."""
+        self._trial(trial_id)
         with self._state.database.reading() as connection:
             return checkpoints.of_trial(connection, trial_id)
 
     def metadata(self, trial_id: int) -> Json:
-        """What the trial said of itself with ``core_context.train.set_metadata``; empty if it said nothing."""
-        self._exists(trial_id)
+        """Return what the trial has set with ``core_context.train.set_metadata``; empty if nothing."""
+        self._trial(trial_id)
         with self._state.database.reading() as connection:
             found: Json = trials.metadata(connection, trial_id)
         return found
 
     def logs(self, trial_id: int, query: LogQuery) -> Iterator[LogLine | None]:
-        """Lines of all its runs. The iterator may be dropped at any time. With ``follow`` it yields a line within half a second of its being
-        written, and None after a second or two without any, so that the caller can see whether its reader is still there."""
-        return read_logs(self._state, self._exists(trial_id), query)
+        """Return the lines of all runs of a trial; the iterator may be dropped at any time.
 
-    def _exists(self, trial_id: int) -> Trial:
+        With ``follow`` it yields a line within half a second after it was written, and None after a
+        second or two without a line, so that the caller can check whether its reader is still
+        connected.
+        """
+        return read_logs(self._state, self._trial(trial_id), query)
+
+    def _trial(self, trial_id: int) -> Trial:
         with self._state.database.reading() as connection:
-            found = trials.get(connection, trial_id)
-        if found is None:
-            raise NotFound(f"trial {trial_id} not found")
-        return found
+            return existing(trials.get(connection, trial_id), f"trial {trial_id}")
 
     # -- changing
 
     def kill(self, trial_id: int) -> None:
-        """End it now; the search goes on as if it had been canceled."""
+        """End a trial now; the search goes on as if it had been canceled."""
         with transaction(self._state) as tx:
             tx.trial(trial_id, lifecycle.KillTrial())
 
     def set_metadata(self, trial_id: int, metadata: Json) -> None:
-        """Replace it."""
+        """Replace the metadata of a trial."""
         self._set(trial_id, metadata=dict(metadata))
 
     def set_runner_state(self, trial_id: int, state: str) -> None:
-        """What the harness says that it does."""
+        """Record what the harness does now."""
         self._set(trial_id, runner_state=state)
 
     def _set(self, trial_id: int, **columns: Any) -> None:
         with transaction(self._state) as tx:
-            self._in(tx, trial_id)
+            tx.trial_of(trial_id)
             trials.change(tx.connection, trial_id, **columns)
 
     # -- reports
@@ -109,9 +132,14 @@ class TrialService:
         batch_metrics: Any = None,
         reported: float | None = None,
     ) -> None:
-        """Invalid if the run id is stale. Cheap; a report is visible at once and on disk within a tenth of a second (validations: on return)."""
+        """Store a report of metrics; a validation also goes to the search. Raises Invalid if the
+        run id is stale.
+
+        It is cheap: a report can be read at once, and is on disk within a tenth of a second (a
+        validation: on return).
+        """
         with transaction(self._state) as tx:
-            trial = self._in(tx, trial_id)
+            trial = tx.trial_of(trial_id)
             if run_id != trial.run_id:
                 raise Invalid(
                     "this run is not the trial's newest", where=f"trial {trial_id}", got=run_id, expected=trial.run_id
@@ -132,19 +160,21 @@ class TrialService:
 
     def _validated(self, tx: Transaction, trial: Trial, report: MetricReport) -> None:
         if metrics.known(tx.connection, report):
-            return  # said again because the answer was lost: the search has been told
-        experiment = experiments.get(tx.connection, trial.experiment_id, derived=False)
-        if experiment is None:
-            raise NotFound(f"experiment {trial.experiment_id} not found")
+            return  # sent again because the answer was lost: the search has it
+        experiment = tx.experiment_of(trial.experiment_id)
         name = str((experiment.config.get("searcher") or {}).get("metric"))
         metrics.add(tx.connection, report, metrics.number_of(report.metrics, name))
         tx.search(Validated(trial, report.metrics))
 
     def report_progress(self, trial_id: int, progress: float, *, is_raw: bool) -> None:
-        """``is_raw``: a fraction of this trial's own work from 0 to 1."""
+        """Record how far a trial is, and compute how far its search is.
+
+        Args:
+            progress: a fraction of this trial's own work from 0 to 1.
+        """
         del is_raw  # both ways it is the trial's own fraction
         with transaction(self._state) as tx:
-            trial = self._in(tx, trial_id)
+            trial = tx.trial_of(trial_id)
             trials.change(tx.connection, trial_id, progress=min(1.0, max(0.0, progress)))
             experiment = experiments.get(tx.connection, trial.experiment_id, derived=False)
             if experiment is None or experiment.state.final:
@@ -154,27 +184,27 @@ class TrialService:
             experiments.change(tx.connection, experiment.id, progress=live.searcher.progress(fractions))
 
     def early_exit(self, trial_id: int, reason: str) -> None:
-        """The trial ends itself; ``reason`` as on the wire (EXITED_REASON_INVALID_HP ...)."""
+        """Record that a trial ends by itself.
+
+        Args:
+            reason: as Determined names it, for example EXITED_REASON_INVALID_HP.
+        """
         word = reason.removeprefix("EXITED_REASON_")
         with transaction(self._state) as tx:
-            self._in(tx, trial_id)
+            tx.trial_of(trial_id)
             tx.trial(trial_id, lifecycle.EarlyExit(lifecycle.INVALID_HP if word in _INVALID_HP else word))
 
     def start_run(self, trial_id: int) -> None:
-        """A rank has started and will report (``POST /runs/start``, whose runId is the trial's id). Conflict if the trial has ended."""
-        trial = self._exists(trial_id)
+        """Note that a rank will report (``POST /runs/start``, whose runId is the trial's id).
+        Raises Conflict if the trial has ended.
+        """
+        trial = self._trial(trial_id)
         if trial.state.final:
             raise Conflict(f"trial {trial_id} is {trial.state.value}")
 
-    def _in(self, tx: Transaction, trial_id: int) -> Trial:
-        trial = trials.get(tx.connection, trial_id)
-        if trial is None:
-            raise NotFound(f"trial {trial_id} not found")
-        return trial
-
 
 def read_logs(state: MasterState, trial: Trial, query: LogQuery) -> Iterator[LogLine | None]:
-    """The lines of a trial."""
+    """Return the log lines of a trial."""
     source = logs.Source(state.directory.trial_logs(trial.id), trial.id, trial.task_id)
     if query.follow:
         return logs.follow(source, query, _ended(state, trial.id))
@@ -196,3 +226,138 @@ def _workload(item: MetricReport | Checkpoint) -> Workload:
     if isinstance(item, Checkpoint):
         return Workload(checkpoint=item)
     return Workload(training=item) if item.group == "training" else Workload(validation=item)
+
+
+_LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
+
+
+class TaskService:
+    """Operations on tasks and their allocations."""
+
+    def __init__(self, state: MasterState) -> None:
+        self._state = state
+
+    # -- reading
+
+    def task(self, task_id: str) -> Task:
+        """Return a task. Raises NotFound."""
+        return self._task(self._trial(task_id))
+
+    def tasks(self) -> list[Task]:
+        """List the tasks with an allocation that has not ended."""
+        with self._state.database.reading() as connection:
+            ids = dict.fromkeys(run.trial_id for run in trials.allocations(connection))
+            found = [trials.get(connection, trial_id) for trial_id in ids]
+        return [self._task(trial) for trial in found if trial is not None]
+
+    def _task(self, trial: Trial) -> Task:
+        with self._state.database.reading() as connection:
+            experiment = existing(
+                experiments.get(connection, trial.experiment_id, derived=False), f"experiment {trial.experiment_id}"
+            )
+            runs = trials.allocations(connection, trial_id=trial.id)
+        return Task(
+            id=trial.task_id,
+            trial_id=trial.id,
+            experiment_id=trial.experiment_id,
+            name=f"Trial {trial.id} (Experiment {trial.experiment_id})",
+            owner=experiment.owner,
+            started=trial.created,
+            ended=trial.ended,
+            allocations=tuple(runs),
+        )
+
+    def allocation(self, allocation_id: str) -> Allocation:
+        """Return an allocation. Raises NotFound."""
+        with self._state.database.reading() as connection:
+            return existing(trials.allocation(connection, allocation_id), f"allocation {allocation_id}")
+
+    def context(self, task_id: str) -> bytes:
+        """Return the context directory of the task's experiment as .tar.gz."""
+        trial = self._trial(task_id)
+        with self._state.database.reading() as connection:
+            return experiments.context(connection, trial.experiment_id) or b""
+
+    def rendezvous(self, allocation_id: str, resources_id: str) -> RendezvousInfo:
+        """Return where the ranks meet. Raises NotFound for resources of another allocation."""
+        found = self.allocation(allocation_id)
+        if found.resources_id != resources_id:
+            raise NotFound(f"resources {resources_id} not found")
+        return RendezvousInfo(("127.0.0.1",), 0, (len(found.slots),))
+
+    def logs(self, task_id: str, query: LogQuery) -> Iterator[LogLine | None]:
+        """Return the log lines of the task's trial."""
+        return read_logs(self._state, self._trial(task_id), query)
+
+    def _trial(self, task_id: str) -> Trial:
+        with self._state.database.reading() as connection:
+            return existing(trials.of_task(connection, task_id), f"task {task_id}")
+
+    # -- what an allocation reports and waits for
+
+    def preemption_signal(self, allocation_id: str, timeout: float) -> bool:
+        """Wait until the allocation should stop, at most ``timeout`` seconds (0: do not wait);
+        return whether it should.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            with self._state.signaled:  # held while looking, so that no signal comes between the look and the wait
+                found = self.allocation(allocation_id)
+                left = until - time.monotonic()
+                if (
+                    found.preempt
+                    or found.state is AllocationState.TERMINATED
+                    or left <= 0
+                    or self._state.closed.is_set()
+                ):
+                    return found.preempt
+                self._state.signaled.wait(min(left, _LOOK_SECONDS))
+
+    def ack_preemption(self, allocation_id: str) -> None:
+        """Record that the allocation will end because it was preempted."""
+        with transaction(self._state) as tx:
+            run = existing(trials.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
+            newest = trials.newest_allocation(tx.connection, run.trial_id)
+            if newest is not None and newest.id == run.id:
+                tx.trial(run.trial_id, lifecycle.Acked())
+
+    def accelerator_data(self, allocation_id: str, data: Json) -> None:
+        """Record the accelerators that the harness has found."""
+        self._set(allocation_id, accelerators=dict(data))
+
+    def set_ready(self, allocation_id: str) -> None:
+        """Record that the processes of the allocation run."""
+        self._set(allocation_id, ready=1)
+
+    def _set(self, allocation_id: str, **columns: object) -> None:
+        with transaction(self._state) as tx:
+            existing(trials.allocation(tx.connection, allocation_id), f"allocation {allocation_id}")
+            trials.change_allocation(tx.connection, allocation_id, **columns)
+
+    def append_logs(self, task_id: str, lines: Sequence[Json]) -> None:
+        """Append log lines that were sent over HTTP instead of printed.
+
+        Args:
+            lines: dicts with log, and optionally timestamp, level, rankId, stdtype.
+        """
+        trial = self._trial(task_id)
+        path = logs.path_of(self._state.directory.trial_logs(trial.id), trial.run_id)
+        logs.append(path, [self._entry(line) for line in lines])
+
+    def _entry(self, line: Json) -> bytes:
+        more: dict[str, str | int] = {}
+        if line.get("level"):
+            more["l"] = str(line["level"]).removeprefix("LOG_LEVEL_")
+        if line.get("rankId") is not None:
+            try:
+                more["r"] = int(line["rankId"])
+            except (TypeError, ValueError, OverflowError) as error:
+                raise Invalid("not a whole number", where="rankId", got=repr(line["rankId"])[:60]) from error
+        stamp = line.get("timestamp")
+        try:
+            at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._state.clock()
+        except (ValueError, OverflowError) as error:
+            raise Invalid("not a time", where="timestamp", got=repr(stamp)[:60]) from error
+        if not EARLIEST <= at <= LATEST:
+            raise Invalid("not a time in the years 1 to 9999 of UTC", where="timestamp", got=repr(stamp)[:60])
+        return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)

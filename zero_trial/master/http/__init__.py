@@ -1,6 +1,8 @@
-"""The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by a `Master`.
+"""The master over HTTP: what the genuine ``det`` command and the genuine harness ask, answered by a
+`Master`.
 
-``with Server(master, port=0) as server`` listens on loopback at ``server.url`` until the block ends.
+``with Server(master, port=0) as server`` listens on loopback at ``server.url`` until the block
+ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The master over HTTP: what every request passes on its way to its route, and the server.
 
-A request must name the right host, come from no foreign page, have a route, carry a token that permits it, and have a body of an accepted size. The
-checks are made in this order, so that only headers are read of a request without a token. Errors become one line of JSON; an unforeseen
+A request must name the right host, come from no foreign page, have a route, carry a token that
+permits it, and have a body of an accepted size. The checks are made in this order, so that only
+headers are read of a request without a token. Errors become one line of JSON; an unforeseen
 exception becomes a 500 and a traceback in the log, and the server goes on.
 """
 
@@ -9,36 +10,107 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.master import auth
-from zero_trial.master.auth import Principal
 from zero_trial.master.core import Master
-from zero_trial.master.errors import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
+from zero_trial.master.core.accounts import TASK_HEADER, USER_HEADER, Principal, require_own
 from zero_trial.master.http.request import (
+    SMALL_BODY,
+    AuthLevel,
     BadRequest,
     Gone,
     Request,
     RequestHead,
+    Route,
     Waits,
     parse_query,
     split_path,
     whole,
 )
 from zero_trial.master.http.response import Response, StreamingResponse, failure
-from zero_trial.master.http.router import SMALL_BODY, AuthLevel, Route, RouteMatch, Router, why_unsupported
 from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, tasks, trials, users
 from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
+from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
 
 log = logging.getLogger(__name__)
 _STATUS: dict[type[ServiceError], int] = {NotFound: 404, Conflict: 409, Invalid: 400, Unsupported: 501}
 _NAMES = {"allocationId": "allocation_id", "taskId": "task_id", "resourcesId": "resources_id"}
 _NUMBERS = {"trialId": "trial_id", "experimentId": "experiment_id"}
 _FREE = frozenset({"uuid"})  # the route itself decides whether a checkpoint may be read
-_NOBODY = Principal()
+_ANONYMOUS = Principal()
+
+
+class RouteNode:
+    """One part of a path: the parts that may follow it, and the methods of a path that ends here."""
+
+    def __init__(self) -> None:
+        self.literal: dict[str, RouteNode] = {}
+        self.wild: RouteNode | None = None
+        self.methods: dict[str, tuple[Route, Sequence[tuple[str, bool]]]] = {}
+
+
+@dataclass(frozen=True)
+class RouteMatch:
+    """A route and the named parts of the path that led to it; ``numbers`` are those that must be
+    numbers.
+    """
+
+    route: Route
+    args: Mapping[str, str]
+    numbers: Sequence[str]
+
+
+class Router:
+    """All routes, prepared once."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._root = RouteNode()
+        for route in routes:
+            self._add(route)
+
+    def find(self, method: str, parts: Sequence[str]) -> RouteMatch | None:
+        """Return the route of a path that was split at its slashes; literal parts win over named
+        ones. None if there is none.
+        """
+        values: list[str] = []
+        node = self._walk(self._root, parts, 0, values, method)
+        if node is None:
+            return None
+        route, names = node.methods[method]
+        args = {name: value for (name, _), value in zip(names, values, strict=True)}
+        return RouteMatch(route, args, [name for name, number in names if number])
+
+    def _walk(self, node: RouteNode, parts: Sequence[str], at: int, values: list[str], method: str) -> RouteNode | None:
+        if at == len(parts):
+            return node if method in node.methods else None
+        literal = node.literal.get(parts[at])
+        if literal is not None and (found := self._walk(literal, parts, at + 1, values, method)) is not None:
+            return found
+        if node.wild is None or not parts[at]:
+            return None
+        values.append(parts[at])
+        found = self._walk(node.wild, parts, at + 1, values, method)
+        if found is None:
+            values.pop()
+        return found
+
+    def _add(self, route: Route) -> None:
+        node, names = self._root, []
+        for part in route.path.strip("/").split("/"):
+            if part.startswith("{"):
+                name, _, kind = part[1:-1].partition(":")
+                names.append((name, kind == "int"))
+                node.wild = node.wild or RouteNode()
+                node = node.wild
+            else:
+                node = node.literal.setdefault(part, RouteNode())
+        if route.method in node.methods:
+            raise ZeroTrialError("two routes for one method and path", where=f"{route.method} {route.path}")
+        node.methods[route.method] = (route, names)
 
 
 class Application:
@@ -50,8 +122,8 @@ class Application:
         self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         self._origins = {f"http://{host}" for host in self._hosts}
         self._waits = Waits(waits)
-        self._strangers = threading.BoundedSemaphore(4)  # logins at once: checking a password takes 16 MiB
-        self._large = threading.BoundedSemaphore(2)  # bodies of many megabytes that are held at once
+        self._logins = threading.BoundedSemaphore(4)  # logins at once: checking a password takes 16 MiB
+        self._large = threading.BoundedSemaphore(2)  # bodies of many megabytes in memory at once
 
     def __call__(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
         """Answer one request. Raises Gone if the client has gone, and nothing else."""
@@ -60,7 +132,7 @@ class Application:
         except BadRequest as error:
             return failure(error.status, str(error), close=error.status in (408, 413))
         except PermissionDenied as error:
-            return failure(403, error.what)  # clients compare the words of a refused login
+            return failure(403, error.what)  # clients compare the text of a refused login
         except ServiceError as error:
             return failure(_STATUS.get(type(error), 400), str(error))
         except ZeroTrialError as error:
@@ -70,7 +142,7 @@ class Application:
             raise
         except Exception as error:
             log.exception("%s %s failed", head.method, head.path)
-            return failure(500, f"{type(error).__name__} in the master, its log says where")
+            return failure(500, f"{type(error).__name__} in the master; its log has the traceback")
 
     def _answer(self, head: RequestHead, read_body: ReadBody) -> Response | StreamingResponse:
         refusal = self._foreign(head)
@@ -91,15 +163,17 @@ class Application:
             )
         numbers = {name: whole(found.args[name], name) for name in found.numbers}
         self._scope(found, numbers, principal)
-        with self._room(head, found):
+        with self._place_for_body(head, found):
             content = read_body(found.route.limit)
             query = parse_query(head.query_text)
             request = Request(self._master, head, found.args, numbers, query, content, principal, self._waits)
-            with self._strangers if found.route.level is AuthLevel.ANYBODY and head.method == "POST" else nullcontext():
+            with self._logins if found.route.level is AuthLevel.ANYBODY and head.method == "POST" else nullcontext():
                 return found.route.action(request)
 
     def _foreign(self, head: RequestHead) -> Response | None:
-        """Refuse a request that a web page made a browser send (DNS rebinding, cross-site requests)."""
+        """Refuse a request that a web page made a browser send (DNS rebinding, cross-site
+        requests).
+        """
         if head.headers.get("host", "").lower() not in self._hosts:
             return failure(403, "the Host header does not name this master", close=True)
         origin = head.headers.get("origin")
@@ -112,27 +186,29 @@ class Application:
     def _principal(self, head: RequestHead, found: RouteMatch | None) -> Principal | None:
         level = found.route.level if found is not None else AuthLevel.BOTH
         if level is AuthLevel.ANYBODY:
-            return _NOBODY
-        user = head.bearer(auth.USER_HEADER) if level is not AuthLevel.TASK else None
-        task = head.bearer(auth.TASK_HEADER)
+            return _ANONYMOUS
+        user = head.bearer(USER_HEADER) if level is not AuthLevel.TASK else None
+        task = head.bearer(TASK_HEADER)
         principal = self._master.accounts.identify(user, task)
         if principal is not None and principal.allocation is not None and level is AuthLevel.USER:
-            raise PermissionDenied("the token of an allocation is not good for this")
+            raise PermissionDenied("the token of an allocation does not permit this")
         return principal
 
     def _scope(self, found: RouteMatch, numbers: dict[str, int], principal: Principal) -> None:
-        """Refuse an allocation what is not its own: every named part of the path is compared, before the body is read."""
+        """Raise PermissionDenied if an allocation asks for what is not its own; every named part of
+        the path is compared.
+        """
         if principal.allocation is None:
             return
         unknown = found.args.keys() - _NAMES.keys() - _NUMBERS.keys() - _FREE
         if unknown:  # a part that nothing compares stays closed
-            raise PermissionDenied(f"the token of an allocation is not good for {', '.join(sorted(unknown))}")
+            raise PermissionDenied(f"the token of an allocation does not permit access to {', '.join(sorted(unknown))}")
         asked: dict[str, object] = {_NAMES[name]: value for name, value in found.args.items() if name in _NAMES}
         asked |= {_NUMBERS[name]: value for name, value in numbers.items() if name in _NUMBERS}
-        auth.require_own(principal.allocation, **asked)
+        require_own(principal.allocation, **asked)
 
     @contextmanager
-    def _room(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
+    def _place_for_body(self, head: RequestHead, found: RouteMatch) -> Iterator[None]:
         """Hold one of the few places for a body of many megabytes while it is read and dealt with."""
         if found.route.limit <= SMALL_BODY or (head.length is not None and head.length <= SMALL_BODY):
             yield
@@ -148,8 +224,9 @@ class Application:
 class Server:
     """Serves ``master`` on loopback, in threads of its own, from its construction until ``close``.
 
-    ``port`` 0 takes a free one. Of the connections at most three quarters may wait in long polls and followed logs, so that there is always room for
-    questions that are answered at once. Raises ZeroTrialError if the port is taken.
+    ``port`` 0 takes a free one. At most three quarters of the connections may wait in long polls
+    and followed logs, so that some are left for requests that are answered at once. Raises
+    ZeroTrialError if the port is taken.
     """
 
     def __init__(
@@ -177,3 +254,66 @@ def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
     for part in (experiments, trials, checkpoints, logs, tasks, machine, users):
         yield from part.ROUTES
+
+
+# -- what is not supported: one line for each part of the API
+
+_NO_TASKS = "notebooks, shells, commands and TensorBoard tasks are not run by the embedded master"
+_PLAIN = "run the program itself; it is on this machine"
+_NO_ROLES = "there are no roles, groups and policies in the embedded master, only users and administrators"
+
+_UNSUPPORTED: Mapping[str, str] = {
+    "/api/v1/notebooks": f"{_NO_TASKS}: {_PLAIN}",
+    "/api/v1/shells": f"{_NO_TASKS}: {_PLAIN}",
+    "/api/v1/commands": f"{_NO_TASKS}: {_PLAIN}",
+    "/api/v1/tensorboards": f"{_NO_TASKS}: run 'tensorboard --logdir' on the experiment's tensorboard directory",
+    "/api/v1/generic-tasks": "generic tasks are not run by the embedded master: submit an experiment",
+    "/api/v1/templates": "templates are not kept by the embedded master: write their keys into the experiment's configuration",
+    "/api/v1/models": "there is no model registry in the embedded master: download the checkpoint by its UUID",
+    "/api/v1/model": "there is no model registry in the embedded master: download the checkpoint by its UUID",
+    "/api/v1/webhooks": "the embedded master sends no webhooks",
+    "/api/v1/groups": _NO_ROLES,
+    "/api/v1/roles": _NO_ROLES,
+    "/api/v1/permissions": _NO_ROLES,
+    "/api/v1/config-policies": _NO_ROLES,
+    "/api/v1/tokens": "access tokens are not created over HTTP: the local user's token is in the master's directory",
+    "/api/v1/workspaces": "there is one workspace, Uncategorized, with one project; others are not made by the embedded master",
+    "/api/v1/projects": "there is one workspace, Uncategorized, with one project; others are not made by the embedded master",
+    "/api/v1/resource-pools": "there is one resource pool; it is bound to the one workspace for good",
+    "/api/v1/resources": "the embedded master keeps no account of used resources",
+    "/resources": "the embedded master keeps no account of used resources",
+    "/api/v1/master/config": "the master's configuration is given to 'zero-trial master up'",
+    "/api/v1/master/cluster_message": "the embedded master has no message of the day",
+    "/api/v1/master/telemetry": "the embedded master sends no telemetry",
+    "/api/v1/preview-hp-search": "searches are previewed by 'zero-trial simulate EXPERIMENT.yaml', which needs no master",
+    "/api/v1/task": "logs are deleted with their experiment, not before",
+    "/api/v1/tasks": "tasks are steered through their experiment: det experiment pause, activate, kill",
+    "/api/v1/cleanup_logs": "logs are deleted with their experiment, not before",
+    "/api/v1/trial-source-info": "the embedded master does not track which trial used which checkpoint",
+    "/oauth2": "the embedded master has no single sign-on",
+    "/saml": "the embedded master has no single sign-on",
+    "/oidc": "the embedded master has no single sign-on",
+    "/scim": "the embedded master has no single sign-on",
+    "/proxy": "ports of tasks are not forwarded: they are on this machine",
+}
+_UNSUPPORTED_ENDINGS: Mapping[str, str] = {
+    "/retain_logs": "logs are kept until their experiment is deleted",
+    "/move": "there is one project; experiments stay in it",
+    "/tensorboard-files": "TensorBoard files are deleted with their experiment, not before",
+    "/metadata": "metadata of checkpoints is not changed after they were saved",
+    "/all_gather": "only containers of one machine are run, which need no all-gather",
+    "/proxy_address": "ports of tasks are not forwarded: they are on this machine",
+}
+
+
+def why_unsupported(path: str) -> str | None:
+    """Return why a path is not answered although Determined has it; None for an unknown path."""
+    path = path.rstrip("/")
+    for ending, why in _UNSUPPORTED_ENDINGS.items():
+        if path.endswith(ending):
+            return why
+    while path:
+        if path in _UNSUPPORTED:
+            return _UNSUPPORTED[path]
+        path = path.rpartition("/")[0]
+    return None

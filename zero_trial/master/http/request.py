@@ -1,7 +1,9 @@
-"""One HTTP/1.1 request: read off a socket with limits on its size and duration, then handed to a route.
+"""One HTTP/1.1 request: read off a socket with limits on its size and duration, then passed to a
+route.
 
-The reader is strict on purpose (RFC 9112): one Content-Length or one chunked Transfer-Encoding, no folded headers, nothing that two readers could
-understand in two ways. docs/decisions/0022 says why it is not a library's.
+The reader is strict on purpose (RFC 9112): one Content-Length or one chunked Transfer-Encoding, no
+folded headers, nothing that two readers could understand in two ways. docs/decisions/0022 gives the
+reason why it is not a library's.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
-from zero_trial.master.auth import Principal, require_own
 from zero_trial.master.core import Master
-from zero_trial.master.errors import Invalid, PermissionDenied
-from zero_trial.master.records import EARLIEST, LATEST
+from zero_trial.master.core.accounts import Principal, require_own
+from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied
+
+if TYPE_CHECKING:
+    from zero_trial.master.http.response import Response, StreamingResponse
 
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
 CHUNK = 256 * 1024  # bytes asked of the socket at once
@@ -31,7 +36,7 @@ _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
 
 class BadRequest(Exception):
-    """What came is not a request that will be answered as asked: ``status`` and one line. The connection is closed after the answer."""
+    """A malformed request or one that exceeds a limit. The connection is closed after the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,12 +44,14 @@ class BadRequest(Exception):
 
 
 class Gone(Exception):
-    """The other side has closed the connection, or said nothing for too long."""
+    """The client has closed the connection, or sent nothing for too long."""
 
 
 @dataclass(frozen=True)
 class RequestHead:
-    """Request line and headers. ``path`` is as sent, without the query; header names are in lower case."""
+    """Request line and headers. ``path`` is as sent, without the query; header names are in lower
+    case.
+    """
 
     method: str
     path: str
@@ -54,13 +61,13 @@ class RequestHead:
     length: int | None  # of the body in bytes; None: chunked
 
     def bearer(self, header: str) -> str | None:
-        """The token after ``Bearer`` in a header, if it is there."""
+        """Return the token after ``Bearer`` in a header, if it is there."""
         scheme, _, token = self.headers.get(header, "").partition(" ")
         return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
 def parse_query(text: str) -> dict[str, list[str]]:
-    """The fields of a query string, unquoted. Raises BadRequest."""
+    """Return the fields of a query string, unquoted. Raises BadRequest."""
     try:
         return parse_qs(text, keep_blank_values=True, max_num_fields=200) if text else {}
     except ValueError:
@@ -68,7 +75,9 @@ def parse_query(text: str) -> dict[str, list[str]]:
 
 
 def split_path(path: str) -> list[str]:
-    """The parts between slashes, unquoted; empty parts are kept, so that ``a//b`` is not ``a/b``."""
+    """Split a path at its slashes and unquote the parts; empty parts are kept, so that ``a//b`` is
+    not ``a/b``.
+    """
     return [unquote(part) for part in path.strip("/").split("/")]
 
 
@@ -80,7 +89,7 @@ def parse_head(block: bytes) -> RequestHead:
     except ValueError:
         raise BadRequest(400, "the request line is not METHOD TARGET HTTP/1.1") from None
     if version != "HTTP/1.1":
-        raise BadRequest(505, f"{version[:20]} is not spoken here; HTTP/1.1 is")
+        raise BadRequest(505, f"{version[:20]} is not supported; use HTTP/1.1")
     if not target.startswith("/") or not target.isprintable() or not method.isalpha():
         raise BadRequest(400, "the request target must be a path, the method a word")
     headers = _headers(lines[1:])
@@ -124,18 +133,25 @@ class Reader:
 
     @property
     def waiting(self) -> bool:
-        """Nothing of a next request has come yet."""
+        """Return whether nothing of the next request has arrived yet."""
         return not self._buffer
 
     def head(self, *, idle: float, seconds: float) -> RequestHead:
-        """The next request's head: wait ``idle`` seconds for its first byte, then ``seconds`` for the rest. Raises Gone, BadRequest."""
+        """Read the next request's head. Raises Gone, BadRequest.
+
+        Args:
+            idle: seconds to wait for its first byte.
+            seconds: time for the rest.
+        """
         if not self._buffer:
             self._receive(time.monotonic() + idle, MAX_HEAD)
         block = self._until(b"\r\n\r\n", MAX_HEAD, time.monotonic() + seconds, 431)
         return parse_head(block.lstrip(b"\r\n"))
 
     def body(self, head: RequestHead, limit: int) -> bytes | bytearray:
-        """The body, never more than ``limit`` bytes of it in memory. Raises BadRequest (413, 408) and Gone."""
+        """Read the body, never more than ``limit`` bytes of it. Raises BadRequest (413, 408) and
+        Gone.
+        """
         if head.length is None:
             return self._chunked(limit)
         if head.length > limit:
@@ -175,7 +191,7 @@ class Reader:
         return taken
 
     def _until(self, mark: bytes, limit: int, deadline: float, status: int) -> bytes:
-        """What comes before ``mark``, which is taken off as well."""
+        """Read up to ``mark``; the mark is removed and not returned."""
         start = 0
         while (end := self._buffer.find(mark, start)) < 0 or end > limit:
             if len(self._buffer) > limit:  # also where the mark came with the bytes that pass the limit
@@ -208,14 +224,16 @@ DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
 class Waits:
-    """Counts the requests that wait for something to happen, so that they cannot take every connection."""
+    """Counts the requests that wait for something to happen, so that they cannot take every
+    connection.
+    """
 
     def __init__(self, limit: int) -> None:
         self._free = threading.BoundedSemaphore(limit)
 
     @contextmanager
     def one(self) -> Iterator[bool]:
-        """Yields whether there is room to wait; holds the place for the block."""
+        """Hold a place for the block, and yield whether there was one."""
         granted = self._free.acquire(blocking=False)
         try:
             yield granted
@@ -228,7 +246,8 @@ class Waits:
 class Request:
     """A request as its route sees it: its sender is known and its body has been read.
 
-    ``args`` are the named parts of the path, unquoted; ``numbers`` those of them that must be numbers; ``query`` the fields of the query string.
+    ``args`` are the named parts of the path, unquoted; ``numbers`` those of them that must be
+    numbers; ``query`` the fields of the query string.
     """
 
     master: Master
@@ -242,13 +261,17 @@ class Request:
 
     @property
     def user(self) -> str:
-        """Whose name an experiment gets. Forbidden for an allocation."""
+        """Return the name that an experiment gets as its owner. Raises PermissionDenied for an
+        allocation.
+        """
         if self.principal.user is None:
             raise PermissionDenied("this needs a user's token")
         return self.principal.user.name
 
     def own(self, **asked: object) -> None:
-        """Forbidden if an allocation asks for what is not its own; a user may ask for everything."""
+        """Raise PermissionDenied if an allocation asks for what is not its own; a user may ask for
+        everything.
+        """
         if self.principal.allocation is not None:
             require_own(self.principal.allocation, **asked)
 
@@ -257,15 +280,17 @@ class Request:
             raise PermissionDenied("only an administrator may do this")
 
     def text(self, name: str) -> str:
-        """A named part of the path."""
+        """Return a named part of the path."""
         return self.args[name]
 
     def number(self, name: str) -> int:
-        """A named part of the path that is a number."""
+        """Return a named part of the path that is a number."""
         return self.numbers[name]
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that came with the request; empty if nothing came. Raises BadRequest."""
+        """Return the JSON object that came with the request; empty if nothing came. Raises
+        BadRequest.
+        """
         if not self.content:
             return {}
         try:
@@ -286,7 +311,7 @@ class Request:
         return values[0] if values else ""
 
     def query_number(self, name: str, default: int) -> int:
-        """A whole number of the query string. Invalid if it is none."""
+        """Return an integer of the query string. Raises Invalid."""
         text = self.first(name)
         if not text:
             return default
@@ -297,16 +322,20 @@ class Request:
         return default if not text else text in ("true", "1", "yes")
 
     def query_time(self, name: str) -> float | None:
-        """A moment of the query string (RFC 3339) in seconds since the epoch. Invalid if it is none."""
+        """Return a time of the query string (RFC 3339) in seconds since the epoch. Raises Invalid."""
         text = self.first(name)
         return moment(text, name) if text else None
 
     def query_all(self, name: str) -> list[str]:
-        """Every value of a field that may come more than once."""
+        """Return every value of a field that may come more than once."""
         return list(self.query.get(name, ()))
 
     def page(self, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-        """The part of a list that ``offset`` and ``limit`` ask for, with Determined's account of it. Limit 0 or -1: all; -2: only the account."""
+        """Return the part of a list that ``offset`` and ``limit`` ask for, with Determined's
+        ``pagination``.
+
+        Limit 0 or -1: all; -2: only the pagination.
+        """
         total = len(items)
         start = min(max(self.query_number("offset", 0), 0), total)
         limit = self.query_number("limit", 0)
@@ -316,12 +345,16 @@ class Request:
 
 
 def _may_be_odd(body: bytes | bytearray) -> bool:
-    """Whether ``check_text`` could find something, without looking at each value: most bodies are reports of a few numbers."""
+    """Return whether ``check_text`` could find something, without reading each value: most bodies
+    are reports of a few numbers.
+    """
     return b"\\u" in body or body.count(b"[") + body.count(b"{") > DEEPEST
 
 
 def check_text(value: Any) -> None:
-    """Raises BadRequest, with the place, for text that has no UTF-8 (half of a surrogate pair) and for values nested too deeply."""
+    """Raise BadRequest, with the place, for text that has no UTF-8 form (a lone surrogate) and for
+    values nested too deeply.
+    """
     todo: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
     while todo:
         item, path = todo.pop()
@@ -348,12 +381,12 @@ def _is_whole(text: str) -> bool:
 
 
 def _place(path: tuple[str | int, ...]) -> str:
-    """``$.lines[3].log``."""
+    """Return a place in a body as ``$.lines[3].log``."""
     return "$" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
 
 
 def whole(value: Any, name: str) -> int:
-    """A whole number of a size that an id or a count can have. Invalid otherwise."""
+    """Return an integer in the range of an id or a count. Raises Invalid."""
     try:
         if isinstance(value, bool) or (
             isinstance(value, str) and not (value.isascii() and value.removeprefix("-").isdigit())
@@ -370,7 +403,7 @@ def whole(value: Any, name: str) -> int:
 
 
 def real(value: Any, name: str) -> float:
-    """A finite number. Invalid otherwise."""
+    """Return a finite number. Raises Invalid."""
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -381,7 +414,7 @@ def real(value: Any, name: str) -> float:
 
 
 def moment(text: str, name: str) -> float:
-    """Seconds since the epoch of an RFC 3339 time. Invalid otherwise."""
+    """Return an RFC 3339 time in seconds since the epoch. Raises Invalid."""
     try:
         seconds = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
@@ -389,3 +422,32 @@ def moment(text: str, name: str) -> float:
     if not EARLIEST <= seconds <= LATEST:
         raise Invalid(f"{name} must be a time in the years 1 to 9999 of UTC", got=repr(text)[:60])
     return seconds
+
+
+# -- the declaration of a route
+
+Action = Callable[[Request], "Response | StreamingResponse"]
+
+SMALL_BODY = 8 * 1024 * 1024  # bytes
+
+
+class AuthLevel(Enum):
+    """The tokens that a route takes."""
+
+    ANYBODY = "anybody"  # no token is needed
+    USER = "user"
+    TASK = "task"
+    BOTH = "both"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One method and path. A part ``{name}`` is any text, ``{name:int}`` a number. ``limit``: bytes
+    of body that are read.
+    """
+
+    method: str
+    path: str
+    action: Action
+    level: AuthLevel = AuthLevel.USER
+    limit: int = SMALL_BODY

@@ -47,7 +47,9 @@ class Response:
 
 @dataclass(frozen=True)
 class StreamingResponse:
-    """A body in pieces. An empty piece carries nothing: it is a moment to see whether anybody still reads."""
+    """A body in pieces. An empty piece carries nothing: it is a moment to see whether anybody still
+    reads.
+    """
 
     pieces: Generator[bytes, None, None]
     content_type: str = "application/json"
@@ -57,14 +59,16 @@ class StreamingResponse:
     status: int = field(default=200, init=False)
 
     def close(self) -> None:
-        """Whatever the stream holds is let go."""
+        """Release what the stream holds."""
         self.pieces.close()
         if self.done is not None:
             self.done()
 
 
 def encode(value: Any) -> bytes:
-    """JSON; numbers that JSON does not know become the strings that protobuf's JSON uses ("NaN", "Infinity", "-Infinity")."""
+    """Encode JSON; numbers that JSON does not know become the strings of protobuf's JSON ("NaN",
+    "Infinity", "-Infinity").
+    """
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
     except ValueError:
@@ -72,7 +76,9 @@ def encode(value: Any) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """The same value with "NaN", "Infinity" and "-Infinity" where a number is not finite."""
+    """Return the same value with "NaN", "Infinity" and "-Infinity" in place of numbers that are not
+    finite.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -83,12 +89,14 @@ def finite(value: Any) -> Any:
 
 
 def ok(value: Any) -> Response:
-    """200 with a JSON body."""
+    """Return 200 with a JSON body."""
     return Response(200, encode(value))
 
 
 def failure(status: int, message: str, *, close: bool = False) -> Response:
-    """An error in the two places where Determined's clients look for its text: ``message`` and ``error.error``."""
+    """Return an error with its text in the two places that Determined's clients read: ``message``
+    and ``error.error``.
+    """
     error = {"code": status, "reason": REASONS.get(status, "Error"), "error": message}
     return Response(status, encode({"message": message, "error": error}), close=close)
 
@@ -96,7 +104,10 @@ def failure(status: int, message: str, *, close: bool = False) -> Response:
 def lines(
     values: Iterable[Mapping[str, Any] | None], *, follow: bool, done: Callable[[], None] | None = None
 ) -> StreamingResponse:
-    """Newline-delimited JSON, one ``{"result": value}`` a line. With ``follow`` every line goes out by itself; None is an empty piece."""
+    """Stream newline-delimited JSON, one ``{"result": value}`` per line.
+
+    With ``follow`` every line is sent by itself; None becomes an empty piece.
+    """
     encoded = (b"" if value is None else encode({"result": value}) + b"\n" for value in values)
     return StreamingResponse(encoded if follow else _batched(encoded), done=done)
 
@@ -122,7 +133,9 @@ _GZIP = 31  # zlib's window of 2**15 with a gzip header around it
 
 
 def pack(directory: Path) -> Generator[bytes, None, None]:
-    """The plain files below ``directory``, links left out, by their paths relative to it. A file that shrinks meanwhile breaks the archive off."""
+    """Stream the plain files below ``directory``, without links, as a .tar.gz. Raises OSError if a
+    file shrinks meanwhile.
+    """
     squeeze = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
     for block in _blocks(directory):
         if piece := squeeze.compress(block):
@@ -155,7 +168,10 @@ def _file(path: Path, name: str) -> Iterator[bytes]:
 
 
 def when(seconds: float) -> str:
-    """RFC 3339 in UTC, with milliseconds. A time that has no such form, which older masters stored, becomes the nearest that has one."""
+    """Return a time as RFC 3339 in UTC with milliseconds.
+
+    A time that has no such form, which older masters stored, becomes the nearest that has one.
+    """
     return (
         datetime.fromtimestamp(min(max(seconds, EARLIEST), LATEST), timezone.utc)
         .isoformat(timespec="milliseconds")
@@ -164,5 +180,5 @@ def when(seconds: float) -> str:
 
 
 def maybe_when(seconds: float | None) -> str | None:
-    """The same of a time that may not have come."""
+    """Return a time as `when` does; None for a time that has not come."""
     return None if seconds is None else when(seconds)

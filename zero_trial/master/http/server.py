@@ -1,4 +1,11 @@
-"""One client's connection: request after request until somebody hangs up."""
+"""The HTTP server: a listening socket on loopback, a bounded number of connections, one thread
+each.
+
+A connection that waits (a long poll, followed logs, an idle keep-alive) costs a thread that sleeps.
+When all connections are taken, the one that has waited longest for a request is closed for the new
+one, so a client that opens connections and sends nothing locks no other client out. Only if every
+connection is being answered, a new one gets 503, which Determined's clients try again.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +26,30 @@ log = logging.getLogger(__name__)
 ReadBody = Callable[[int], "bytes | bytearray"]
 Handler = Callable[[RequestHead, ReadBody], "Response | StreamingResponse"]
 PIECE = 256 * 1024  # bytes handed to the socket at once
+LOOPBACK = "127.0.0.1"
+MAX_CONNECTIONS = 512
+_FULL_BODY = b'{"message":"too many connections"}'
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a connection waits for its other side, in seconds."""
+    """How long a connection waits for its client, in seconds."""
 
     idle: float = 120.0  # for the next request of a connection that is kept
     first: float = 10.0  # for the first byte of the first request
     head: float = 10.0  # for the rest of a request's headers
-    send: float = 300.0  # for the other side to take a piece of an answer: somebody may read followed logs in a pager
+    send: float = 300.0  # for the client to take a piece of an answer: followed logs may be read in a pager
     linger: float = 2.0  # for the rest of a body that was refused
 
 
 class Connection:
-    """Serves one socket with ``handler`` until it is closed. ``busy`` is read by the server when it looks for connections to end."""
+    """Serves one socket with ``handler`` until it is closed. ``busy`` is read by the server when it
+    looks for connections to end.
+    """
 
     def __init__(self, sock: socket.socket, handler: Handler, timeouts: Timeouts) -> None:
         self._sock = sock
@@ -55,14 +71,14 @@ class Connection:
             self.end()
 
     def end(self) -> None:
-        """Close the socket; whoever reads or writes it is woken. Any thread."""
+        """Close the socket and wake the thread that reads or writes it. Any thread may call it."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._sock.close()
 
     def _one(self, idle: float) -> bool:
-        """One request; True if another may follow."""
+        """Answer one request; return whether another may follow."""
         try:
             head = self._reader.head(idle=idle, seconds=self._timeouts.head)
         except BadRequest as error:
@@ -105,7 +121,10 @@ class Connection:
             self._write(view[start : start + PIECE])
 
     def _stream(self, answer: StreamingResponse, method: str) -> bool:
-        """Send pieces as they come, in HTTP/1.1 chunks; False if the stream broke off (the missing last chunk tells the client)."""
+        """Send pieces as they come, in HTTP/1.1 chunks.
+
+        Returns False if the stream broke off: the missing last chunk is the client's sign of it.
+        """
         self._write(
             f"HTTP/1.1 200 OK\r\nContent-Type: {answer.content_type}\r\nTransfer-Encoding: chunked\r\n"
             "X-Content-Type-Options: nosniff\r\n\r\n".encode()
@@ -143,7 +162,9 @@ class Connection:
             return True
 
     def _linger(self) -> None:
-        """Take what the client still sends, for a moment, so that the answer is not lost to a connection reset."""
+        """Read what the client still sends, for a moment, so that the answer is not lost to a
+        connection reset.
+        """
         deadline = time.monotonic() + self._timeouts.linger
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
@@ -154,7 +175,9 @@ class Connection:
 
 
 class _Body:
-    """Reads a request's body when the handler asks for it, and remembers whether all of it was taken."""
+    """Reads a request's body when the handler asks for it, and remembers whether all of it was
+    taken.
+    """
 
     def __init__(self, reader: Reader, sock: socket.socket, head: RequestHead) -> None:
         self._reader = reader
@@ -172,26 +195,9 @@ class _Body:
         return body
 
 
-# The listening socket: loopback only, a bounded number of connections, one thread each.
-#
-# A connection that waits (a long poll, followed logs, an idle keep-alive) costs a thread that sleeps. When all
-# ``limit`` connections are taken, the one
-# that has waited longest for a request makes room, so a client that opens connections and says nothing, or says it
-# slowly, locks nobody out. Only when
-# every connection is being answered is a new one told 503, which Determined's clients try again.
-
-
-LOOPBACK = "127.0.0.1"
-MAX_CONNECTIONS = 512
-_FULL_BODY = b'{"message":"too many connections"}'
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
-)
-
-
 class HttpServer:
-    """Listens from the moment that it is made; answers once ``start`` was called; ``with`` does both and closes at the end.
+    """Listens from the moment that it is made; answers once ``start`` was called; ``with`` does
+    both and closes at the end.
 
     ``port`` 0 takes a free one. Raises ZeroTrialError if the port is taken.
     """

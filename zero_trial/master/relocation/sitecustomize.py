@@ -1,10 +1,13 @@
-"""Runs at the start of every Python process of a trial: moves the absolute paths that the harness has built in below ``DET_RUN_ROOT``.
+"""Runs at the start of every Python process of a trial: moves the absolute paths that the harness
+has built in below ``DET_RUN_ROOT``.
 
-The harness expects a container of its own: it reads and writes ``/run/determined``, stores checkpoints below ``/determined_shared_fs`` and
-links ``/tmp/tensorboard``. On a machine that is shared these would meet those of other trials, and the first of them would make every other
-``det`` program believe that it is on a cluster. So the constants are changed while the modules are loaded, in memory only; a module that no
-longer has its constant cannot be imported. Without ``DET_RUN_ROOT`` nothing happens. Another ``sitecustomize`` further down the path is run
-after this one.
+The harness expects a container of its own: it reads and writes ``/run/determined``, stores
+checkpoints below ``/determined_shared_fs`` and links ``/tmp/tensorboard``. On a machine that is
+shared these would meet those of other trials, and the first of them would make every other ``det``
+program believe that it is on a cluster. So the constants are changed while the modules are loaded,
+in memory only; a module that no longer has its constant cannot be imported. Without
+``DET_RUN_ROOT`` nothing happens. Another ``sitecustomize`` further down the path is run after this
+one.
 
 This file is imported before anything else and stands alone: standard library only.
 """
@@ -17,7 +20,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 MOVED = {
     "determined._info": ("/run/determined",),
@@ -27,12 +30,20 @@ MOVED = {
 }
 """Module -> the starts of the paths in it that are moved."""
 
-SAID_LAST = ("Sending process", "failed (exitcode", "no error file defined for parent")
-"""How lines of the launcher begin that tell of ranks which fail."""
+REPEATED = ("Sending process", "failed (exitcode", "no error file defined for parent")
+"""The starts of the launcher's log lines about ranks that fail."""
+
+PEER_FAILED = (
+    r"another rank ended|connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed? ?out|process group"
+)
+"""What a rank reports if another rank failed before it."""
 
 
 def relocate(code: CodeType, starts: tuple[str, ...], root: str) -> tuple[CodeType, set[str]]:
-    """The code with all string constants that begin with one of ``starts`` moved below ``root``, and the starts that were found."""
+    """Move all string constants that begin with one of ``starts`` below ``root``.
+
+    Returns the new code and the starts that were found.
+    """
     found: set[str] = set()
     constants: list[Any] = []
     for value in code.co_consts:
@@ -52,7 +63,7 @@ class RelocatingLoader(SourceFileLoader):
     """Loads a module from its source file, with its paths moved."""
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """The module's code; ImportError if it no longer has the paths."""
+        """Return the module's code. Raises ImportError if it no longer has the paths."""
         code = super().get_code(fullname)
         if code is None:
             return None
@@ -72,7 +83,7 @@ class RelocatingFinder(MetaPathFinder):
     """Finds the modules whose paths are moved, where they would be found anyway."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """None for all other modules."""
+        """Return None for all other modules."""
         if fullname not in MOVED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -82,7 +93,7 @@ class RelocatingFinder(MetaPathFinder):
 
 
 def next_sitecustomize() -> ModuleSpec | None:
-    """The ``sitecustomize`` that this one hides."""
+    """Find the ``sitecustomize`` that this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
     return PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != here])
 
@@ -96,39 +107,114 @@ def run_next() -> None:
         spec.loader.exec_module(module)
 
 
-def is_launcher(words: list[str]) -> bool:
-    """Whether a process that was started with ``words`` is torch.distributed.run."""
-    return any(words[at : at + 2] == ["-m", "torch.distributed.run"] for at in (1, 2))
+# -- the launcher: one line about the rank that failed first, in place of a traceback and a table
 
 
-def last_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """An ``excepthook``: of ranks that failed, which was the first and how, in place of a traceback of the launcher's own lines."""
+def is_launcher(arguments: list[str]) -> bool:
+    """Return whether a process with these arguments is torch.distributed.run."""
+    return any(arguments[at : at + 2] == ["-m", "torch.distributed.run"] for at in (1, 2))
+
+
+def install_failure_line() -> None:
+    """Let this process print one line about ranks that fail."""
+    import logging
+
+    sys.excepthook = print_failure
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(is_not_repeated)
+
+
+def is_not_repeated(record: Any) -> bool:
+    """Filter the launcher's log: leave out what the failure line repeats."""
+    return not str(record.msg).startswith(REPEATED)
+
+
+def print_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print, as an ``excepthook``, which rank failed first and how; print any other error as Python
+    does.
+    """
     failures = getattr(error, "failures", None) if kind.__name__ == "ChildFailedError" else None
     if not failures:
         sys.__excepthook__(kind, error, trace)
         return
-    from zero_trial.master.agent.supervisor import of_failure, verdict
-
-    sys.stderr.write(verdict([of_failure(*item) for item in failures.items()]) + "\n")
+    sys.stderr.write(first_failure([FailedRank.of(*item) for item in failures.items()]) + "\n")
 
 
-def is_news(record: Any) -> bool:
-    """A logging filter of the launcher's: what the last line says better is left out."""
-    return not str(record.msg).startswith(SAID_LAST)
+class FailedRank(NamedTuple):
+    """The end of one rank: the exit code that its launcher saw, and the error report that it left,
+    if any.
+    """
+
+    rank: int
+    code: int
+    report: str = ""
+    printed: bool = False  # the rank has printed its report itself
+    time: int = 0
+
+    @classmethod
+    def of(cls, rank: int, failure: Any) -> FailedRank:
+        """Read torch's ProcessFailure."""
+        message = failure.message
+        if not isinstance(message, dict):  # torch's own text about the signal or its documentation
+            return cls(rank, failure.exitcode, time=failure.timestamp)
+        report = str(message.get("message", ""))
+        return cls(rank, failure.exitcode, report, bool(message.get("printed")), failure.timestamp)
+
+    @property
+    def signal(self) -> int:
+        """Return the number of the signal that ended it, 0 for none.
+
+        A parent passes it on as 128 + n, or (``sys.exit(-n)``) as 256 - n.
+        """
+        return next((n for n in (-self.code, 256 - self.code, self.code - 128) if 0 < n < 32), 0)
+
+    @property
+    def suspicion(self) -> int:
+        """Rank how likely this one ended the others, 0 first.
+
+        First come ranks that report an error of their own, then those that died of a signal that no
+        launcher sends.
+        """
+        import re
+
+        if self.report:
+            return 2 if re.search(PEER_FAILED, self.report, re.IGNORECASE) else 0
+        return 3 if self.signal == 15 else 1  # SIGTERM: the launcher ends the other ranks with it
 
 
-def speak_briefly() -> None:
-    """Of ranks that fail, this process says one line."""
-    import logging
+def first_failure(failed: list[FailedRank]) -> str:
+    """Return the line that says which rank failed first, and how. ``failed`` is not empty."""
+    first = min(failed, key=lambda one: (one.suspicion, one.time, one.rank))
+    others = [one.rank for one in failed if one is not first]
+    ended = (
+        f"; ended with it: {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}" if others else ""
+    )
+    reports = [one for one in failed if one.report]
+    if first.report and (
+        not first.printed or len(reports) > 1
+    ):  # of several printed reports none is marked as the first
+        return f"error   rank {first.rank}: {first.report.splitlines()[0]}{ended}"
+    if not first.report and first.signal:
+        return f"error   rank {first.rank}: {_killed_by(first.signal)}{ended}"
+    return f"failed  rank {first.rank} with exit code {first.code}{ended}"
 
-    sys.excepthook = last_line
-    for name in ("api", "errors.error_handler"):
-        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(is_news)
+
+def _killed_by(number: int) -> str:
+    import signal
+
+    name = signal.Signals(number).name
+    why = {
+        "SIGKILL": ", from outside or by the kernel's OOM killer",
+        "SIGSEGV": ": a native library crashed",
+        "SIGBUS": ": a native library crashed, or /dev/shm is full",
+        "SIGABRT": ": a native library gave up",
+    }
+    return f"killed by {name}{why.get(name, '')}"
 
 
 if __name__ == "sitecustomize":
     if os.environ.get("DET_RUN_ROOT"):
         sys.meta_path.insert(0, RelocatingFinder())
         if is_launcher(sys.orig_argv):
-            speak_briefly()
+            install_failure_line()
     run_next()

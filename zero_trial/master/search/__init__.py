@@ -1,7 +1,9 @@
-"""How an experiment's hyperparameters are searched: single, random, grid and adaptive_asha as pure state machines."""
+"""How an experiment's hyperparameters are searched: single, random, grid and adaptive_asha as pure
+state machines.
+"""
 
-from zero_trial.master.search.build import build, restore
 from zero_trial.master.search.searcher import Action, Create, ExitReason, MetricMissing, Searcher, Shutdown, Stop
+from zero_trial.master.search.searchers import build, restore
 
 __all__ = [
     "Action",

@@ -1,4 +1,9 @@
-"""How adaptive_asha cuts its trials into brackets: how many rungs, how many trials and how many at a time each gets."""
+"""adaptive_asha: brackets of asynchronous successive halving (ASHA) side by side, as in Determined
+0.38.
+
+`divide` cuts the trials into brackets; a `Bracket` is a ladder of rungs, at each of which only the
+best 1/divisor of the trials that were measured there may go on; `AdaptiveAsha` is the searcher.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zero_trial.errors import ConfigError
-from zero_trial.master.search.searcher import Action, Draws, ExitReason, MetricMissing, Searcher
+from zero_trial.master.records import as_number
+from zero_trial.master.search.searcher import Action, Draws, ExitReason, MetricMissing, Searcher, max_concurrent, option
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers of ``searcher`` that the brackets follow from; ``max_time`` in units of the time metric."""
+    """The numbers of ``searcher`` that the brackets follow from; ``max_time`` in units of the time
+    metric.
+    """
 
     max_trials: int
     max_time: int
@@ -36,7 +44,7 @@ class BracketShare:
 
 
 def divide(budget: Budget) -> tuple[BracketShare, ...]:
-    """The brackets, those with most rungs, that is with most early stopping, first. Pure."""
+    """Return the brackets, those with most rungs, that is with most early stopping, first. Pure."""
     rungs = sorted(budget.bracket_rungs or rungs_by_mode(budget.mode, _most_rungs(budget)), reverse=True)
     trials = _trials(budget.max_trials, budget.divisor, rungs)
     concurrent = _concurrent(budget.max_concurrent_trials, budget.divisor, trials)
@@ -44,7 +52,11 @@ def divide(budget: Budget) -> tuple[BracketShare, ...]:
 
 
 def rungs_by_mode(mode: str, most: int) -> list[int]:
-    """Aggressive: one bracket with all rungs. Conservative: one of each height. Standard: the upper half of those."""
+    """Return the rungs of each bracket.
+
+    Aggressive: one bracket with all rungs. Conservative: one of each height. Standard: the upper
+    half of those.
+    """
     lowest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}.get(mode)
     if lowest is None:
         raise ConfigError(
@@ -54,7 +66,9 @@ def rungs_by_mode(mode: str, most: int) -> list[int]:
 
 
 def _most_rungs(budget: Budget) -> int:
-    """No more rungs than max_time can be divided into, and than max_trials can be thinned by."""
+    """Return the most rungs into which max_time can be divided and by which max_trials can be
+    thinned.
+    """
     by_time, by_trials = (
         int(math.log(number) / math.log(budget.divisor)) + 1 for number in (budget.max_time, budget.max_trials)
     )
@@ -62,7 +76,10 @@ def _most_rungs(budget: Budget) -> int:
 
 
 def _trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
-    """A bracket of r rungs spends about r / divisor^(r-1) of a whole training per trial; all brackets are to spend about as much."""
+    """Divide the trials so that all brackets cost about as much.
+
+    A bracket of r rungs spends about r / divisor^(r-1) of a whole training per trial.
+    """
     weights = [divisor ** (number - 1) / number for number in rungs]
     total = sum(weights)
     shares = [max(int(weight / total * max_trials), 1) for weight in weights]
@@ -78,16 +95,15 @@ def _concurrent(max_concurrent: int, divisor: float, trials: Sequence[int]) -> l
     return [each + (1 if index < left else 0) for index in range(number)]
 
 
-# One bracket of adaptive_asha: a ladder of rungs, at each of which only the best 1/divisor of the trials seen so far may go on.
-
-
 WORST = sys.float_info.max
 """The metric of a trial that ended early: behind every trial that reported one."""
 
 
 @dataclass
 class Rung:
-    """``units``: how much training a trial needs to be measured here. ``entries``: (metric, request id), smallest metric first."""
+    """``units``: how much training a trial needs to be measured here. ``entries``: (metric, request
+    id), smallest metric first.
+    """
 
     units: int
     entries: list[tuple[float, str]] = field(default_factory=list)
@@ -104,7 +120,9 @@ class Rung:
 
 @dataclass
 class Bracket:
-    """A ladder whose top rung is the whole training; ``position`` is the rung each of its trials has to pass next."""
+    """A ladder whose top rung is the whole training; ``position`` is the rung each of its trials
+    has to pass next.
+    """
 
     rungs: list[Rung]
     divisor: float
@@ -116,22 +134,26 @@ class Bracket:
 
     @classmethod
     def ladder(cls, rungs: int, divisor: float, max_time: int, max_trials: int, max_concurrent: int) -> Bracket:
-        """Rung k below the top asks for max_time / divisor^k units, at least 1 (Li et al. 2020, "A System for Massively Parallel
-        Hyperparameter Tuning", Alg. 2, with the reduction factor called divisor).
+        """Make the rungs: rung k below the top needs max_time / divisor^k units, at least 1.
+
+        Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Alg. 2, with the
+        reduction factor called divisor.
         """
         units = [max(int(max_time / divisor ** (rungs - 1 - number)), 1) for number in range(rungs)]
         return cls([Rung(need) for need in units], divisor, max_trials, max_concurrent)
 
     @property
     def valid(self) -> int:
-        """Trials that count against ``max_trials``."""
+        """Return the number of trials that count against ``max_trials``."""
         return len(self.position) - self.invalid
 
     def first_trials(self) -> int:
         return min(self.max_concurrent, self.max_trials)
 
     def climb(self, request_id: str, time: int, metric: float) -> bool:
-        """A validation after ``time`` units; whether the trial must stop. One validation may pass several rungs."""
+        """Record a validation after ``time`` units; return whether the trial must stop. One
+        validation may pass several rungs.
+        """
         for number in range(self.position[request_id], len(self.rungs)):
             rung = self.rungs[number]
             self.position[request_id] = number
@@ -144,17 +166,19 @@ class Bracket:
         return False
 
     def drop_invalid(self, request_id: str) -> None:
-        """Forget what a trial with invalid hyperparameters has reported."""
+        """Remove what a trial with invalid hyperparameters has reported."""
         self.invalid += 1
         for rung in self.rungs:
             rung.remove(request_id)
 
     def drop_early(self, request_id: str) -> None:
-        """A trial that ended by itself is last in its rung for ever."""
+        """Rank a trial that ended by itself last in its rung for good."""
         self.rungs[self.position[request_id]].insert(WORST, request_id)
 
     def progress(self) -> float:
-        """Measured trials over 1.2 max_trials, since even the last ones need time; at the end, trials over max_trials."""
+        """Return measured trials over 1.2 max_trials, since the last ones need time too; at the
+        end, trials over max_trials.
+        """
         measured = len(self.rungs[0].entries)
         done = measured / (1.2 * self.max_trials)
         return max((self.ended - self.invalid) / self.max_trials, done) if measured == self.max_trials else done
@@ -167,24 +191,19 @@ class Bracket:
             "ended": self.ended,
         }
 
-    def take(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         for rung, entries in zip(self.rungs, state["rungs"], strict=True):
             rung.entries = [(float(metric), request_id) for metric, request_id in entries]
         self.position = dict(state["position"])
         self.invalid, self.ended = state["invalid"], state["ended"]
 
 
-# adaptive_asha: brackets side by side, each a stopping-based asynchronous successive halving, as in Determined 0.38.
-
-
-_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # how JSON clients write what JSON cannot
-
-
 class AdaptiveAsha(Searcher):
-    """A trial runs until its validation says that it is not among the best 1/divisor of its rung, or has reached the top.
+    """A trial runs until its validation says that it is not among the best 1/divisor of its rung,
+    or has reached the top.
 
-    A trial belongs to the bracket that created it. ``metric`` and ``time_metric`` are both looked up in the validation metrics. Not a number
-    counts as the worst value there is.
+    A trial belongs to the bracket that created it. ``metric`` and ``time_metric`` are both looked
+    up in the validation metrics. Not a number counts as the worst value there is.
     """
 
     kind = "adaptive_asha"
@@ -208,8 +227,29 @@ class AdaptiveAsha(Searcher):
             for share in divide(budget)
         ]
 
+    @classmethod
+    def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
+        time_metric, max_time = training_length(section)
+        budget = Budget(
+            max_trials=section["max_trials"],
+            max_time=max_time,
+            mode=option(section, "mode", "standard"),
+            divisor=float(option(section, "divisor", 4)),
+            max_rungs=option(section, "max_rungs", 5),
+            max_concurrent_trials=max_concurrent(section),
+            bracket_rungs=tuple(section.get("bracket_rungs") or ()),
+        )
+        return AdaptiveAsha(
+            space,
+            draws,
+            budget,
+            metric=section["metric"],
+            time_metric=time_metric,
+            smaller_is_better=option(section, "smaller_is_better", True),
+        )
+
     def bracket_of(self, request_id: str) -> Bracket:
-        """The bracket that created a trial."""
+        """Return the bracket that created a trial."""
         return next(bracket for bracket in self.brackets if request_id in bracket.position)
 
     def _first(self) -> list[Action]:
@@ -251,18 +291,32 @@ class AdaptiveAsha(Searcher):
     def _own_state(self) -> dict[str, Any]:
         return {"brackets": [bracket.as_json() for bracket in self.brackets]}
 
-    def _take_own(self, snapshot: Mapping[str, Any]) -> None:
+    def _restore_own(self, snapshot: Mapping[str, Any]) -> None:
         for bracket, state in zip(self.brackets, snapshot["brackets"], strict=True):
-            bracket.take(state)
+            bracket.restore(state)
+
+
+def training_length(searcher: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the time metric and how much of it a whole training is: max_time, or the older
+    max_length.
+    """
+    length = searcher.get("max_length")
+    if searcher.get("max_time") is not None:
+        return str(searcher["time_metric"]), int(searcher["max_time"])
+    if isinstance(length, Mapping) and len(length) == 1:
+        ((unit, count),) = length.items()
+        return str(unit), int(count)
+    raise ConfigError(
+        "the training length is missing", where="searcher.max_time", fix="Write max_time and time_metric."
+    )
 
 
 def _number(metrics: Mapping[str, Any], name: str, where: str) -> float:
     value = metrics.get(name)
-    if isinstance(value, str) and value in _SPELLED:
-        return _SPELLED[value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    number = as_number(value)
+    if number is None:
         raise _missing(name, where, value, metrics)
-    return float(value)
+    return number
 
 
 def _missing(name: str, where: str, value: Any, metrics: Mapping[str, Any] | None = None) -> MetricMissing:

@@ -1,4 +1,4 @@
-"""Whether a trial's ds_config can be reconciled at all, told before the trial is launched."""
+"""Pruning: find out before a trial is launched whether its ds_config can be reconciled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ _FOREIGN = "determined.launch.deepspeed"
 
 
 def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping[str, bytes]) -> str | None:
-    """One line that says why ``hparams`` cannot be trained, or None. ``config`` is a completed experiment config; ``files`` is the context
-    directory (path -> content), in which ``data.ds_config`` may name a file. Pure.
+    """Return why ``hparams`` cannot be trained, in one line; None if they can, or if that cannot be
+    known. Pure.
 
-    None also where it cannot be known: no ds_config is named, its file is not in the context directory, or DeepSpeed itself is to read it.
+    It cannot be known if no ds_config is named, its file is not in the context directory, or
+    DeepSpeed itself is to read it.
+
+    Args:
+        config: a completed experiment config.
+        hparams: one point of the search.
+        files: the context directory (path -> content), in which ``data.ds_config`` may name a file.
     """
     if _FOREIGN in str(config.get("entrypoint")):
         return None
@@ -38,13 +44,15 @@ def reason(config: Mapping[str, Any], hparams: Mapping[str, Any], files: Mapping
 
 
 def ds_config_file(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> str | None:
-    """The file that holds the base ds_config, as the experiment names it; None if it is written out, or there is none."""
+    """Return the file of the base ds_config, as the experiment names it; None if it is written out,
+    or there is none.
+    """
     named = _base(config, hparams)[1]
     return named if isinstance(named, str) else None
 
 
 def _base(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> tuple[str, Any]:
-    """The base ds_config, where it stands, in the order in which the trial looks for it."""
+    """Return the base ds_config and its place, in the order in which the trial looks for it."""
     over = hparams.get("ds_config")
     candidates = (
         ("data.ds_config", (config.get("data") or {}).get("ds_config")),
@@ -79,7 +87,7 @@ def _read(name: str, content: bytes) -> Document:
 
 
 def _hints(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's length in optimizer steps, which fills "auto", where the search says it."""
+    """Return the run's length in optimizer steps, which fills "auto", if the searcher sets it."""
     searcher = config.get("searcher") or {}
     length = searcher.get("max_length")
     if isinstance(length, Mapping) and length.get("batches"):

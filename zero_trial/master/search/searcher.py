@@ -1,4 +1,8 @@
-"""A search as a state machine: events about trials go in, actions come out; and the searchers single, random and grid."""
+"""A search as a state machine: events about trials go in, actions come out; its whole state is a
+JSON value between events.
+
+This file is what all searchers share. The searchers are in `searchers` and `adaptive_asha`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ from enum import Enum
 from typing import Any, ClassVar, TypeAlias
 
 from zero_trial.errors import ZeroTrialError
-from zero_trial.experiment.space import Grid, has_ranges, sample
+from zero_trial.experiment.space import has_ranges, sample
 
 
 class ExitReason(str, Enum):
-    """Why a trial is over for its searcher."""
+    """The reason why a trial is over, as its searcher gets it."""
 
     COMPLETED = "completed"  # it came to its end, or was stopped by the searcher
     INVALID_HP = "invalid_hp"  # these hyperparameters cannot be trained
@@ -25,7 +29,9 @@ class ExitReason(str, Enum):
 
 @dataclass(frozen=True)
 class Create:
-    """Start a trial with ``hparams`` and this seed. ``request_id`` is the searcher's name for the trial from now on."""
+    """Start a trial with ``hparams`` and this seed. ``request_id`` is the searcher's name for the
+    trial from now on.
+    """
 
     request_id: str
     hparams: Mapping[str, Any]
@@ -34,14 +40,18 @@ class Create:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a trial as by a preemption, with a checkpoint, and do not start it again; its exit is reported as COMPLETED."""
+    """End a trial as by a preemption, with a checkpoint, and do not start it again; its exit is
+    reported as COMPLETED.
+    """
 
     request_id: str
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The search is over: no trial is left and none will be created. ``failed``: no trial came to anything."""
+    """The search is over: no trial is left and none will be created. ``failed``: no trial came to
+    anything.
+    """
 
     failed: bool
 
@@ -57,15 +67,14 @@ class Draws:
     drawn: int = 0
 
     def next(self) -> random.Random:
-        """The stream of the next trial. What a trial gets depends on its number only, never on the order of events before it."""
+        """Return the stream of the next trial. It depends on the trial's number only, never on the
+        order of earlier events.
+        """
         self.drawn += 1
         return random.Random(f"{self.seed}/{self.drawn}")
 
     def as_json(self) -> dict[str, Any]:
         return {"seed": self.seed, "drawn": self.drawn}
-
-
-# The trials that a search has asked for: which still run, which it has told to stop, and how the others ended.
 
 
 RUNNING = "running"
@@ -75,12 +84,14 @@ _OPEN = (RUNNING, STOPPING)
 
 @dataclass
 class SearchTrials:
-    """``states``: by request id, in the order of creation, ``running``, ``stopping`` or the value of an ExitReason."""
+    """``states``: by request id, in the order of creation, ``running``, ``stopping`` or the value
+    of an ExitReason.
+    """
 
     states: dict[str, str] = field(default_factory=dict)
 
     def is_running(self, request_id: str) -> bool:
-        """Neither over nor told to stop."""
+        """Return whether a trial is neither over nor asked to stop."""
         return self._state(request_id) == RUNNING
 
     def is_open(self, request_id: str) -> bool:
@@ -107,7 +118,9 @@ class SearchTrials:
         return len(self.states)
 
     def invalid_in_a_row(self) -> int:
-        """How many of the trials that are over, counted from the youngest, had invalid hyperparameters and nothing else."""
+        """Count the trials that are over and had invalid hyperparameters, from the youngest back to
+        the first other one.
+        """
         number = 0
         for state in reversed(self.states.values()):
             if state in _OPEN:
@@ -118,7 +131,9 @@ class SearchTrials:
         return number
 
     def units_done(self, fractions: Mapping[str, float], *, without_invalid: bool) -> float:
-        """Trials' worth of work done: 1 for each that is over, its own fraction for each that runs."""
+        """Return the work done in units of a trial: 1 for each that is over, its own fraction for
+        each that runs.
+        """
         done = 0.0
         for request_id, state in self.states.items():
             if state in _OPEN:
@@ -134,21 +149,22 @@ class SearchTrials:
             raise ZeroTrialError("not a trial of this search", where=f"request id {request_id}") from None
 
 
-# A search as a state machine: events about trials in, actions out, its whole state a JSON value between events.
-
-
 MOST_INVALID_IN_A_ROW = 100
-"""After so many samples without one that can be trained, no more are tried: a space with nothing valid in it would be searched for ever."""
+"""After so many invalid samples in a row no more are tried: a space without a valid point would be
+searched for good.
+"""
 
 
 class MetricMissing(ZeroTrialError):
-    """A validation without the number that the search goes by; the searcher's state is as before."""
+    """A validation lacks the searcher's metric; the state of the searcher is unchanged."""
 
 
 class Searcher(abc.ABC):
-    """One experiment's search. Pure: no clock, no files; the same events give the same actions. Not thread-safe.
+    """One experiment's search. Pure: no clock, no files; the same events give the same actions. Not
+    thread-safe.
 
-    Events about a trial that is over, and any event after Shutdown, change nothing. An unknown request id is a ZeroTrialError.
+    Events about a trial that is over, and any event after Shutdown, change nothing. An unknown
+    request id is a ZeroTrialError.
     """
 
     kind: ClassVar[str]
@@ -160,19 +176,21 @@ class Searcher(abc.ABC):
         self.over = False
 
     def start(self) -> list[Action]:
-        """The first actions. Called once, before any event."""
+        """Return the first actions. Called once, before any event."""
         return self._ended_if_empty(self._first())
 
     def on_validation(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
-        """A trial has reported validation ``metrics``. Raises MetricMissing where the search cannot go on with this trial: the caller ends
-        the trial as failed, and says ``on_exited(request_id, ExitReason.ERRORED)`` when it is gone.
+        """Handle the validation ``metrics`` of a trial.
+
+        Raises MetricMissing if the search cannot go on with this trial: the caller fails the trial
+        and calls ``on_exited(request_id, ExitReason.ERRORED)`` after its end.
         """
         if self.over or not self.trials.is_running(request_id):
             return []
         return self._validated(request_id, metrics)
 
     def on_exited(self, request_id: str, reason: ExitReason) -> list[Action]:
-        """A trial is over. Said once per trial, also after a Stop (COMPLETED)."""
+        """Handle the end of a trial. Called once per trial, also after a Stop (COMPLETED)."""
         if self.over or not self.trials.is_open(request_id):
             return []
         was_stopping = not self.trials.is_running(request_id)
@@ -180,11 +198,15 @@ class Searcher(abc.ABC):
         return self._ended_if_empty(self._exited(request_id, reason, was_stopping))
 
     def progress(self, fractions: Mapping[str, float]) -> float:
-        """How far the whole search is, 0 to 1; ``fractions`` is how far each running trial says it is, by request id."""
+        """Return how far the whole search is, 0 to 1.
+
+        Args:
+            fractions: how far each running trial is, 0 to 1, by request id.
+        """
         return 1.0 if self.over else min(max(self._progress(fractions), 0.0), 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state as a JSON value, random stream included, for ``restore``."""
+        """Return the whole state as a JSON value, random streams included, for ``restore``."""
         return {
             "kind": self.kind,
             "draws": self.draws.as_json(),
@@ -193,14 +215,29 @@ class Searcher(abc.ABC):
             **self._own_state(),
         }
 
-    def take(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what ``snapshot`` says. Raises ZeroTrialError for that of another kind of search."""
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Take the state of ``snapshot``. Raises ZeroTrialError for a snapshot of another kind of
+        search.
+        """
         if snapshot.get("kind") != self.kind:
-            raise ZeroTrialError("the snapshot of another searcher", got=snapshot.get("kind"), expected=self.kind)
+            raise ZeroTrialError(
+                "the snapshot belongs to another searcher", got=snapshot.get("kind"), expected=self.kind
+            )
         self.draws = Draws(**snapshot["draws"])
         self.trials = SearchTrials(dict(snapshot["trials"]))
         self.over = snapshot["over"]
-        self._take_own(snapshot)
+        self._restore_own(snapshot)
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, section: Mapping[str, Any], space: Mapping[str, Any], draws: Draws) -> Searcher:
+        """Build the searcher of a completed config.
+
+        Args:
+            section: the config's ``searcher``.
+            space: the config's ``hyperparameters``.
+            draws: the random streams.
+        """
 
     @abc.abstractmethod
     def _first(self) -> list[Action]: ...
@@ -217,11 +254,11 @@ class Searcher(abc.ABC):
     def _own_state(self) -> dict[str, Any]:
         return {}
 
-    def _take_own(self, snapshot: Mapping[str, Any]) -> None:
+    def _restore_own(self, snapshot: Mapping[str, Any]) -> None:
         return None
 
     def _create(self, hparams: Mapping[str, Any] | None = None) -> Create:
-        """A new trial, of a sample unless ``hparams`` are given."""
+        """Create a trial, of a sample unless ``hparams`` are given."""
         stream = self.draws.next()
         request_id = str(uuid.UUID(int=stream.getrandbits(128), version=4))
         seed = stream.randrange(2**31)
@@ -232,7 +269,7 @@ class Searcher(abc.ABC):
         return sample(self.space, stream)
 
     def _may_replace_invalid(self) -> bool:
-        """Whether another sample can be any better than the invalid ones before it."""
+        """Return whether another sample can be better than the invalid ones before it."""
         return has_ranges(self.space) and self.trials.invalid_in_a_row() < MOST_INVALID_IN_A_ROW
 
     def _stop(self, request_id: str) -> Stop:
@@ -240,7 +277,10 @@ class Searcher(abc.ABC):
         return Stop(request_id)
 
     def _ended_if_empty(self, actions: list[Action]) -> list[Action]:
-        """``actions``, and a Shutdown behind them once no trial is left. A search in which no trial came to anything has failed."""
+        """Return ``actions``, followed by a Shutdown if no trial is left.
+
+        A search in which no trial completed or was canceled has failed.
+        """
         if self.trials.any_open():
             return actions
         self.over = True
@@ -248,61 +288,12 @@ class Searcher(abc.ABC):
         return [*actions, Shutdown(failed)]
 
 
-class RandomSearch(Searcher):
-    """``max_trials`` samples, at most ``max_concurrent`` at a time (0: all). Invalid ones do not count and are replaced."""
-
-    kind = "random"
-
-    def __init__(self, space: Mapping[str, Any], draws: Draws, max_trials: int, max_concurrent: int) -> None:
-        super().__init__(space, draws)
-        self.max_trials = max_trials
-        self.max_concurrent = max_concurrent or max_trials
-
-    def _first(self) -> list[Action]:
-        return [self._create() for _ in range(min(self.max_trials, self.max_concurrent))]
-
-    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
-        if reason is ExitReason.INVALID_HP and not self._may_replace_invalid():
-            return []
-        valid = self.trials.created - self.trials.count(ExitReason.INVALID_HP)
-        return [self._create()] if valid < self.max_trials else []
-
-    def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.units_done(fractions, without_invalid=True) / self.max_trials
+def option(section: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a key of the ``searcher`` section; ``default`` if it is missing or null."""
+    value = section.get(name)
+    return default if value is None else value
 
 
-class SingleSearch(RandomSearch):
-    """One trial."""
-
-    kind = "single"
-
-    def __init__(self, space: Mapping[str, Any], draws: Draws) -> None:
-        super().__init__(space, draws, max_trials=1, max_concurrent=1)
-
-
-class GridSearch(Searcher):
-    """Every point of the grid once, from the last to the first, at most ``max_concurrent`` at a time (0: all).
-
-    A point that is invalid is gone; nothing replaces it.
-    """
-
-    kind = "grid"
-
-    def __init__(self, space: Mapping[str, Any], draws: Draws, max_concurrent: int) -> None:
-        super().__init__(space, draws)
-        self.grid = Grid.of(space)
-        self.max_concurrent = max_concurrent or self.grid.size
-
-    def _first(self) -> list[Action]:
-        created = [self._next() for _ in range(min(self.grid.size, self.max_concurrent))]
-        return [action for actions in created for action in actions]
-
-    def _next(self) -> list[Action]:
-        left = self.grid.size - self.trials.created
-        return [self._create(self.grid.point(left - 1))] if left else []
-
-    def _exited(self, request_id: str, reason: ExitReason, was_stopping: bool) -> list[Action]:
-        return self._next()
-
-    def _progress(self, fractions: Mapping[str, float]) -> float:
-        return self.trials.units_done(fractions, without_invalid=False) / self.grid.size
+def max_concurrent(section: Mapping[str, Any]) -> int:
+    """Return ``max_concurrent_trials``; Determined's default is 16, and 0 means all trials at once."""
+    return int(option(section, "max_concurrent_trials", 16))

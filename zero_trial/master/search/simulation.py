@@ -1,4 +1,8 @@
-"""Synthetic learning curves: a loss over the fraction of a training, different for every trial and the same for the same seed."""
+"""A search simulated with synthetic learning curves: what it would create, stop and spend.
+
+A curve is a loss over the fraction of a training, different for every trial and the same for the
+same seed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ _START = 5.0
 
 
 def power(seed: int) -> Curve:
-    """A power law from 5 down to a final loss between 1 and 3: who is good early is mostly good in the end."""
+    """Return a power law from 5 down to a final loss between 1 and 3: early leaders mostly win."""
     stream = random.Random(seed)
     final, exponent = stream.uniform(1.0, 3.0), stream.uniform(0.8, 1.2)
     scale = (_START - final) / (1.0 - 100.0**-exponent)
@@ -28,20 +32,17 @@ def power(seed: int) -> Curve:
 
 
 def crossing(seed: int) -> Curve:
-    """The slower a trial starts, the better it ends: the hardest case for stopping early."""
+    """Return a curve on which slow starters end best: the hardest case for early stopping."""
     quality = random.Random(seed).random()
     return lambda fraction: _START - (1.0 + 3.0 * quality) * fraction ** (0.25 + 2.0 * quality)
 
 
 def noise(seed: int) -> Curve:
-    """A loss that says nothing about the trial: what the search decides by chance alone."""
+    """Return a loss that does not depend on the trial: the search decides by chance alone."""
     return lambda fraction: random.Random(f"{seed}/{fraction:.6f}").uniform(1.0, _START)
 
 
 CURVES: Mapping[str, Callable[[int], Curve]] = MappingProxyType({"power": power, "crossing": crossing, "noise": noise})
-
-
-# A search played through with synthetic learning curves: what it would create, stop and spend, in no time.
 
 
 Invalid = Callable[[Mapping[str, Any]], str | None]
@@ -73,8 +74,9 @@ class RungCount:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a search came to. ``spent`` and ``whole`` are units over all valid trials: as the search went, and had all run to their end;
-    ``elapsed`` is how long it took with every trial in a place of its own.
+    """The result of a simulated search. ``spent`` and ``whole`` are units over all valid trials: as
+    the search went, and had all run to their end; ``elapsed`` is how long it took with every trial
+    in a place of its own.
     """
 
     trials: int
@@ -117,7 +119,9 @@ class _Stage:
 
 
 def simulate(search: Searcher, setup: Setup) -> Simulated:
-    """Play ``search``, not yet started, to its end. Deterministic. Trials that are due at the same time report in the order of creation."""
+    """Play ``search``, not yet started, to its end. Deterministic. Trials that are due at the same
+    time report in the order of creation.
+    """
     stage = _Stage(setup)
     _act(search, stage, search.start())
     while stage.due:
@@ -141,7 +145,7 @@ def simulate(search: Searcher, setup: Setup) -> Simulated:
 
 
 def _act(search: Searcher, stage: _Stage, actions: list[Action]) -> None:
-    """Do what the search wants, and what it wants of that in turn."""
+    """Carry out the actions of the search, and those that follow from them."""
     waiting = list(actions)
     while waiting:
         action = waiting.pop(0)

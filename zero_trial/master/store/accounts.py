@@ -9,19 +9,19 @@ from zero_trial.master.store.database import insert, update
 
 
 def user(connection: sqlite3.Connection, name: str) -> User | None:
-    """By name."""
+    """Return a user by name."""
     row = connection.execute("SELECT * FROM users WHERE name = ?", (name,)).fetchone()
     return None if row is None else _record(row)
 
 
 def user_by_id(connection: sqlite3.Connection, number: int) -> User | None:
-    """By id."""
+    """Return a user by id."""
     row = connection.execute("SELECT * FROM users WHERE id = ?", (number,)).fetchone()
     return None if row is None else _record(row)
 
 
 def users(connection: sqlite3.Connection) -> list[User]:
-    """All, oldest first."""
+    """List all users, oldest first."""
     return [_record(row) for row in connection.execute("SELECT * FROM users ORDER BY id").fetchall()]
 
 
@@ -48,7 +48,7 @@ def add_token(
     allocation_id: str | None = None,
     expires: float | None = None,
 ) -> None:
-    """Whom a token speaks for: exactly one of a user and an allocation."""
+    """Insert a token of a user or of an allocation, exactly one of the two."""
     connection.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", (digest, user_id, allocation_id, expires))
 
 
@@ -58,17 +58,17 @@ def drop_expired(connection: sqlite3.Connection, now: float) -> None:
 
 
 def drop_token(connection: sqlite3.Connection, digest: str) -> None:
-    """No effect if there is none."""
+    """Delete a token; no effect if it is unknown."""
     connection.execute("DELETE FROM tokens WHERE digest = ?", (digest,))
 
 
 def drop_tokens_of(connection: sqlite3.Connection, allocation_id: str) -> None:
-    """All tokens of an allocation."""
+    """Delete all tokens of an allocation."""
     connection.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
 
 
 def token(connection: sqlite3.Connection, digest: str, now: float) -> tuple[int | None, str | None] | None:
-    """User id or allocation id behind a token that has not expired."""
+    """Return the user id or the allocation id of a token that has not expired."""
     row = connection.execute(
         "SELECT user_id, allocation_id FROM tokens WHERE digest = ? AND (expires IS NULL OR expires > ?)", (digest, now)
     ).fetchone()
@@ -76,7 +76,7 @@ def token(connection: sqlite3.Connection, digest: str, now: float) -> tuple[int 
 
 
 def value(connection: sqlite3.Connection, key: str) -> str | None:
-    """A single value."""
+    """Return a single value."""
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return None if row is None else str(row[0])
 
@@ -87,12 +87,12 @@ def set_value(connection: sqlite3.Connection, key: str, text: str) -> None:
 
 
 def disabled_slots(connection: sqlite3.Connection) -> set[int]:
-    """Slots that are not given out."""
+    """Return the slots that are not assigned."""
     return {row[0] for row in connection.execute("SELECT number FROM disabled_slots")}
 
 
 def enable_slot(connection: sqlite3.Connection, number: int, enabled: bool) -> None:
-    """Give a slot out again, or no more."""
+    """Let a slot be assigned, or no longer."""
     if enabled:
         connection.execute("DELETE FROM disabled_slots WHERE number = ?", (number,))
     else:

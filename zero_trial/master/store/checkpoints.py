@@ -1,4 +1,6 @@
-"""Checkpoints in the store; their files lie in the experiment's checkpoint storage."""
+"""Checkpoints in the store, and which of them trials still start from. Their files are in the
+experiment's checkpoint storage.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero_trial.master.records import Checkpoint, CheckpointState
-from zero_trial.master.store import metrics
+from zero_trial.master.records import Checkpoint, CheckpointState, ExperimentState
+from zero_trial.master.store import experiments, metrics
 from zero_trial.master.store.database import dumps, loads, update
+
+_UNFINISHED = tuple(state for state in ExperimentState if not state.final)
 
 
 def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
-    """Insert, or replace one of the same UUID (the harness may say it twice)."""
+    """Insert a checkpoint, or replace one of the same UUID (the harness may report it twice)."""
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints "
         "(uuid, state, trial_id, experiment_id, task_id, allocation_id, reported, metadata, resources, size, steps, storage_id) "
@@ -35,13 +39,15 @@ def put(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
 
 
 def get(connection: sqlite3.Connection, uuid: str, *, derived: bool = True) -> Checkpoint | None:
-    """One checkpoint; ``derived`` adds its trial's hyperparameters, config and the validation at its step."""
+    """Return one checkpoint; ``derived`` adds its trial's hyperparameters, config and the
+    validation at its step.
+    """
     row = connection.execute("SELECT * FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     return None if row is None else _record(connection, row, derived)
 
 
 def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
-    """By steps, then as they came."""
+    """List the checkpoints of a trial by steps, then by time."""
     rows = connection.execute(
         "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, reported, rowid", (trial_id,)
     )
@@ -49,7 +55,7 @@ def of_trial(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Checkpoint]:
-    """As they came."""
+    """List the checkpoints of an experiment by time."""
     rows = connection.execute(
         "SELECT * FROM checkpoints WHERE experiment_id = ? ORDER BY reported, rowid", (experiment_id,)
     )
@@ -57,7 +63,7 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Ch
 
 
 def latest(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
-    """The newest that can be restored."""
+    """Return the newest checkpoint of a trial that can be restored."""
     row = connection.execute(
         "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' AND doomed = 0 ORDER BY reported DESC, rowid DESC LIMIT 1",
         (trial_id,),
@@ -78,9 +84,42 @@ def mark_deleted(connection: sqlite3.Connection, uuids: Iterable[str]) -> None:
 
 
 def marked_deleted(connection: sqlite3.Connection) -> list[Checkpoint]:
-    """Those marked."""
+    """List the checkpoints that are marked."""
     rows = connection.execute("SELECT * FROM checkpoints WHERE doomed = 1 ORDER BY reported, rowid")
     return [_record(connection, row, True) for row in rows.fetchall()]
+
+
+def source_of(connection: sqlite3.Connection, config: Mapping[str, Any]) -> str | None:
+    """Return the checkpoint that new trials of an experiment start from; None if they start from
+    scratch.
+
+    That is ``searcher.source_checkpoint_uuid``, or the newest checkpoint of
+    ``searcher.source_trial_id``.
+    """
+    searcher = config.get("searcher") or {}
+    if searcher.get("source_checkpoint_uuid"):
+        return str(searcher["source_checkpoint_uuid"])
+    if searcher.get("source_trial_id") is not None:
+        found = latest(connection, int(searcher["source_trial_id"]))
+        return found.uuid if found else None
+    return None
+
+
+def sources_in_use(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return the checkpoints that trials start from or will start from, each with one unfinished
+    experiment that needs it.
+    """
+    rows = connection.execute(
+        "SELECT warm_start_checkpoint, experiment_id FROM trials WHERE warm_start_checkpoint IS NOT NULL "
+        "AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR')"
+    )
+    found = {str(name): int(number) for name, number in rows.fetchall()}
+    for number in experiments.ids(connection, *_UNFINISHED):
+        experiment = experiments.get(connection, number, derived=False)
+        name = None if experiment is None else source_of(connection, experiment.config)
+        if name is not None:
+            found[name] = number
+    return found
 
 
 def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> Checkpoint:

@@ -1,7 +1,7 @@
 """The master's SQLite file: its schema, and how it is opened for writing and for reading.
 
-WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill -9`` included); after a power cut the newest
-transactions may be missing, but never a part of one.
+WAL with ``synchronous = NORMAL``: what a returned transaction wrote outlives the process (``kill
+-9`` included); after a power cut the newest transactions may be missing, but never a part of one.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ MIGRATIONS: tuple[str, ...] = (
 
 
 class Database:
-    """The file at ``path``, mode 0600. Transactions are serial; reads see the last transaction that was committed."""
+    """The file at ``path``, mode 0600. Transactions are serial; reads see the last transaction that
+    was committed.
+    """
 
     def __init__(self, path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its -wal and -shm files the same mode
@@ -157,7 +159,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything inside happens, or nothing of it if it raises. Not to be nested."""
+        """Open a transaction: all or nothing of the block is written. Not to be nested."""
         with self._lock:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -169,7 +171,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One consistent view for several queries, without holding up writers."""
+        """Open one consistent view for several queries, without blocking writers."""
         with self._read_lock:
             self._reader.execute("BEGIN")
             try:
@@ -209,12 +211,13 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open the file at ``path`` read-only, for one consistent view, while a master works or after it has gone.
+    """Open the file at ``path`` read-only, for one consistent view, while a master works or after
+    it has gone.
 
     Raises ConfigError if there is none, or it is another release's.
     """
     if not path.is_file():
-        raise ConfigError("there is no master's store", where=str(path), fix="Start one with zero-trial master up.")
+        raise ConfigError("master's store not found", where=str(path), fix="Start one with zero-trial master up.")
     try:
         with closing(
             sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
@@ -223,7 +226,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version != len(MIGRATIONS):
                 raise ConfigError(
-                    "this store is of another release",
+                    "this store was written by another release",
                     where=str(path),
                     got=f"schema {version}",
                     expected=f"schema {len(MIGRATIONS)}",
@@ -232,7 +235,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             connection.execute("BEGIN")
             yield connection
     except sqlite3.DatabaseError as error:
-        raise ConfigError(f"this is no master's store ({error})", where=str(path)) from error
+        raise ConfigError(f"not a master's store ({error})", where=str(path)) from error
 
 
 # -- values of columns
@@ -249,7 +252,9 @@ def loads(text: str | None) -> Any:
 
 
 def update(connection: sqlite3.Connection, table: str, key: str, value: Any, changes: Mapping[str, Any]) -> None:
-    """Set columns of one row. Table, key and columns are literals of the caller, never input; lists and dicts become JSON."""
+    """Set columns of one row. Table, key and columns are literals of the caller, never input; lists
+    and dicts become JSON.
+    """
     if not changes:
         return
     columns = ", ".join(f"{name} = ?" for name in changes)

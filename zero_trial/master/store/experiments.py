@@ -17,7 +17,7 @@ _BEST = """
 
 
 def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) -> int:
-    """Insert; returns the new id (``experiment.id`` is not looked at)."""
+    """Insert an experiment and return its new id (``experiment.id`` is ignored)."""
     number = insert(
         connection,
         "experiments",
@@ -40,19 +40,19 @@ def add(connection: sqlite3.Connection, experiment: Experiment, context: bytes) 
 
 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = True) -> Experiment | None:
-    """One experiment; ``derived`` counts its trials and checkpoints too."""
+    """Return one experiment; ``derived`` counts its trials and checkpoints too."""
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (number,)).fetchone()
     return None if row is None else _record(connection, row, derived)
 
 
 def all_(connection: sqlite3.Connection) -> list[Experiment]:
-    """Every experiment, oldest first."""
+    """List all experiments, oldest first."""
     rows = connection.execute("SELECT * FROM experiments ORDER BY id").fetchall()
     return [_record(connection, row, True) for row in rows]
 
 
 def ids(connection: sqlite3.Connection, *states: ExperimentState) -> list[int]:
-    """Ids of the experiments in these states."""
+    """List the ids of the experiments in these states."""
     marks = ",".join("?" for _ in states)
     rows = connection.execute(
         f"SELECT id FROM experiments WHERE state IN ({marks}) ORDER BY id", [state.value for state in states]
@@ -66,24 +66,24 @@ def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
 
 
 def context(connection: sqlite3.Connection, number: int) -> bytes | None:
-    """The model definition as .tar.gz."""
+    """Return the model definition as .tar.gz."""
     row = connection.execute("SELECT tgz FROM contexts WHERE experiment_id = ?", (number,)).fetchone()
     return None if row is None else bytes(row[0])
 
 
 def snapshot(connection: sqlite3.Connection, number: int) -> dict[str, Any]:
-    """The search as it was after its last event."""
+    """Return the search as it was after its last event."""
     row = connection.execute("SELECT snapshot FROM experiments WHERE id = ?", (number,)).fetchone()
     return dict(loads(row[0])) if row else {}
 
 
 def to_collect(connection: sqlite3.Connection) -> list[int]:
-    """Experiments whose checkpoints have to be looked through."""
+    """List the ended experiments to which their policy has not been applied yet."""
     return [row[0] for row in connection.execute("SELECT id FROM experiments WHERE collect = 1 ORDER BY id")]
 
 
 def erase(connection: sqlite3.Connection, number: int) -> None:
-    """Forget an experiment and all that belongs to it."""
+    """Delete an experiment and all that belongs to it."""
     trials = "SELECT id FROM trials WHERE experiment_id = ?"
     connection.execute(f"DELETE FROM metrics WHERE trial_id IN ({trials})", (number,))
     connection.execute(
@@ -95,14 +95,14 @@ def erase(connection: sqlite3.Connection, number: int) -> None:
 
 
 def best(connection: sqlite3.Connection, number: int, *, smaller_is_better: bool) -> tuple[int, float] | None:
-    """Trial and value of the best validation by the searcher's metric."""
+    """Return trial id and value of the best validation by the searcher's metric."""
     order = "ASC" if smaller_is_better else "DESC"
     row = connection.execute(_BEST.format(order=order), (number,)).fetchone()
     return None if row is None else (row[0], row[1])
 
 
 def smaller_is_better(config: Mapping[str, Any]) -> bool:
-    """Whether the searcher minimizes its metric."""
+    """Return whether the searcher minimizes its metric."""
     return bool(config.get("searcher", {}).get("smaller_is_better", True))
 
 
@@ -150,7 +150,9 @@ def _record(connection: sqlite3.Connection, row: sqlite3.Row, derived: bool) -> 
 
 
 def shown_state(connection: sqlite3.Connection, state: str, column: str, number: int) -> str:
-    """ACTIVE refined by what the allocations of this experiment or trial do: the furthest of QUEUED, STARTING, RUNNING."""
+    """Refine ACTIVE by the allocations of this experiment or trial: the furthest of QUEUED,
+    STARTING, RUNNING.
+    """
     if state != ExperimentState.ACTIVE.value:
         return state
     rows = connection.execute(

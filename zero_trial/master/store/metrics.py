@@ -1,7 +1,9 @@
-"""A trial's metrics in summary, as a Determined master makes it: type, count, min, max, sum, mean and last value of each. Pure.
+"""Metrics in the store: reports, and their summary as a Determined master makes it (type, count,
+min, max, sum, mean, last value).
 
-A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on. Values of two types make a metric a
-"string", without numbers; and the last value of a metric that the newest report does not have is null.
+A value that is not a number (NaN) stays visible: min, max, sum and mean are NaN from then on.
+Values of two types make a metric a "string", without numbers; and the last value of a metric that
+the newest report does not have is null.
 """
 
 from __future__ import annotations
@@ -12,11 +14,8 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from zero_trial.master.records import MetricReport
+from zero_trial.master.records import MetricReport, as_number
 from zero_trial.master.store.database import dumps, loads
-
-SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""How JSON clients write what JSON cannot."""
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -28,14 +27,6 @@ _KINDS: tuple[tuple[type, str], ...] = (
 )
 
 
-def as_float(value: int | float) -> float:
-    """As a float; a whole number that none can hold is infinite."""
-    try:
-        return float(value)
-    except OverflowError:
-        return math.copysign(math.inf, value > 0 or -1)
-
-
 def extend(summary: dict[str, dict[str, Any]], metrics: Mapping[str, Any]) -> None:
     """Add one report to the summary of its group."""
     for name, value in metrics.items():
@@ -45,18 +36,19 @@ def extend(summary: dict[str, dict[str, Any]], metrics: Mapping[str, Any]) -> No
             entry = summary[name] = {"type": kind}
         elif entry["type"] != kind:
             entry = summary[name] = {"type": "string"}
-        if entry["type"] == "number":
-            _count(entry, SPELLED[value] if isinstance(value, str) else as_float(value))
+        number = as_number(value)
+        if entry["type"] == "number" and number is not None:
+            _count(entry, number)
     for name, entry in summary.items():
         entry["last"] = metrics.get(name)
 
 
 def kind_of(value: Any) -> str:
-    """Determined's word for the type of a metric's value."""
+    """Return Determined's name for the type of a metric's value."""
     if value is None:
         return "null"
     if isinstance(value, str):
-        return "number" if value in SPELLED else "date" if _TIME.fullmatch(value) else "string"
+        return "number" if as_number(value) is not None else "date" if _TIME.fullmatch(value) else "string"
     return next((word for kind, word in _KINDS if isinstance(value, kind)), "string")
 
 
@@ -69,14 +61,13 @@ def _count(entry: dict[str, Any], number: float) -> None:
 
 
 def _extreme(choose: Any, one: float, other: float) -> float:
-    """The smaller or larger; an infinity on the side that is looked for wins over NaN, NaN over all else, as in Go's math."""
+    """Return the smaller or larger value as Go's math does: an infinity on that side wins over NaN,
+    NaN over all else.
+    """
     end = choose(-math.inf, math.inf)
     if end in (one, other):
         return float(end)
     return math.nan if math.isnan(one) or math.isnan(other) else float(choose(one, other))
-
-
-# Reports of metrics in the store: cheap to add, a thousand a second.
 
 
 _COLUMNS = "id, trial_id, run_id, grp, steps, metrics, reported, archived"
@@ -87,7 +78,7 @@ _ADD = """
 
 
 def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: float | None = None) -> None:
-    """Insert a report. ``searcher_metric`` is the number that the search goes by, for a validation."""
+    """Insert a report. ``searcher_metric`` is the number that the search uses, of a validation."""
     batch = None if report.batch_metrics is None else dumps(report.batch_metrics)
     connection.execute(
         _ADD,
@@ -105,15 +96,17 @@ def add(connection: sqlite3.Connection, report: MetricReport, searcher_metric: f
 
 
 def number_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """A metric as a number that can be compared; None if it is missing, no number or not a number (NaN)."""
-    value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(number := as_float(value)):
-        return None
-    return number
+    """Return a metric as a number that can be compared; None if it is missing, not of a numeric
+    type, or NaN.
+    """
+    number = as_number(metrics.get(name))
+    return None if number is None or math.isnan(number) else number
 
 
 def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
-    """Whether this very report was stored before: its sender did not hear the answer and says it again."""
+    """Return whether this very report was stored before: a client that missed the answer sends it
+    again.
+    """
     row = connection.execute(
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND grp = ? AND steps IS ? AND metrics = ? LIMIT 1",
         (report.trial_id, report.run_id, report.group, report.steps_completed, dumps(report.metrics)),
@@ -122,7 +115,7 @@ def known(connection: sqlite3.Connection, report: MetricReport) -> bool:
 
 
 def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> None:
-    """Take out of sight what was reported after the step from which the trial now starts again."""
+    """Hide the reports after the step from which the trial starts again."""
     connection.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND steps > ? AND archived = 0", (trial_id, steps)
     )
@@ -131,7 +124,7 @@ def archive_after(connection: sqlite3.Connection, trial_id: int, steps: int) -> 
 def of_trial(
     connection: sqlite3.Connection, trial_id: int, group: str | None = None, *, batch_metrics: bool = False
 ) -> list[MetricReport]:
-    """Reports that count, by steps and then as they came."""
+    """List the reports that are not archived, by steps, then as they came."""
     columns = f"{_COLUMNS}, batch_metrics" if batch_metrics else _COLUMNS
     where = "trial_id = ? AND archived = 0" + ("" if group is None else " AND grp = ?")
     values = [trial_id] if group is None else [trial_id, group]
@@ -140,7 +133,7 @@ def of_trial(
 
 
 def latest_validation(connection: sqlite3.Connection, trial_id: int) -> MetricReport | None:
-    """The validation with the most steps."""
+    """Return the validation with the most steps."""
     row = connection.execute(
         f"SELECT {_COLUMNS} FROM metrics WHERE trial_id = ? AND grp = 'validation' AND archived = 0 ORDER BY steps DESC, id DESC LIMIT 1",
         (trial_id,),
@@ -151,7 +144,7 @@ def latest_validation(connection: sqlite3.Connection, trial_id: int) -> MetricRe
 def best_validation(
     connection: sqlite3.Connection, trial_id: int, *, smaller_is_better: bool
 ) -> tuple[MetricReport, float] | None:
-    """The best validation by the searcher's metric, with that number."""
+    """Return the best validation by the searcher's metric, with that number."""
     order = "ASC" if smaller_is_better else "DESC"
     row = connection.execute(
         f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE trial_id = ? AND grp = 'validation' AND archived = 0 "
@@ -164,7 +157,7 @@ def best_validation(
 def validation_at(
     connection: sqlite3.Connection, trial_id: int, steps: int
 ) -> tuple[MetricReport, float | None] | None:
-    """The validation of a trial at a step, with the searcher's metric of it."""
+    """Return the validation of a trial at a step, with the searcher's metric of it."""
     row = connection.execute(
         f"SELECT {_COLUMNS}, searcher_metric FROM metrics WHERE trial_id = ? AND grp = 'validation' AND steps = ? AND archived = 0 "
         "ORDER BY id DESC LIMIT 1",
@@ -174,7 +167,7 @@ def validation_at(
 
 
 def summary(connection: sqlite3.Connection, trial_id: int) -> dict[str, Any]:
-    """{group: {metric: see summaries}}."""
+    """Return the summary of each metric of each group, see `extend`."""
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for row in connection.execute(
         "SELECT grp, metrics FROM metrics WHERE trial_id = ? AND archived = 0 AND steps IS NOT NULL ORDER BY steps, id",

@@ -11,7 +11,7 @@ from zero_trial.master.store.database import insert, loads, update
 
 
 def add(connection: sqlite3.Connection, trial: Trial) -> int:
-    """Insert; returns the new id (``trial.id`` is not looked at)."""
+    """Insert a trial and return its new id (``trial.id`` is ignored)."""
     return insert(
         connection,
         "trials",
@@ -30,7 +30,9 @@ def add(connection: sqlite3.Connection, trial: Trial) -> int:
 
 
 def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -> Trial | None:
-    """One trial; ``derived`` reads its validations, checkpoints and the summary of its metrics too."""
+    """Return one trial; ``derived`` reads its validations, checkpoints and the summary of its
+    metrics too.
+    """
     row = connection.execute("SELECT * FROM trials WHERE id = ?", (number,)).fetchone()
     if row is None:
         return None
@@ -39,13 +41,13 @@ def get(connection: sqlite3.Connection, number: int, *, derived: bool = False) -
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
-    """The trial that a task runs."""
+    """Return the trial that a task runs."""
     row = connection.execute("SELECT * FROM trials WHERE task_id = ?", (task_id,)).fetchone()
     return None if row is None else _record(row, {})
 
 
 def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
-    """The trial that the searcher knows by this name."""
+    """Return the trial with this request id of the searcher."""
     row = connection.execute(
         "SELECT * FROM trials WHERE experiment_id = ? AND request_id = ?", (experiment_id, request_id)
     ).fetchone()
@@ -53,7 +55,7 @@ def of_request(connection: sqlite3.Connection, experiment_id: int, request_id: s
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived: bool = False) -> list[Trial]:
-    """All trials, oldest first; ``derived`` as for one, without the summary."""
+    """List all trials, oldest first; ``derived`` as for one, without the summary."""
     rows = connection.execute("SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)).fetchall()
     if not derived:
         return [_record(row, {}) for row in rows]
@@ -62,7 +64,7 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int, *, derived
 
 
 def live(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
-    """Trials that have not ended."""
+    """List the trials that have not ended."""
     rows = connection.execute(
         "SELECT * FROM trials WHERE experiment_id = ? AND state NOT IN ('COMPLETED', 'CANCELED', 'ERROR') ORDER BY id",
         (experiment_id,),
@@ -76,13 +78,13 @@ def change(connection: sqlite3.Connection, number: int, **columns: Any) -> None:
 
 
 def early_exit(connection: sqlite3.Connection, number: int) -> str:
-    """Why the trial said that it ends; empty if it said nothing."""
+    """Return why the trial has announced its end; "" if it has not."""
     row = connection.execute("SELECT early_exit FROM trials WHERE id = ?", (number,)).fetchone()
     return str(row[0]) if row else ""
 
 
 def metadata(connection: sqlite3.Connection, number: int) -> Any:
-    """What the trial said of itself."""
+    """Return the metadata that the trial has set."""
     row = connection.execute("SELECT metadata FROM trials WHERE id = ?", (number,)).fetchone()
     return loads(row[0]) if row else {}
 
@@ -107,13 +109,13 @@ def add_allocation(connection: sqlite3.Connection, allocation: Allocation) -> No
 
 
 def allocation(connection: sqlite3.Connection, name: str) -> Allocation | None:
-    """One allocation."""
+    """Return one allocation."""
     row = connection.execute("SELECT * FROM allocations WHERE id = ?", (name,)).fetchone()
     return None if row is None else _allocation(row)
 
 
 def newest_allocation(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
-    """The latest run of a trial."""
+    """Return the latest run of a trial."""
     row = connection.execute(
         "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id DESC LIMIT 1", (trial_id,)
     ).fetchone()
@@ -121,7 +123,7 @@ def newest_allocation(connection: sqlite3.Connection, trial_id: int) -> Allocati
 
 
 def allocations(connection: sqlite3.Connection, *, trial_id: int | None = None) -> list[Allocation]:
-    """All runs of a trial, or without one every allocation that has not ended, in the order of their making."""
+    """List all runs of a trial; without one, all allocations that have not ended, oldest first."""
     if trial_id is None:
         rows = connection.execute("SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY created, rowid")
     else:
@@ -130,7 +132,7 @@ def allocations(connection: sqlite3.Connection, *, trial_id: int | None = None) 
 
 
 def overdue(connection: sqlite3.Connection, now: float) -> list[Allocation]:
-    """Allocations that should have ended by now."""
+    """List the allocations that should have ended by now."""
     rows = connection.execute(
         "SELECT * FROM allocations WHERE state != 'TERMINATED' AND deadline <= ? ORDER BY created, rowid", (now,)
     )
@@ -138,7 +140,7 @@ def overdue(connection: sqlite3.Connection, now: float) -> list[Allocation]:
 
 
 def killing(connection: sqlite3.Connection, name: str) -> bool:
-    """Whether the master is ending this allocation by force."""
+    """Return whether the master is killing this allocation."""
     row = connection.execute("SELECT killing FROM allocations WHERE id = ?", (name,)).fetchone()
     return bool(row and row[0])
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_trial.master.errors import Invalid, PermissionDenied
-from zero_trial.master.http.request import Request, moment
+from zero_trial.master.http.request import AuthLevel, Request, Route, moment
 from zero_trial.master.http.response import Dict, Response, StreamingResponse, ok, pack, when
-from zero_trial.master.http.router import AuthLevel, Route
-from zero_trial.master.records import Checkpoint, CheckpointState
+from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, PermissionDenied
+from zero_trial.master.store.experiments import smaller_is_better
 from zero_trial.master.store.metrics import number_of
 
 ROOT = "/api/v1/checkpoints"
@@ -27,29 +26,27 @@ _KEYS: dict[str, Callable[[Checkpoint], Any]] = {
 def of_experiment(request: Request) -> Response:
     """GET /experiments/{experimentId}/checkpoints."""
     number = request.number("experimentId")
-    found = request.master.experiments.checkpoints(number)
-    searcher = request.master.experiments.get(number).config.get("searcher")
-    smaller = bool(searcher.get("smaller_is_better", True)) if isinstance(searcher, dict) else True
-    return _listed(request, found, smaller_is_better=smaller)
+    return _listed(request, request.master.experiments.checkpoints(number), number)
 
 
 def of_trial(request: Request) -> Response:
     """GET /trials/{trialId}/checkpoints."""
     trial = request.master.trials.get(request.number("trialId"))
-    searcher = request.master.experiments.get(trial.experiment_id).config.get("searcher")
-    smaller = bool(searcher.get("smaller_is_better", True)) if isinstance(searcher, dict) else True
-    return _listed(request, request.master.trials.checkpoints(trial.id), smaller_is_better=smaller)
+    return _listed(request, request.master.trials.checkpoints(trial.id), trial.experiment_id)
 
 
-def _listed(request: Request, found: Sequence[Checkpoint], *, smaller_is_better: bool) -> Response:
+def _listed(request: Request, found: Sequence[Checkpoint], experiment_id: int) -> Response:
+    smaller = smaller_is_better(request.master.experiments.get(experiment_id).config)
     states = set(request.query_all("states"))
     kept = [each for each in found if not states or f"STATE_{each.state.value}" in states]
-    page, pagination = request.page(_sorted(request, kept, smaller_is_better))
+    page, pagination = request.page(_sorted(request, kept, smaller))
     return ok({"checkpoints": [checkpoint_json(each) for each in page], "pagination": pagination})
 
 
-def _sorted(request: Request, found: list[Checkpoint], smaller_is_better: bool) -> list[Checkpoint]:
-    """By a metric, best first, those without it left out; or by an attribute, ascending unless asked otherwise."""
+def _sorted(request: Request, found: list[Checkpoint], smaller: bool) -> list[Checkpoint]:
+    """Sort by a metric, best first, without those that lack it; or by an attribute, ascending
+    unless asked otherwise.
+    """
     metric, attribute = request.first("sortByMetric"), request.first("sortByAttr")
     order = request.first("orderBy")
     if metric:
@@ -58,11 +55,11 @@ def _sorted(request: Request, found: list[Checkpoint], smaller_is_better: bool) 
         key = _KEYS[attribute]
     elif attribute in ("", "SORT_BY_UNSPECIFIED"):
         key = _KEYS["SORT_BY_SEARCHER_METRIC"] if _ranked(found) else _KEYS["SORT_BY_END_TIME"]
-        return _with_key(found, key, reverse=_ranked(found) and not smaller_is_better)
+        return _with_key(found, key, reverse=_ranked(found) and not smaller)
     else:
         raise Invalid("sortByAttr is none of Determined's SORT_BY_ names", got=attribute[:60])
     by_searcher = not metric and attribute == "SORT_BY_SEARCHER_METRIC"
-    descending = order == "ORDER_BY_DESC" or (by_searcher and order != "ORDER_BY_ASC" and not smaller_is_better)
+    descending = order == "ORDER_BY_DESC" or (by_searcher and order != "ORDER_BY_ASC" and not smaller)
     return _with_key(found, key, reverse=descending)
 
 
@@ -86,13 +83,17 @@ def download(request: Request) -> StreamingResponse:
 
 
 def _readable(request: Request, uuid: str) -> Checkpoint:
-    """A checkpoint that the sender may read: a trial reads those of its own experiment, and the one that it starts from."""
+    """Return a checkpoint that the sender may read: a trial reads those of its own experiment, and
+    the one that it starts from.
+    """
     found = request.master.checkpoints.get(uuid)
     allocation = request.principal.allocation
     if allocation is not None and found.experiment_id != allocation.experiment_id:
         trial = request.master.trials.get(allocation.trial_id)
         if uuid not in (trial.latest_checkpoint, trial.warm_start_checkpoint):
-            raise PermissionDenied(f"the token of allocation {allocation.id} is not good for checkpoint {uuid[:40]!r}")
+            raise PermissionDenied(
+                f"the token of allocation {allocation.id} does not permit access to checkpoint {uuid[:40]!r}"
+            )
     return found
 
 
@@ -159,19 +160,23 @@ def _texts(value: Any, name: str) -> list[str]:
 
 
 def _sizes(resources: Any) -> dict[str, int]:
+    """Read a map of files to their sizes in bytes, which protobuf sends as text. Raises Invalid."""
     if not isinstance(resources, dict):
-        raise Invalid("resources must map files to their sizes")
+        raise Invalid("resources must map files to their sizes in bytes")
     try:
-        return {str(name): int(size) for name, size in resources.items()}
+        sizes = {str(name): int(size) for name, size in resources.items()}
     except (TypeError, ValueError, OverflowError):
         raise Invalid("resources must map files to their sizes in bytes") from None
+    if any(size < 0 for size in sizes.values()):
+        raise Invalid("a file's size must not be negative", where="resources")
+    return sizes
 
 
 # -- what the answers contain, in the shapes of Determined's bindings
 
 
 def checkpoint_json(record: Checkpoint) -> Dict:
-    """v1Checkpoint."""
+    """Render a v1Checkpoint."""
     return {
         "uuid": record.uuid,
         "state": f"STATE_{record.state.value}",
@@ -194,7 +199,7 @@ def checkpoint_json(record: Checkpoint) -> Dict:
 
 
 def checkpoint_workload_json(record: Checkpoint) -> Dict:
-    """v1CheckpointWorkload."""
+    """Render a v1CheckpointWorkload."""
     return {
         "uuid": record.uuid,
         "state": f"STATE_{record.state.value}",

@@ -8,12 +8,20 @@ from typing import Any
 
 from zero_trial.master.core import context_archive
 from zero_trial.master.core.machine import POOL
-from zero_trial.master.errors import Invalid, NotFound, Unsupported
-from zero_trial.master.http.request import Request, real, whole
+from zero_trial.master.http.request import AuthLevel, Request, Route, real, whole
 from zero_trial.master.http.response import Dict, Response, maybe_when, ok, when
-from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.http.routes.trials import trial_json
-from zero_trial.master.records import Created, Experiment, ExperimentPatch, GcPolicy, Job, NewExperiment
+from zero_trial.master.records import (
+    Created,
+    Experiment,
+    ExperimentPatch,
+    GcPolicy,
+    Invalid,
+    Job,
+    NewExperiment,
+    NotFound,
+    Unsupported,
+)
 
 ROOT = "/api/v1/experiments"
 WORKSPACE = "Uncategorized"  # the one workspace, and the one project in it
@@ -29,10 +37,10 @@ def create(request: Request) -> Response:
         raise Invalid("modelDefinition must be a list of files")
     if body.get("template"):
         raise Unsupported(
-            "templates are not kept here; write what the template says into the experiment's configuration"
+            "templates are not supported; write the keys of the template into the experiment's configuration"
         )
     if body.get("unmanaged"):
-        raise Unsupported("unmanaged experiments are not kept here; run the script by itself, or submit it")
+        raise Unsupported("unmanaged experiments are not supported; run the script by itself, or submit it")
     if body.get("projectId") not in (None, 0, PROJECT_ID):
         raise NotFound(f"there is one project here, number {PROJECT_ID}")
     parent = body.get("parentId")
@@ -121,11 +129,11 @@ def model_def(request: Request) -> Response:
     return ok({"b64Tgz": base64.b64encode(packed).decode()})
 
 
-def steer(verb: str) -> Callable[[Request], Response]:
-    """POST /experiments/{experimentId}/VERB."""
+def steer(operation: str) -> Callable[[Request], Response]:
+    """POST /experiments/{experimentId}/OPERATION."""
 
     def action(request: Request) -> Response:
-        getattr(request.master.experiments, verb)(request.number("experimentId"))
+        getattr(request.master.experiments, operation)(request.number("experimentId"))
         return Response()
 
     return action
@@ -188,7 +196,9 @@ def label(request: Request) -> Response:
 
 
 def best_metric(request: Request) -> Response:
-    """GET /experiments/{experimentId}/searcher/best_searcher_validation_metric; 404 says that there is none yet."""
+    """GET /experiments/{experimentId}/searcher/best_searcher_validation_metric; 404 if there is
+    none yet.
+    """
     best = request.master.experiments.best_searcher_metric(request.number("experimentId"))
     if best is None:
         raise NotFound("no trial has reported the searcher's metric yet")
@@ -196,7 +206,9 @@ def best_metric(request: Request) -> Response:
 
 
 def preview_gc(request: Request) -> Response:
-    """GET /experiments/{experimentId}/preview_gc: what ``det experiment set gc-policy`` shows before it asks."""
+    """GET /experiments/{experimentId}/preview_gc: what ``det experiment set gc-policy`` shows
+    before it asks.
+    """
     names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
     policy = GcPolicy(*(_count(request.first(name), name) for name in names))
     number = request.number("experimentId")
@@ -218,7 +230,7 @@ def preview_gc(request: Request) -> Response:
 
 
 def text_of(body: Mapping[str, Any], name: str) -> str:
-    """A text of a body that must be there. Invalid otherwise."""
+    """Return a required text of a body. Raises Invalid."""
     value = body.get(name)
     if not isinstance(value, str):
         raise Invalid(f"{name} must be a text")
@@ -237,7 +249,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
-    """v1Experiment."""
+    """Render a v1Experiment."""
     searcher = _mapping(record.config.get("searcher"))
     resources = _mapping(record.config.get("resources"))
     return {
@@ -280,7 +292,7 @@ def experiment_json(record: Experiment, *, user_id: int = 1) -> Dict:
 
 
 def job_summary_json(job: Job | None) -> Dict | None:
-    """v1JobSummary."""
+    """Render a v1JobSummary."""
     return None if job is None else {"state": f"STATE_{job.state}", "jobsAhead": job.jobs_ahead}
 
 
@@ -294,8 +306,8 @@ ROUTES = (
     Route("PATCH", _ONE, patch),
     Route("DELETE", _ONE, steer("delete")),
     *(
-        Route("POST", f"{_ONE}/{verb}", steer(verb))
-        for verb in ("pause", "activate", "cancel", "kill", "archive", "unarchive")
+        Route("POST", f"{_ONE}/{operation}", steer(operation))
+        for operation in ("pause", "activate", "cancel", "kill", "archive", "unarchive")
     ),
     Route("GET", f"{_ONE}/trials", trials, AuthLevel.BOTH),
     Route("GET", f"{_ONE}/model_def", model_def),

@@ -11,14 +11,10 @@ from typing import Any
 
 import re2
 
-from zero_trial.master.errors import Invalid
-from zero_trial.master.http.request import Request, whole
-from zero_trial.master.http.response import Response, StreamingResponse, failure, lines, when
-from zero_trial.master.http.router import AuthLevel, Route
-from zero_trial.master.records import LogLine, LogQuery
+from zero_trial.master.http.request import AuthLevel, Request, Route, whole
+from zero_trial.master.http.response import Dict, Response, StreamingResponse, failure, lines, when
+from zero_trial.master.records import Invalid, LogLine, LogQuery
 from zero_trial.util.text import strip_control
-
-Dict = dict[str, Any]
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _ENTRY = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) ([A-Z]+) (.*)")
@@ -27,7 +23,7 @@ _LARGEST_PROGRAM = 1000  # instructions of a compiled searchText; the time for a
 
 
 def query(request: Request) -> LogQuery:
-    """Which lines a request asks for. Invalid for what cannot be understood."""
+    """Read which lines a request asks for. Raises Invalid."""
     limit = request.query_number("limit", 0)
     return LogQuery(
         follow=request.query_flag("follow"),
@@ -43,7 +39,10 @@ def query(request: Request) -> LogQuery:
 
 
 def keeps(request: Request) -> Callable[[LogLine], bool] | None:
-    """The filters that a cluster does not know, or None if none is asked for: agents, containers, sources, streams, regular expressions."""
+    """Return the filter for what a `LogQuery` cannot express; None if no such filter is asked for.
+
+    These are agents, containers, sources, streams and regular expressions.
+    """
     sources, streams = set(request.query_all("sources")), set(request.query_all("stdtypes"))
     agents, containers = set(request.query_all("agentIds")), set(request.query_all("containerIds"))
     text = request.first("searchText") if request.query_flag("enableRegex") else ""
@@ -75,8 +74,8 @@ def keeps(request: Request) -> Callable[[LogLine], bool] | None:
 def _pattern(text: str) -> Any:
     """Compile a client's regular expression. Raises Invalid for one that is wrong or too large.
 
-    RE2 matches in a time that is linear in the line and holds no lock of the interpreter meanwhile; with ``re``, ``(a+)+$`` on one line
-    would stop every thread of the master for good.
+    RE2 matches in a time that is linear in the line and holds no lock of the interpreter meanwhile;
+    with ``re``, ``(a+)+$`` on one line would stop every thread of the master for good.
     """
     options = re2.Options()
     options.log_errors = False
@@ -114,7 +113,10 @@ def _stream(
 
 
 def _shared(line: LogLine) -> Dict:
-    """What the lines of trials and of tasks have in common. ``message`` is printed as it is, ``log`` is the bare text."""
+    """Render what the lines of trials and of tasks have in common.
+
+    Clients print ``message`` as it is; ``log`` is the bare text.
+    """
     text = strip_control(line.message)  # `det trial logs` prints it to a terminal
     rank = "" if line.rank is None or text.startswith("[rank=") else f"[rank={line.rank}] "
     return {
@@ -152,7 +154,9 @@ def task_logs(request: Request) -> Response | StreamingResponse:
 
 
 def master_logs(request: Request) -> Response | StreamingResponse:
-    """GET /master/logs; a negative offset counts from the end. Following is left to ``zero-trial master logs``."""
+    """GET /master/logs; a negative offset counts from the end. Following is left to ``zero-trial
+    master logs``.
+    """
     if request.query_flag("follow"):
         return failure(501, "the master's log is not followed over HTTP: run 'zero-trial master logs'")
     entries = list(_entries(request.master.machine.log_file()))
@@ -162,7 +166,9 @@ def master_logs(request: Request) -> Response | StreamingResponse:
 
 
 def _entries(file: Path) -> Iterator[Dict]:
-    """The entries of the last part of the master's log; a line that is no entry goes on with the one before."""
+    """Read the entries of the last part of the master's log; a line without a time belongs to the
+    entry before it.
+    """
     try:
         with file.open("rb") as stream:
             start = max(0, stream.seek(0, 2) - _TAIL)

@@ -1,4 +1,6 @@
-"""Routes of the machine: who the master is, its slots, its queue, and the one workspace and project that there are."""
+"""Routes of the machine: the identity of the master, slots, the queue, and the only workspace and
+project.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from zero_trial.master.core.machine import POOL
-from zero_trial.master.errors import Invalid, NotFound, Unsupported
-from zero_trial.master.http.request import Request, real, whole
+from zero_trial.master.http.request import AuthLevel, Request, Route, real, whole
 from zero_trial.master.http.response import Dict, Response, ok, when
-from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID
 from zero_trial.master.records import (
     AgentInfo,
     Allocation,
     AllocationState,
     ExperimentPatch,
+    Invalid,
     Job,
     MasterInfo,
+    NotFound,
     ResourcePool,
     SlotInfo,
+    Unsupported,
 )
 
 
@@ -71,7 +74,7 @@ def _agent(request: Request) -> Dict:
     for agent in _agents(request):
         if agent["id"] == request.text("agentId"):
             return agent
-    raise NotFound(f"there is no agent {request.text('agentId')[:60]!r}")
+    raise NotFound(f"agent {request.text('agentId')[:60]!r} not found")
 
 
 def agent(request: Request) -> Response:
@@ -88,7 +91,7 @@ def slot(request: Request) -> Response:
     """GET /agents/{agentId}/slots/{slotId}."""
     found = _agent(request)["slots"].get(str(request.number("slotId")))
     if found is None:
-        raise NotFound(f"there is no slot {request.number('slotId')}")
+        raise NotFound(f"slot {request.number('slotId')} not found")
     return ok({"slot": found})
 
 
@@ -138,7 +141,7 @@ def _jobs(request: Request) -> list[Dict]:
 
 def _require_pool(request: Request, name: str) -> None:
     if name not in {pool.name for pool in request.master.machine.resource_pools()}:
-        raise NotFound(f"there is no resource pool {name[:60]!r}")
+        raise NotFound(f"resource pool {name[:60]!r} not found")
 
 
 def jobs(request: Request) -> Response:
@@ -154,7 +157,9 @@ def jobs_v2(request: Request) -> Response:
 
 
 def update_jobs(request: Request) -> Response:
-    """POST /job-queues: priorities and weights. All updates are understood before the first is done."""
+    """POST /job-queues: priorities and weights. All updates are understood before the first is
+    done.
+    """
     updates = request.body().get("updates")
     if not isinstance(updates, list) or not all(isinstance(update, dict) for update in updates):
         raise Invalid("updates must be a list")
@@ -168,7 +173,7 @@ def update_jobs(request: Request) -> Response:
 def _job_number(numbers: dict[str, int], update: dict[str, Any]) -> int:
     name = update.get("jobId")
     if not isinstance(name, str) or name not in numbers:
-        raise NotFound(f"there is no job {str(name)[:60]!r} in the queue")
+        raise NotFound(f"job {str(name)[:60]!r} is not in the queue")
     return numbers[name]
 
 
@@ -242,7 +247,7 @@ _EMPTY_TEXTS = (
 
 
 def info_json(record: MasterInfo) -> Dict:
-    """What ``GET /info`` tells anybody; every det command asks for it first."""
+    """Render the answer to ``GET /info``, which every det command asks for first."""
     return {
         "version": record.version,
         "master_id": record.master_id,
@@ -254,7 +259,7 @@ def info_json(record: MasterInfo) -> Dict:
 
 
 def master_json(record: MasterInfo) -> Dict:
-    """v1GetMasterResponse."""
+    """Render a v1GetMasterResponse."""
     return {
         "version": record.version,
         "masterId": record.master_id,
@@ -273,12 +278,12 @@ def master_json(record: MasterInfo) -> Dict:
 
 
 def device_json(slot: SlotInfo) -> Dict:
-    """v1Device."""
+    """Render a v1Device."""
     return {"id": slot.number, "brand": slot.name, "uuid": slot.uuid, "type": f"TYPE_{slot.device_type.upper()}"}
 
 
 def slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
-    """v1Slot; ``allocation`` is who holds it."""
+    """Render a v1Slot; ``allocation`` holds it."""
     holder = None if allocation is None else container_json(allocation, [record])
     return {
         "id": str(record.number),
@@ -290,14 +295,14 @@ def slot_json(record: SlotInfo, allocation: Allocation | None) -> Dict:
 
 
 def container_json(allocation: Allocation, slots: Iterable[SlotInfo]) -> Dict:
-    """v1Container: what a real agent runs an allocation in."""
+    """Render a v1Container, in which a real agent would run the allocation."""
     devices = [device_json(slot) for slot in slots]
     state = "STATE_RUNNING" if allocation.state is AllocationState.RUNNING else "STATE_STARTING"
     return {"id": allocation.container_id, "parent": "", "state": state, "devices": devices, "permissionDenied": False}
 
 
 def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
-    """v1Agent with its slots and what runs on them."""
+    """Render a v1Agent with its slots and what runs on them."""
     running = {allocation.id: allocation for allocation in allocations}
     containers = {
         allocation.container_id: container_json(
@@ -320,7 +325,7 @@ def agent_json(record: AgentInfo, allocations: Iterable[Allocation]) -> Dict:
 
 
 def job_json(record: Job, *, pool: str, user_id: int) -> Dict:
-    """v1Job."""
+    """Render a v1Job."""
     return {
         "jobId": record.id,
         "entityId": str(record.experiment_id),
@@ -342,7 +347,7 @@ def job_json(record: Job, *, pool: str, user_id: int) -> Dict:
 
 
 def resource_pool_json(record: ResourcePool) -> Dict:
-    """v1ResourcePool."""
+    """Render a v1ResourcePool."""
     text = dict.fromkeys(_EMPTY_TEXTS, "")
     counts = dict.fromkeys(
         ("auxContainerCapacity", "auxContainerCapacityPerAgent", "auxContainersRunning", "minAgents"), 0
@@ -372,7 +377,7 @@ def resource_pool_json(record: ResourcePool) -> Dict:
 
 
 def workspace_json(experiments: int) -> Dict:
-    """v1Workspace: the one that there is."""
+    """Render the only v1Workspace."""
     return {
         "id": WORKSPACE_ID,
         "name": WORKSPACE,
@@ -389,7 +394,7 @@ def workspace_json(experiments: int) -> Dict:
 
 
 def project_json(experiments: int, active: int) -> Dict:
-    """v1Project: the one that there is."""
+    """Render the only v1Project."""
     return {
         "id": PROJECT_ID,
         "name": WORKSPACE,
@@ -415,7 +420,7 @@ _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
 ROUTES = (
     Route("GET", "/info", info, AuthLevel.ANYBODY),
-    # Clients ask this before they log in, as they may of a real master; it tells what /info tells.
+    # Clients ask for this before they log in, as they may on a real master; it has no more than /info.
     Route("GET", "/api/v1/master", master, AuthLevel.ANYBODY),
     Route("GET", "/api/v1/master/config", master_config),
     Route("GET", "/api/v1/agents", agents),

@@ -1,15 +1,15 @@
-"""Routes of tasks and their allocations: what the harness asks while it sets a trial up and runs it."""
+"""Routes of tasks and their allocations: what the harness asks while it sets a trial up and runs
+it.
+"""
 
 from __future__ import annotations
 
 import base64
 import math
 
-from zero_trial.master.errors import Invalid
-from zero_trial.master.http.request import Request
+from zero_trial.master.http.request import AuthLevel, Request, Route
 from zero_trial.master.http.response import Dict, Response, maybe_when, ok, when
-from zero_trial.master.http.router import AuthLevel, Route
-from zero_trial.master.records import Allocation, AllocationState, Task
+from zero_trial.master.records import Allocation, AllocationState, Invalid, Task
 
 MAX_POLL = 60.0  # seconds that a long poll waits
 CROWDED_POLL = 1.0  # the same when too many wait already
@@ -34,7 +34,9 @@ def rendezvous(request: Request) -> Response:
 
 
 def preemption(request: Request) -> Response:
-    """GET /allocations/{allocationId}/signals/preemption: a long poll, shorter when too many wait already."""
+    """GET /allocations/{allocationId}/signals/preemption: a long poll, shorter when too many wait
+    already.
+    """
     text = request.first("timeout_seconds") or request.first("timeoutSeconds") or "60"
     try:
         timeout = float(text)
@@ -117,7 +119,7 @@ _ALLOCATION_STATES = {
 def allocation_summary_json(
     task: Task, allocation: Allocation, agent_id: str, pool: str, priority: int, slots_needed: int
 ) -> Dict:
-    """v1AllocationSummary."""
+    """Render a v1AllocationSummary."""
     resources = {
         "resourcesId": allocation.resources_id,
         "resourcesType": "docker-container",
@@ -140,7 +142,7 @@ def allocation_summary_json(
 
 
 def allocation_json(record: Allocation) -> Dict:
-    """v1Allocation."""
+    """Render a v1Allocation."""
     return {
         "taskId": record.task_id,
         "allocationId": record.id,
@@ -154,7 +156,7 @@ def allocation_json(record: Allocation) -> Dict:
 
 
 def task_json(record: Task) -> Dict:
-    """v1Task."""
+    """Render a v1Task."""
     return {
         "taskId": record.id,
         "taskType": "TASK_TYPE_TRIAL",

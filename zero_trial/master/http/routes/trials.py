@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from zero_trial.master.errors import Invalid
-from zero_trial.master.http.request import BadRequest, Request, moment, real, whole
+from zero_trial.master.http.request import AuthLevel, BadRequest, Request, Route, moment, real, whole
 from zero_trial.master.http.response import Dict, Response, StreamingResponse, lines, maybe_when, ok, when
-from zero_trial.master.http.router import AuthLevel, Route
 from zero_trial.master.http.routes.checkpoints import checkpoint_workload_json
-from zero_trial.master.records import MetricReport, Trial, Workload
+from zero_trial.master.records import Invalid, MetricReport, Trial, Workload
 
 ROOT = "/api/v1/trials"
 _PER_LINE = 1000  # metric reports that are sent in one line of a stream
@@ -147,7 +145,7 @@ _OWN_GROUPS = {"training": "avg_metrics", "validation": "validation_metrics"}  #
 
 
 def trial_json(record: Trial) -> Dict:
-    """trialv1Trial."""
+    """Render a trialv1Trial."""
     return {
         "id": record.id,
         "experimentId": record.experiment_id,
@@ -173,7 +171,7 @@ def trial_json(record: Trial) -> Dict:
 
 
 def metrics_json(report: MetricReport) -> Dict:
-    """v1MetricsWorkload."""
+    """Render a v1MetricsWorkload."""
     return {
         "endTime": when(report.reported),
         "metrics": {"avgMetrics": dict(report.metrics), "batchMetrics": report.batch_metrics or []},
@@ -187,7 +185,7 @@ def _maybe_metrics(report: MetricReport | None) -> Dict | None:
 
 
 def report_json(report: MetricReport) -> Dict:
-    """v1MetricsReport."""
+    """Render a v1MetricsReport."""
     return {
         "trialId": report.trial_id,
         "trialRunId": report.run_id,
@@ -201,7 +199,7 @@ def report_json(report: MetricReport) -> Dict:
 
 
 def workload_json(record: Workload) -> Dict:
-    """v1WorkloadContainer."""
+    """Render a v1WorkloadContainer."""
     if record.checkpoint is not None:
         return {"checkpoint": checkpoint_workload_json(record.checkpoint)}
     if record.validation is not None:

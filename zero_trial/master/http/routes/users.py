@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from zero_trial.master import auth
-from zero_trial.master.auth import digest
-from zero_trial.master.core.accounts import LOCAL_USER
-from zero_trial.master.errors import Conflict, Invalid, NotFound, PermissionDenied, Unsupported
-from zero_trial.master.http.request import Request
+from zero_trial.master.core.accounts import LOCAL_USER, USER_HEADER, client_hash, digest, store_password
+from zero_trial.master.http.request import AuthLevel, Request, Route
 from zero_trial.master.http.response import Dict, Response, ok
-from zero_trial.master.http.router import AuthLevel, Route
-from zero_trial.master.records import User
+from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, Unsupported, User
 
 ROOT = "/api/v1/users"
 _SMALL = 16 * 1024  # bytes; a login is read from anybody
@@ -30,7 +26,7 @@ def login(request: Request) -> Response:
 
 def logout(request: Request) -> Response:
     """POST /auth/logout: the token that was sent is good for nothing any more."""
-    token = request.head.bearer(auth.USER_HEADER)
+    token = request.head.bearer(USER_HEADER)
     if token is not None:
         request.master.accounts.drop_token(digest(token))
     return Response()
@@ -60,7 +56,7 @@ def by_name(request: Request) -> Response:
     """GET /users/{name}/by-username."""
     found = request.master.accounts.user(request.text("name"))
     if found is None:
-        raise NotFound(f"there is no user {request.text('name')[:60]!r}")
+        raise NotFound(f"user {request.text('name')[:60]!r} not found")
     return ok({"user": user_json(found)})
 
 
@@ -72,7 +68,7 @@ def create(request: Request) -> Response:
     if not isinstance(asked, dict) or not isinstance(asked.get("username"), str):
         raise Invalid("a new user has a username")
     if asked.get("remote"):
-        raise Unsupported("remote users (of single sign-on) are not kept here; give the user a password")
+        raise Unsupported("remote users (of single sign-on) are not supported; give the user a password")
     made = request.master.accounts.add_user(
         asked["username"],
         _sent_password(body),
@@ -84,20 +80,22 @@ def create(request: Request) -> Response:
 
 
 def patch(request: Request) -> Response:
-    """PATCH /users/{userId}. Somebody who is no administrator changes only their own password and display name."""
+    """PATCH /users/{userId}. Who is not an administrator may change only their own password and
+    display name.
+    """
     user, body = _user(request), request.body()
     own = request.principal.user is not None and request.principal.user.id == user.id
     if not own or any(body.get(name) is not None for name in ("active", "admin", "username")):
         request.require_admin()
     if body.get("remote") or body.get("agentUserGroup"):
-        raise Unsupported("users have no agent user or single sign-on here: trials run as whoever runs the master")
+        raise Unsupported("users have no agent user or single sign-on here: trials run as the user who runs the master")
     changed = _changed(user, body)
     if changed.name != user.name and request.master.accounts.user(changed.name) is not None:
-        raise Conflict(f"there is a user {changed.name!r} already")
+        raise Conflict(f"user {changed.name!r} exists already")
     if changed.name != user.name and user.name == LOCAL_USER:
-        raise Conflict(f"{LOCAL_USER!r} keeps its name: it is whom Determined's clients are by default")
+        raise Conflict(f"{LOCAL_USER!r} keeps its name: Determined's clients log in as this user by default")
     if own and not (changed.active and changed.admin) and user.admin:
-        raise Conflict("an administrator does not lock himself out")
+        raise Conflict("an administrator cannot deactivate or demote their own account")
     return ok({"user": user_json(request.master.accounts.put_user(changed))})
 
 
@@ -113,23 +111,25 @@ def _changed(user: User, body: dict[str, Any]) -> User:
         display_name=user.display_name if body.get("displayName") is None else str(body["displayName"]),
     )
     if body.get("password") is not None:
-        changed = replace(changed, password=auth.store_password(_sent_password(body)))
+        changed = replace(changed, password=store_password(_sent_password(body)))
     return changed
 
 
 def _sent_password(body: dict[str, Any]) -> str:
-    """The password of a body as clients hash it. Invalid if there is none: an account without one would be everybody's."""
+    """Return the password of a body as clients hash it. Raises Invalid without one: such an account
+    would be open to all.
+    """
     password = body.get("password")
     if not isinstance(password, str) or not password:
         raise Invalid("a user needs a password")
-    return password if body.get("isHashed") else auth.client_hash(password)
+    return password if body.get("isHashed") else client_hash(password)
 
 
 def _user(request: Request) -> User:
     number = request.number("userId")
     found = next((user for user in request.master.accounts.users() if user.id == number), None)
     if found is None:
-        raise NotFound(f"there is no user {number}")
+        raise NotFound(f"user {number} not found")
     return found
 
 
@@ -137,7 +137,7 @@ def _user(request: Request) -> User:
 
 
 def user_json(record: User) -> Dict:
-    """v1User; the password stays where it is."""
+    """Render a v1User, without the password."""
     return {
         "id": record.id,
         "username": record.name,

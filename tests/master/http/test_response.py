@@ -1,13 +1,20 @@
-"""Records as dicts that Determined's bindings read, also where parts of a record are not there yet."""
+"""Answers: JSON, streams, directories as .tar.gz, and records as the dicts that the genuine bindings read."""
 
 from __future__ import annotations
 
+import io
+import json
+import math
+import tarfile
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from tests.master.world import UUID, World, allocation, checkpoint, experiment, trial
-from zero_trial.master.http.response import maybe_when, when
+from zero_trial.master.http import response
+from zero_trial.master.http.response import encode, failure, finite, lines, maybe_when, ok, pack, when
 from zero_trial.master.http.routes.checkpoints import checkpoint_json, checkpoint_workload_json
 from zero_trial.master.http.routes.experiments import experiment_json, job_summary_json
 from zero_trial.master.http.routes.machine import agent_json, device_json
@@ -23,6 +30,88 @@ from zero_trial.master.records import (
     User,
     Workload,
 )
+
+
+def test_an_answer_is_compact_json() -> None:
+    assert ok({"a": [1, "ä"]}).body == '{"a":[1,"ä"]}'.encode()
+
+
+def test_numbers_that_json_does_not_know_become_protobufs_words() -> None:
+    value = {"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": (math.nan,)}
+    assert json.loads(encode(value)) == {"a": "NaN", "b": ["Infinity", "-Infinity", 1.5], "c": ["NaN"]}
+    assert finite(1.5) == 1.5
+
+
+def test_text_that_is_not_unicode_does_not_break_an_answer() -> None:
+    assert json.loads(encode({"a": "\udcff"})) == {"a": "?"}
+
+
+def test_a_failure_says_it_where_both_kinds_of_clients_look() -> None:
+    answer = failure(404, "there is no trial 7")
+    body = json.loads(answer.body)
+    assert answer.status == 404
+    assert body["message"] == body["error"]["error"] == "there is no trial 7"
+
+
+def test_lines_go_out_together_unless_they_are_followed() -> None:
+    values = [{"n": 1}, {"n": 2}]
+    assert list(lines(values, follow=False).pieces) == [b'{"result":{"n":1}}\n{"result":{"n":2}}\n']
+    assert list(lines([*values, None], follow=True).pieces) == [b'{"result":{"n":1}}\n', b'{"result":{"n":2}}\n', b""]
+
+
+def test_many_lines_are_sent_before_the_last_one_is_made() -> None:
+    made = []
+
+    def values():  # type: ignore[no-untyped-def]
+        for number in range(1000):
+            made.append(number)
+            yield {"text": "x" * 1000}
+
+    first = next(lines(values(), follow=False).pieces)
+    assert 64 * 1024 <= len(first) < 70 * 1024
+    assert len(made) < 100
+
+
+def test_a_stream_that_was_never_begun_lets_go_what_it_holds() -> None:
+    ended = []
+    stream = lines(iter(()), follow=True, done=lambda: ended.append("done"))
+    stream.close()
+    assert ended == ["done"]
+
+
+def test_files_come_out_as_they_went_in(tmp_path: Path) -> None:
+    contents = {"a.txt": b"", "b/c.bin": bytes(512), "b/d/e.bin": bytes(range(256)) * 3000, "ü.txt": b"x"}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pack(tmp_path))), mode="r:gz") as archive:
+        found = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    assert found == contents
+
+
+def test_links_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    inside = tmp_path / "checkpoint"
+    inside.mkdir()
+    (inside / "link").symlink_to(tmp_path / "secret")
+    (inside / "up").symlink_to(tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pack(inside))), mode="r:gz") as archive:
+        assert archive.getnames() == []
+
+
+def test_a_file_that_shrinks_breaks_the_archive_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100_000)
+    monkeypatch.setattr(response, "PIECE", 10)
+
+    def shrink(pieces: Iterator[bytes]) -> Iterator[bytes]:
+        for number, piece in enumerate(pieces):
+            if number == 2:
+                (tmp_path / "a").write_bytes(b"")
+            yield piece
+
+    with pytest.raises(OSError, match="became shorter"):
+        list(shrink(response._blocks(tmp_path)))
+
 
 bindings = pytest.importorskip("determined.common.api.bindings")
 

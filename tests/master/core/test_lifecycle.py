@@ -1,30 +1,46 @@
-"""The life of a trial, as tables of events."""
+"""What an event makes of a trial or an experiment, and which queued run gets which slots."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zero_trial.master.core.lifecycle import (
     Acked,
+    ActivateExperiment,
+    AllTrialsEnded,
+    CancelExperiment,
     CancelTrial,
     EarlyExit,
     Exited,
+    ExperimentEvent,
     Fail,
+    KillExperiment,
     KillTrial,
     Overdue,
+    PauseExperiment,
     PauseTrial,
     Placed,
+    QueuedRun,
     RunStage,
+    SearchOver,
+    SlotAssignment,
     StartTrial,
     StopBySearch,
     TrialEffect,
     TrialEvent,
     TrialLife,
+    assign_slots,
     exit_reason,
+    queue_order,
+    step_experiment,
     step_trial,
 )
+from zero_trial.master.records import ExperimentState as S
 from zero_trial.master.records import TrialState
 from zero_trial.master.search import ExitReason
 
@@ -128,8 +144,8 @@ def test_only_crashes_count_as_restarts() -> None:
 
 
 def test_without_restarts_the_first_crash_is_the_end() -> None:
-    life, _ = live(*UP, Exited(9, "its shepherd is gone"), max_restarts=0)
-    assert life.state is TrialState.ERROR and "its shepherd is gone" in life.reason and life.restarts == 0
+    life, _ = live(*UP, Exited(9, "its supervisor is gone"), max_restarts=0)
+    assert life.state is TrialState.ERROR and "its supervisor is gone" in life.reason and life.restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -178,3 +194,108 @@ def test_every_event_in_every_state_is_answered() -> None:
         if life.run is RunStage.RUNNING:
             assert step_trial(step_trial(life, KillTrial())[0], Exited(137))[0].state.final
     assert len(seen) > 30
+
+
+EXPERIMENT_STORIES: list[tuple[S, ExperimentEvent, S, str]] = [
+    (S.ACTIVE, PauseExperiment(), S.PAUSED, "pause_trials"),
+    (S.PAUSED, ActivateExperiment(), S.ACTIVE, "start_trials"),
+    (S.ACTIVE, ActivateExperiment(), S.ACTIVE, ""),
+    (S.PAUSED, PauseExperiment(), S.PAUSED, ""),
+    (S.ACTIVE, CancelExperiment(), S.STOPPING_CANCELED, "cancel_trials"),
+    (S.PAUSED, CancelExperiment(), S.STOPPING_CANCELED, "cancel_trials"),
+    (S.ACTIVE, KillExperiment(), S.STOPPING_KILLED, "kill_trials"),
+    (S.STOPPING_CANCELED, KillExperiment(), S.STOPPING_KILLED, "kill_trials"),
+    (S.STOPPING_KILLED, CancelExperiment(), S.STOPPING_KILLED, ""),
+    (S.ACTIVE, SearchOver(failed=False), S.STOPPING_COMPLETED, ""),
+    (S.ACTIVE, SearchOver(failed=True), S.STOPPING_ERROR, ""),
+    (S.STOPPING_CANCELED, SearchOver(failed=False), S.STOPPING_CANCELED, ""),
+    (S.STOPPING_COMPLETED, CancelExperiment(), S.STOPPING_CANCELED, "cancel_trials"),
+    (S.STOPPING_COMPLETED, PauseExperiment(), S.STOPPING_COMPLETED, ""),
+    (S.STOPPING_COMPLETED, AllTrialsEnded(), S.COMPLETED, "end"),
+    (S.STOPPING_ERROR, AllTrialsEnded(), S.ERROR, "end"),
+    (S.STOPPING_CANCELED, AllTrialsEnded(), S.CANCELED, "end"),
+    (S.STOPPING_KILLED, AllTrialsEnded(), S.CANCELED, "end"),
+    (S.ACTIVE, AllTrialsEnded(), S.ACTIVE, ""),
+    (S.PAUSED, AllTrialsEnded(), S.PAUSED, ""),
+    (S.COMPLETED, KillExperiment(), S.COMPLETED, ""),
+    (S.ERROR, ActivateExperiment(), S.ERROR, ""),
+    (S.DELETING, CancelExperiment(), S.DELETING, ""),
+]
+
+
+@pytest.mark.parametrize(("before", "event", "after", "effects"), EXPERIMENT_STORIES, ids=str)
+def test_experiment_story(before: S, event: ExperimentEvent, after: S, effects: str) -> None:
+    state, done = step_experiment(before, event)
+    assert (state, " ".join(effect.value for effect in done)) == (after, effects)
+
+
+def wait(name: str, experiment: int = 1, slots: int = 1, priority: int = 42, max_slots: int | None = None) -> QueuedRun:
+    return QueuedRun(name, experiment, slots, priority, (experiment, int(name[1:] or 0)), max_slots)
+
+
+def placed(*queue: QueuedRun, free: list[int], used: dict[int, int] | None = None) -> dict[str, tuple[int, ...]]:
+    return {item.allocation_id: item.slots for item in assign_slots(queue, free, used or {})}
+
+
+def test_first_come_first_served_with_the_lowest_slots() -> None:
+    assert assign_slots([wait("t1", slots=2), wait("t2")], [3, 0, 1], {}) == [
+        SlotAssignment("t1", (0, 1)),
+        SlotAssignment("t2", (3,)),
+    ]
+
+
+def test_lower_priority_numbers_go_first() -> None:
+    assert placed(wait("t1", 1, priority=42), wait("t2", 2, priority=1), free=[0]) == {"t2": (0,)}
+
+
+def test_all_slots_or_none() -> None:
+    assert placed(wait("t1", slots=3), free=[0, 1]) == {}
+
+
+def test_a_big_one_is_not_starved_by_small_ones() -> None:
+    assert placed(wait("t1", slots=2), wait("t2"), free=[0]) == {}
+
+
+def test_max_slots_bounds_an_experiment_and_holds_back_nobody_else() -> None:
+    queue = [wait("t1", 1, max_slots=1), wait("t2", 1, max_slots=1), wait("t3", 2)]
+    assert placed(*queue, free=[0, 1]) == {"t1": (0,), "t3": (1,)}
+    assert placed(*queue, free=[0, 1], used={1: 1}) == {"t3": (0,)}
+
+
+def test_one_without_slots_always_runs() -> None:
+    assert placed(wait("t1", slots=2), wait("t2", slots=0), free=[]) == {"t2": ()}
+
+
+def test_the_order_is_priority_then_submission() -> None:
+    queue = [wait("t3", 3), wait("t2", 2, priority=50), wait("t1", 1)]
+    assert [item.allocation_id for item in queue_order(queue)] == ["t1", "t3", "t2"]
+
+
+QUEUES = st.lists(
+    st.builds(
+        lambda number, experiment, slots, priority, limit: wait(f"t{number}", experiment, slots, priority, limit),
+        st.integers(0, 99),
+        st.integers(1, 4),
+        st.integers(0, 4),
+        st.integers(1, 3),
+        st.none() | st.integers(0, 4),
+    ),
+    max_size=8,
+    unique_by=lambda item: item.allocation_id,
+)
+
+
+@given(queue=QUEUES, free=st.sets(st.integers(0, 7)))
+def test_nothing_is_given_out_twice_and_no_limit_is_passed(queue: list[QueuedRun], free: set[int]) -> None:
+    made = assign_slots(queue, sorted(free), {})
+    given_out = [slot for item in made for slot in item.slots]
+    assert len(given_out) == len(set(given_out)) and set(given_out) <= free
+    by_name: dict[str, Any] = {item.allocation_id: item for item in queue}
+    for item in made:
+        assert len(item.slots) == by_name[item.allocation_id].slots
+    for experiment in {item.experiment_id for item in queue}:
+        own = [by_name[item.allocation_id] for item in made if by_name[item.allocation_id].experiment_id == experiment]
+        limits = [item.max_slots for item in own if item.max_slots is not None and item.slots]
+        assert (
+            not limits or sum(item.slots for item in own) <= max(limits) or any(item.max_slots is None for item in own)
+        )

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from zero_trial.master import logs
-from zero_trial.master.agent import lease, storage
+from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.processes import Identity, identify
-from zero_trial.master.agent.supervisor import Lines
 from zero_trial.master.records import LogLine, LogQuery
+from zero_trial.master.shepherd import Lines
 
 ESCAPE = """
 import os, signal, sys, time
@@ -48,16 +48,16 @@ time.sleep(60)
 
 QUICK = """
 import sys, time
-from zero_trial.master.agent.supervisor import AllocationSupervisor, RunOrder
+from zero_trial.master.shepherd import AllocationSupervisor, RunOrder
 made = AllocationSupervisor(RunOrder(("/bin/sh", "-c", "exit 6"), sys.argv[1], {}, sys.argv[2], 1.0))
 made._start()
 time.sleep(0.3)  # it has ended by now, and nobody has looked
-print(made._see_off().code)
+print(made._finish().code)
 """
 
 
-class Flock:
-    """Starts a shepherd in a folder and reads what came of it."""
+class Supervised:
+    """Starts a supervisor in a folder and reads its records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,9 +74,9 @@ class Flock:
         child.stdin.close()
         return child
 
-    def run(self, *command: str) -> lease.Exit:
+    def run(self, *command: str) -> processes.Exit:
         assert self.start(*command).wait(timeout=60) == 0
-        ended = lease.exit_of(self.folder)
+        ended = processes.exit_of(self.folder)
         assert ended is not None
         return ended
 
@@ -86,15 +86,15 @@ class Flock:
     def wait_for(self, word: str) -> str:
         """The rest of the first line that begins with the word."""
         source = logs.Source(self.logs, 1, "t")
-        for line in logs.follow(source, LogQuery(), lambda: lease.exit_of(self.folder) is not None):
+        for line in logs.follow(source, LogQuery(), lambda: processes.exit_of(self.folder) is not None):
             if line is not None and line.message.startswith(word):
                 return line.message[len(word) :].strip()
         raise AssertionError([line.message for line in self.lines()])
 
 
 @pytest.fixture
-def flock(tmp_path: Path) -> Flock:
-    return Flock(tmp_path / "allocation")
+def supervised(tmp_path: Path) -> Supervised:
+    return Supervised(tmp_path / "allocation")
 
 
 def py(code: str) -> tuple[str, str, str]:
@@ -104,93 +104,93 @@ def py(code: str) -> tuple[str, str, str]:
 @pytest.mark.parametrize(
     ("code", "status"), [("pass", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
-def test_exit_codes(flock: Flock, code: str, status: int) -> None:
-    ended = flock.run(*py(code))
+def test_exit_codes(supervised: Supervised, code: str, status: int) -> None:
+    ended = supervised.run(*py(code))
     assert (ended.code, ended.killed) == (status, False)
 
 
-def test_every_line_of_both_streams_is_kept_with_its_time(flock: Flock) -> None:
+def test_every_line_of_both_streams_is_kept_with_its_time(supervised: Supervised) -> None:
     code = "import sys; print('one\\ntwo'); sys.stdout.flush(); sys.stderr.write('[rank=1] WARNING: oops\\n'); print('no end', end='')"
-    flock.run(*py(code))
-    found = {line.message: line for line in flock.lines()}
+    supervised.run(*py(code))
+    found = {line.message: line for line in supervised.lines()}
     assert set(found) == {"one", "two", "[rank=1] WARNING: oops", "no end"}
     assert found["one"].time <= found["no end"].time and found["one"].stdtype == "stdout"
     odd = found["[rank=1] WARNING: oops"]
     assert (odd.stdtype, odd.rank, odd.level) == ("stderr", 1, "WARNING")
 
 
-def test_a_command_that_ends_before_the_first_look_is_not_missed(flock: Flock) -> None:
-    command = [sys.executable, "-c", QUICK, str(flock.folder), str(logs.path_of(flock.logs, 1))]
+def test_a_command_that_ends_before_the_first_look_is_not_missed(supervised: Supervised) -> None:
+    command = [sys.executable, "-c", QUICK, str(supervised.folder), str(logs.path_of(supervised.logs, 1))]
     assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "6\n"
 
 
-def test_a_command_that_is_not_there(flock: Flock) -> None:
-    assert flock.run("/no/such/program").code == 127
-    assert "cannot start /no/such/program" in flock.lines()[0].message
+def test_a_command_that_is_not_there(supervised: Supervised) -> None:
+    assert supervised.run("/no/such/program").code == 127
+    assert "cannot start /no/such/program" in supervised.lines()[0].message
 
 
-def test_a_daemon_that_ran_away_ends_with_the_main_process(flock: Flock) -> None:
-    ended = flock.run(*py(ESCAPE))
+def test_a_daemon_that_ran_away_ends_with_the_main_process(supervised: Supervised) -> None:
+    ended = supervised.run(*py(ESCAPE))
     assert ended.code == 0
-    daemon = int(next(line.message for line in flock.lines() if line.message.startswith("daemon")).split()[1])
+    daemon = int(next(line.message for line in supervised.lines() if line.message.startswith("daemon")).split()[1])
     assert not identify(daemon).alive
 
 
-def test_a_failure_is_known_by_what_a_rank_said_of_it(flock: Flock) -> None:
+def test_a_failure_is_known_by_what_a_rank_said_of_it(supervised: Supervised) -> None:
     said = "[rank=1] error   searcher.metric: no such metric.\nTraceback of a launcher\n[rank=0] error   peer is gone"
-    ended = flock.run(*py(f"import sys; print('error in a sentence'); sys.stderr.write({said!r}); sys.exit(5)"))
+    ended = supervised.run(*py(f"import sys; print('error in a sentence'); sys.stderr.write({said!r}); sys.exit(5)"))
     assert (ended.code, ended.why) == (5, "searcher.metric: no such metric")
 
 
-def test_the_launcher_who_has_seen_all_ranks_has_the_last_word(flock: Flock) -> None:
+def test_the_launcher_who_has_seen_all_ranks_has_the_last_word(supervised: Supervised) -> None:
     lines = ("[rank=0] error   connection closed by peer", "error   rank 1: killed by SIGKILL; ended with it: rank 0")
-    ended = flock.run(
+    ended = supervised.run(
         *py(f"import sys; print({lines[0]!r}, file=sys.stderr); print({lines[1]!r}, file=sys.stderr); sys.exit(1)")
     )
     assert ended.why == "rank 1: killed by SIGKILL; ended with it: rank 0"
 
 
-def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(flock: Flock) -> None:
-    assert flock.run(*py("print('error   it was mended')")).why == ""
+def test_what_was_said_of_an_error_is_no_cause_of_a_good_end(supervised: Supervised) -> None:
+    assert supervised.run(*py("print('error   it was mended')")).why == ""
 
 
-def test_its_temporary_directory_ends_with_it(flock: Flock) -> None:
-    made = storage.make_scratch(flock.folder, {})
+def test_its_temporary_directory_ends_with_it(supervised: Supervised) -> None:
+    made = storage.make_scratch(supervised.folder, {})
     (made / "socket").touch()
-    flock.run(*py("pass"))
+    supervised.run(*py("pass"))
     assert not made.exists()
 
 
-def test_asked_to_end_it_gives_time_and_then_ends_everybody(flock: Flock) -> None:
+def test_asked_to_end_it_gives_time_and_then_ends_everybody(supervised: Supervised) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); import os; print('up', os.getpid(), flush=True); time.sleep(60)"
-    child = flock.start(*py(deaf), grace=0.2)
-    pid = int(flock.wait_for("up"))
+    child = supervised.start(*py(deaf), grace=0.2)
+    pid = int(supervised.wait_for("up"))
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 0
-    ended = lease.exit_of(flock.folder)
+    ended = processes.exit_of(supervised.folder)
     assert ended is not None and (ended.code, ended.killed) == (137, True) and not identify(pid).alive
 
 
-def test_who_hears_sigterm_may_clean_up(flock: Flock) -> None:
-    child = flock.start(*py(POLITE))
-    flock.wait_for("up")
+def test_who_hears_sigterm_may_clean_up(supervised: Supervised) -> None:
+    child = supervised.start(*py(POLITE))
+    supervised.wait_for("up")
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 0
-    ended = lease.exit_of(flock.folder)
+    ended = processes.exit_of(supervised.folder)
     assert ended is not None and (ended.code, ended.killed) == (5, True)
-    assert [line.message for line in flock.lines()][-1] == "bye"
+    assert [line.message for line in supervised.lines()][-1] == "bye"
 
 
-def test_what_is_claimed_already_is_not_run(flock: Flock) -> None:
-    assert lease.acquire(flock.folder, None)
-    assert flock.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
-    assert not (flock.folder / "ran").exists() and lease.exit_of(flock.folder) is None
+def test_what_is_claimed_already_is_not_run(supervised: Supervised) -> None:
+    assert processes.acquire_lease(supervised.folder, None)
+    assert supervised.start(*py("open('ran', 'w')")).wait(timeout=60) == 0
+    assert not (supervised.folder / "ran").exists() and processes.exit_of(supervised.folder) is None
 
 
-def test_it_claims_itself(flock: Flock) -> None:
-    child = flock.start(*py("print('up', flush=True); import time; time.sleep(60)"))
-    flock.wait_for("up")
-    identity: Any = lease.owner(flock.folder)
+def test_it_claims_itself(supervised: Supervised) -> None:
+    child = supervised.start(*py("print('up', flush=True); import time; time.sleep(60)"))
+    supervised.wait_for("up")
+    identity: Any = processes.lease_owner(supervised.folder)
     assert isinstance(identity, Identity) and identity.pid == child.pid and identity.alive
     child.send_signal(signal.SIGTERM)
     child.wait(timeout=30)
@@ -199,7 +199,7 @@ def test_it_claims_itself(flock: Flock) -> None:
 def test_lines_are_cut_where_they_end_and_where_they_are_too_long(tmp_path: Path) -> None:
     lines = Lines("stdout", logs.path_of(tmp_path, 1))
     for data in (b"a", b"b\nc", b"d\n", b"x" * (1 << 20), b"y", b"\xff"):
-        lines.take(data)
+        lines.add(data)
     lines.close()
     found = [line.message for line in logs.lines(logs.Source(tmp_path, 1, "t"), LogQuery())]
     assert found[:2] == ["ab", "cd"] and "".join(found[2:]) == "x" * (1 << 20) + "y\ufffd"
@@ -211,5 +211,5 @@ def test_lines_that_cannot_be_written_are_lost_without_the_trial(
     tmp_path.joinpath("full").touch()
     lines = Lines("stdout", tmp_path / "full" / "log")
     for _ in range(3):
-        lines.take(b"error   so it ends\n")
+        lines.add(b"error   so it ends\n")
     assert capsys.readouterr().err.count("are lost") == 1 and lines.cause == "so it ends"

@@ -106,7 +106,11 @@ def overflowing(stage: str, bad_part: int, name: str) -> tuple[int, float, Any]:
     engine.backward(engine(lines(0).half()))
     engine.step()
     seen = engine.last_nonfinite
-    return engine.skipped_steps, engine.loss_scaler.scale, (seen.rank, seen.parameter) if seen is not None else None
+    return (
+        engine.skipped_steps,
+        engine.outcome.result().loss_scale.scale,
+        (seen.rank, seen.parameter) if seen is not None else None,
+    )
 
 
 @pytest.mark.parametrize(("part", "name"), [(0, "own.0"), (1, "own.0"), (1, "common.weight")])

@@ -82,7 +82,7 @@ def test_a_new_step_starts_anew():
 def test_a_chunk_without_tied_layers_is_alone():
     shards, words = shards_of(ChunkPlacement.v(2), 1)
     shards.need(1)
-    shards.landed(2)
+    shards.backward_done(2)
     assert words == ["ensure chunk1", "end_pass chunk2"]
     first, words = shards_of(ChunkPlacement.loop(2), 0)
     first.tied_reduce(0)

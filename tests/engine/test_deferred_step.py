@@ -69,7 +69,7 @@ def left(engine: zero_trial.Engine) -> dict[str, Any]:
     weights = {name: value.clone() for name, value in engine.module_state_dict().items()}
     facts = {
         "scalars": engine.optimizer.scalars(),
-        "scaler": engine.loss_scaler,
+        "scaler": engine.outcome.result().loss_scale,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
         "counts": (engine.global_steps, engine.global_samples, engine.micro_steps),
@@ -285,7 +285,7 @@ ASKERS: dict[str, Any] = {
     "skipped": lambda engine: engine.skipped_steps,
     "culprit": lambda engine: engine.last_nonfinite,
     "scale": lambda engine: engine.cur_scale,
-    "scaler": lambda engine: engine.loss_scaler,
+    "scaler": lambda engine: engine.outcome.result().loss_scale,
     "optimizer's scale": lambda engine: engine.optimizer.cur_scale,
     "lr": lambda engine: engine.get_lr(),
     "momentum": lambda engine: engine.get_mom(),

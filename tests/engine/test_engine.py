@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support.pool import COLLECTIVE_TIMEOUT_SECONDS, RankFailed, RankPool
 from zero_trial.errors import TrialError
 
 CONFIG: dict[str, Any] = {
@@ -202,3 +205,69 @@ def test_zero_grad_in_mid_accumulation_starts_the_accumulation_again(stage: int)
         assert engine.global_steps == 1
         states.append(engine.module_state_dict()["weight"].clone())
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_zero_grad_before_every_micro_batch_is_refused(stage: int) -> None:
+    """No step would ever be taken. One call in mid-accumulation starts it again; a step in between forgets that call."""
+    engine, *_ = zero_trial.initialize(
+        model=nn.Linear(3, 3),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+
+    def micro_batch() -> None:
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+
+    engine.zero_grad()  # between steps there is nothing to drop
+    micro_batch()
+    engine.zero_grad()
+    for _ in range(3):
+        micro_batch()
+    engine.zero_grad()
+    assert engine.global_steps == 1
+    for _ in range(2):
+        micro_batch()
+    engine.zero_grad()
+    micro_batch()
+    with pytest.raises(TrialError, match=r"engine\.zero_grad: .*got 1 of 3 micro-batches since step 1") as caught:
+        engine.zero_grad()
+    assert "Remove the call" in str(caught.value)
+    assert engine.pending_micro_batches() == 1, "a refused call drops nothing"
+    for _ in range(2):
+        micro_batch()
+    assert engine.global_steps == 2
+
+
+def skipped_backward(stage: int, transport: str) -> None:
+    """Rank 1 leaves its backward out in the second step, and ends as a script with an exception does; rank 0 is in the reduction."""
+    config = CONFIG | {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "comm_transport": transport}
+    found = zero_trial.initialize(model=Net(), config=config)[0]
+    for count in range(2):
+        output = found(torch.ones(1, 3)).sum()
+        if found.global_rank == 0 or count == 0:
+            found.backward(output)
+        try:
+            found.step()
+        except TrialError:
+            os._exit(1)
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(0, "auto"), (2, "auto"), (3, "auto"), (1, "gloo")])
+def test_other_ranks_name_the_rank_that_had_no_gradients_and_why(stage: int, transport: str) -> None:
+    pool = RankPool(2)
+    try:
+        begin = time.monotonic()
+        with pytest.raises(RankFailed) as caught:
+            pool.run(skipped_backward, stage, transport)
+        assert time.monotonic() - begin < COLLECTIVE_TIMEOUT_SECONDS, "rank 0 need not wait for the time limit"
+    finally:
+        pool.close()
+    last = str(caught.value).strip().splitlines()
+    error = next(line for line in last if "MeshError: rank 0, step 1" in line)
+    assert "rank 1 at step 1" in error and "there are no gradients to step with" in error, error

@@ -34,8 +34,8 @@ def test_a_message_says_what_it_is():
     outbox.finish()
     arrival = inbox.take(Action.parse("1RECV_F3"))
     assert arrival.samples == 2
-    assert arrival.parcel.value[1] == "label"
-    assert torch.equal(arrival.parcel.value[0], torch.ones(2, 3))
+    assert arrival.payload.value[1] == "label"
+    assert torch.equal(arrival.payload.value[0], torch.ones(2, 3))
     assert inbox.take(Action.parse("1RECV_F4")).samples == 1
 
 
@@ -45,7 +45,7 @@ def test_a_description_goes_once():
     for number in range(3):
         outbox.send(Action.parse(f"0SEND_F{number}"), torch.full((4,), float(number)), samples=1)
     assert first._queues[0, 1].qsize() == 3 * 2 + 1  # header and payload, and one description
-    assert [inbox.take(Action.parse(f"1RECV_F{number}")).parcel.value[0].item() for number in range(3)] == [0, 1, 2]
+    assert [inbox.take(Action.parse(f"1RECV_F{number}")).payload.value[0].item() for number in range(3)] == [0, 1, 2]
     assert (first.counters.get("send", "pipe").calls, first.counters.get("send", "pipe").bytes) == (3, 48)
     assert first.counters.get("header", "pipe").bytes == 3 * HEADER_BYTES
 
@@ -54,14 +54,14 @@ def test_descriptions_that_always_change_are_not_collected():
     outbox, inbox = pair()
     for number in range(KNOWN_DESCRIPTIONS + 3):
         outbox.send(Action.parse(f"1SEND_B{number}"), [number, None], samples=1)
-        assert inbox.take(Action.parse(f"0RECV_B{number}")).parcel.value == [number, None]
+        assert inbox.take(Action.parse(f"0RECV_B{number}")).payload.value == [number, None]
     assert len(outbox._known) == len(inbox._known) == KNOWN_DESCRIPTIONS
 
 
 def test_another_message_than_expected_is_an_error():
     outbox, inbox = pair()
     outbox.send(Action.parse("0SEND_F1"), torch.ones(1), samples=1)
-    with pytest.raises(MeshError, match=r"1RECV_F0 from rank 0: another message .* got F of chunk 0, micro-batch 1"):
+    with pytest.raises(MeshError, match=r"1RECV_F0 from rank 0: .* got F of chunk 0, micro-batch 1"):
         inbox.take(Action.parse("1RECV_F0"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 from tests.support.memory_axis import axes, on_threads
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import PeerFailed
-from zero_trial.pipeline.executor import Executor, LastStageResult, MicroBatches, StepOptions
+from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions
+from zero_trial.pipeline.feed import StepInput
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming, Schedule
@@ -74,7 +76,7 @@ def whole(chunks: int, micro_batches: int) -> tuple[Model, list[float]]:
 
 
 def perform(
-    schedule: Schedule, model: Model, *, wishes: StepOptions, labels_travel: bool = True
+    schedule: Schedule, model: Model, *, options: StepOptions, labels_travel: bool = True
 ) -> tuple[list[Any], list[Log], list[Executor]]:
     inputs, labels = data(schedule.micro_batches)
     place, logs = schedule.placement, [Log() for _ in range(schedule.stages)]
@@ -83,17 +85,18 @@ def perform(
         for axis in axes(schedule.stages)
     ]
     first, last = place.ranks[0], place.ranks[-1]
+    scaled = replace(options, scale=0.5 * schedule.micro_batches)  # each micro-batch's loss counts by half
     travel = labels_travel and first != last
 
     def run(rank: int) -> LastStageResult:
-        here = MicroBatches(
+        here = StepInput(
             inputs if rank == first else (),
             labels if rank == (first if travel else last) else (),
             [3] * len(inputs),
             travel,
-            lambda samples: 0.5,
+            micro_batches=len(inputs),
         )
-        outcome = executors[rank].run(schedule, here, wishes)
+        outcome = executors[rank].run(schedule, here, scaled)
         executors[rank].finish()
         return outcome
 
@@ -112,11 +115,11 @@ def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int
     )
     report = validate(schedule)
     model = Model(schedule.placement.chunks)
-    outcomes, logs, executors = perform(schedule, model, wishes=StepOptions(loss=F.mse_loss))
+    outcomes, logs, executors = perform(schedule, model, options=StepOptions(loss=F.mse_loss))
     reference, losses = whole(schedule.placement.chunks, micro_batches)
-    judge = outcomes[schedule.placement.ranks[-1]]
-    assert [judge.losses[number].item() for number in range(micro_batches)] == losses
-    assert judge.samples == dict.fromkeys(range(micro_batches), 3)
+    last = outcomes[schedule.placement.ranks[-1]]
+    assert [last.losses[number].item() for number in range(micro_batches)] == losses
+    assert last.samples == dict.fromkeys(range(micro_batches), 3)
     for mine, theirs in zip(model.gradients(), reference.gradients(), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
     for rank, log, executor in zip(report.ranks, logs, executors, strict=True):
@@ -128,13 +131,13 @@ def test_every_schedule_gives_the_whole_model_s_gradients(name: str, stages: int
 
 def test_labels_need_not_travel():
     schedule = lower(build("1f1b", 2, 4))
-    outcomes, _, _ = perform(schedule, Model(2), wishes=StepOptions(loss=F.mse_loss), labels_travel=False)
+    outcomes, _, _ = perform(schedule, Model(2), options=StepOptions(loss=F.mse_loss), labels_travel=False)
     assert [loss.item() for loss in outcomes[1].losses.values()] == whole(2, 4)[1]
 
 
 def test_evaluation_keeps_all_outputs():
     schedule = lower(build("inference", 3, 4))
-    outcomes, _, executors = perform(schedule, Model(3), wishes=StepOptions(training=False, keep_outputs=True))
+    outcomes, _, executors = perform(schedule, Model(3), options=StepOptions(training=False, keep_outputs=True))
     assert [len(outcome.outputs) for outcome in outcomes] == [0, 0, 4]
     assert outcomes[2].losses == {}
     assert all(executor.stage.peak == 0 for executor in executors)
@@ -142,15 +145,15 @@ def test_evaluation_keeps_all_outputs():
 
 def test_sharding_is_told_what_the_row_says():
     schedule = lower(build("gpipe", 2, 2), parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
-    _, logs, _ = perform(schedule, Model(2), wishes=StepOptions(loss=F.mse_loss))
+    _, logs, _ = perform(schedule, Model(2), options=StepOptions(loss=F.mse_loss))
     assert logs[0].told == [
         "unshard0",
         "need0",
         "need0",
         "need0",
-        "landed0",
+        "backward_done0",
         "need0",
-        "landed0",
+        "backward_done0",
         "reshard0",
         "reduce0",
         "tied_reduce0",
@@ -163,7 +166,7 @@ def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int
     schedule = lower(build(name, stages, 4))
     rank = schedule.placement.ranks[place[0]]
     model = Model(schedule.placement.chunks, fails=place)
-    found, _, _ = perform(schedule, model, wishes=StepOptions(loss=F.mse_loss))
+    found, _, _ = perform(schedule, model, options=StepOptions(loss=F.mse_loss))
     where = f"rank {rank}, pipeline stage {rank} of {stages}, micro-batch {place[1]}, action {place[0]}F{place[1]}"
     for index, error in enumerate(found):
         assert isinstance(error, TrialError if index == rank else PeerFailed), error
@@ -179,5 +182,5 @@ def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused(loss: Any, text: str):
-    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), wishes=StepOptions(loss=loss))
+    (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), options=StepOptions(loss=loss))
     assert text in str(error)

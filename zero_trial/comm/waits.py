@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -107,6 +108,20 @@ class Heartbeat:
     def give_up(self) -> None:
         """Note that this rank's collective failed: a rank that comes later need not wait for it."""
         self._now = self._now._replace(gave_up=True)
+
+    def begin_step(self, step: int) -> None:
+        """Note that collectives from now on belong to optimizer step number ``step``."""
+        self.step = step
+
+    def report_error(self, error: str) -> None:
+        """Publish at once why this rank raises outside of a collective, so that ranks that wait for it can name the reason.
+
+        It writes to the store: for errors only. The rank may end before the thread would publish.
+        """
+        self._now = RankPosition(self.step, self.sequence, f"the error {error!r}", time.time())
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the store is gone, and with it the ranks that would read it
+                self._store.set(f"{_KEY}{self.rank}", json.dumps(self._now._asdict()))
 
     def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
         """Return the last published position of ``ranks`` (default: all); None for a rank that never published.

@@ -27,7 +27,8 @@ from zero_trial.engine.observe import BACKWARD, COLLECTOR_PAUSE, FORWARD, REDUCE
 from zero_trial.engine.resolved_config import ResolvedConfig
 from zero_trial.engine.step import NonFiniteStep, StepOutcome
 from zero_trial.errors import TrialError
-from zero_trial.precision import LossScale, cast_floats, forward_of
+from zero_trial.pipeline.executor import loss_error
+from zero_trial.precision import cast_floats, forward_of
 from zero_trial.sharding.layout import wide_dtype
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -77,6 +78,15 @@ class ParameterCheck:
                 got=_listed(unfrozen),
                 fix="Set requires_grad before initialize(); to unfreeze later, save a checkpoint and initialize() anew.",
             )
+
+
+def _no_gradients(step: int) -> TrialError:
+    return TrialError(
+        "there are no gradients to step with",
+        where="engine.step",
+        got=f"no backward pass since step {step}",
+        fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+    )
 
 
 def _listed(names: list[str]) -> str:
@@ -133,6 +143,7 @@ class Engine(nn.Module):
         self._stepped = False  # the last call of step was at a boundary
         self._boundary: bool | None = None  # set by a caller who owns the boundary
         self._pending = 0  # backward passes since the last step
+        self._restarted = False  # zero_grad() has dropped an unfinished accumulation since the last step
         self._managed = config.managed_gradient_accumulation
         self._call = forward_of(module, resolved.autocast, device.type)
         self._sync = True
@@ -148,17 +159,25 @@ class Engine(nn.Module):
             if self.resolved.policy.param != torch.float32:
                 args, kwargs = cast_floats((args, kwargs), self.resolved.policy.param)
             output = self._call(*args, **kwargs)
-        self.observer.saw_output(self, output)
+        if self.observer.events is not None:
+            self.observer.events.saw_output(self, output)
         return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Compute the gradients of ``loss`` (a scalar), scaled by 1/accumulation and the loss scale, and reduce them where the plan says so.
 
-        Returns loss/accumulation. Collective over the data-parallel ranks whenever gradients are reduced.
+        Returns loss/accumulation. Collective over the data-parallel ranks whenever gradients are reduced. Raises TrialError for a loss
+        without gradients, and Diverged where the step before it has ended the run.
         """
-        self._check_loss(loss)
-        self.outcome.finalize()  # the loss scale is known, and old gradients are needed no more
-        self.observer.saw_loss(self, loss)
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise loss_error(
+                loss, "engine.backward", "Compute it with gradients enabled, from a parameter that requires grad."
+            )
+        before = (
+            self.outcome.finalize()
+        )  # of the last step: its gradients may be overwritten, and the loss scale is known
+        if self.observer.events is not None:
+            self.observer.events.saw_loss(self, loss)
         steps = self._batch.accumulation if scale_wrt_gas else 1
         last = self.is_gradient_accumulation_boundary()
         reduce = self._sync and (last or self.sharded.plan.reduces_every_micro_batch)
@@ -166,7 +185,7 @@ class Engine(nn.Module):
             if last and self.optimizer is not None:
                 self.optimizer.expect()
             self.sharded.begin_backward(reduce=reduce, last=last)
-            factor = self.outcome.loss_scale / steps
+            factor = before.loss_scale.scale / steps
             (loss if factor == 1.0 else loss.to(wide_dtype(loss.dtype, torch.float32)) * factor).backward(
                 retain_graph=retain_graph
             )
@@ -181,79 +200,73 @@ class Engine(nn.Module):
         Where the caller owns the boundary (``managed_gradient_accumulation: false``) every call is one. Raises TrialError at a boundary that
         no gradient has reached: weight decay and momentum would move the weights all the same.
         """
-        boundary = not self._managed or self.is_gradient_accumulation_boundary()
-        if boundary and self.optimizer is not None:
-            self._require_gradients()
-        micro_batches = self._batch.accumulation if self._managed else self._pending
-        self.micro_steps += 1 if self._managed else micro_batches
         self._stepped = False
-        if boundary:
-            self._take_step(micro_batches, lr_kwargs or {})
+        if self._managed and not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return
+        # Local facts decide: the other ranks may be in a reduction of this step's backward, where no rank can ask them.
+        if not self._pending and not any(
+            buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers
+        ):
+            error = _no_gradients(self.global_steps)
+            self.mesh.heartbeat.report_error(str(error))
+            raise error
+        micro_batches = self._batch.accumulation if self._managed else self._pending
+        self._optimizer_step(micro_batches, 1 if self._managed else micro_batches, lr_kwargs or {})
 
-    def _take_step(self, micro_batches: int, lr_kwargs: Mapping[str, Any]) -> None:
-        """Take an optimizer step after ``micro_batches`` backward passes."""
+    def _optimizer_step(self, micro_batches: int, calls: int, lr_kwargs: Mapping[str, Any]) -> None:
+        """Take an optimizer step with the gradients of ``micro_batches`` micro-batches, after ``calls`` that :attr:`micro_steps` has not counted."""
         if self.optimizer is None:
             raise TrialError(
                 "there is no optimizer to step", where="engine.step", fix='Add "optimizer" to ds_config or pass one.'
             )
+        self.micro_steps += calls
         with self.observer.phase(STEP, self):
             self.outcome.finalize()
-            self.observer.before_step(self)
+            if self.observer.events is not None:
+                self.observer.events.write_step(self)  # of the step before: this one would overwrite it
             self.outcome.apply(self.sharded, self.optimizer, self.global_steps, self._lr_scheduler, lr_kwargs)
             self._stepped = True
             self.global_steps += 1
-            self.global_samples += micro_batches * self._batch.micro_batch_size * self.dp_world_size
+            self.global_samples += micro_batches * self._batch.micro_batch_size * self.mesh.data.size
             self._pending = 0
-            self.mesh.heartbeat.step = self.global_steps
+            self._restarted = False
+            self.mesh.heartbeat.begin_step(self.global_steps)
         self.observer.after_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator).
+        """Drop all gradients since the last step, also those that another engine's loss left here (a GAN's discriminator).
 
-        In the middle of an accumulation it starts again: a step would otherwise divide the gradients of too few micro-batches by all.
+        In mid-accumulation the accumulation starts again, with a warning: a step would otherwise divide the gradients of too few
+        micro-batches by all. Raises TrialError when that happens twice without a step in between, as it does where a loop calls
+        zero_grad() before every micro-batch: no step would ever be taken.
         """
+        done = self.pending_micro_batches() if self._managed and self._boundary is None else 0
+        if done:
+            self._restart_accumulation(done)
         self.sharded.reducer.reset()
         self._pending = 0
-        done = self.micro_steps % self._batch.accumulation if self._managed and self._boundary is None else 0
-        if done:
-            self.micro_steps -= done
-            if self.mesh.rank == 0:
-                log.warning(
-                    "zero_grad() after %d of %d micro-batches: the accumulation starts again. Call it only after a "
-                    "step; before every micro-batch, no step is ever taken",
-                    done,
-                    self._batch.accumulation,
-                )
         for param in self.module.parameters():
             param.grad = None
 
-    def _require_gradients(self) -> None:
-        """Raise TrialError where there is no gradient of this engine's own losses since the last step, nor of another's."""
-        if not self._pending and not any(
-            buffer.has_gradients or buffer.shard_filled for buffer in self.sharded.grad_buffers
-        ):
+    def _restart_accumulation(self, done: int) -> None:
+        """Forget that ``done`` micro-batches came; refuse to do so a second time without a step in between."""
+        wanted = self._batch.accumulation
+        if self._restarted:
             raise TrialError(
-                "there are no gradients to step with",
-                where="engine.step",
-                got=f"no backward pass since step {self.global_steps}",
-                fix="Call engine.backward(loss) on every rank before it, or leave this step() out.",
+                "zero_grad() drops an unfinished accumulation for the second time without a step in between",
+                where="engine.zero_grad",
+                got=f"{done} of {wanted} micro-batches since step {self.global_steps}",
+                expected=f"{wanted} times backward() and step() before gradients are dropped",
+                fix="Remove the call: engine.step() clears the gradients itself. Called before every micro-batch, no step is ever taken.",
             )
-
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TrialError(
-                "the loss is not a scalar",
-                where="engine.backward",
-                got=got,
-                expected="a tensor with one element",
-                fix="Use loss.mean().",
-            )
-        if not loss.requires_grad:
-            raise TrialError(
-                "the loss does not require grad",
-                where="engine.backward",
-                fix="Compute it with gradients enabled, from a parameter that requires grad.",
+        self._restarted = True
+        self.micro_steps -= done
+        if self.mesh.rank == 0:
+            log.warning(
+                "zero_grad() after %d of %d micro-batches: the accumulation starts again. Call it only after a step",
+                done,
+                wanted,
             )
 
     # --- accumulation ---------------------------------------------------------------------------------------------
@@ -316,11 +329,6 @@ class Engine(nn.Module):
 
     # --- outcome of the last step: may wait for it ----------------------------------------------------------------
 
-    @property
-    def step_is_open(self) -> bool:
-        """Whether the device has yet to say if the last step was applied."""
-        return self.outcome.open
-
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradient before clipping; None before the first."""
         return self.outcome.result().norm
@@ -333,10 +341,6 @@ class Engine(nn.Module):
     def skipped_steps(self) -> int:
         return self.outcome.result().skipped
 
-    @skipped_steps.setter
-    def skipped_steps(self, count: int) -> None:
-        self.outcome.result().skipped = count
-
     def skipped_between(self, first: int, end: int) -> int:
         """Count the skipped steps among numbers ``first`` to ``end`` - 1 (as :attr:`global_steps` counts), of the last thousand skipped ones
         since the engine was built."""
@@ -348,20 +352,11 @@ class Engine(nn.Module):
         return self.outcome.result().nonfinite
 
     @property
-    def loss_scaler(self) -> LossScale:
-        return self.outcome.result().loss_scale
-
-    @loss_scaler.setter
-    def loss_scaler(self, scaler: LossScale) -> None:
-        self.outcome.result().loss_scale = scaler
-
-    @property
     def loss_scale(self) -> float:
-        return self.loss_scaler.scale
+        """The factor on the loss of the next backward pass."""
+        return self.outcome.loss_scale
 
-    @property
-    def cur_scale(self) -> float:
-        return self.loss_scaler.scale
+    cur_scale = loss_scale
 
     @property
     def lr_scheduler(self) -> Any:
@@ -422,14 +417,14 @@ class Engine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of micro-batches per step; the micro-batch stays. Between steps only; the gradient buffers keep their dtype."""
-        if self.micro_steps % self._batch.accumulation:
+        if self.pending_micro_batches():
             raise TrialError("the batch size can change only between steps", where="engine.set_train_batch_size")
-        self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.dp_world_size)
+        self._batch = solve_batch(train_batch_size, self._batch.micro_batch_size, None, self.mesh.data.size)
         self.micro_steps = 0
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another micro-batch size; the accumulation steps stay and the global batch follows."""
-        self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.dp_world_size)
+        self._batch = solve_batch(None, micro_batch_size, self._batch.accumulation, self.mesh.data.size)
 
     # --- questions ------------------------------------------------------------------------------------------------
 
@@ -515,6 +510,7 @@ class Engine(nn.Module):
             )
         full = not load_module_only
         self.outcome.finalize()
+        self._restarted = False
         return loading.load_state(
             self,
             Path(load_dir),
@@ -524,6 +520,14 @@ class Engine(nn.Module):
             with_schedule=full and load_lr_scheduler_states,
             with_counters=full,
         )
+
+    def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's counters of steps, samples and skipped steps, and its loss scale as JSON."""
+        self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+        self.micro_steps = counters["micro_steps"]
+        if self.micro_steps % self._batch.accumulation:  # saved with another accumulation
+            self.micro_steps = self.global_steps * self._batch.accumulation
+        self.outcome.restore(counters["skipped_steps"], loss_scale)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False

@@ -143,11 +143,7 @@ def _require_same_parts(engine: CheckpointedEngine, reader: CheckpointReader) ->
 
 def _take_counters(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
     """Counts of steps, loss scale and the order of reductions."""
-    for name in COUNTERS:
-        setattr(engine, name, state["counters"][name])
-    if engine.micro_steps % engine.gradient_accumulation_steps():  # saved with another accumulation
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-    engine.loss_scaler = engine.loss_scaler.restored(state["loss_scaler"])
+    engine.restore_progress(state["counters"], state["loss_scaler"])
     engine.sharded.reducer.set_order(state["reduction_order"])
 
 

@@ -27,6 +27,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine.monitors import Monitor, build_monitor
 from zero_trial.engine.profile import BACKWARD, FORWARD, REDUCE_WAIT, STEP, StepProfiler, Timers, make_timers
 from zero_trial.engine.resolved_config import ResolvedConfig
+from zero_trial.engine.step import StepOutcome
 from zero_trial.sharding.param_group import ParamGroup, trace_range
 
 log = logging.getLogger("zero_trial")
@@ -43,16 +44,13 @@ class ObservedEngine(Protocol):
     training: bool
     global_steps: int
     global_samples: int
+    outcome: StepOutcome
 
     @property
     def skipped_steps(self) -> int: ...
 
     @property
     def loss_scale(self) -> float: ...
-
-    @property
-    def step_is_open(self) -> bool:
-        """The device has not said yet whether the last step was applied."""
 
     def train_batch_size(self) -> int: ...
 
@@ -102,26 +100,6 @@ class Observer:
             self.profiler.end(name, engine)
         if self.timers is not None:
             self.timers.end(name)
-
-    def saw_loss(self, engine: ObservedEngine, loss: torch.Tensor) -> None:
-        """Record the loss of a micro-batch, before any scaling."""
-        if self.events is not None:
-            self.events.saw_loss(engine, loss)
-
-    def saw_output(self, engine: ObservedEngine, output: Any) -> None:
-        """Record what a forward returned: in eval mode a scalar is taken for an evaluation's loss."""
-        if self.events is not None:
-            self.events.saw_output(engine, output)
-
-    def saw_evaluation(self, engine: ObservedEngine, loss: torch.Tensor) -> None:
-        """Record the mean loss of an evaluation that did not call the engine itself: a pipeline's."""
-        if self.events is not None:
-            self.events.saw_evaluation(engine, loss)
-
-    def before_step(self, engine: ObservedEngine) -> None:
-        """Write what is known of the step before, because the next one would overwrite it."""
-        if self.events is not None:
-            self.events.write_step(engine)
 
     def after_step(self, engine: ObservedEngine) -> None:
         """Record that an optimizer step is over, applied or skipped."""
@@ -336,7 +314,7 @@ class StepEvents:
     def after_step(self, engine: ObservedEngine) -> None:
         self._due = _StepLosses(self._sum, self._count, engine.global_samples, weakref.ref(engine))
         self._sum, self._count = None, 0
-        if not engine.step_is_open:
+        if not engine.outcome.open:
             self.write_step(engine)
 
     def write_step(self, engine: ObservedEngine) -> None:

@@ -202,7 +202,7 @@ class ChunkShards:
             if not self._holders.get(domain, set()) & self._open:
                 self._model.unsharder.reshard(domain)
 
-    def landed(self, chunk: int) -> None:
+    def backward_done(self, chunk: int) -> None:
         for domain in self._domains(chunk):
             self._model.end_pass(domain)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,7 +15,7 @@ from zero_trial.engine.observe import REDUCE_WAIT
 from zero_trial.engine.pipeline_build import ChunkShards, ResolvedPipeline, training_schedule
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import map_tensors
-from zero_trial.pipeline.executor import Executor, LastStageResult, MicroBatches, StepOptions
+from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions
 from zero_trial.pipeline.feed import StepInput, read_step
 from zero_trial.pipeline.lowering import lower
 from zero_trial.pipeline.module import PipelineModule
@@ -79,22 +78,20 @@ class PipelineEngine(Engine):
         if data_iter is not None:
             self._iterator = self._as_iterator(data_iter)
         self.module.train()
-        meal = self._read(self.gradient_accumulation_steps())
-        self.outcome.finalize()
-        schedule = self.schedule(meal.micro_batches)
+        batch = self._read(self.gradient_accumulation_steps())
+        scale = self.outcome.finalize().loss_scale.scale
+        schedule = self.schedule(batch.micro_batches)
         self._shards.start_step()
         self.sharded.wait()
         if self.optimizer is not None:
             self.optimizer.expect()
-        scale = self.outcome.loss_scale * meal.lines
-        batch = replace(_batch(meal), factor=lambda samples: scale * meal.share(samples))
-        outcome = self._perform(schedule, batch, StepOptions(loss=self._loss))
+        found = self._perform(schedule, batch, StepOptions(loss=self._loss, scale=scale * batch.lines))
         with self.observer.phase(REDUCE_WAIT, self):
             self.sharded.reducer.wait()
-        loss = self._mean(meal, outcome)
-        self.observer.saw_loss(self, loss)
-        self.micro_steps += self.gradient_accumulation_steps()
-        self._take_step(meal.micro_batches, {})
+        loss = self._mean(batch, found)
+        if self.observer.events is not None:
+            self.observer.events.saw_loss(self, loss)
+        self._optimizer_step(batch.micro_batches, self.gradient_accumulation_steps(), {})
         self.executor.finish()
         return loss
 
@@ -118,24 +115,25 @@ class PipelineEngine(Engine):
         was_training = self.module.training
         self.module.eval()
         try:
-            meal = self._read(num_micro_batches or self.gradient_accumulation_steps())
-            schedule = self.schedule(meal.micro_batches, training=False)
+            batch = self._read(num_micro_batches or self.gradient_accumulation_steps())
+            schedule = self.schedule(batch.micro_batches, training=False)
             self._shards.start_step()
             self.sharded.wait()
-            wishes = StepOptions(False, self._loss if compute_loss else None, return_logits or not compute_loss)
-            outcome = self._perform(schedule, _batch(meal), wishes)
+            options = StepOptions(False, self._loss if compute_loss else None, return_logits or not compute_loss)
+            found = self._perform(schedule, batch, options)
             self.executor.finish()
         finally:
             self._iterator = before
             self.module.train(was_training)
-        outputs = [outcome.outputs[number] for number in sorted(outcome.outputs)] if self.is_last_stage() else None
+        outputs = [found.outputs[number] for number in sorted(found.outputs)] if self.is_last_stage() else None
         if not compute_loss:
             return outputs
         if reduce_output is None:
-            losses = self._losses(meal, outcome)
+            losses = self._losses(batch, found)
             return (losses, outputs) if return_logits else losses
-        loss = self._mean(meal, outcome)
-        self.observer.saw_evaluation(self, loss)
+        loss = self._mean(batch, found)
+        if self.observer.events is not None:
+            self.observer.events.saw_evaluation(self, loss)
         return (loss, outputs) if return_logits else loss
 
     def schedule(self, micro_batches: int, *, training: bool = True) -> Schedule:
@@ -152,10 +150,10 @@ class PipelineEngine(Engine):
             self._schedules[key] = made
         return self._schedules[key]
 
-    def _perform(self, schedule: Schedule, batch: MicroBatches, wishes: StepOptions) -> LastStageResult:
+    def _perform(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
         """Runs the schedule. After a failure ranks are out of step with each other, so nothing runs any more."""
         try:
-            return self.executor.run(schedule, batch, wishes)
+            return self.executor.run(schedule, batch, options)
         except Exception as error:
             self._failed = str(error)
             raise
@@ -168,15 +166,14 @@ class PipelineEngine(Engine):
             self.mesh.pipe.use_ring_channels(None)
 
     def _run_chunk(self, number: int, micro_batch: int, value: Any) -> Any:
-        chunk = self._chunks[number]
-        chunk.micro_batch = self.global_steps * self.gradient_accumulation_steps() + micro_batch + 1
-        dtype = self.resolved.policy.param
+        chunk, dtype = self._chunks[number], self.resolved.policy.param
+        seed_number = self.global_steps * self.gradient_accumulation_steps() + micro_batch + 1
         if number == 0 and dtype != torch.float32:
             value = cast_floats(value, dtype)
         if self.resolved.autocast is None:
-            return chunk(value)
+            return chunk(value, seed_number)
         with torch.autocast(self.device.type, dtype=self.resolved.autocast):
-            return chunk(value)
+            return chunk(value, seed_number)
 
     def _loss(self, output: Any, label: Any) -> torch.Tensor:
         function = self.pipeline.loss_fn
@@ -188,18 +185,18 @@ class PipelineEngine(Engine):
         with torch.autocast(self.device.type, dtype=self.resolved.autocast):
             return function(output, label)
 
-    def _mean(self, meal: StepInput, outcome: LastStageResult) -> torch.Tensor:
+    def _mean(self, batch: StepInput, found: LastStageResult) -> torch.Tensor:
         """The mean loss over the samples of all data-parallel ranks. Collective over the world."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for number, loss in outcome.losses.items():
-            total += loss.double().reshape(1) * meal.share(outcome.samples[number])
+        for number, loss in found.losses.items():
+            total += loss.double().reshape(1) * batch.share(found.samples[number])
         self.mesh.world.all_reduce_small(total, "mean loss")
         return total.float().reshape(())
 
-    def _losses(self, meal: StepInput, outcome: LastStageResult) -> list[torch.Tensor]:
+    def _losses(self, batch: StepInput, found: LastStageResult) -> list[torch.Tensor]:
         """This pipeline's losses by micro-batch. Collective over pipe."""
-        values = torch.zeros(meal.micro_batches, dtype=torch.float64, device=self.device)
-        for number, loss in outcome.losses.items():
+        values = torch.zeros(batch.micro_batches, dtype=torch.float64, device=self.device)
+        for number, loss in found.losses.items():
             values[number] = loss.double()
         self.mesh.pipe.all_reduce_small(values, "losses")
         return list(values.float())
@@ -309,10 +306,6 @@ class _Phases:
 
     def end(self, phase: str) -> None:
         self._observer.end(phase, self._engine)
-
-
-def _batch(meal: StepInput) -> MicroBatches:
-    return MicroBatches(meal.inputs, meal.labels, meal.samples, meal.labels_travel)
 
 
 def _refuse(verb: str) -> NoReturn:

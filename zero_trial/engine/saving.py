@@ -12,7 +12,7 @@ hold other tensors under the same names; then the first three are below ``part<i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,8 @@ from zero_trial.checkpoint.format import dtype_name, dtype_of
 from zero_trial.checkpoint.state_tree import capture_rng, encode_state
 from zero_trial.comm import AxisComm, Mesh, fail_together, raise_together
 from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine.step import StepOutcome
 from zero_trial.errors import CheckpointError, TrialError
-from zero_trial.precision import LossScale
 from zero_trial.sharding.grouping import parameter_names
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer
@@ -50,9 +50,11 @@ class CheckpointedEngine(Protocol):
     global_steps: int
     global_samples: int
     micro_steps: int
-    loss_scaler: LossScale
-    skipped_steps: int
     lr_scheduler: Any
+    outcome: StepOutcome
+
+    @property
+    def skipped_steps(self) -> int: ...
 
     def gradient_accumulation_steps(self) -> int: ...
 
@@ -61,6 +63,8 @@ class CheckpointedEngine(Protocol):
     def zero_optimization_stage(self) -> int: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def restore_progress(self, counters: Mapping[str, int], loss_scale: Mapping[str, Any]) -> None: ...
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]: ...
 
@@ -270,7 +274,7 @@ def _engine_state(engine: CheckpointedEngine, client_state: dict[str, Any]) -> d
     scalars, kinds = _optimizer_facts(engine)
     return {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "loss_scaler": engine.loss_scaler.to_json(),
+        "loss_scaler": engine.outcome.result().loss_scale.to_json(),
         "scheduler": engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None,
         "optimizer": engine.optimizer.identity() if engine.optimizer is not None else None,
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],

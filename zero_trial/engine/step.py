@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,14 +69,21 @@ class _OpenStep:
     unused: frozenset[str]  # blocks whose forward had not run
 
 
+class _ScaleChange(NamedTuple):
+    """What a step did to the loss scale: some gradient was not finite, the scale before, and why no step can follow (None: one can)."""
+
+    overflow: bool
+    before: float
+    error: Diverged | None
+
+
 @dataclass(frozen=True)
 class _Overflow:
     """A step with a gradient that is not finite, to be reported by :meth:`StepOutcome.finalize`. ``found``: None where it was not skipped."""
 
     opened: _OpenStep
     found: list[Row] | None
-    scale: float
-    error: Diverged | None
+    change: _ScaleChange
 
 
 class StepOutcome(StepStatus):
@@ -85,6 +92,7 @@ class StepOutcome(StepStatus):
     def __init__(self, config: ResolvedConfig, mesh: Mesh, device: torch.device, *, deferred: bool) -> None:
         self.deferred = deferred
         self._config = config
+        self._divisor = config.divisor * config.sharding.wire_scale
         self._mesh = mesh
         self._device = device
         self._result = StepResult(config.policy.loss_scale)
@@ -101,7 +109,8 @@ class StepOutcome(StepStatus):
 
     def result(self) -> StepResult:
         """Return the last step's outcome. Waits for its norm. Local: a single rank may ask."""
-        self.settle()
+        if self._open is not None:
+            self.settle()
         return self._result
 
     @property
@@ -109,25 +118,34 @@ class StepOutcome(StepStatus):
         return self.result().loss_scale.scale
 
     def gradient_multiplier(self) -> float:
-        """Factor from a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient, or to the sum where that was asked for."""
-        return 1.0 / (self._config.divisor * self._config.sharding.wire_scale * self.loss_scale)
+        """Return the factor from a reduced shard (a sum over ranks of scaled gradients) to the averaged gradient, or to the sum where that was
+        asked for."""
+        if self._open is not None:
+            self.settle()
+        return 1.0 / (self._divisor * self._result.loss_scale.scale)
 
-    def finalize(self) -> None:
-        """Learn the outcome on all ranks, report a skipped step, and end a run that cannot go on. Collective over all. Raises Diverged."""
-        self.settle()
-        overflow, self._overflow = self._overflow, None
-        if overflow is None:
-            return
-        if overflow.found is not None and not self._alone:
-            self._result.nonfinite = self._culprit(overflow.opened, overflow.found)
-        self._report(overflow.scale, overflow.error)
+    def finalize(self) -> StepResult:
+        """Return the outcome, known on all ranks; report a skipped step, and end a run that cannot go on. Collective over all. Raises Diverged."""
+        if self._open is not None:
+            self.settle()
+        if self._overflow is not None:
+            overflow, self._overflow = self._overflow, None
+            if overflow.found is not None and not self._alone:
+                self._result.nonfinite = self._culprit(overflow.opened, overflow.found)
+            self._report(overflow.change)
+        return self._result
+
+    def restore(self, skipped: int, loss_scale: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's number of skipped steps and its loss scale as JSON."""
+        result = self.result()
+        result.skipped, result.loss_scale = skipped, result.loss_scale.restored(loss_scale)
 
     def close(self) -> None:
-        """The same for an engine that ends, in which other ranks may have failed: local, so that a culprit may stay unnamed."""
+        """Do the same for an engine that ends, in which other ranks may have failed: local, so that a culprit may stay unnamed."""
         self.settle()
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
-            self._report(overflow.scale, overflow.error)
+            self._report(overflow.change)
 
     def settle(self) -> None:
         """Learn what the device has decided about the last step; undo what the host did for a skipped one."""
@@ -141,21 +159,19 @@ class StepOutcome(StepStatus):
             total = self._readback.receive()[_TOTAL].view(torch.float64).item()
         finally:
             heartbeat.leave()
-        finite = self._take_norm(total, opened.unscale)
+        change = self._decide(total, opened.unscale, opened.step)
         found = None
         if not self._result.applied:
             for undo in opened.undo:
                 undo()
-            self._count_skip(opened.step)
             found = local_culprits(opened.model, opened.culprits, opened.sums)
             if self._alone:
                 self._result.nonfinite = self._culprit(opened, found)
             else:  # a rank that asks alone cannot ask the others
                 unnamed = "a parameter that the next backward pass names"
                 self._result.nonfinite = NonFiniteStep(opened.step, None, unnamed)
-        scale, error = self._advance_scale(not finite)
-        if not finite:
-            self._overflow = _Overflow(opened, found, scale, error)
+        if change.overflow:
+            self._overflow = _Overflow(opened, found, change)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -180,26 +196,23 @@ class StepOutcome(StepStatus):
                 total = self._sum_over_ranks(model)
             self._apply_on_device(model, optimizer, step, schedule, arguments, total)
             return
-        result = self._result
-        unscale = self.gradient_multiplier()
+        result, unscale = self._result, self.gradient_multiplier()
         with trace_range("norm"):
             square_sum, late = self._sum_over_ranks(model, reducer.late_groups()).tolist()
             if late:  # on some rank: all learn it here
                 reducer.reduce_late()
                 square_sum = self._sum_over_ranks(model).item()
-        finite = self._take_norm(square_sum, unscale)
+        change = self._decide(square_sum, unscale, step)
         if result.applied and result.norm is not None:
-            factor = clip_factor(result.norm, self._config.clip) if finite else 1.0
+            factor = 1.0 if change.overflow else clip_factor(result.norm, self._config.clip)
             update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)
             if schedule is not None:
                 schedule.step(**arguments)
         else:
             result.nonfinite = find_culprit(model, step)
-            self._count_skip(step)
         reducer.reset()
-        scale, error = self._advance_scale(not finite)
-        if not finite:
-            self._report(scale, error)
+        if change.overflow:
+            self._report(change)
 
     def _apply_on_device(
         self,
@@ -254,36 +267,31 @@ class StepOutcome(StepStatus):
             axis.all_reduce_small(values, "gradient norm")
         return values
 
-    def _take_norm(self, square_sum: float, unscale: float) -> bool:
-        """Record norm and decision; return whether the norm is finite."""
-        norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
-        finite = math.isfinite(norm)
-        self._result.norm = norm
-        self._result.applied = finite or not self._config.skip_nonfinite
-        return finite
-
-    def _count_skip(self, step: int) -> None:
-        self._result.skipped += 1
-        self._result.skipped_at.append(step)
-
-    def _advance_scale(self, overflow: bool) -> tuple[float, Diverged | None]:
-        """Set the loss scale of the next step; return this one's, and the reason where there can be no next one."""
-        before = self._result.loss_scale.scale
-        update = self._result.loss_scale.update(overflow)
-        self._result.loss_scale = update.state
+    def _decide(self, square_sum: float, unscale: float, step: int) -> _ScaleChange:
+        """Record norm and decision of step number ``step``, and set the loss scale of the next one."""
+        result = self._result
+        result.norm = math.sqrt(square_sum) * unscale if square_sum >= 0 else math.nan
+        finite = math.isfinite(result.norm)
+        result.applied = finite or not self._config.skip_nonfinite
+        if not result.applied:
+            result.skipped += 1
+            result.skipped_at.append(step)
+        before = result.loss_scale.scale
+        update = result.loss_scale.update(not finite)
+        result.loss_scale = update.state
         if update.state.scale != before:
             log.debug("loss scale %g -> %g", before, update.state.scale)
-        return before, update.error
+        return _ScaleChange(not finite, before, update.error)
 
-    def _report(self, before: float, error: Diverged | None) -> None:
-        """Log one line on rank 0 about a skipped step; raise on all ranks where the run cannot go on. ``before``: its loss scale."""
+    def _report(self, change: _ScaleChange) -> None:
+        """Log one line on rank 0 about a step that was skipped; raise on all ranks where the run cannot go on."""
         result = self._result
         if self._mesh.rank == 0 and result.nonfinite is not None:
             now = result.loss_scale.scale
-            change = f"; loss scale {before:g} -> {now:g}" if before != now else ""
-            log.warning("%s; the step is skipped on all ranks%s", result.nonfinite.describe(), change)
-        if error is not None:
-            raise with_culprit(error, result.nonfinite)
+            text = f"; loss scale {change.before:g} -> {now:g}" if change.before != now else ""
+            log.warning("%s; the step is skipped on all ranks%s", result.nonfinite.describe(), text)
+        if change.error is not None:
+            raise with_culprit(change.error, result.nonfinite)
 
     def _culprit(self, opened: _OpenStep, found: Sequence[Row]) -> NonFiniteStep:
         return agree_on_culprit(opened.model, opened.step, found, lambda block: block not in opened.unused)

@@ -7,7 +7,7 @@ JSON: the same shapes and values have the same text, so that it is sent once.
     text      the description, the first time that it is used; or why the sender failed
     payload   the tensors' bytes
 
-Messages between two ranks arrive in the order of the sends. The next header is asked for before it is needed, so a message moves while its
+Messages between two ranks arrive in the order of the sends. The next header is requested before it is needed, so a message moves while its
 receiver computes; nothing waits for a send before the step ends. Payloads are counted as ``send``, headers as ``header``.
 """
 
@@ -39,12 +39,12 @@ class Payload:
     differentiable: list[bool] = field(default_factory=list)
 
     def wanted(self) -> list[torch.Tensor]:
-        """The tensors whose gradients are wanted."""
+        """Return the tensors whose gradients are wanted."""
         return [tensor for tensor, wanted in zip(self.tensors, self.differentiable, strict=True) if wanted]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value, in the order of its description: dicts as they were filled."""
+    """Return the tensors of a value, in the order of its description: dicts as they were filled."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -55,7 +55,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same value with each tensor changed, one after the other in the order of :func:`tensors_in`."""
+    """Return the same value with each tensor changed, in the order of :func:`tensors_in`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -67,24 +67,24 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def to_payload(value: Any) -> tuple[str, Payload]:
-    """The description of ``value``, and its tensors. Raises TrialError for what cannot travel."""
-    parcel = Payload(value)
-    text = json.dumps(_describe(value, parcel, ""), separators=(",", ":"))
-    return text, parcel
+    """Return the description of ``value``, and its tensors. Raises TrialError for what cannot travel."""
+    payload = Payload(value)
+    text = json.dumps(_describe(value, payload, ""), separators=(",", ":"))
+    return text, payload
 
 
-def _describe(value: Any, parcel: Payload, path: str) -> Any:
+def _describe(value: Any, payload: Payload, path: str) -> Any:
     if isinstance(value, torch.Tensor):
-        parcel.tensors.append(value)
-        parcel.differentiable.append(value.requires_grad)
+        payload.tensors.append(value)
+        payload.differentiable.append(value.requires_grad)
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape), int(value.requires_grad)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["v", value]
     if type(value) in (tuple, list):
         kind = "u" if type(value) is tuple else "l"
-        return [kind, [_describe(item, parcel, f"{path}[{index}]") for index, item in enumerate(value)]]
+        return [kind, [_describe(item, payload, f"{path}[{index}]") for index, item in enumerate(value)]]
     if isinstance(value, dict) and all(isinstance(key, (str, int, bool)) for key in value):
-        return ["d", [[key, _describe(item, parcel, f"{path}[{key!r}]")] for key, item in value.items()]]
+        return ["d", [[key, _describe(item, payload, f"{path}[{key!r}]")] for key, item in value.items()]]
     raise TrialError(
         "this value cannot travel between pipeline stages",
         where=f"a layer's output{path}",
@@ -95,15 +95,15 @@ def _describe(value: Any, parcel: Payload, path: str) -> Any:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one tensor only. None if there are no bytes."""
-    raw = [_bytes(tensor) for tensor in tensors]
-    if sum(part.numel() for part in raw) == 0:
+    """Return the tensors' bytes (n,) uint8, each at a multiple of ALIGN; a view where there is one tensor only. None if there are no bytes."""
+    parts = [_bytes(tensor) for tensor in tensors]
+    if sum(part.numel() for part in parts) == 0:
         return None
-    if len(raw) == 1:
-        return raw[0]
+    if len(parts) == 1:
+        return parts[0]
     out: list[torch.Tensor] = []
     total = 0
-    for part in raw:
+    for part in parts:
         if gap := _aligned(total) - total:
             out.append(part.new_zeros(gap))
         out.append(part)
@@ -111,28 +111,28 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.cat(out)
 
 
-def unpack(text: str, payload: torch.Tensor | None, device: torch.device) -> Payload:
-    """The value again; its tensors share the memory of ``payload`` (n,) uint8, which starts a storage."""
-    parcel = Payload(None)
+def unpack(text: str, raw: torch.Tensor | None, device: torch.device) -> Payload:
+    """Rebuild the value; its tensors share the memory of ``raw`` (n,) uint8, which starts a storage."""
+    payload = Payload(None)
     offset = 0
 
     def view(dtype: torch.dtype, shape: Sequence[int], wanted: bool) -> torch.Tensor:
         nonlocal offset
         size = prod(shape) * dtype.itemsize
         offset = _aligned(offset)
-        if size == 0 or payload is None:
+        if size == 0 or raw is None:
             tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
         else:
             # No view: autograd lets a layer work in place on it.
             tensor = torch.empty(0, dtype=dtype, device=device)
-            tensor.set_(payload.untyped_storage(), offset // dtype.itemsize, tuple(shape))  # type: ignore[call-overload]
+            tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape))  # type: ignore[call-overload]
         offset += size
-        parcel.tensors.append(tensor)
-        parcel.differentiable.append(wanted)
+        payload.tensors.append(tensor)
+        payload.differentiable.append(wanted)
         return tensor
 
-    parcel.value = _rebuild(json.loads(text), view)
-    return parcel
+    payload.value = _rebuild(json.loads(text), view)
+    return payload
 
 
 def _rebuild(node: Any, make: Callable[[torch.dtype, Sequence[int], bool], Any]) -> Any:
@@ -159,17 +159,9 @@ def _aligned(offset: int) -> int:
 
 
 HEADER = 8
-
-
 HEADER_BYTES = 8 * HEADER
-
-
-GOES_ON, FAILED = 0, 1
-
-
-PATIENCE_SECONDS = 2.0
-
-
+GOES_ON, FAILED = 0, 1  # the header's state
+LINGER_SECONDS = 2.0
 KNOWN_DESCRIPTIONS = 256  # beyond that (values that change with each micro-batch) a description goes with its message
 
 
@@ -180,24 +172,24 @@ _LAST_TAGS = 0xFFFFF  # collectives count up from 0 in these 20 bits; messages k
 
 
 def message_tags(channel: int, number: int) -> int:
-    """The tag of a channel's message: never a collective's (before a million of them), and another one for another engine."""
+    """Return the tag of a channel's message: never a collective's (before a million of them), and another one for another engine."""
     return (_LAST_TAGS - number % 16) << 11 | channel & 0x7FF
 
 
 class PeerFailed(MeshError):
-    """Another pipeline rank failed in its part of the step, and said why."""
+    """Another pipeline rank failed in its part of the step; the text is its error."""
 
 
 @dataclass(frozen=True)
 class ReceivedPayload:
-    """What came: the parcel, and how many samples its micro-batch has."""
+    """A payload that came, and how many samples its micro-batch has."""
 
-    parcel: Payload
+    payload: Payload
     samples: int
 
 
 class SendChannel:
-    """What this rank sends to pipeline rank ``to``."""
+    """Sends from this rank to pipeline rank ``to``."""
 
     def __init__(self, comm: AxisComm, to: int, channel: int) -> None:
         self._comm = comm
@@ -208,38 +200,38 @@ class SendChannel:
         self._under_way: deque[Message] = deque()
 
     def send(self, action: Action, value: object, samples: int) -> None:
-        """Starts to send ``value``; does not wait. The tensors must stay as they are until :meth:`finish`."""
-        text, parcel = to_payload(value)
+        """Start to send ``value``; does not wait. The tensors must stay as they are until :meth:`finish`."""
+        text, payload = to_payload(value)
         number = self._known.get(text, 0)
         new = number == 0
         if new and len(self._known) < KNOWN_DESCRIPTIONS:
             number = self._known[text] = len(self._known) + 1
         data = text.encode() if new else b""
-        payload = pack(parcel.tensors)
-        size = payload.numel() if payload is not None else 0
+        raw = pack(payload.tensors)
+        size = raw.numel() if raw is not None else 0
         self._header(
             [_KINDS[action.kind], action.chunk, action.micro_batch, samples, number, len(data), size, GOES_ON],
             str(action),
         )
         if data:
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), str(action))
-        if payload is not None:
-            self._post(payload, str(action), counted=True)
+        if raw is not None:
+            self._post(raw, str(action), counted=True)
         while self._under_way and self._under_way[0].done:
             self._under_way.popleft()
 
     def fail(self, why: str) -> None:
-        """Tells the other rank, instead of what it waits for, that nothing will come. Does not wait: :meth:`linger` does, a little."""
+        """Send the error ``why`` in place of the message that the other rank waits for. Does not wait: :meth:`linger` does, a little."""
         data = why.encode()[:4000]
         try:
             self._header([0, 0, 0, 0, 0, len(data), 0, FAILED], "failure")
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), "failure")
         except MeshError:
-            self._under_way.clear()  # the other rank is gone: it needs no news
+            self._under_way.clear()  # the other rank is gone and needs no error
 
-    def linger(self, patience: float = PATIENCE_SECONDS) -> None:
-        """Gives what is under way at most ``patience`` seconds to leave; a rank that never asks for it is not waited for."""
-        end = time.monotonic() + patience
+    def linger(self, timeout: float = LINGER_SECONDS) -> None:
+        """Wait at most ``timeout`` seconds for messages under way; a rank that never receives them is not waited for."""
+        end = time.monotonic() + timeout
         while self._under_way and time.monotonic() < end:
             if self._under_way[0].done:
                 self._under_way.popleft()
@@ -248,7 +240,7 @@ class SendChannel:
         self._under_way.clear()
 
     def finish(self) -> None:
-        """Returns when everything has left."""
+        """Wait until everything has left."""
         while self._under_way:
             self._under_way.popleft().wait()
 
@@ -263,7 +255,7 @@ class SendChannel:
 
 
 class ReceiveChannel:
-    """What this rank receives from pipeline rank ``source``; tensors come to ``device``."""
+    """Receives on this rank from pipeline rank ``source``; tensors come to ``device``."""
 
     def __init__(self, comm: AxisComm, source: int, channel: int, device: torch.device) -> None:
         self._comm = comm
@@ -276,15 +268,15 @@ class ReceiveChannel:
         self._expected = 0
 
     def expect(self, messages: int) -> None:
-        """So many messages will come in this step; the first header is asked for now."""
+        """Prepare for ``messages`` messages in this step; the first header is requested now."""
         self._expected = messages
-        self._ask()
+        self._request_header()
 
     def take(self, action: Action) -> ReceivedPayload:
-        """The next message, which must be that of the receive ``action``. Raises PeerFailed, or MeshError for another message."""
+        """Return the next message, which must be that of the receive ``action``. Raises PeerFailed, or MeshError for another message."""
         if self._next is None:
             self._expected = max(self._expected, 1)
-            self._ask()
+            self._request_header()
         header, self._next = self._next, None
         if header is None:
             raise MeshError("no message is expected", where=str(action))
@@ -298,19 +290,19 @@ class ReceiveChannel:
             action.micro_batch,
         ):
             raise MeshError(
-                "another message than the schedule's came",
+                "the next message is not the one that the schedule expects",
                 where=f"{action} from rank {self._comm.ranks[self._source]}",
                 got=f"{'FB'[kind]} of chunk {chunk}, micro-batch {micro_batch}",
                 fix="All pipeline ranks must run the same schedule.",
             )
-        payload = None
+        raw = None
         if size:
-            payload = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._receive(payload, str(action)).wait()
-        self._ask()
-        return ReceivedPayload(unpack(text, payload, self._device), samples)
+            raw = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._receive(raw, str(action)).wait()
+        self._request_header()
+        return ReceivedPayload(unpack(text, raw, self._device), samples)
 
-    def _ask(self) -> None:
+    def _request_header(self) -> None:
         if self._expected > 0 and self._next is None:
             self._expected -= 1
             self._next = self._receive(torch.empty(HEADER, dtype=torch.int64), "header")

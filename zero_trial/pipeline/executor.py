@@ -1,10 +1,10 @@
-"""The executor: performs one rank's row of a schedule, action by action. What each action means to sharding is its caller's to say."""
+"""Perform one rank's row of a schedule, action by action. The caller says what the sharding actions do."""
 
 from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -13,12 +13,13 @@ import torch
 from zero_trial.comm import AxisComm
 from zero_trial.errors import TrialError, ZeroTrialError
 from zero_trial.pipeline.channel import Payload, ReceiveChannel, SendChannel, tensors_in
+from zero_trial.pipeline.feed import StepInput
 from zero_trial.pipeline.schedule import NONE, Action, ActionKind, Schedule
 from zero_trial.pipeline.stage import Item, Loss, Stage, detached, local_payload
 
 
 def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Action | None) -> TrialError:
-    """The error for an exception that a layer or the loss function raised."""
+    """Return the error for an exception that a layer or the loss function raised."""
     where = f"rank {rank}, pipeline stage {stage} of {stages}"
     if action is not None:
         number = f", micro-batch {action.micro_batch}" if action.micro_batch != NONE else ""
@@ -29,7 +30,7 @@ def layer_fault(error: Exception, rank: int, stage: int, stages: int, action: Ac
 
 
 def _place(error: Exception) -> str | None:
-    """The innermost line that is neither torch's nor this package's."""
+    """Describe the innermost line that is neither torch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "/torch/" not in frame.filename and "/zero_trial/" not in frame.filename]
     if not own:
@@ -44,53 +45,38 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class ChunkSharding(Protocol):
-    """What a schedule's sharding actions do to the chunks of this rank."""
+    """Does what a schedule's sharding actions say to the chunks of this rank."""
 
     def unshard(self, chunk: int) -> None:
-        """The chunk's parameters are on their way."""
+        """Start to unshard the chunk's parameters. Does not wait."""
 
     def need(self, chunk: int) -> None:
-        """Waits for them."""
+        """Wait for the chunk's parameters."""
 
     def reshard(self, chunk: int) -> None:
-        """They are needed no more."""
+        """Free the chunk's full parameters."""
 
-    def landed(self, chunk: int) -> None:
-        """A backward through the chunk is over."""
+    def backward_done(self, chunk: int) -> None:
+        """Note that a backward through the chunk has ended."""
 
     def reduce(self, chunk: int) -> None:
-        """The chunk's gradients are complete: for the step, or for a micro-batch."""
+        """Start to reduce the chunk's gradients, which are complete for the step, or for a micro-batch."""
 
     def tied_reduce(self, tie: int) -> None:
-        """The reduced gradients of a tied weight become those of all ranks that hold it."""
+        """Sum the reduced gradients of a tied weight over all ranks that hold it."""
 
 
 class PhaseTimer(Protocol):
-    """Who measures phases."""
+    """Measures the phases of a micro-batch."""
 
     def begin(self, phase: str) -> None: ...
 
     def end(self, phase: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class MicroBatches:
-    """What this rank has read of a step. ``inputs`` only where the first chunk is; ``labels`` only where they are used or sent from.
-
-    ``samples[i]``: of micro-batch i, known where ``inputs`` are. ``labels_travel``: they go through the pipe beside the activations.
-    ``factor(samples)``: what a micro-batch's loss is multiplied by before its backward.
-    """
-
-    inputs: Sequence[Any] = ()
-    labels: Sequence[Any] = ()
-    samples: Sequence[int] = ()
-    labels_travel: bool = False
-    factor: Callable[[int], float] = lambda samples: 1.0
-
-
 @dataclass
 class LastStageResult:
-    """What the last chunk's rank has at the end of a step: by micro-batch its loss, its samples, and the output if it was to be kept."""
+    """Losses, samples and outputs by micro-batch on the last chunk's rank; outputs only if they were to be kept."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
@@ -99,11 +85,12 @@ class LastStageResult:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a run is for."""
+    """What a run computes. ``scale``: the factor on each micro-batch's share of the loss before its backward."""
 
     training: bool = True
     loss: Loss | None = None  # None: no losses are computed
     keep_outputs: bool = False
+    scale: float = 1.0
 
 
 class Executor:
@@ -115,7 +102,7 @@ class Executor:
         stage: Stage,
         shards: ChunkSharding,
         device: torch.device,
-        watch: PhaseTimer,
+        timer: PhaseTimer,
         *,
         channel: int,
     ) -> None:
@@ -123,7 +110,7 @@ class Executor:
         self.stage = stage
         self._shards = shards
         self._device = device
-        self._watch = watch
+        self._timer = timer
         others = [index for index in range(comm.size) if index != comm.index]
         self._out = {index: SendChannel(comm, index, channel) for index in others}
         self._in = {index: ReceiveChannel(comm, index, channel, device) for index in others}
@@ -142,15 +129,15 @@ class Executor:
             ActionKind.TIED_REDUCE: lambda action: self._shards.tied_reduce(action.tie),
             ActionKind.STEP: lambda action: None,  # the engine's, after this
         }
-        self._run = _Run(MicroBatches(), StepOptions(), None)
+        self._run = _Run(StepInput(), StepOptions(), None)
 
-    def run(self, schedule: Schedule, batch: MicroBatches, wishes: StepOptions) -> LastStageResult:
-        """Performs the row. Afterwards gradients are being reduced, and messages may still be under way: :meth:`finish` waits for those.
+    def run(self, schedule: Schedule, batch: StepInput, options: StepOptions) -> LastStageResult:
+        """Perform the row. Afterwards gradients are being reduced, and messages may still be under way: :meth:`finish` waits for those.
 
         Raises TrialError for what a layer raises (naming rank, micro-batch and action), PeerFailed for what a layer of another rank raised,
         MeshError for a rank that is gone.
         """
-        self._run = run = _Run(batch, wishes, schedule)
+        self._run = run = _Run(batch, options, schedule)
         place = schedule.placement
         row = schedule.rows[self.comm.index]
         try:
@@ -166,9 +153,9 @@ class Executor:
         return run.outcome
 
     def finish(self) -> None:
-        """Returns when every message of this rank has left."""
-        for outbox in self._out.values():
-            outbox.finish()
+        """Wait until every message of this rank has left."""
+        for channel in self._out.values():
+            channel.finish()
 
     def _expected(self, schedule: Schedule) -> Counter[int]:
         place = schedule.placement
@@ -184,33 +171,33 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         run, chunk, number = self._run, action.chunk, action.micro_batch
-        parcel = run.inputs.pop((chunk, number)) if chunk > 0 else self._first_parcel(number)
+        payload = run.inputs.pop((chunk, number)) if chunk > 0 else self._first_input(number)
         label = None
-        if chunk > 0 and run.labels_beside:
-            parcel, label = _without_label(parcel)
+        if chunk > 0 and run.labels_travel:
+            payload, label = _without_label(payload)
         self._shards.need(chunk)
-        self._watch.begin(FORWARD)
-        compute = self.stage.forward if run.wishes.training else self.stage.evaluate
-        output = compute(chunk, number, parcel)
+        self._timer.begin(FORWARD)
+        compute = self.stage.forward if run.options.training else self.stage.evaluate
+        output = compute(chunk, number, payload)
         if chunk == run.last:
             self._finish_forward(chunk, number, output, label)
         else:
             self._hand_on(chunk, number, output, label)
-        self._watch.end(FORWARD)
+        self._timer.end(FORWARD)
 
-    def _first_parcel(self, number: int) -> Payload:
+    def _first_input(self, number: int) -> Payload:
         batch, run = self._run.batch, self._run
         run.samples[number] = batch.samples[number]
         return Payload(batch.inputs[number])
 
     def _hand_on(self, chunk: int, number: int, output: Any, label: Any) -> None:
-        """The output becomes the next chunk's input, here or by a message."""
+        """Make the output the next chunk's input, here or by a message."""
         run = self._run
         if chunk == 0 and run.batch.labels_travel:
             label = run.batch.labels[number]
-        if run.wishes.training:
+        if run.options.training:
             self.stage.keep(chunk, number, [tensor for tensor in tensors_in(output) if tensor.requires_grad])
-        value = (output, label) if run.labels_beside else output
+        value = (output, label) if run.labels_travel else output
         if run.place.sends_forward(chunk):
             run.leaving[chunk, number] = value
         else:
@@ -219,42 +206,45 @@ class Executor:
     def _finish_forward(self, chunk: int, number: int, output: Any, label: Any) -> None:
         run = self._run
         run.outcome.samples[number] = run.samples[number]
-        if run.wishes.keep_outputs:
+        if run.options.keep_outputs:
             run.outcome.outputs[number] = detached(output)
-        if run.wishes.loss is None:
+        if run.options.loss is None:
             return
-        if not run.labels_beside and run.batch.labels:
+        if not run.labels_travel and run.batch.labels:
             label = run.batch.labels[number]
-        loss = run.wishes.loss(output, label)
-        _check_loss(loss, training=run.wishes.training)
+        loss = run.options.loss(output, label)
+        if not (
+            isinstance(loss, torch.Tensor) and loss.numel() == 1 and (loss.requires_grad or not run.options.training)
+        ):
+            raise loss_error(loss, "PipelineModule(loss_fn)", "Compute it from the last layer's output.")
         run.outcome.losses[number] = loss.detach()
-        if run.wishes.training:
+        if run.options.training:
             self.stage.keep(chunk, number, [loss])
-            factor = run.batch.factor(run.samples[number])
+            factor = run.options.scale * run.batch.share(run.samples[number])
             run.gradients[chunk, number] = [torch.full_like(loss, factor)]
 
     def _backward(self, action: Action) -> None:
         self._pass_back(action, self.stage.backward)
-        self._shards.landed(action.chunk)
+        self._shards.backward_done(action.chunk)
 
     def _backward_inputs(self, action: Action) -> None:
         self._pass_back(action, self.stage.backward_inputs)
-        self._shards.landed(action.chunk)
+        self._shards.backward_done(action.chunk)
 
     def _backward_weights(self, action: Action) -> None:
         self._shards.need(action.chunk)
-        self._watch.begin(BACKWARD)
+        self._timer.begin(BACKWARD)
         self.stage.backward_weights(action.chunk, action.micro_batch)
-        self._watch.end(BACKWARD)
-        self._shards.landed(action.chunk)
+        self._timer.end(BACKWARD)
+        self._shards.backward_done(action.chunk)
 
     def _pass_back(self, action: Action, compute: Callable[..., list[torch.Tensor | None]]) -> None:
         run, chunk, number = self._run, action.chunk, action.micro_batch
         gradients = run.gradients.pop((chunk, number))
         self._shards.need(chunk)
-        self._watch.begin(BACKWARD)
+        self._timer.begin(BACKWARD)
         found = compute(chunk, number, gradients)
-        self._watch.end(BACKWARD)
+        self._timer.end(BACKWARD)
         if chunk == 0:
             return
         if run.place.sends_backward(chunk):
@@ -274,37 +264,37 @@ class Executor:
     def _receive(self, action: Action) -> None:
         run, item = self._run, (action.chunk, action.micro_batch)
         if action.kind is ActionKind.RECV_F:
-            arrival = self._in[run.place.ranks[action.chunk - 1]].take(action)
-            run.inputs[item] = arrival.parcel
-            run.samples[item[1]] = arrival.samples
+            received = self._in[run.place.ranks[action.chunk - 1]].take(action)
+            run.inputs[item] = received.payload
+            run.samples[item[1]] = received.samples
         else:
-            run.gradients[item] = list(self._in[run.place.ranks[action.chunk + 1]].take(action).parcel.value)
+            run.gradients[item] = list(self._in[run.place.ranks[action.chunk + 1]].take(action).payload.value)
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
     def _fail(self, error: Exception, stages: int) -> NoReturn:
-        """Tells the other pipeline ranks why this one stops, then raises."""
+        """Send the other pipeline ranks the reason why this one stops, then raise."""
         action = self._run.action
         if isinstance(error, ZeroTrialError):
             fault = error
         else:
             world_rank = self.comm.ranks[self.comm.index]
             fault = layer_fault(error, world_rank, self.comm.index, stages, action)
-        for outbox in self._out.values():
-            outbox.fail(str(fault))
-        for outbox in self._out.values():
-            outbox.linger()
+        for channel in self._out.values():
+            channel.fail(str(fault))
+        for channel in self._out.values():
+            channel.linger()
         if fault is error:
             raise error
         raise fault from error
 
 
 class _Run:
-    """One run's tables: what waits for its action."""
+    """One run's tables: what waits for its action, by (chunk, micro-batch)."""
 
-    def __init__(self, batch: MicroBatches, wishes: StepOptions, schedule: Schedule | None) -> None:
+    def __init__(self, batch: StepInput, options: StepOptions, schedule: Schedule | None) -> None:
         self.batch = batch
-        self.wishes = wishes
+        self.options = options
         self.outcome = LastStageResult()
         self.action: Action | None = None
         self.inputs: dict[Item, Payload] = {}
@@ -312,32 +302,28 @@ class _Run:
         self.leaving: dict[Item, Any] = {}
         self.returning: dict[Item, list[torch.Tensor | None]] = {}
         self.samples: dict[int, int] = {}
-        self.labels_beside = batch.labels_travel
+        self.labels_travel = batch.labels_travel
         if schedule is not None:
             self.place = schedule.placement
             self.last = schedule.placement.last
 
 
-def _without_label(parcel: Payload) -> tuple[Payload, Any]:
-    """What travelled together is parted again: the activations, whose tensors come first, and the label."""
-    value, label = parcel.value
+def _without_label(payload: Payload) -> tuple[Payload, Any]:
+    """Separate what travelled together: the activations, whose tensors come first, and the label."""
+    value, label = payload.value
     count = len(tensors_in(value))
-    return Payload(value, parcel.tensors[:count], parcel.differentiable[:count]), label
+    return Payload(value, payload.tensors[:count], payload.differentiable[:count]), label
 
 
-def _check_loss(loss: Any, *, training: bool) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TrialError(
-            "the loss is not a scalar",
-            where="PipelineModule(loss_fn)",
-            got=got,
-            expected="a tensor with one element",
-            fix="Use loss.mean(); without a loss_fn the last layer's output is the loss.",
-        )
-    if training and not loss.requires_grad:
-        raise TrialError(
-            "the loss does not require grad",
-            where="PipelineModule(loss_fn)",
-            fix="Compute it from the last layer's output.",
-        )
+def loss_error(loss: Any, where: str, with_grad: str) -> TrialError:
+    """Return the error for a loss that cannot be differentiated. ``with_grad``: what to do where it does not require grad."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return TrialError("the loss does not require grad", where=where, fix=with_grad)
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    return TrialError(
+        "the loss is not a scalar",
+        where=where,
+        got=got,
+        expected="a tensor with one element",
+        fix="Use loss.mean(). A PipelineModule without a loss_fn takes the last layer's output for the loss.",
+    )

@@ -1,8 +1,8 @@
-"""The feed: what the ranks read for one step, agreed between all of them before anything runs.
+"""Read the input of one pipeline step, as all ranks agree before anything runs.
 
 The rank of the first chunk reads inputs; that of the last reads labels if it has an iterator of its own, which must give the same batches;
-if it has none, labels travel through the pipe. All tell each other how many micro-batches and samples they got: so the end of the data, or of one
-rank's data, is an answer on all ranks and not a hang.
+if it has none, labels travel through the pipe. All exchange how many micro-batches and samples they got, so that all see the end of the data, or
+of one rank's data, and none hangs.
 """
 
 from __future__ import annotations
@@ -22,27 +22,35 @@ HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
 _FIELDS = 5
 
 Read = Callable[[Any], tuple[Any, Any]]
-"""From what the iterator gives to (inputs, label) on the device."""
+"""Turns what the iterator gives into (inputs, label) on the device."""
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step works on, alike on all ranks but for ``inputs`` and ``labels``.
+    """What this rank has read for a step, and what all ranks have agreed on.
 
-    ``lines`` are the ranks that read inputs: data-parallel ones, and model-parallel ones, which read the same. ``share(samples)`` is a
-    micro-batch's part of what all lines read; the parts add up to 1.
+    Args:
+        inputs: by micro-batch, only where the first chunk is.
+        labels: by micro-batch, only where they are used or sent from.
+        samples: of each micro-batch, known where ``inputs`` are.
+        labels_travel: labels go through the pipe beside the activations.
+        micro_batches: of the step, the same on all ranks.
+        total: samples that all reading ranks have together.
+        alike: all micro-batches of all ranks have the same number of samples.
+        lines: ranks that read inputs: data-parallel ones, and model-parallel ones, which read the same.
     """
 
-    micro_batches: int
-    inputs: Sequence[Any]
-    labels: Sequence[Any]
-    samples: Sequence[int]
-    labels_travel: bool
-    total: int
-    alike: bool
-    lines: int
+    inputs: Sequence[Any] = ()
+    labels: Sequence[Any] = ()
+    samples: Sequence[int] = ()
+    labels_travel: bool = False
+    micro_batches: int = 0
+    total: int = 0
+    alike: bool = True
+    lines: int = 1
 
     def share(self, samples: int) -> float:
+        """Return the part that a micro-batch of ``samples`` is of what all lines read; the parts add up to 1."""
         if self.alike:
             return 1.0 / (self.micro_batches * self.lines)
         return samples / self.total
@@ -51,7 +59,7 @@ class StepInput:
 def read_step(
     iterator: Iterator[Any] | None, wanted: int, mesh: Mesh, placement: ChunkPlacement, split: Read
 ) -> StepInput:
-    """At most ``wanted`` micro-batches, as many as every reading rank has. Collective over the world.
+    """Read at most ``wanted`` micro-batches, as many as every reading rank has. Collective over the world.
 
     Raises StopIteration on all ranks where none has any; DataError where one has fewer than another, or where the first stage has no iterator.
     """
@@ -73,29 +81,29 @@ def read_step(
     stage_of = [mesh.shape.coordinates(rank)["pipe"] for rank in range(mesh.world.size)]
     count = _agreed(table, stage_of, first)
     rows = [row for row, stage in zip(table, stage_of, strict=True) if stage == first]
-    judge = table[mesh.pipe.ranks[last]]
-    travel = first != last and not judge[HAS_ITERATOR]
+    last_row = table[mesh.pipe.ranks[last]]
+    travel = first != last and not last_row[HAS_ITERATOR]
     keeps_labels = here == last if not travel else here == first
     return StepInput(
-        count,
         inputs if here == first else [],
         labels if keeps_labels else [],
         samples,
         travel,
-        sum(row[SAMPLES] for row in rows),
-        min(row[LEAST] for row in rows) == max(row[MOST] for row in rows),
-        len(rows),
+        micro_batches=count,
+        total=sum(row[SAMPLES] for row in rows),
+        alike=min(row[LEAST] for row in rows) == max(row[MOST] for row in rows),
+        lines=len(rows),
     )
 
 
 def sample_count(value: Any) -> int:
-    """The length of the first tensor's first dimension; 1 where there is none."""
+    """Return the length of the first tensor's first dimension; 1 where there is none."""
     tensors = tensors_in(value)
     return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
 
 
 def _exchange(mesh: Mesh, row: list[int]) -> list[list[int]]:
-    """Every rank's row, in rank order."""
+    """Return every rank's row, in rank order."""
     device = mesh.world.control_device
     table = torch.zeros(mesh.world.size * _FIELDS, dtype=torch.int64, device=device)
     table[mesh.world.index * _FIELDS : (mesh.world.index + 1) * _FIELDS] = torch.tensor(row, device=device)
@@ -105,6 +113,7 @@ def _exchange(mesh: Mesh, row: list[int]) -> list[list[int]]:
 
 
 def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:
+    """Return the number of micro-batches that every reading rank has, or raise what the table means."""
     without = [rank for rank, row in enumerate(table) if stage_of[rank] == first and not row[HAS_ITERATOR]]
     if without:
         raise DataError(

@@ -166,30 +166,31 @@ class Chunk(nn.Module):
         *,
         tied: nn.ModuleDict | None = None,
         seeds: LayerSeeds | None = None,
+        seeds_forward: bool = False,
         recompute: Recompute | None = None,
     ) -> None:
         super().__init__()
         self.first = first
         self.tied_modules = nn.ModuleDict() if tied is None else tied
-        self.recompute = recompute
-        self.micro_batch = 0  # forwards so far, for the seeds; who runs several chunks says it before each
-        self.forward_seeds: LayerSeeds | None = None
+        self._recompute = recompute
+        self._micro_batch = 0  # number of the last forward, for the seeds
+        self._forward_seeds = seeds if seeds_forward else None
         self._modules_of: list[nn.Module | None] = []
         self._calls = [self._add(layers[index], index, seeds) for index in range(first, after)]
 
-    def forward(self, value: Any) -> Any:
-        """The layers' composition; what goes between them is theirs to say."""
-        recompute, count = self.recompute, len(self._calls)
+    def forward(self, value: Any, micro_batch: int | None = None) -> Any:
+        """Return the layers' composition, with any value that the layers agree on between them.
+
+        ``micro_batch``: the number that the seeds of the forward follow from; by default one more than at the last call.
+        """
+        self._micro_batch = self._micro_batch + 1 if micro_batch is None else micro_batch
+        recompute, count = self._recompute, len(self._calls)
         step = recompute.interval if recompute is not None and recompute.interval > 0 else count
         for start in range(0, count, max(step, 1)):
             stop = min(start + step, count)
-            run = partial(self._run, start, stop, self.micro_batch)
-            if (
-                recompute is not None
-                and step
-                and torch.is_grad_enabled()
-                and recompute.fits(self._between(start, stop))
-            ):
+            run = partial(self._run, start, stop, self._micro_batch)
+            between = [module for module in self._modules_of[start:stop] if module is not None]
+            if recompute is not None and step and torch.is_grad_enabled() and recompute.fits(between):
                 value = recompute.function(run, value)
             else:
                 value = run(value)
@@ -197,19 +198,20 @@ class Chunk(nn.Module):
 
     @property
     def recomputes(self) -> bool:
-        """Some of its activations are made again in backward."""
-        return self.recompute is not None and self.recompute.interval > 0
+        """Whether some of its activations are computed again in backward."""
+        return self._recompute is not None and self._recompute.interval > 0
+
+    def set_recompute(self, recompute: Recompute | None) -> None:
+        """Recompute otherwise from now on; None keeps all activations."""
+        self._recompute = recompute
 
     def _run(self, start: int, stop: int, micro_batch: int, value: Any) -> Any:
-        seeds = self.forward_seeds
+        seeds = self._forward_seeds
         for index in range(start, stop):
             if seeds is not None and torch.is_grad_enabled():
                 seeds.function(seeds.base * micro_batch + self.first + index)
             value = self._calls[index](value)
         return value
-
-    def _between(self, start: int, stop: int) -> list[nn.Module]:
-        return [module for module in self._modules_of[start:stop] if module is not None]
 
     def _add(self, layer: Layer, index: int, seeds: LayerSeeds | None) -> Call:
         """Build and register a layer: what is called for it."""

@@ -138,7 +138,7 @@ class PipelineModule(nn.Module):
             self._build_chunks(placement.of(stage))
         recompute = self._recompute()
         for chunk in self._chunks.values():
-            chunk.recompute = recompute
+            chunk.set_recompute(recompute)
 
     def unbuilt(self) -> PipelineModule:
         """Another one of the same layers and settings, with nothing built yet; layers that are modules are the same objects."""
@@ -166,8 +166,7 @@ class PipelineModule(nn.Module):
         tied = nn.ModuleDict()
         for number in numbers:
             first, after = self.parts[number], self.parts[number + 1]
-            chunk = Chunk(self._layers, first, after, tied=tied, seeds=self._seeds)
-            chunk.forward_seeds = self._seeds
+            chunk = Chunk(self._layers, first, after, tied=tied, seeds=self._seeds, seeds_forward=True)
             self._chunks[number] = chunk
             for name, layer in chunk.named_children():
                 if layer is not tied:
@@ -229,7 +228,6 @@ class PipelineModule(nn.Module):
                 fix="Run the pipeline with engine.train_batch() or engine.eval_batch().",
             )
         for chunk in self._chunks.values():
-            chunk.micro_batch += 1
             value = chunk(value)
         return value
 

@@ -23,24 +23,24 @@ class StageBoundary:
     What comes out of :meth:`open` is no leaf and no view, so the first layer may work in place, and nothing is copied.
     """
 
-    def __init__(self, parcel: Payload, anchor: torch.Tensor) -> None:
+    def __init__(self, payload: Payload, anchor: torch.Tensor) -> None:
         self.anchor = anchor
-        self.gradients: tuple[torch.Tensor | None, ...] = (None,) * sum(parcel.differentiable)
+        self.gradients: tuple[torch.Tensor | None, ...] = (None,) * sum(payload.differentiable)
         self.node: Node | None = None
-        self._parcel: Payload | None = parcel
+        self._payload: Payload | None = payload
 
     def open(self) -> Any:
         """The value, its tensors joined to the graph where gradients are wanted. Once."""
-        parcel, self._parcel = self._parcel, None
-        if parcel is None:
+        payload, self._payload = self._payload, None
+        if payload is None:
             return None
-        inside = parcel.wanted()
+        inside = payload.wanted()
         if not inside:
-            return parcel.value
+            return payload.value
         joined: Sequence[torch.Tensor] = _Join.apply(self.anchor, self, inside)  # type: ignore[no-untyped-call]
         self.node = joined[0].grad_fn
         by_id = {id(tensor): new for tensor, new in zip(inside, joined, strict=True)}
-        return map_tensors(parcel.value, lambda tensor: by_id.get(id(tensor), tensor))
+        return map_tensors(payload.value, lambda tensor: by_id.get(id(tensor), tensor))
 
     def take(self) -> list[torch.Tensor | None]:
         """The gradients, in the order of the tensors that wanted one. Once."""
@@ -49,19 +49,19 @@ class StageBoundary:
 
 
 class _Join(torch.autograd.Function):
-    """Makes the tensors outputs of a node whose backward hands their gradients to the gate. The anchor only makes it part of a graph."""
+    """Makes the tensors outputs of a node whose backward hands their gradients to the boundary. The anchor only makes it part of a graph."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, gate: StageBoundary, tensors: Sequence[torch.Tensor]
+        ctx: Any, anchor: torch.Tensor, boundary: StageBoundary, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        ctx.gate = gate
+        ctx.boundary = boundary
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        ctx.gate.gradients = gradients
+        ctx.boundary.gradients = gradients
         return None, None, None
 
 
@@ -72,15 +72,15 @@ def detached(value: Any) -> Any:
 
 def local_payload(value: Any) -> Payload:
     """``value`` as if it had been sent to this rank: its tensors outside any graph, in order, with whether gradients are wanted back."""
-    parcel = Payload(None)
+    payload = Payload(None)
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        parcel.tensors.append(tensor.detach())
-        parcel.differentiable.append(tensor.requires_grad)
-        return parcel.tensors[-1]
+        payload.tensors.append(tensor.detach())
+        payload.differentiable.append(tensor.requires_grad)
+        return payload.tensors[-1]
 
-    parcel.value = map_tensors(value, take)
-    return parcel
+    payload.value = map_tensors(value, take)
+    return payload
 
 
 # --- a backward in two halves ---------------------------------------------------------------------------------------
@@ -120,19 +120,19 @@ class GraphSplit:
 
 
 class SplitBackward:
-    """One chunk's backward for one micro-batch. ``gate`` is the node where its inputs enter, ``anchor`` the leaf behind it."""
+    """One chunk's backward for one micro-batch. ``boundary`` is the node where its inputs enter, ``anchor`` the leaf behind it."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor], gate: Node, anchor: torch.Tensor) -> None:
+    def __init__(self, outputs: Sequence[torch.Tensor], boundary: Node, anchor: torch.Tensor) -> None:
         self._outputs = list(outputs)
         self._anchor = anchor
-        self._anatomy = split_graph(outputs, gate)
+        self._split = split_graph(outputs, boundary)
 
     def inputs(self, gradients: Gradients) -> None:
         """The first half, from the gradients of the outputs."""
-        places = self._anatomy.places
+        places = self._split.places
         handles = [place.node.register_prehook(_keeper(place)) for place in places]
         try:
-            wanted = [self._anchor, *self._anatomy.shared]
+            wanted = [self._anchor, *self._split.shared]
             torch.autograd.backward(self._outputs, list(gradients), inputs=wanted, retain_graph=True)
         finally:
             for handle in handles:
@@ -140,7 +140,7 @@ class SplitBackward:
 
     def weights(self) -> None:
         """The second half. Once; afterwards nothing of the graph is kept."""
-        places, self._outputs = self._anatomy.places, []
+        places, self._outputs = self._split.places, []
         while places:
             place = places.pop()
             edges, values = [], []
@@ -152,7 +152,7 @@ class SplitBackward:
                 torch.autograd.backward(edges, values, inputs=place.weights)
 
 
-def split_graph(outputs: Iterable[torch.Tensor], gate: Node) -> GraphSplit:
+def split_graph(outputs: Iterable[torch.Tensor], boundary: Node) -> GraphSplit:
     """Which weights hang off which node. Visits every node of the graph once or twice."""
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     before: dict[Node, list[Node]] = defaultdict(list)  # node -> those that lead to it
@@ -166,9 +166,9 @@ def split_graph(outputs: Iterable[torch.Tensor], gate: Node) -> GraphSplit:
                 if following not in seen:
                     seen.add(following)
                     stack.append(following)
-    path = _all_before(gate, before) if gate in seen else set()
+    path = _all_before(boundary, before) if boundary in seen else set()
     holders: dict[Node, list[Node]] = defaultdict(list)  # leaf -> the nodes of the path that it hangs off
-    for node in path - {gate}:
+    for node in path - {boundary}:
         for leaf in _leaves_off(node, path):
             holders[leaf].append(node)
     found = GraphSplit()
@@ -182,8 +182,8 @@ def split_graph(outputs: Iterable[torch.Tensor], gate: Node) -> GraphSplit:
     return found
 
 
-def _all_before(gate: Node, before: dict[Node, list[Node]]) -> set[Node]:
-    path, stack = {gate}, [gate]
+def _all_before(boundary: Node, before: dict[Node, list[Node]]) -> set[Node]:
+    path, stack = {boundary}, [boundary]
     while stack:
         for node in before[stack.pop()]:
             if node not in path:
@@ -240,7 +240,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 class _Live:
     """What a backward pass needs of a forward: where the inputs came in, and the outputs that gradients come back to."""
 
-    gate: StageBoundary
+    boundary: StageBoundary
     outputs: list[torch.Tensor]
     gradients: Gradients = ()  # given with the first half of a split backward
     split: SplitBackward | None = None
@@ -259,17 +259,17 @@ class Stage:
     _live: dict[Item, _Live] = field(default_factory=dict)
     _anchor: torch.Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
-    def forward(self, chunk: int, micro_batch: int, parcel: Payload) -> Any:
+    def forward(self, chunk: int, micro_batch: int, payload: Payload) -> Any:
         """The chunk's output, inside its graph."""
-        gate = StageBoundary(parcel, self._anchor)
-        self._live[chunk, micro_batch] = _Live(gate, [])
+        boundary = StageBoundary(payload, self._anchor)
+        self._live[chunk, micro_batch] = _Live(boundary, [])
         self.peak = max(self.peak, len(self._live))
-        return self.run(chunk, micro_batch, gate.open())
+        return self.run(chunk, micro_batch, boundary.open())
 
-    def evaluate(self, chunk: int, micro_batch: int, parcel: Payload) -> Any:
+    def evaluate(self, chunk: int, micro_batch: int, payload: Payload) -> Any:
         """The chunk's output, without a graph."""
         with torch.no_grad():
-            return self.run(chunk, micro_batch, parcel.value)
+            return self.run(chunk, micro_batch, payload.value)
 
     def keep(self, chunk: int, micro_batch: int, outputs: Sequence[torch.Tensor]) -> None:
         """The tensors that gradients will come back to, in the order of those gradients."""
@@ -279,22 +279,22 @@ class Stage:
         """The whole backward: the gradients of the inputs that wanted one; the weights' have landed where their hooks bring them."""
         live = self._live.pop((chunk, micro_batch))
         _run_backward(live.outputs, gradients)
-        return live.gate.take()
+        return live.boundary.take()
 
     def backward_inputs(self, chunk: int, micro_batch: int, gradients: Gradients) -> list[torch.Tensor | None]:
         """The gradients of the inputs only. Where there are none to be had, nothing happens; where the chunk cannot be split, everything."""
         live = self._live[chunk, micro_batch]
-        if live.gate.node is None:
+        if live.boundary.node is None:
             live.gradients = tuple(gradients)
         elif self.splits(chunk):
             outputs, values = _with_gradients(live.outputs, gradients)
-            live.split = SplitBackward(outputs, live.gate.node, self._anchor)
+            live.split = SplitBackward(outputs, live.boundary.node, self._anchor)
             live.outputs = []
             live.split.inputs(values)
         else:
             _run_backward(live.outputs, gradients)
             live.outputs = []
-        return live.gate.take()
+        return live.boundary.take()
 
     def backward_weights(self, chunk: int, micro_batch: int) -> None:
         """The rest of the backward."""

@@ -515,5 +515,5 @@ def test_an_optimizer_reads_device_scalars_where_its_weights_and_gradients_are_t
     engine = build_engine(Case(Tower, loss), STAGES["zero1"])
     optimizer = engine.optimizer
     assert optimizer is not None and optimizer.takes_device_scalars(engine.device)
-    optimizer._store = object()  # type: ignore[assignment]
+    optimizer.store = object()  # type: ignore[assignment]
     assert not optimizer.takes_device_scalars(engine.device)

@@ -141,3 +141,43 @@ def test_a_pipeline_is_watched_like_any_engine(ranks: Pools, tmp_path: Path) -> 
     assert any("train_loss" in name for name in first[1])
     assert any("eval_loss" in name for name in first[1])
     assert "step=4" not in "\n".join(second[0])
+
+
+class Classifier(PipelineModule):
+    """A loss that is a module with a buffer (the weights of classes), and a child that is not a layer."""
+
+    def __init__(self, stages: int) -> None:
+        weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])
+        linears = [LayerSpec(nn.Linear, 6, 6) for _ in range(4)]
+        super().__init__(linears, num_stages=stages, loss_fn=nn.CrossEntropyLoss(weight), seed_layers=True)
+        self.extra = nn.BatchNorm1d(2, affine=False)
+
+
+def classify(stages: int, zero_stage: int, folder: Path) -> list[float]:
+    config = {
+        "zero_optimization": {"stage": zero_stage},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": ADAMW,
+        "comm_timeout_seconds": 30.0,
+    }
+    losses = []
+    engine = zero_trial.initialize(model=Classifier(stages), config=config)[0]
+    for step in range(3):
+        if step == 2:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = zero_trial.initialize(model=Classifier(stages), config=config)[0]
+            engine.load_checkpoint(folder)
+        pairs = [pair(2 * step + number, 0) for number in range(2)]
+        losses.append(engine.train_batch(iter([(x, y.argmax(1)) for x, y in pairs])).item())
+    assert isinstance(engine.module.loss_fn, nn.CrossEntropyLoss) and engine.module.extra.running_mean.shape == (2,)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_loss_that_is_a_module_and_children_outside_the_layers(ranks: Pools, tmp_path: Path, zero_stage: int):
+    """Bits: two stages do the sums of one stage."""
+    whole = ranks(1).run(classify, 1, zero_stage, tmp_path / "one")[0]
+    assert ranks(2).run(classify, 2, zero_stage, tmp_path / "two") == [whole, whole]

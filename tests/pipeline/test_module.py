@@ -176,3 +176,29 @@ def test_one_cut_by_measured_time():
     module.build(ChunkPlacement.loop(2), 0)
     assert module.parts[0] == 0
     assert module.parts[-1] == 5
+
+
+class WithExtras(PipelineModule):
+    """A pipeline with children of its own, made after the layers, and a loss that is a module with a buffer."""
+
+    def __init__(self, extra: nn.Module, **options: Any) -> None:
+        super().__init__(layers(), loss_fn=nn.CrossEntropyLoss(weight=torch.ones(11)), **options)
+        self.extra = extra
+
+
+def test_children_outside_the_layers_stay_when_layers_are_built_anew():
+    module = WithExtras(nn.Linear(2, 2), num_stages=1)
+    module.build_whole()
+    module.build_whole()
+    assert isinstance(module.loss_fn, nn.CrossEntropyLoss) and isinstance(module.extra, nn.Linear)
+    assert {name for name, _ in module.named_children()} == {"loss_fn", "extra", "1", "3", "tied_modules"}
+
+
+def test_parameters_outside_the_layers_are_refused_on_several_stages():
+    module = WithExtras(nn.Linear(2, 2))
+    with pytest.raises(ConfigError) as caught:
+        module.build(ChunkPlacement.loop(2), 1)
+    assert caught.value.where == "PipelineModule.extra"
+    buffered = WithExtras(nn.BatchNorm1d(2, affine=False))
+    buffered.build(ChunkPlacement.loop(2), 1)
+    assert set(buffered.children_outside_layers()) == {"loss_fn", "extra"}

@@ -169,6 +169,9 @@ def manual_groups(module: PipelineModule, mesh: Mesh) -> list[ManualGroup]:
     for number, chunk in module.chunks.items():
         params = frozenset(id(param) for param in chunk.parameters()) - tied
         found.append(ManualGroup(chunk_group(number), params))
+    for name in module.children_outside_layers() if mesh.pipe.size > 1 else ():
+        # without parameters: the first stage saves its buffers for all
+        found.append(ManualGroup(f"outside.{name}", frozenset(), mesh.pipe, 0, name))
     return found
 
 

@@ -84,6 +84,7 @@ class PipelineModule(nn.Module):
         self._topology = topology
         self._profile_input = profile_input
         self._chunks: dict[int, Chunk] = {}  # not registered: its layers are, under their own names
+        self._built: list[str] = []  # names of the children that are layers; others are the user's own
         wanted = placement or (ChunkPlacement.loop(self.num_stages, chunks_per_rank) if self.num_stages else None)
         stage = self._stage_here(wanted)
         if wanted is not None and stage is not None:
@@ -124,6 +125,7 @@ class PipelineModule(nn.Module):
         if activation_checkpoint_interval is not None:
             self.activation_checkpoint_interval = activation_checkpoint_interval
         _refuse_init()
+        self._refuse_parameters_outside_layers(placement)
         if (placement, stage, method) != (self.placement, self.stage_id, self.partition_method) or not self._chunks:
             self._forget()
             self.placement, self.stage_id, self.num_stages, self.partition_method = (
@@ -171,13 +173,32 @@ class PipelineModule(nn.Module):
             for name, layer in chunk.named_children():
                 if layer is not tied:
                     self.add_module(name, layer)
+                    self._built.append(name)
         if len(tied):
             self.tied_modules = tied
+            self._built.append("tied_modules")
 
     def _forget(self) -> None:
-        for name, _ in list(self.named_children()):
+        for name in self._built:
             delattr(self, name)
+        self._built.clear()
         self._chunks.clear()
+
+    def children_outside_layers(self) -> dict[str, nn.Module]:
+        """Return the children that are not layers, by name: a loss function that is a module, and what a subclass adds."""
+        return {name: child for name, child in self.named_children() if name not in self._built}
+
+    def _refuse_parameters_outside_layers(self, placement: ChunkPlacement) -> None:
+        """Raise ConfigError where several stages hold a child with parameters that is not a layer: each would train its own."""
+        for name, child in self.children_outside_layers().items() if placement.stages > 1 else ():
+            if next(child.parameters(), None) is not None:
+                raise ConfigError(
+                    "a module outside the layers of a pipeline has parameters, and each stage would train its own copy",
+                    where=f"PipelineModule.{name}",
+                    got=type(child).__name__,
+                    expected="parameters in layers only; buffers may be anywhere",
+                    fix="Make it a layer (LayerSpec), or a TiedLayerSpec where several stages use it.",
+                )
 
     def _cut(self, method: str, parts: int) -> list[int]:
         times = None

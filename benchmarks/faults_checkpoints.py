@@ -53,7 +53,7 @@ def kind_of(name: str) -> str:
 def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
     """The newest checkpoint is damaged: where does a restart begin, and does it say why?"""
     from zero_trial.errors import ZeroTrialError
-    from zero_trial.runtime.open import agree_on_start
+    from zero_trial.runtime.local import agree_on_start
     from zero_trial.runtime.protocols import JsonDistributed
 
     run = desk.copy(desk.unbroken(Plan()))

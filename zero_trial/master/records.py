@@ -328,14 +328,6 @@ class User:
 
 
 @dataclass(frozen=True)
-class TokenOwner:
-    """The owner of a token: a user, or the one allocation that it was made for; exactly one is set."""
-
-    user: User | None = None
-    allocation: Allocation | None = None
-
-
-@dataclass(frozen=True)
 class MasterInfo:
     """Version and identity of this master, which are public."""
 

@@ -46,16 +46,16 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     directory = options.directory
     directory.prepare()
     if not directory.lock(seconds=0.5):
-        raise taken(directory)
+        raise _already_running(directory)
     me = identify(os.getpid())
     directory.write_state(
         {"pid": me.pid, "start": me.start, "port": directory.state().get("port"), "url": ""}
     )  # there, not ready
     _log_to(directory)
-    with _end_signals() as asked:
+    with _stop_signals() as stopping:
         master = Master.on(directory, options.devices, host_env=options.host_env)
         try:
-            _serve(options, master, ready, asked)
+            _serve(options, master, ready, stopping)
         finally:
             master.close()
     with contextlib.suppress(FileNotFoundError):  # the directory was removed
@@ -64,7 +64,7 @@ def serve(options: ServeOptions, ready: Callable[[], None]) -> None:
     log.info("stopped")
 
 
-def taken(directory: MasterDirectory) -> ConfigError:
+def _already_running(directory: MasterDirectory) -> ConfigError:
     """Return the error for a directory in which a master works."""
     state = directory.state()
     return ConfigError(
@@ -75,7 +75,7 @@ def taken(directory: MasterDirectory) -> ConfigError:
     )
 
 
-def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], asked: threading.Event) -> None:
+def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], stopping: threading.Event) -> None:
     directory = options.directory
     master.accounts.ensure_local_user(directory.account)
     with _listen(master, options.port, directory.state().get("port")) as server:
@@ -90,9 +90,9 @@ def _serve(options: ServeOptions, master: Master, ready: Callable[[], None], ask
             options.devices.kind,
         )
         ready()
-        while not asked.wait(_LOOK_SECONDS):
+        while not stopping.wait(_LOOK_SECONDS):
             if not directory.database.exists():
-                log.error("the directory %s is gone: the master stops", directory.root)
+                log.error("the directory %s was removed: the master stops", directory.root)
                 break
         log.info("ending all runs")
         master.stop_runs()
@@ -106,7 +106,7 @@ def _listen(master: Master, port: int | None, before: int | None) -> Server:
         return Server(master, port=before)
     except ZeroTrialError as error:
         log.warning(
-            "port %d of the master before is not free any more (%s): runs of that time cannot report here",
+            "port %d of the last master is taken (%s): runs that it started cannot report here",
             before,
             error,
         )
@@ -119,15 +119,15 @@ def _log_to(directory: MasterDirectory) -> None:
     formatter = logging.Formatter(_FORMAT, "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
-    room = logging.getLogger("zero_trial.master")
-    room.setLevel(logging.INFO)
-    room.handlers = [handler]
-    room.propagate = False
+    logger = logging.getLogger("zero_trial.master")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    logger.propagate = False
 
 
 @contextlib.contextmanager
-def _end_signals() -> Iterator[threading.Event]:
-    asked = threading.Event()
+def _stop_signals() -> Iterator[threading.Event]:
+    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
-    yield asked
+        signal.signal(number, lambda *_: stopping.set())
+    yield stopping

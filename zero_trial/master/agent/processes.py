@@ -25,6 +25,8 @@ from zero_trial.util.files import write_atomic
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/PID/stat after the name, see proc(5)
+_LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
+_EXIT_FILE = "exit.json"
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,6 @@ def _stat(pid: int) -> list[str] | None:
         return None
     # The state follows the command name, which is in brackets and may itself hold brackets and blanks.
     return text.rpartition(")")[2].split()
-
-
-_LEASE_FILE = "claim.json"  # the names of both files are part of the state on disk
-_EXIT_FILE = "exit.json"
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zero_trial.master.core.state import MasterState
-from zero_trial.master.records import Allocation, AllocationState, Invalid, PermissionDenied, TokenOwner, User, existing
+from zero_trial.master.records import Allocation, AllocationState, Invalid, PermissionDenied, User, existing
 from zero_trial.master.store import accounts, trials
 from zero_trial.util.files import write_atomic
 
 USER_HEADER = "authorization"
 TASK_HEADER = "grpc-metadata-x-allocation-token"
+LOCAL_USER = "determined"  # the user that Determined's clients take by default
+LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
 
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"  # part of Determined's protocol: every client puts it before the password
 _COST = 2**14  # of scrypt: 16 MiB and some 40 ms a try (RFC 7914, section 2)
@@ -101,10 +103,6 @@ def require_own(allocation: Allocation, **asked: object) -> None:
             )
 
 
-LOCAL_USER = "determined"  # the user that Determined's clients take by default
-LOGIN_LASTS = 30 * 24 * 3600.0  # seconds until a login must be repeated
-
-
 @dataclass(frozen=True)
 class Credentials:
     """What the local user needs for ``det``: the token for ``DET_USER_TOKEN``, the password for
@@ -149,7 +147,7 @@ class AccountService:
         if not name or name != name.strip() or len(name) > 128 or not name.isprintable():
             raise Invalid("a user's name is 1 to 128 printable characters without spaces around them")
         if self.user(name) is not None:
-            raise Invalid(f"there is a user {name!r} already")
+            raise Invalid(f"user {name!r} exists already")
         stored = store_password(sent_password)
         return self.put_user(
             User(id=0, name=name, admin=admin, active=active, password=stored, display_name=display_name)
@@ -170,7 +168,7 @@ class AccountService:
         with self._state.database.transaction() as connection:
             accounts.drop_token(connection, token_digest)
 
-    def token_owner(self, token_digest: str) -> TokenOwner | None:
+    def token_owner(self, token_digest: str) -> Principal | None:
         """Return the owner of a token; None if it is unknown, expired, or its allocation has ended.
         Fast: asked on every request.
         """
@@ -181,25 +179,25 @@ class AccountService:
             user_id, allocation_id = found
             if user_id is not None:
                 user = accounts.user_by_id(connection, user_id)
-                return None if user is None else TokenOwner(user=user)
+                return None if user is None else Principal(user=user)
             run = trials.allocation(connection, allocation_id) if allocation_id is not None else None
         if run is None or run.state is AllocationState.TERMINATED:
             return None
-        return TokenOwner(allocation=run)
+        return Principal(allocation=run)
 
     def identify(self, user_token: str | None, task_token: str | None) -> Principal | None:
-        """Return the sender that a request's tokens speak for; the user's token comes first.
+        """Return the sender of a request by its tokens; the user's token comes first.
 
         A token in the header of the other kind is ignored.
         """
         if user_token is not None:
             owner = self.token_owner(digest(user_token))
             if owner is not None and owner.user is not None and owner.user.active:
-                return Principal(user=owner.user)
+                return owner
         if task_token is not None:
             owner = self.token_owner(digest(task_token))
             if owner is not None and owner.allocation is not None:
-                return Principal(allocation=owner.allocation)
+                return owner
         return None
 
     def login(self, name: str, password: str, *, is_hashed: bool) -> tuple[User, str]:

@@ -35,6 +35,7 @@ from zero_trial.master.records import (
 from zero_trial.master.store import checkpoints, experiments, metrics, trials
 
 _INVALID_HP = ("INVALID_HP", "INIT_INVALID_HP")
+_LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 
 
 class TrialService:
@@ -226,9 +227,6 @@ def _workload(item: MetricReport | Checkpoint) -> Workload:
     if isinstance(item, Checkpoint):
         return Workload(checkpoint=item)
     return Workload(training=item) if item.group == "training" else Workload(validation=item)
-
-
-_LOOK_SECONDS = 1.0  # a waiting request looks again at least so often
 
 
 class TaskService:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
 CHUNK = 256 * 1024  # bytes asked of the socket at once
 SLOWEST = 256 * 1024  # bytes a second below which a body is taken for an attack
+T = TypeVar("T")
+MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
+DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 _TOKEN = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
 
@@ -216,11 +219,6 @@ class Reader:
         if not data:
             raise Gone("closed")
         self._buffer += data
-
-
-T = TypeVar("T")
-MAX_NUMBER = 2**31 - 1  # of an id, an offset or a limit on the wire
-DEEPEST = 100  # levels of a body; code that walks it does so by recursion
 
 
 class Waits:

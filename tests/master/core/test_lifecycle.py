@@ -40,8 +40,8 @@ from zero_trial.master.core.lifecycle import (
     step_experiment,
     step_trial,
 )
+from zero_trial.master.records import ExperimentState, TrialState
 from zero_trial.master.records import ExperimentState as S
-from zero_trial.master.records import TrialState
 from zero_trial.master.search import ExitReason
 
 OK, BAD = Exited(0), Exited(1)
@@ -299,3 +299,13 @@ def test_nothing_is_given_out_twice_and_no_limit_is_passed(queue: list[QueuedRun
         assert (
             not limits or sum(item.slots for item in own) <= max(limits) or any(item.max_slots is None for item in own)
         )
+
+
+def test_states() -> None:
+    final = {"COMPLETED", "CANCELED", "ERROR"}
+    assert {state.value for state in TrialState if state.final} == final
+    assert {state.value for state in ExperimentState if state.final} == {*final, "DELETING", "DELETE_FAILED"}
+    for states in (TrialState, ExperimentState):
+        stopping = {state.value for state in states if state.stopping}
+        assert stopping == {"STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_KILLED", "STOPPING_ERROR"}
+        assert not any(state.final and state.stopping for state in states)

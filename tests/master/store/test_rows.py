@@ -1,0 +1,217 @@
+"""Experiments, trials, checkpoints, users and tokens in the store."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_trial.master.records import (
+    Allocation,
+    AllocationState,
+    Checkpoint,
+    CheckpointState,
+    Experiment,
+    ExperimentState,
+    MetricReport,
+    Trial,
+    TrialState,
+    User,
+)
+from zero_trial.master.store import Database, accounts, checkpoints, experiments, metrics, trials
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    database = Database(tmp_path / "db")
+    with database.transaction() as opened:
+        yield opened
+    database.close()
+
+
+def put(connection: sqlite3.Connection, **changes: Any) -> int:
+    config = {"searcher": {"metric": "val", "smaller_is_better": changes.pop("smaller", True)}}
+    values: dict[str, Any] = {
+        "id": 0,
+        "state": ExperimentState.ACTIVE,
+        "config": config,
+        "original_config": "x: 1",
+        "owner": "ada",
+    }
+    values |= {"job_id": "j", "created": 1.0, "name": "n", "labels": ("a", "b")} | changes
+    return experiments.add(connection, Experiment(**values), b"tgz")
+
+
+def put_trial(connection: sqlite3.Connection, experiment_id: int, name: str, value: float | None = None) -> int:
+    number = trials.add(
+        connection, Trial(0, experiment_id, name, f"{experiment_id}.{name}", TrialState.ACTIVE, {}, 1, 2.0)
+    )
+    if value is not None:
+        metrics.add(connection, MetricReport(number, 1, "validation", 1, {"val": value}), value)
+    return number
+
+
+def test_there_and_back(connection: sqlite3.Connection) -> None:
+    number = put(connection, description="d", notes="m", parent_id=7)
+    found = experiments.get(connection, number)
+    assert found is not None
+    assert (found.owner, found.labels, found.description, found.notes, found.parent_id) == (
+        "ada",
+        ("a", "b"),
+        "d",
+        "m",
+        7,
+    )
+    assert found.shown_state == "ACTIVE" and found.best_metric is None and found.num_trials == 0
+    assert experiments.context(connection, number) == b"tgz" and experiments.get(connection, 99) is None
+    assert [item.id for item in experiments.all_(connection)] == [number]
+
+
+@pytest.mark.parametrize(("smaller", "best"), [(True, (2, 0.1)), (False, (1, 0.9))])
+def test_the_best_trial(connection: sqlite3.Connection, smaller: bool, best: tuple[int, float]) -> None:
+    number = put(connection, smaller=smaller)
+    for name, value in (("a", 0.9), ("b", 0.1), ("c", None)):
+        put_trial(connection, number, name, value)
+    found = experiments.get(connection, number)
+    assert found is not None and (found.best_trial_id, found.best_metric) == best and found.num_trials == 3
+
+
+def test_states_chores_and_snapshots(connection: sqlite3.Connection) -> None:
+    first, second = put(connection), put(connection, state=ExperimentState.PAUSED)
+    experiments.change(connection, first, collect=1, snapshot={"a": [1]}, state=ExperimentState.COMPLETED)
+    assert experiments.ids(connection, ExperimentState.PAUSED, ExperimentState.COMPLETED) == [first, second]
+    assert experiments.to_collect(connection) == [first]
+    assert experiments.snapshot(connection, first) == {"a": [1]} and experiments.snapshot(connection, second) == {}
+
+
+def test_nothing_is_left_of_one_that_is_erased(connection: sqlite3.Connection) -> None:
+    first, second = put(connection), put(connection)
+    put_trial(connection, first, "a", 1.0)
+    kept = put_trial(connection, second, "b", 1.0)
+    experiments.erase(connection, first)
+    assert experiments.get(connection, first) is None and experiments.context(connection, first) is None
+    assert trials.of_experiment(connection, first) == []
+    assert [row[0] for row in connection.execute("SELECT DISTINCT trial_id FROM metrics")] == [kept]
+    assert put(connection) > second  # numbers are not used again
+
+
+def run(trial_id: int, number: int) -> Allocation:
+    return Allocation(f"1.t.{number}", trial_id, 1, "1.t", number, AllocationState.QUEUED, (), float(number), "r", "c")
+
+
+def test_trials(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        experiment = put(connection)
+        first, second = put_trial(connection, experiment, "a", 0.5), put_trial(connection, experiment, "b")
+        trials.change(connection, second, state=TrialState.ERROR, reason="why", metadata={"k": 1}, early_exit="X")
+        assert [item.id for item in trials.live(connection, experiment)] == [first]
+        assert [item.id for item in trials.of_experiment(connection, experiment)] == [first, second]
+        found = trials.get(connection, first, derived=True)
+        assert (
+            found is not None
+            and found.searcher_metric == 0.5
+            and found.summary_metrics["validation"]["val"]["count"] == 1
+        )
+        by_request = trials.of_request(connection, experiment, "b")
+        by_task = trials.of_task(connection, f"{experiment}.b")
+        assert (
+            by_request is not None
+            and by_task is not None
+            and by_request.id == by_task.id == second
+            and by_task.reason == "why"
+        )
+        assert trials.metadata(connection, second) == {"k": 1} and trials.early_exit(connection, second) == "X"
+        assert trials.get(connection, 99) is None and trials.early_exit(connection, 99) == ""
+    database.close()
+
+
+def test_allocations(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        for number in (1, 2):
+            trials.add_allocation(connection, run(5, number))
+        trials.change_allocation(
+            connection, "1.t.1", state=AllocationState.TERMINATED, ended=3.0, started=1.0, exit_code=9
+        )
+        trials.change_allocation(
+            connection, "1.t.2", state=AllocationState.RUNNING, slots=(1, 3), preempt=1, deadline=10.0, killing=1
+        )
+        assert [item.id for item in trials.allocations(connection)] == ["1.t.2"]
+        assert [item.exit_code for item in trials.allocations(connection, trial_id=5)] == [9, None]
+        newest = trials.newest_allocation(connection, 5)
+        assert newest is not None and newest.slots == (1, 3) and newest.preempt and not newest.acked
+        assert trials.overdue(connection, 9.9) == [] and [item.id for item in trials.overdue(connection, 10.0)] == [
+            "1.t.2"
+        ]
+        assert trials.killing(connection, "1.t.2") and not trials.killing(connection, "1.t.1")
+        assert trials.allocation(connection, "x") is None
+    database.close()
+
+
+def saved(name: str, trial_id: int, steps: int, at: float) -> Checkpoint:
+    return Checkpoint(
+        name, CheckpointState.COMPLETED, trial_id, 1, "t", "t.1", at, {"steps_completed": steps}, {"w": 3}, 3, steps
+    )
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        experiment = put(connection)
+        trial = put_trial(connection, experiment, "a", 0.5)
+        for name, steps, at in (("one", 1, 1.0), ("two", 2, 2.0), ("late", 1, 3.0)):
+            checkpoints.put(connection, saved(name, trial, steps, at))
+        checkpoints.put(connection, saved("two", trial, 2, 2.0))  # said twice
+        assert [item.uuid for item in checkpoints.of_trial(connection, trial)] == ["one", "late", "two"]
+        assert [item.uuid for item in checkpoints.of_experiment(connection, experiment)] == ["one", "two", "late"]
+        newest = checkpoints.latest(connection, trial)
+        assert newest is not None and newest.uuid == "late"  # a run that went back wrote it last
+        found = checkpoints.get(connection, "one")
+        assert found is not None and found.searcher_metric == 0.5 and found.validation_metrics == {"val": 0.5}
+        checkpoints.mark_deleted(connection, ["late", "nobody"])
+        assert [item.uuid for item in checkpoints.marked_deleted(connection)] == ["late"]
+        newest = checkpoints.latest(connection, trial)
+        assert newest is not None and newest.uuid == "two"
+        checkpoints.change(connection, "late", state=CheckpointState.DELETED, doomed=0)
+        checkpoints.mark_deleted(connection, ["late"])
+        assert checkpoints.marked_deleted(connection) == []
+        assert checkpoints.get(connection, "nobody") is None
+    database.close()
+
+
+def test_accounts(tmp_path: Path) -> None:
+    database = Database(tmp_path / "db")
+    with database.transaction() as connection:
+        number = accounts.put_user(connection, User(0, "ada", True, True, "hash"))
+        assert (
+            accounts.user(connection, "ada")
+            == accounts.user_by_id(connection, number)
+            == User(number, "ada", True, True, "hash")
+        )
+        accounts.put_user(connection, User(number, "ada", False, True, "other", "Ada"))
+        assert accounts.users(connection) == [User(number, "ada", False, True, "other", "Ada")]
+        assert accounts.user(connection, "nobody") is None
+
+        accounts.add_token(connection, "d1", user_id=number, expires=100.0)
+        accounts.add_token(connection, "d2", allocation_id="a.1")
+        assert accounts.token(connection, "d1", 99.0) == (number, None)
+        assert accounts.token(connection, "d1", 100.0) is None
+        assert accounts.token(connection, "d2", 1e12) == (None, "a.1")
+        accounts.drop_tokens_of(connection, "a.1")
+        accounts.drop_token(connection, "d1")
+        assert accounts.token(connection, "d1", 0.0) is accounts.token(connection, "d2", 0.0) is None
+
+        assert accounts.value(connection, "k") is None
+        accounts.set_value(connection, "k", "1")
+        accounts.set_value(connection, "k", "2")
+        assert accounts.value(connection, "k") == "2"
+
+        accounts.enable_slot(connection, 3, False)
+        assert accounts.disabled_slots(connection) == {3}
+        accounts.enable_slot(connection, 3, True)
+        assert accounts.disabled_slots(connection) == set()
+    database.close()

@@ -124,7 +124,8 @@ def test_storage_elsewhere_has_no_folder(master: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "size"), [("many", 1), ([3], 1), (1e400, 1), (-1, 1), (10**30, 1), (1, 1 << 63), (1, -1)]
+    ("steps", "size"),
+    [("many", 1), ("", 1), ([], 1), (True, 1), ([3], 1), (1e400, 1), (-1, 1), (10**30, 1), (1, 1 << 63), (1, -1)],
 )
 def test_numbers_that_cannot_be_are_refused(master: Sandbox, steps: object, size: int) -> None:
     master.create()

@@ -75,7 +75,7 @@ class CheckpointService:
             known = checkpoints.get(tx.connection, checkpoint.uuid, derived=False)
             if known is not None and known.trial_id != run.trial_id:
                 raise Conflict(f"checkpoint {checkpoint.uuid} is another trial's")
-            steps = _count(checkpoint.metadata.get("steps_completed") or 0, "metadata.steps_completed")
+            steps = checkpoint.metadata.get("steps_completed")
             stored = replace(
                 checkpoint,
                 trial_id=run.trial_id,
@@ -83,7 +83,7 @@ class CheckpointService:
                 task_id=run.task_id,
                 reported=checkpoint.reported or tx.now,
                 size=_count(sum(checkpoint.resources.values()), "resources"),
-                steps_completed=steps,
+                steps_completed=0 if steps is None else _count(steps, "metadata.steps_completed"),
             )
             checkpoints.put(tx.connection, stored)
             if stored.state is CheckpointState.COMPLETED:
@@ -195,7 +195,7 @@ def _count(value: object, where: str) -> int:
     """Return a whole number that the store can hold. Raises Invalid."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
         raise Invalid("not a whole number from 0 to 2**63 - 1", where=where, got=repr(value)[:60])
     return value
 

@@ -24,13 +24,12 @@ PIECE = struct.Struct("5P3q")
 _T = TypeVar("_T")
 
 
-def refuse_graph(p: Tensor) -> None:
-    """Raise ConfigError where autograd would have to know of the step."""
-    if p.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            "an optimizer step has no derivative, and the parameter requires one",
-            fix="Call it under torch.no_grad().",
-        )
+def no_derivative() -> ConfigError:
+    """Return the error of a step that autograd would have to record."""
+    return ConfigError(
+        "an optimizer step has no derivative, and the parameter requires one",
+        fix="Call it under torch.no_grad().",
+    )
 
 
 # --- overlap ------------------------------------------------------------------------------------------------------------

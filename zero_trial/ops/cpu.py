@@ -12,15 +12,16 @@ from torch import Tensor
 
 from zero_trial.errors import ConfigError, KernelUnavailable
 from zero_trial.ops import cpu_library, plain
-from zero_trial.ops.arguments import check_step, refuse_graph
+from zero_trial.ops.arguments import check_step, code, no_derivative
 from zero_trial.ops.cpu_library import CPULibrary
-from zero_trial.ops.spec import CODES, NONE, OptimizerOp
+from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars
 
 _LOW = (torch.bfloat16, torch.float16)
 
 # ``struct ZtCall`` of csrc/cpu/call.h: isa, threads, n, p, g, type of g, two states, out, its type, found_inf; then the fields of the op's
 # struct as doubles. To pack one block and pass one pointer takes a third of the time of passing twenty arguments through ctypes.
 _HEAD = "=11q"
+_LAMB = struct.Struct("=8d")  # LAMB's fields of ZtCall
 
 
 def step_of(op: OptimizerOp) -> plain.Step:
@@ -54,8 +55,8 @@ def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, fo
     n = p.numel()
     if g.numel() != n:
         raise _other_size("gradient", g, n)
-    if p.requires_grad:
-        refuse_graph(p)
+    if p.requires_grad and torch.is_grad_enabled():
+        raise no_derivative()
     takes = p.dtype is torch.float32 and p.is_contiguous() and g.dtype in CODES and g.is_contiguous() and g.is_cpu
     for state in states:
         if state.numel() != n:
@@ -103,6 +104,59 @@ def call_head(
     p, g, a, b, low = starts
     flag = 0 if found_inf is None else found_inf.data_ptr()
     return struct.pack(_HEAD, native.isa, torch.get_num_threads(), n, p, g, stored, a, b, low, copied, flag)
+
+
+def lamb_moments_(
+    p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], found_inf: Tensor | None, factor: Tensor | None,
+    beta1: list[float], beta2: list[float], eps: list[float], weight_decay: list[float], step: list[float],
+    multiplier: float, bias_correction: bool,
+) -> Tensor:  # fmt: skip
+    """As :func:`zero_trial.ops.plain.lamb_moments_`, which updates what the kernel does not take."""
+    native = cpu_library.backend().native
+    numbers = (beta1, beta2, eps, weight_decay, step)
+    plain.same_sizes(p, g, m, v)
+    plain.same_lengths(p, *numbers)
+    if native is None or not all(takes(x, h, (y, z), None, found_inf) for x, h, y, z in zip(p, g, m, v, strict=True)):
+        return plain.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
+    multiplier = plain.times(multiplier, factor)
+    calls = []
+    for (x, h, y, z), own in zip(zip(p, g, m, v, strict=True), zip(*numbers, strict=True), strict=True):
+        starts = (x.data_ptr(), h.data_ptr(), y.data_ptr(), z.data_ptr(), 0)
+        check_step(starts, x.numel(), CODES[h.dtype], NONE, "rrwwr")
+        calls.append(call_head(native, x.numel(), starts, CODES[h.dtype], NONE, found_inf))
+        calls.append(_LAMB.pack(*lamb_scalars((0.0, *own), multiplier, bias_correction)))
+    squares = torch.empty(2, len(p), dtype=torch.float64)
+    if native.library.zt_lamb_moments(b"".join(calls), len(p), squares.data_ptr()):
+        raise KernelUnavailable("no memory for the partial sums", where="lamb_moments_", got=f"{len(p)} tensors")
+    return squares
+
+
+def lamb_apply_(
+    p: list[Tensor], m: list[Tensor], v: list[Tensor], out: list[Tensor], found_inf: Tensor | None, ratio: Tensor,
+    lr: list[float], beta1: list[float], beta2: list[float], eps: list[float], weight_decay: list[float],
+    step: list[float], bias_correction: bool,
+) -> None:  # fmt: skip
+    """As :func:`zero_trial.ops.plain.lamb_apply_`, which updates what the kernel does not take."""
+    native = cpu_library.backend().native
+    numbers = (lr, beta1, beta2, eps, weight_decay, step)
+    plain.same_sizes(p, m, v, *([out] if out else []))
+    plain.same_lengths(p, ratio, *numbers)
+    low: Sequence[Tensor | None] = out or [None] * len(p)
+    if (
+        native is None
+        or ratio.dtype != torch.float32
+        or not all(takes(x, x, (y, z), o, found_inf) for x, y, z, o in zip(p, m, v, low, strict=True))
+    ):
+        plain.lamb_apply_(p, m, v, out, found_inf, ratio, *numbers, bias_correction)
+        return
+    rows = zip(zip(p, m, v, low, ratio.tolist(), strict=True), zip(*numbers, strict=True), strict=True)
+    calls = []
+    for (x, y, z, o, each), own in rows:
+        starts = (x.data_ptr(), 0, y.data_ptr(), z.data_ptr(), 0 if o is None else o.data_ptr())
+        check_step(starts, x.numel(), NONE, code(o), "wrrrw")
+        calls.append(call_head(native, x.numel(), starts, FP32, code(o), found_inf))
+        calls.append(_LAMB.pack(*lamb_scalars(own, each, bias_correction)))
+    native.library.zt_lamb_apply(b"".join(calls), len(p))
 
 
 def square_sum(x: Tensor) -> Tensor:

@@ -28,21 +28,23 @@ from zero_trial.ops.arguments import (
     code,
     flat,
     items_of,
+    no_derivative,
     one_float,
     padded,
     pick,
     pointer,
-    refuse_graph,
     table_of,
+    takes,
     tiles_of,
 )
 from zero_trial.ops.cuda_runtime import CudaRuntime, Kernel
-from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp
+from zero_trial.ops.spec import CODES, FP32, NONE, OptimizerOp, lamb_scalars, pack_floats
 
 # ZtUpdate of csrc/cuda/update.cu up to the op: pieces, groups, found_inf, factor, count, tiles, and one piece.
 _UPDATE, _ONE_PIECE, _NO_PIECE = struct.Struct("4P2q"), struct.Struct("5P3q"), bytes(64)
 ELEMENTS_PER_CHUNK, SUMS_PER_CHUNK = 2048, 1024  # of zt_sums.h
 _SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struct("3P2d")
+_LAMB = struct.Struct("7P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu
 
 
 # --- optimizer steps ----------------------------------------------------------------------------------------------------
@@ -93,8 +95,8 @@ def _step(
     op: str, p: Tensor, g: Tensor, a: Tensor, b: Tensor | None, out: Tensor | None, found: Tensor | None, scalars: bytes
 ) -> bool:
     """Steps one tensor; False where plain torch must. Written for few microseconds."""
-    if p.requires_grad:
-        refuse_graph(p)
+    if p.requires_grad and torch.is_grad_enabled():
+        raise no_derivative()
     n, where, cuda = p.numel(), p.device, cuda_runtime.cuda_backend().cuda
     takes = p.dtype is torch.float32 and p.is_contiguous()
     for x, may_be_low in ((g, True), (a, False), (b, False), (out, True)):
@@ -129,8 +131,8 @@ def _update(op: str, pieces: Sequence[LaunchItem], found_inf: Tensor | None, fac
         reachable = where.type == cuda.kind and one_float(found_inf, where) and one_float(factor, where)
         if reachable and cuda.has(kernel, where):
             chosen = [pieces[index] for index in mine]
-            for piece in chosen:
-                refuse_graph(piece.p)
+            if torch.is_grad_enabled() and any(piece.p.requires_grad for piece in chosen):
+                raise no_derivative()
             _launch(cuda, kernel, chosen, (gradient, out), (pointer(found_inf), pointer(factor)))
             done = set(mine)
             left = [index for index in left if index not in done]
@@ -155,6 +157,83 @@ def _launch(
     head = _UPDATE.pack(base, base + table.groups, *flags, table.count, table.tiles)
     packed = head + _NO_PIECE + bytes(len(pieces[0].scalars))
     cuda.fill(kernel, where, table.tiles, padded(packed))
+
+
+def _runtime_for_all(
+    pieces: Sequence[LaunchItem], kernels: Sequence[Kernel], flags: Sequence[Tensor | None], where: torch.device
+) -> CudaRuntime | None:
+    """The runtime, if it can launch the kernels on all items at once."""
+    cuda = cuda_runtime.cuda_backend().cuda
+    kinds = {(code(q.g), code(q.out), q.p.device) if takes(q) and q.p.numel() else None for q in pieces}
+    alike = len(kinds) == 1 and None not in kinds and all(one_float(flag, where) for flag in flags)
+    if cuda is None or where.type != cuda.kind or not alike or cuda.capturing(where):
+        return None
+    return cuda if all(cuda.has(kernel, where) for kernel in kernels) else None
+
+
+def lamb_moments_(
+    p: Any, g: Any, m: Any, v: Any, found_inf: Any, factor: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any,
+    step: Any, multiplier: float, bias_correction: bool,
+) -> Tensor:  # fmt: skip
+    """As :func:`zero_trial.ops.plain.lamb_moments_`, which updates what the kernel does not take."""
+    numbers = (beta1, beta2, eps, weight_decay, step)
+    if not p:
+        return plain.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
+    pieces = items_of(
+        (p, g, m, v), (), lambda *own: pack_floats(lamb_scalars((0.0, *own), multiplier, bias_correction)), numbers
+    )
+    where, gradient = p[0].device, CODES.get(g[0].dtype, FP32)
+    kernel = cuda_runtime.lamb("zt_lamb_moments", gradient, NONE)
+    add = cuda_runtime.lamb("zt_lamb_squares", FP32, NONE)
+    cuda = _runtime_for_all(pieces, (kernel, add), (found_inf, factor), where)
+    if cuda is None:
+        return plain.lamb_moments_(p, g, m, v, found_inf, factor, *numbers, multiplier, bias_correction)
+    table = table_of(pieces)
+    check_pieces(table.content[: table.groups], (FP32, gradient, FP32, FP32, NONE), "rrwwr")
+    held = arguments.upload(table.content, where)
+    squares = arguments.doubles(2, len(pieces), where=where, zero=True)
+    sums = arguments.doubles(table.tiles, 2, where=where)
+    base = held.data_ptr()
+    flags = (pointer(found_inf), pointer(factor), 0)
+    packed = _LAMB.pack(
+        base, base + table.groups, *flags, sums.data_ptr(), squares.data_ptr(), table.count, table.tiles
+    )
+    cuda.fill(kernel, where, table.tiles, packed)
+    cuda.fill(add, where, table.count, packed)
+    return squares
+
+
+def lamb_apply_(
+    p: Any, m: Any, v: Any, out: Any, found_inf: Any, ratio: Tensor, lr: Any, beta1: Any, beta2: Any, eps: Any,
+    weight_decay: Any, step: Any, bias_correction: bool,
+) -> None:  # fmt: skip
+    """As :func:`zero_trial.ops.plain.lamb_apply_`, which updates what the kernel does not take."""
+    numbers = (lr, beta1, beta2, eps, weight_decay, step)
+    if not p:
+        return
+    low: Sequence[Tensor | None] = out or [None] * len(p)
+    plain.same_sizes(p, m, v, *([out] if out else []))
+    plain.same_lengths(p, *numbers)
+    rows: Any = zip(p, [None] * len(p), m, v, low, zip(*numbers, strict=True), strict=True)
+    pieces = [
+        LaunchItem(x, h, y, z, o, pack_floats(lamb_scalars(own, 1.0, bias_correction))) for x, h, y, z, o, own in rows
+    ]
+    where, copied = p[0].device, CODES.get(out[0].dtype, FP32) if out else NONE
+    kernel = cuda_runtime.lamb("zt_lamb_apply", FP32, copied)
+    ready = (
+        ratio.dtype == torch.float32 and ratio.is_contiguous() and ratio.shape == (len(p),) and ratio.device == where
+    )
+    cuda = _runtime_for_all(pieces, (kernel,), (found_inf,), where) if ready else None
+    if cuda is None:
+        plain.lamb_apply_(p, m, v, out, found_inf, ratio, *numbers, bias_correction)
+        return
+    table = table_of(pieces)
+    check_pieces(table.content[: table.groups], (FP32, NONE, FP32, FP32, copied), "wrrrw")
+    held = arguments.upload(table.content, where)
+    base = held.data_ptr()
+    flags = (pointer(found_inf), 0, ratio.data_ptr())
+    packed = _LAMB.pack(base, base + table.groups, *flags, 0, 0, table.count, table.tiles)
+    cuda.fill(kernel, where, table.tiles, packed)
 
 
 # --- sums, scalars and buffers ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero_trial.errors import ConfigError
-from zero_trial.ops import cpu, cuda, lamb, plain
+from zero_trial.ops import cpu, cuda, plain
 from zero_trial.ops.cpu_library import backend
 from zero_trial.ops.cuda_runtime import cuda_backend
 from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
@@ -26,8 +26,8 @@ CPU: dict[str, Implementation] = {op.single: cpu.step_of(op) for op in OPTIMIZER
 CPU |= {op.many: plain.in_turn(op, CPU[op.single]) for op in OPTIMIZERS}
 CPU |= {
     "square_sum": cpu.square_sum,
-    "lamb_moments_": lamb.cpu_moments_,
-    "lamb_apply_": lamb.cpu_apply_,
+    "lamb_moments_": cpu.lamb_moments_,
+    "lamb_apply_": cpu.lamb_apply_,
     "step_control_": plain.step_control_,
     "copy_many_": plain.copy_many_,
     "add_many_": cpu.add_many_,
@@ -38,8 +38,8 @@ CUDA: dict[str, Implementation] = {op.single: cuda.step_of(op) for op in OPTIMIZ
 CUDA |= {op.many: cuda.steps_of(op) for op in OPTIMIZERS}
 CUDA |= {
     "square_sum": cuda.square_sum,
-    "lamb_moments_": lamb.cuda_moments_,
-    "lamb_apply_": lamb.cuda_apply_,
+    "lamb_moments_": cuda.lamb_moments_,
+    "lamb_apply_": cuda.lamb_apply_,
     "step_control_": cuda.step_control_,
     "copy_many_": cuda.copy_many_,
     "add_many_": cuda.add_many_,

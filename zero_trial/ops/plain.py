@@ -88,6 +88,57 @@ def _store(*pairs: tuple[Tensor, Tensor | None]) -> None:
             target.copy_(value)
 
 
+# LAMB takes two passes. Between them the norms of a tensor that is cut over ranks are added up.
+
+
+def lamb_moments_(
+    p: Sequence[Tensor], g: Sequence[Tensor], m: Sequence[Tensor], v: Sequence[Tensor],
+    found_inf: Tensor | None, factor: Tensor | None, beta1: Sequence[float], beta2: Sequence[float],
+    eps: Sequence[float], weight_decay: Sequence[float], step: Sequence[float], multiplier: float, bias_correction: bool,
+) -> Tensor:  # fmt: skip
+    """Update the moments of each tensor in place; return the sums of p^2 and of direction^2, (2, tensors) in float64, 0 where skipped."""
+    same_sizes(p, g, m, v)
+    same_lengths(p, beta1, beta2, eps, weight_decay, step)
+    squares = torch.zeros(2, len(p), dtype=torch.float64, device=p[0].device if p else None)
+    if skips(found_inf):
+        return squares
+    for i, (weight, gradient) in enumerate(zip(p, g, strict=True)):
+        h = gradient.to(weight.dtype) * multiplier
+        h = h if factor is None else h * factor.to(weight.dtype)
+        m[i].add_(h - m[i], alpha=1 - beta1[i])
+        v[i].add_(h * h - v[i], alpha=1 - beta2[i])
+        direction = _direction(
+            weight, m[i], v[i], beta1[i], beta2[i], eps[i], weight_decay[i], step[i], bias_correction
+        )
+        squares[0, i], squares[1, i] = square_sum(weight), square_sum(direction)
+    return squares
+
+
+def lamb_apply_(
+    p: Sequence[Tensor], m: Sequence[Tensor], v: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor | None,
+    ratio: Tensor, lr: Sequence[float], beta1: Sequence[float], beta2: Sequence[float], eps: Sequence[float],
+    weight_decay: Sequence[float], step: Sequence[float], bias_correction: bool,
+) -> None:  # fmt: skip
+    """Take p -= lr ratio direction; ``ratio`` (tensors,) in fp32."""
+    same_sizes(p, m, v, *([out] if out else []))
+    if skips(found_inf):
+        return
+    for i, weight in enumerate(p):
+        direction = _direction(
+            weight, m[i], v[i], beta1[i], beta2[i], eps[i], weight_decay[i], step[i], bias_correction
+        )
+        weight.sub_(direction * (ratio[i].to(weight.dtype) * lr[i]))
+        if out:
+            out[i].copy_(weight)
+
+
+def _direction(
+    p: Tensor, m: Tensor, v: Tensor, beta1: float, beta2: float, eps: float, decay: float, t: float, corrected: bool
+) -> Tensor:
+    c1, c2 = (1 - beta1**t, 1 - beta2**t) if corrected else (1.0, 1.0)
+    return (m / c1) / ((v / c2).sqrt() + eps) + decay * p  # You et al. 2020, Algorithm 2, lines 9 to 11
+
+
 # --- sums, scalars and buffers ----------------------------------------------------------------------------------------
 
 

@@ -203,6 +203,19 @@ SGD = OptimizerOp(
 OPTIMIZERS = (ADAM, LION, ADAGRAD, SGD)
 
 
+def lamb_scalars(own: Sequence[float], multiplier: float, corrected: bool) -> tuple[float, ...]:
+    """Return the fields of ZtLamb in their order.
+
+    Args:
+        own: a tensor's lr, beta1, beta2, eps, weight decay and number of the step.
+        multiplier: of the gradients; of the step itself, the ratio.
+        corrected: whether the moments' bias is corrected.
+    """
+    lr, beta1, beta2, eps, decay, step = own
+    inverses = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if corrected else (1.0, 1.0)
+    return (multiplier, 1 - beta1, 1 - beta2, *inverses, eps, decay, lr)
+
+
 # --- the other ops ----------------------------------------------------------------------------------------------------
 
 _FLAGS = "Tensor? found_inf, Tensor? factor"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
-from tests.support.models import ADAMW
+from tests.support.models import ADAMW, adamw
 from tests.support.pipelines import cross_entropy, layers, make_engine, micro_batch
 from tests.support.pool import Pools
 from zero_trial.errors import DataError
@@ -31,7 +31,7 @@ def batches(shapes: Any, line: int) -> Iterator[Any]:
 def dense(shapes: Any, lines: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Plain torch: every micro-batch's mean counts by its samples."""
     model = PipelineModule(layers(), num_stages=1, seed_layers=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = adamw(model.parameters())
     losses = []
     for step, row in enumerate(shapes):
         total, samples = 0.0, lines * sum(count for count, _ in row)

@@ -11,7 +11,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.dense import STAGES, TOLERANCE, Case, Turn, build_engine
-from tests.support.models import Tower
+from tests.support.models import Tower, adamw
 from tests.support.pool import Pools
 from zero_trial import zero
 from zero_trial.errors import Diverged
@@ -35,7 +35,7 @@ def train_mixed(
     model = Tower()
     master = {name: param.detach().clone() for name, param in model.named_parameters()}
     model.to(dtype)
-    optimizer = torch.optim.AdamW(master.values(), lr=1e-3, weight_decay=0.01)
+    optimizer = adamw(master.values())
     buffer = torch.float32 if accumulation > 1 or wide else dtype
     for step in range(STEPS):
         total = {name: torch.zeros_like(value, dtype=buffer) for name, value in master.items()}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
-from tests.support.models import TinyLM, make_engine, tokens, train_dense, train_engine
+from tests.support.models import TinyLM, adamw, make_engine, tokens, train_dense, train_engine
 from tests.support.pool import Pools
 from zero_trial.errors import CheckpointError, TrialError
 
@@ -170,7 +170,7 @@ def train_unmanaged(stage: int, announce: bool) -> tuple[float, int, int, int]:
     engine = make_engine(TinyLM, config)
     torch.manual_seed(1)
     model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = adamw(model.parameters())
     ranks, rank = engine.dp_world_size, engine.global_rank
     for step, count in enumerate((2, 3)):
         batch = tokens(step, count * ranks)

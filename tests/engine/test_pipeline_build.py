@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zero_trial
+from tests.support.models import ADAMW, adamw
 from tests.support.pipelines import cross_entropy, layers, micro_batch
 from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.ds_config.reader import read_ds_config
@@ -22,7 +23,7 @@ from zero_trial.sharding.plan import Reshard
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+    "optimizer": ADAMW,
 }
 
 
@@ -69,7 +70,7 @@ def test_messages_go_over_every_border_and_back():
 def test_one_stage_is_plain_training(schedule: str):
     module = PipelineModule(layers(), num_stages=1, loss_fn=cross_entropy, seed_layers=True)
     dense = PipelineModule(layers(), num_stages=1, seed_layers=True)
-    optimizer = torch.optim.AdamW(dense.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = adamw(dense.parameters())
     given = list(module.parameters()) if schedule == "1f1b" else None
     engine, wrapped, _, _ = zero_trial.initialize(
         model=module,

@@ -1,9 +1,12 @@
-"""Loading kernels: what a driver may say to one, and what is tried then."""
+"""Which CUDA kernels a process runs: chosen, compiled, cached and loaded at first use."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,129 @@ import torch
 from tests.support.emulated_cuda import Emulator
 from tests.support.pretended_gpus import Gpus
 from zero_trial.errors import KernelUnavailable
-from zero_trial.ops import cuda_runtime
+from zero_trial.ops import cuda_bindings, cuda_runtime
+from zero_trial.ops.cpu_library import backend
+from zero_trial.ops.cuda_bindings import CompileTarget, Nvrtc
+from zero_trial.ops.kernel_cache import KernelCache
+
+
+def no_driver() -> None:
+    raise KernelUnavailable("no CUDA driver: libcuda.so.1 does not open")
+
+
+def test_without_a_device_there_is_nothing_to_say_but_why(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = cuda_runtime.choose({"ZERO_TRIAL_OPS": "native"}, device_present=False)
+    assert chosen.cuda is None and chosen.describe() == "plain torch (no CUDA device)"
+    assert not caplog.records
+
+
+def test_the_reference_can_be_asked_for() -> None:
+    chosen = cuda_runtime.choose({"ZERO_TRIAL_OPS": "reference"}, device_present=True)
+    assert chosen.describe() == "plain torch (ZERO_TRIAL_OPS=reference)"
+
+
+def test_a_device_without_a_driver_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(cuda_runtime, "open_driver", no_driver)
+    with caplog.at_level(logging.WARNING, logger="zero_trial"):
+        chosen = cuda_runtime.choose({}, device_present=True)
+    assert chosen.cuda is None and "no CUDA driver" in chosen.describe()
+    assert [record.message for record in caplog.records if "plain torch: no CUDA driver" in record.message]
+    with pytest.raises(KernelUnavailable, match=r"ZERO_TRIAL_OPS=native: .*got no CUDA driver"):
+        cuda_runtime.choose({"ZERO_TRIAL_OPS": "native"}, device_present=True)
+
+
+def test_the_choice_is_made_once() -> None:
+    assert cuda_runtime.cuda_backend() is cuda_runtime.cuda_backend()
+
+
+def test_kernels_are_compiled_once_per_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, str]] = []
+
+    def compile_(self: Nvrtc, name: str, source: str, headers: object, options: object, target: CompileTarget) -> bytes:
+        compiled.append((name, target.option))
+        return b"code"
+
+    monkeypatch.setattr(Nvrtc, "compile", compile_)
+    for version in ((13, 0), (13, 0), (12, 9)):
+        nvrtc = Nvrtc(None, "", version, (80,))  # type: ignore[arg-type]
+        for target in (CompileTarget(80), CompileTarget(80, ptx=True)):
+            image = cuda_runtime.compiled(cuda_runtime.sums(), nvrtc, target, KernelCache(tmp_path))
+            assert image == b"code"
+    assert (
+        compiled
+        == [("square_sum.cu", option.option) for option in (CompileTarget(80), CompileTarget(80, ptx=True))] * 2
+    )
+
+
+def test_a_device_needs_its_number() -> None:
+    with pytest.raises(KernelUnavailable, match="expected cuda:0"):
+        cuda_runtime.device_of(torch.device("cuda"))
+
+
+def test_what_runs_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: object = object()
+    for cuda in (None, opened):
+        monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda cuda=cuda: cuda_runtime.CudaBackend(cuda, "no"))
+        assert cuda_runtime.native_on(torch.device("cuda", 0)) == (cuda is opened)
+    assert cuda_runtime.native_on(torch.device("cpu")) == (backend().native is not None)
+    assert not cuda_runtime.native_on(torch.device("meta"))
+
+
+@pytest.mark.gpu
+def test_this_gpu_runs_them() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    chosen = cuda_runtime.choose({"ZERO_TRIAL_OPS": "native"}, device_present=True)
+    assert chosen.cuda is not None and chosen.cuda.has(cuda_runtime.sums(), torch.device("cuda", 0))
+
+
+def test_the_library_is_found_where_it_is_installed() -> None:
+    try:
+        nvrtc = cuda_bindings.open_nvrtc()
+    except KernelUnavailable as trouble:
+        pytest.skip(trouble.what)
+    since = {80: (11, 0), 90: (11, 8), 100: (12, 8)}  # NVRTC's version
+    assert {arch for arch in cuda_runtime.ARCHS if since[arch] <= nvrtc.version} <= set(nvrtc.archs)
+
+
+def test_kernels_are_not_read_from_where_others_can_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cuda_runtime.kernel_cache({"XDG_CACHE_HOME": str(tmp_path)}).folder == tmp_path / "zero_trial"
+    (tmp_path / "zero_trial").mkdir()
+    (tmp_path / "zero_trial").chmod(0o777)
+    assert cuda_runtime.kernel_cache({"XDG_CACHE_HOME": str(tmp_path)}).folder is None
+    assert "can be written by other users" in caplog.text
+
+
+def test_a_spoilt_cache_is_made_again(gpus: Gpus, kept_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut short, of another kind, or empty: the next process compiles, and the one after it does not."""
+    x = gpus.put(0, torch.ones(100))
+    torch.ops.zero_trial.square_sum(x)
+    files = sorted((kept_kernels / "zero_trial").glob("cuda-*.bin"))
+    assert files
+    for index, file in enumerate(files):
+        content = file.read_bytes()
+        file.write_bytes((content[: len(content) // 2], b"\x7fELF" + content, b"")[index % 3])
+    compile_, compiled = Nvrtc.compile, list[str]()
+    monkeypatch.setattr(
+        Nvrtc, "compile", lambda self, name, *rest: (compiled.append(name), compile_(self, name, *rest))[1]
+    )
+    for more in (True, False):
+        compiled.clear()
+        chosen = cuda_runtime.choose({"XDG_CACHE_HOME": str(kept_kernels)}, device_present=True)
+        monkeypatch.setattr(cuda_runtime, "cuda_backend", lambda chosen=chosen: chosen)
+        assert gpus.back(torch.ops.zero_trial.square_sum(x)).item() == 100.0
+        assert bool(compiled) == more
+
+
+def test_streams_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the short cut where torch has it, else by the public way."""
+    where = torch.device("cuda", 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    assert cuda_runtime.stream_of()(where) == 71
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda at: SimpleNamespace(cuda_stream=80 + at.index))
+    assert cuda_runtime.stream_of()(where) == 81
+
 
 X = torch.device("cpu")  # of the emulator, where nothing else is said
 

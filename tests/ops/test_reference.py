@@ -1,4 +1,4 @@
-"""The written-out arithmetic against torch's own optimizers in float64, and against one step by hand."""
+"""The reference formulas against torch, and the ops in plain torch, which are those formulas in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_trial.ops import reference
+from zero_trial.ops import plain, reference
+from zero_trial.ops.spec import LION
 
 STEPS = 6
 
@@ -105,3 +106,19 @@ def test_dtype_is_kept_and_inputs_are_not_changed(dtype: torch.dtype) -> None:
     ):
         assert {tensor.dtype for tensor in result} == {dtype}
     assert all(torch.equal(tensor, torch.ones(3, dtype=dtype)) for tensor in (p, g, m, v))
+
+
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+def test_lion_in_place(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(plain, "CHUNK", chunk)
+    p, g, m = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(10, dtype=torch.bfloat16)
+    want = reference.lion(p.clone(), g * 0.5, m.clone(), lr=0.1, weight_decay=0.2)
+    plain.step_of(LION)(p, g, m, out, None, 0.1, 0.9, 0.99, 0.2, 0.5)
+    assert torch.equal(p, want.p) and torch.equal(m, want.m) and torch.equal(out, p.bfloat16())
+
+
+def test_the_flag() -> None:
+    assert not plain.skips(None)
+    assert not plain.skips(torch.zeros(()))
+    assert plain.skips(torch.ones(1))

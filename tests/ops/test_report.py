@@ -1,4 +1,4 @@
-"""The report names every op and what it runs as, and every CUDA kernel that could not be had."""
+"""The report names every op and what it runs as, and every CUDA kernel that could not be compiled; as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero_trial.ops import cuda_runtime, report
+from zero_trial.errors import ConfigError
+from zero_trial.ops import OpReport, __main__, cuda_runtime, report
+from zero_trial.ops.__main__ import main
 from zero_trial.ops.cpu_library import backend
 from zero_trial.ops.spec import SCHEMAS
 
@@ -32,3 +34,25 @@ def test_what_was_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cuda_backend", lambda: SimpleNamespace(cuda=opened))
     assert json.loads(module.as_json(lines))["refused"] == {kernel.name: "error: bad"}
     assert module.as_text(lines).endswith(f"{kernel.name}: error: bad")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {line["name"] for line in said["ops"]} >= set(SCHEMAS)
+    assert all(line["cpu"] and line["cuda"] for line in said["ops"])
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("adam_ ") and "CPU: " in lines[0] and "CUDA: " in lines[0]
+
+
+def test_what_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> list[OpReport]:
+        raise ConfigError("no such choice of kernels", where="ZERO_TRIAL_OPS", got="'fast'")
+
+    monkeypatch.setattr(__main__, "report", refuse)
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", "error: ZERO_TRIAL_OPS: no such choice of kernels: got 'fast'.\n")

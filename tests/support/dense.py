@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero_trial
-from tests.support.models import ADAMW
+from tests.support.models import ADAMW, adamw
 
 TOLERANCE = 2e-6
 
@@ -48,10 +48,6 @@ class Turn:
 
 
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.01)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zero_trial
-from tests.support.models import ADAMW, LENGTH, VOCABULARY, WIDTH, Block
+from tests.support.models import ADAMW, LENGTH, VOCABULARY, WIDTH, Block, adamw
 from zero_trial.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 
 SAMPLES = 2  # of a micro-batch
@@ -64,7 +64,7 @@ def train_dense(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Plain torch on the whole model: the mean over lines and micro-batches. The parameters and the losses."""
     model = PipelineModule(build, num_stages=1, loss_fn=cross_entropy, seed_layers=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = adamw(model.parameters())
     losses = []
     for step in range(steps):
         total = 0.0

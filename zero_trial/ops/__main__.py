@@ -1,4 +1,4 @@
-"""``python -m zero_trial.ops [--json]``: what each op runs as on this machine; an error line where what was asked for cannot be had."""
+"""``python -m zero_trial.ops [--json]``: print what each op runs as on this machine, or why ``ZERO_TRIAL_OPS`` is not possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_trial.ops.dispatch import as_json, as_text, report
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the report."""
+    """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m zero_trial.ops", description="what each op runs as here, and why")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)

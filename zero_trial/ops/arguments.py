@@ -1,4 +1,4 @@
-"""The arguments of kernels: tensors of one call checked for overlap, and for CUDA packed into a table in device memory.
+"""The arguments of kernels: the tensors of one call are checked for overlap, and for CUDA packed into a table in device memory.
 
 ZtPiece, 64 bytes    p, g, a, b, out (pointers), n, number of its first tile, number of its group
 """
@@ -32,10 +32,8 @@ def no_derivative() -> ConfigError:
     )
 
 
-# --- overlap ------------------------------------------------------------------------------------------------------------
-#
-# Kernels read and write each element once and in no order, so what they leave where tensors overlap would be chance. Results are
-# cached: a step is mostly called with the tensors of the step before.
+# Kernels read and write each element once and in no order, so the result of tensors that overlap would be random. Results of the checks
+# are cached: a step is mostly called with the tensors of the step before.
 
 BYTES = {-1: 0, 0: 4, 1: 2, 2: 2}  # per element, by how a float is stored
 _STEP = ("parameter", "gradient", "state", "second state", "rounded copy")
@@ -45,17 +43,20 @@ Interval = tuple[int, int, bool, str]  # first byte, end, whether it is written,
 
 @lru_cache(maxsize=4096)
 def check_step(starts: tuple[int, int, int, int, int], n: int, gradient: int, copy: int, uses: str = "wrwww") -> None:
-    """Raises ConfigError where tensors of one optimizer step overlap.
+    """Raise ConfigError if tensors of one optimizer step overlap.
 
-    ``starts``: addresses of parameter, gradient, states and rounded copy, 0 for none, of ``n`` elements each; ``gradient`` and ``copy``
-    say how these two are stored; ``uses``: ``w`` or ``r``, written or read, for each.
+    Args:
+        starts: addresses of parameter, gradient, states and rounded copy; 0 for none.
+        n: elements of each.
+        gradient, copy: how these two are stored (CODES).
+        uses: ``w`` or ``r``, written or read, for each of the five.
     """
     check(_intervals(starts, n, (0, gradient, 0, 0, copy), uses, _STEP, ""))
 
 
 @lru_cache(maxsize=256)
 def check_pieces(table: bytes, stored: tuple[int, int, int, int, int], uses: str) -> None:
-    """The same over all tensors of a launch; ``table`` holds its pieces; ``stored`` and ``uses`` are of each of a piece's five."""
+    """Raise ConfigError if any tensors of a launch overlap. ``table`` holds its pieces; ``stored`` and ``uses`` are of a piece's five tensors."""
     found: list[Interval] = []
     for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
         found += _intervals(starts, n, stored, uses, _STEP, f" number {number}")
@@ -64,7 +65,7 @@ def check_pieces(table: bytes, stored: tuple[int, int, int, int, int], uses: str
 
 @lru_cache(maxsize=256)
 def check_copies(table: bytes, into: int, source: int) -> None:
-    """The same for buffers that others are copied or added into; a buffer may be its own source."""
+    """Raise ConfigError if buffers overlap that others are copied or added into; a buffer may be its own source."""
     found: list[Interval] = []
     for number, (*starts, n, _, _) in enumerate(PIECE.iter_unpack(table)):
         itself = starts[0] == starts[1] and into == source
@@ -81,7 +82,7 @@ def _intervals(
 
 
 def check(intervals: Sequence[Interval]) -> None:
-    """Raises ConfigError where one that is written shares a byte with another."""
+    """Raise ConfigError if an interval that is written shares a byte with another."""
     none: Interval = (0, 0, False, "")
     furthest = written = none  # of those that begin before: which ends last, and which of the written ones
     for one in sorted(intervals):
@@ -90,33 +91,30 @@ def check(intervals: Sequence[Interval]) -> None:
             raise ConfigError(
                 f"the {before[3]} and the {one[3]} overlap",
                 got=f"bytes {before[0]:#x} to {before[1]:#x} and {one[0]:#x} to {one[1]:#x}",
-                expected="no memory in common, for one of them is written",
+                expected="no memory in common, because one of them is written",
                 fix="Give each its own memory, with .clone() for example.",
             )
         furthest = max(furthest, one, key=lambda each: each[1])
         written = max(written, one, key=lambda each: each[1]) if one[2] else written
 
 
-# --- what CUDA kernels take ---------------------------------------------------------------------------------------------
-
-
 def one_float(x: Tensor | None, where: torch.device) -> bool:
-    """Whether it is one fp32 number on that device, or not given."""
+    """Return whether ``x`` is one fp32 number on that device, or None."""
     return x is None or (x.dtype == torch.float32 and x.numel() == 1 and x.device == where)
 
 
 def flat(x: Tensor, where: torch.device) -> bool:
-    """Whether a kernel there can walk over it."""
+    """Return whether a kernel on that device can read ``x`` as a flat array."""
     return x.is_contiguous() and x.device == where and x.dtype in CODES
 
 
 def code(x: Tensor | None) -> int:
-    """How it is stored, as the kernels' macros say it."""
+    """Return how ``x`` is stored, as a number of the kernels' macros."""
     return NONE if x is None else CODES[x.dtype]
 
 
 def pointer(x: Tensor | None) -> int:
-    """Its address, or null."""
+    """Return the address, or null for None."""
     return 0 if x is None else x.data_ptr()
 
 
@@ -137,7 +135,7 @@ class LaunchItem:
 
 
 def takes(piece: LaunchItem) -> bool:
-    """Parameter and states in fp32, gradient and copy in any of the three."""
+    """Return whether a kernel takes the item: parameter and states in fp32, gradient and copy in any of the three types."""
     where = piece.p.device
     wide = [x for x in (piece.p, piece.a, piece.b) if x is not None]
     return all(flat(x, where) and x.dtype == torch.float32 for x in wide) and all(
@@ -146,7 +144,7 @@ def takes(piece: LaunchItem) -> bool:
 
 
 def by_kind(pieces: Sequence[LaunchItem], kind: Callable[[LaunchItem], _T]) -> dict[_T, list[int]]:
-    """Numbers of the pieces that kernels can take and that have elements, by ``kind``."""
+    """Group the indices of the pieces that kernels take and that have elements, by ``kind``."""
     found: dict[_T, list[int]] = {}
     for index, piece in enumerate(pieces):
         if takes(piece) and piece.p.numel():
@@ -160,7 +158,14 @@ def items_of(
     pack: Callable[..., bytes],
     numbers: Sequence[Sequence[Any]],
 ) -> list[LaunchItem]:
-    """p, g, one or two states, the copies, and each tensor's struct of scalars. Raises ConfigError where lists do not fit."""
+    """Put lists of an op together, an item per tensor. Raises ConfigError for lists of different lengths or tensors of different sizes.
+
+    Args:
+        tensors: p, g, and one or two states.
+        out: the copies, or empty.
+        pack: a tensor's numbers -> its struct of scalars.
+        numbers: a list for each number.
+    """
     plain.same_sizes(*tensors, *([out] if out else []))
     plain.same_lengths(tensors[0], *numbers)
     p, g, a, *second = tensors
@@ -172,7 +177,7 @@ def items_of(
 
 @dataclass(frozen=True)
 class LaunchTable:
-    """``content``: the pieces, then each different struct of scalars once. ``groups``: where those begin, in bytes."""
+    """A launch's table. ``content``: the pieces, then each different struct of scalars once; ``groups``: where those begin, in bytes."""
 
     content: bytes
     groups: int
@@ -181,12 +186,12 @@ class LaunchTable:
 
 
 def tiles_of(n: int) -> int:
-    """Tiles that n elements take."""
+    """Return the number of tiles of n elements."""
     return -(-n // TILE)
 
 
 def table_of(pieces: Sequence[LaunchItem]) -> LaunchTable:
-    """Pieces in the given order; none may be empty."""
+    """Make the table of pieces, in the given order; none may be empty."""
     groups: dict[bytes, int] = {}
     rows, tile = [], 0
     for piece in pieces:
@@ -196,7 +201,7 @@ def table_of(pieces: Sequence[LaunchItem]) -> LaunchTable:
 
 
 def upload(content: bytes, device: torch.device) -> Tensor:
-    """The bytes in device memory, in the order of the current stream; the host does not wait."""
+    """Copy the bytes to device memory, in the order of the current stream; the host does not wait."""
     host = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if device.type != "cuda":
         return host
@@ -204,15 +209,15 @@ def upload(content: bytes, device: torch.device) -> Tensor:
 
 
 def doubles(*shape: int, where: torch.device, zero: bool = False) -> Tensor:
-    """Room for sums, of the current stream; ``zero`` where nobody writes all of it."""
+    """Allocate room for sums on the current stream; ``zero`` where not all of it is written."""
     return (torch.zeros if zero else torch.empty)(*shape, dtype=torch.float64, device=where)
 
 
 def padded(arguments: bytes) -> bytes:
-    """To the alignment of the struct, that of its pointers."""
+    """Pad arguments to the alignment of their struct, which is that of its pointers."""
     return arguments + bytes(-len(arguments) % 8) if len(arguments) % 8 else arguments
 
 
 def pick(indices: Sequence[int], *lists: Sequence[Any]) -> Any:
-    """Those numbers of each list; an empty list stays empty."""
+    """Pick those elements of each list; an empty list stays empty."""
     return [[each[index] for index in indices] if each else [] for each in lists]

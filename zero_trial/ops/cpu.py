@@ -1,4 +1,4 @@
-"""The ops on CPU tensors: one call of the native library, or plain torch where it cannot be had or does not take the tensors."""
+"""The ops on CPU tensors: one call of the native library, or plain torch where there is none or where it does not take the tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,18 @@ _LOW = (torch.bfloat16, torch.float16)
 _HEAD = "=11q"
 _LAMB = struct.Struct("=8d")  # LAMB's fields of ZtCall
 
+# Bytes of a sum of two parts from which the kernel is worth it. Below, torch's one pass is as fast (13 against 9 microseconds for 256 KiB);
+# large sums the kernel writes past the caches (8.4 against 10.4 milliseconds for 64 MiB).
+WORTH_BYTES = 16 << 20
+
+_SUMMED = {**CODES, torch.float64: 3}
+
+# ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of them.
+Sum = Callable[[Sequence[Tensor], Tensor], None]
+
 
 def step_of(op: OptimizerOp) -> plain.Step:
-    """The op over one tensor, with the arguments of its schema. Written for few microseconds."""
+    """Make the op over one tensor; it takes the arguments of its schema. Written for few microseconds."""
     end, two, step_at = 2 + len(op.states), len(op.states) == 2, op.step_at
     scalars, call, entry = op.scalars, struct.Struct(f"{_HEAD}{op.fields}d").pack, f"zt_{op.name}"
     fallback, threads = plain.step_of(op), torch.get_num_threads
@@ -51,7 +60,7 @@ def step_of(op: OptimizerOp) -> plain.Step:
 
 
 def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, found_inf: Tensor | None) -> bool:
-    """Tell whether the native kernels can work on these tensors. Raises ConfigError where no implementation can."""
+    """Return whether the native kernels take these tensors. Raises ConfigError for what no implementation takes."""
     n = p.numel()
     if g.numel() != n:
         raise _other_size("gradient", g, n)
@@ -74,7 +83,7 @@ def takes(p: Tensor, g: Tensor, states: Sequence[Tensor], out: Tensor | None, fo
 
 
 def _refuse(tensors: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """What plain torch would compute nonsense from, or fail on without saying why."""
+    """Raise ConfigError for what plain torch would compute nonsense from, or fail on without a reason."""
     if not all(tensor.is_floating_point() for tensor in tensors):
         got = ", ".join(str(tensor.dtype) for tensor in tensors)
         raise ConfigError("an optimizer step works on real floating point numbers", got=got)
@@ -100,7 +109,7 @@ def call_head(
     copied: int,
     found_inf: Tensor | None,
 ) -> bytes:
-    """The head of a ZtCall. ``starts``: addresses of parameter, gradient, two states and copy, 0 for none."""
+    """Pack the head of a ZtCall. ``starts``: addresses of parameter, gradient, two states and copy, 0 for none."""
     p, g, a, b, low = starts
     flag = 0 if found_inf is None else found_inf.data_ptr()
     return struct.pack(_HEAD, native.isa, torch.get_num_threads(), n, p, g, stored, a, b, low, copied, flag)
@@ -160,7 +169,7 @@ def lamb_apply_(
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
+    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
     native = cpu_library.backend().native
     if native is None or x.dtype not in CODES or not x.is_contiguous():
         if x.is_complex():
@@ -174,10 +183,10 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def add_many_(into: list[Tensor], source: list[Tensor]) -> None:
-    """Each source added to its target; the sum is rounded once.
+    """Add each source to its target; the sum is rounded once.
 
-    Native for pairs of different dtypes, which torch's ``add_`` brings to one dtype in a temporary first: measured on 8 Mi elements, 0.3
-    instead of 9 ns per element. Equal dtypes, and copies of any, are as fast in torch.
+    Native for pairs of different dtypes, which torch's ``add_`` first converts to one dtype in a temporary (8 Mi elements: 9 ns per element
+    against 0.3). Equal dtypes, and copies of any, are as fast in torch.
     """
     plain.same_sizes(into, source)
     native = cpu_library.backend().native
@@ -193,22 +202,13 @@ def add_many_(into: list[Tensor], source: list[Tensor]) -> None:
         plain.add_many_([into[index] for index in rest], [source[index] for index in rest])
 
 
-# --- sums over ranks ----------------------------------------------------------------------------------------------------
-
-# Of two parts torch's one pass is as fast: 13 against 9 microseconds for 256 KiB. Large sums the kernel writes past the caches:
-# 8.4 against 10.4 milliseconds for 64 MiB.
-WORTH_BYTES = 16 << 20
-
-_SUMMED = {**CODES, torch.float64: 3}
-
-# ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once. ``out`` may be one of them.
-Sum = Callable[[Sequence[Tensor], Tensor], None]
-
-
 def native_sum(otherwise: Sum) -> Sum:
-    """A sum of contiguous CPU tensors of one dtype and size in one pass, with the bits of ``otherwise``, which adds up what no kernel takes.
+    """Make a sum of contiguous CPU tensors of one dtype and size in one pass, with the bits of ``otherwise``.
 
-    Not an op of ``torch.ops.zero_trial``: the sum may be written over one of the parts, which no schema can say.
+    Not an op of ``torch.ops.zero_trial``: the sum may be written over one of the parts, which a schema cannot express.
+
+    Args:
+        otherwise: adds up what the kernel does not take.
     """
 
     def add(parts: Sequence[Tensor], out: Tensor) -> None:

@@ -47,11 +47,8 @@ _SUM, _COPY, _CONTROL = struct.Struct("2Pq"), struct.Struct("P2q"), struct.Struc
 _LAMB = struct.Struct("7P2q")  # ZtLambLaunch of csrc/cuda/lamb.cu
 
 
-# --- optimizer steps ----------------------------------------------------------------------------------------------------
-
-
 def step_of(op: OptimizerOp) -> plain.Step:
-    """The op over one tensor, with the arguments of its schema: one launch that needs no table. Written for few microseconds."""
+    """Make the op over one tensor; it takes the arguments of its schema. One launch that needs no table; written for few microseconds."""
     end, two, fallback = 2 + len(op.states), len(op.states) == 2, plain.step_of(op)
 
     def step(*given: Any) -> None:
@@ -66,7 +63,7 @@ def step_of(op: OptimizerOp) -> plain.Step:
 
 
 def steps_of(op: OptimizerOp) -> plain.Step:
-    """The op over many tensors: one launch per pair of the gradients' and the copies' dtypes, with a table in device memory."""
+    """Make the op over many tensors: one launch per pair of the gradients' and the copies' dtypes, with a table in device memory."""
     end, count, fallback = 2 + len(op.states), len(op.number_names), plain.in_turn(op, plain.step_of(op))
 
     def steps(*given: Any) -> None:
@@ -87,14 +84,14 @@ def steps_of(op: OptimizerOp) -> plain.Step:
 def arguments_of(
     flags: tuple[int, int], pointers: tuple[int, int, int, int, int], n: int, tiles: int, scalars: bytes
 ) -> bytes:
-    """A launch that holds its one piece. ``flags``: found_inf, factor; ``pointers``: p, g, two states, out; null for none."""
+    """Pack a launch that holds its one piece. ``flags``: found_inf, factor; ``pointers``: p, g, two states, out; null for none."""
     return padded(_UPDATE.pack(0, 0, *flags, 1, tiles) + _ONE_PIECE.pack(*pointers, n, 0, 0) + scalars)
 
 
 def _step(
     op: str, p: Tensor, g: Tensor, a: Tensor, b: Tensor | None, out: Tensor | None, found: Tensor | None, scalars: bytes
 ) -> bool:
-    """Steps one tensor; False where plain torch must. Written for few microseconds."""
+    """Step one tensor; return False where plain torch must. Written for few microseconds."""
     if p.requires_grad and torch.is_grad_enabled():
         raise no_derivative()
     n, where, cuda = p.numel(), p.device, cuda_runtime.cuda_backend().cuda
@@ -121,7 +118,7 @@ def _step(
 
 
 def _update(op: str, pieces: Sequence[LaunchItem], found_inf: Tensor | None, factor: Tensor | None) -> list[int]:
-    """Steps all pieces that can be; returns the numbers of the others."""
+    """Step all pieces that kernels take; return the indices of the others."""
     left = [index for index, piece in enumerate(pieces) if piece.p.numel()]
     cuda = cuda_runtime.cuda_backend().cuda
     if cuda is None or not left:
@@ -162,7 +159,7 @@ def _launch(
 def _runtime_for_all(
     pieces: Sequence[LaunchItem], kernels: Sequence[Kernel], flags: Sequence[Tensor | None], where: torch.device
 ) -> CudaRuntime | None:
-    """The runtime, if it can launch the kernels on all items at once."""
+    """Return the runtime if it can launch the kernels on all items at once."""
     cuda = cuda_runtime.cuda_backend().cuda
     kinds = {(code(q.g), code(q.out), q.p.device) if takes(q) and q.p.numel() else None for q in pieces}
     alike = len(kinds) == 1 and None not in kinds and all(one_float(flag, where) for flag in flags)
@@ -236,11 +233,8 @@ def lamb_apply_(
     cuda.fill(kernel, where, table.tiles, packed)
 
 
-# --- sums, scalars and buffers ------------------------------------------------------------------------------------------
-
-
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
+    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element is not. Reads ``x`` once."""
     cuda, where = cuda_runtime.cuda_backend().cuda, x.device
     kernel, level = cuda_runtime.square_sum(CODES.get(x.dtype, FP32)), cuda_runtime.sums()
     if cuda is None or x.dtype not in CODES or not x.is_contiguous() or not x.numel():
@@ -260,7 +254,7 @@ def square_sum(x: Tensor) -> Tensor:
 
 
 def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor, unscale: float, clip: float) -> None:
-    """control = (norm, factor, found_inf), by one thread on the device."""
+    """Write control = (norm, factor, found_inf), by one thread on the device."""
     cuda, where, kernel = cuda_runtime.cuda_backend().cuda, control.device, cuda_runtime.step_control()
     sound = control.shape == (3,) and control.dtype == torch.float32 and control.is_contiguous()
     double = square_sum.dtype == torch.float64 and square_sum.numel() == 1 and square_sum.device == where
@@ -272,12 +266,12 @@ def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor
 
 
 def copy_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Each source into its target, cast."""
+    """Copy and cast each source into its target."""
     _copy(into, source, add=False)
 
 
 def add_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Each source added to its target; the sum is rounded once."""
+    """Add each source to its target; the sum is rounded once."""
     _copy(into, source, add=True)
 
 

@@ -1,4 +1,7 @@
-"""The CUDA driver and NVRTC by ctypes: kernels compiled, loaded into a device's primary context, which is torch's too, and launched."""
+"""The CUDA driver and NVRTC through ctypes: compile kernels, load them into a device's primary context (torch's too), launch them.
+
+NVRTC is the CUDA compiler as a library. It needs neither a GPU nor a driver.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,21 @@ from typing import Any
 from zero_trial.errors import KernelUnavailable
 
 NAMES = ("libcuda.so.1", "libcuda.so")
-
-
 THREADS = 256  # per block, in all kernels
-
-
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-
-
-# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE: the driver may still take the same kernel as PTX.
+# CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE: the driver may still accept the same kernel as PTX.
 OTHER_IMAGE = (200, 209, 300)
-
-
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+MAJORS = (13, 12, 11)  # of NVRTC
+# Where pip packages put NVRTC: CUDA 13's, CUDA 12's, and torch's own wheels with everything in one folder.
+PACKAGE_FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "torch/lib")
+SYSTEM_FOLDERS = ("/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
+LOG_LINES = 6
 
 
 class DriverError(KernelUnavailable):
-    """What the driver refused; ``status`` is its error code."""
+    """The driver refused a call; ``status`` is its error code."""
 
     def __init__(self, what: str, status: int) -> None:
         super().__init__(what)
@@ -37,22 +38,22 @@ class DriverError(KernelUnavailable):
 
 
 class Driver:
-    """One process's view of libcuda. Contexts are retained once per device and never released: torch holds them as long."""
+    """libcuda as this process uses it. Contexts are retained once per device and never released: torch holds them as long."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._contexts: dict[int, int] = {}
-        self._popped = ctypes.byref(ctypes.c_void_p())  # what is popped is of no interest
+        self._popped = ctypes.byref(ctypes.c_void_p())  # receives a context that nothing reads
         try:
             _declare(library)
         except AttributeError as missing:
-            raise KernelUnavailable(f"the CUDA driver is too old, or none: {missing}") from None
+            raise KernelUnavailable(f"the CUDA driver is too old, or is not one: {missing}") from None
         self._check(library.cuInit(0), "cuInit")
 
     def function(self, image: bytes, entry: str, device: int) -> int:
-        """Loads machine code or PTX and finds one kernel in it. Raises KernelUnavailable where the driver refuses it."""
+        """Load machine code or PTX and find one kernel in it. Raises DriverError if the driver refuses it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        # Loading allocates, which would spoil a CUDA graph that a stream is being captured into: not where this thread says so.
+        # Loading allocates, which would break a capture into a CUDA graph, except in relaxed mode.
         mode = ctypes.c_int(_RELAXED)
         self._enter(device)
         self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -66,10 +67,9 @@ class Driver:
         return int(function.value or 0)
 
     def launch(self, function: int, device: int, blocks: int, stream: int, arguments: bytes) -> None:
-        """Starts ``blocks`` blocks on ``stream``; ``arguments`` is the kernel's one parameter, a struct. Does not wait."""
-        parameters = ctypes.byref(
-            ctypes.c_char_p(arguments)
-        )  # an array of one pointer; the driver copies what it points to
+        """Start ``blocks`` blocks on ``stream``; ``arguments`` is the kernel's one parameter, a struct. Does not wait."""
+        # An array of one pointer; the driver copies what it points to.
+        parameters = ctypes.byref(ctypes.c_char_p(arguments))
         self._enter(device)
         try:
             status = self._library.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, parameters, None)
@@ -79,7 +79,7 @@ class Driver:
             self._check(status, "cuLaunchKernel")
 
     def capturing(self, stream: int, device: int) -> bool:
-        """Whether what that stream is given now goes into a CUDA graph."""
+        """Return whether the stream is being captured into a CUDA graph."""
         state = ctypes.c_int()
         self._enter(device)
         try:
@@ -89,7 +89,7 @@ class Driver:
         return state.value != 0
 
     def _enter(self, device: int) -> None:
-        """Whatever thread this is, and whatever device is current in it."""
+        """Make the device's context current in this thread, until :meth:`_leave`."""
         if device not in self._contexts:
             self._contexts[device] = self._primary(device)
         status = self._library.cuCtxPushCurrent_v2(self._contexts[device])
@@ -115,7 +115,7 @@ class Driver:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """The types of the functions that are used, as cuda.h of CUDA 11 to 13 declares them."""
+    """Declare the types of the functions that are used, as in cuda.h of CUDA 11 to 13."""
     pointer, integer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p
     out, out_integer = ctypes.POINTER(pointer), ctypes.POINTER(integer)
     launch = [pointer, *[number] * 7, pointer, pointer, pointer]  # grid, block, shared; stream, parameters, extra
@@ -138,35 +138,19 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def open_driver(names: tuple[str, ...] = NAMES) -> Driver:
-    """Raises KernelUnavailable where there is no driver."""
+    """Open the driver. Raises KernelUnavailable without one."""
     for name in names:
         try:
             library = ctypes.CDLL(name)
         except OSError:
             continue
         return Driver(library)
-    raise KernelUnavailable(f"no CUDA driver: {' and '.join(names)} do not open")
-
-
-# --- NVRTC, the CUDA compiler that comes as a library: needs no GPU and no driver --------------------------------------------
-
-
-MAJORS = (13, 12, 11)
-
-
-# Where pip packages put it: CUDA 13's, CUDA 12's, and torch's own wheels with everything in one folder.
-PACKAGE_FOLDERS = ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "torch/lib")
-
-
-SYSTEM_FOLDERS = ("/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
-
-
-LOG_LINES = 6
+    raise KernelUnavailable(f"no CUDA driver: {' and '.join(names)} cannot be opened")
 
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """What is compiled for: an architecture's machine code, or PTX that the driver finishes. ``arch`` 90 is sm_90."""
+    """What to compile for: the machine code of an architecture, or PTX that the driver compiles. ``arch`` 90 is sm_90."""
 
     arch: int
     ptx: bool = False
@@ -178,7 +162,7 @@ class CompileTarget:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """An opened library. ``archs`` are those it makes machine code for."""
+    """The opened compiler. ``archs``: the architectures that it makes machine code for."""
 
     library: ctypes.CDLL
     path: str
@@ -186,7 +170,7 @@ class Nvrtc:
     archs: tuple[int, ...]
 
     def target(self, arch: int) -> CompileTarget:
-        """The device's own architecture, or PTX for the highest known below it. Raises KernelUnavailable below all."""
+        """Return the device's own architecture, or PTX for the highest known one below. Raises KernelUnavailable if there is none."""
         if arch in self.archs:
             return CompileTarget(arch)
         below = [known for known in self.archs if known < arch]
@@ -201,7 +185,7 @@ class Nvrtc:
     def compile(
         self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str], target: CompileTarget
     ) -> bytes:
-        """Machine code or PTX of one source. Raises KernelUnavailable with the compiler's first complaints."""
+        """Compile one source to machine code or PTX. Raises KernelUnavailable with the compiler's first errors."""
         program = ctypes.c_void_p()
         texts = [text.encode() for text in headers.values()]
         names = [header.encode() for header in headers]
@@ -236,14 +220,14 @@ class Nvrtc:
 
 
 def first_lines(log: str) -> str:
-    """The complaints of a compiler's log, in one line."""
+    """Return the first errors of a compiler's log, in one line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return "; ".join((errors or lines)[:LOG_LINES]) or "no reason given"
 
 
 def places(folders: Sequence[str], major: int) -> Iterator[str]:
-    """Where that major version may lie, best first: with the packages on ``folders``, on the loader's own paths, in CUDA's folders."""
+    """Yield where that major version may be, best first: with the packages in ``folders``, on the loader's own paths, in CUDA's folders."""
     for folder in folders:
         for below in PACKAGE_FOLDERS:
             found = sorted(glob.glob(str(Path(folder) / below / f"libnvrtc*.so.{major}*")))
@@ -254,14 +238,14 @@ def places(folders: Sequence[str], major: int) -> Iterator[str]:
 
 
 def companions(place: str) -> list[str]:
-    """What NVRTC asks for by name alone, although packages lie on no path of the loader. The loader finds it for one that it finds."""
+    """List what NVRTC loads by name only, which the loader does not find in a package. It does for a library that it found itself."""
     return glob.glob(str(Path(place).parent / "libnvrtc-builtins.so*")) if "/" in place else []
 
 
 def open_nvrtc(folders: Sequence[str] | None = None, majors: Sequence[int] = MAJORS) -> Nvrtc:
-    """The first NVRTC that opens, of the first of ``majors`` that has one. Raises KernelUnavailable where there is none.
+    """Open the first NVRTC of the first of ``majors`` that has one. Raises KernelUnavailable if there is none.
 
-    A compiler that is newer than the driver makes code that the driver refuses: torch's own major version, which runs here, comes first.
+    A driver refuses code of a newer compiler, so torch's own major version, which runs here, should come first.
     """
     chosen = sys.path if folders is None else folders
     for place in (place for major in majors for place in places(chosen, major)):

@@ -1,4 +1,8 @@
-"""The CUDA kernels of this process: named, compiled at first use, cached, loaded and launched; and why there are none where there are none."""
+"""The CUDA kernels of this process: their names, how they are compiled, cached, loaded and launched, and why there are none where there are none.
+
+``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that cannot be compiled or loaded is logged once
+and stays plain torch for the rest of the process; with ``native`` it is an error.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,21 @@ import torch
 
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cuda_bindings
-from zero_trial.ops import kernel_cache as kernel_cache_ops
+from zero_trial.ops import kernel_cache as cache_files
 from zero_trial.ops.cpu_library import SOURCES, VARIABLE, backend
 from zero_trial.ops.cuda_bindings import OTHER_IMAGE, OUT_OF_MEMORY, Driver, DriverError, open_driver
 from zero_trial.ops.kernel_cache import KernelCache
 from zero_trial.ops.spec import BF16, FP16, FP32, NONE, OPTIMIZERS
 
+log = logging.getLogger("zero_trial")
+
 # The same bits as on CPU: nothing contracted, IEEE division and root, subnormal numbers kept.
 OPTIONS = ("--std=c++17", "--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
-
-
 ARCHS = (80, 90, 100)  # A100, H100 and H200, B200: compiled in the tests
-
-
 STORED = (FP32, BF16, FP16)
+LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
 
-
-# As many as registers allow without spilling; two of them keep enough loads under way already.
+# Blocks of a kernel per multiprocessor: as many as registers allow without spilling; two of them keep enough loads in flight already.
 _BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
     "copy": 5,
     "zt_lamb_moments": 2,
@@ -45,8 +47,8 @@ _BLOCKS = {op.struct: op.blocks for op in OPTIMIZERS} | {
 class Kernel:
     """One ``extern "C"`` function of a source below csrc/cuda. ``definitions`` are its macros: what it is compiled for.
 
-    ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and is what a grid asks for.
-    Made by the functions below only, each once, so that a kernel is known by its identity: looking it up costs next to nothing.
+    ``blocks``: how many of them a multiprocessor holds at once, which bounds registers and sets the size of a grid. The functions below
+    make each kernel once, so a kernel is compared by identity and a look-up is cheap.
     """
 
     source: str
@@ -66,47 +68,44 @@ class Kernel:
 
 @cache
 def update(op: str, gradient: int, out: int) -> Kernel:
-    """One optimizer step; ``op`` is a struct of zt_optimizers.h."""
+    """Return the kernel of an optimizer step; ``op`` is a struct of zt_optimizers.h."""
     return Kernel("update.cu", "zt_update", (("ZT_OP", op), ("ZT_GRADIENT", gradient), ("ZT_OUT", out)), _BLOCKS[op])
 
 
 @cache
 def copy(source: int, into: int, add: bool) -> Kernel:
-    """Flat buffers copied into others, or added to them."""
+    """Return the kernel that copies flat buffers into others, or adds them."""
     return Kernel("copy.cu", "zt_copy", (("ZT_FROM", source), ("ZT_INTO", into), ("ZT_ADD", int(add))), _BLOCKS["copy"])
 
 
 @cache
 def square_sum(stored: int) -> Kernel:
-    """Sums of squares of chunks."""
+    """Return the kernel that sums the squares of chunks."""
     return Kernel("square_sum.cu", "zt_square_sum", (("ZT_TYPE", stored),))
 
 
 @cache
 def sums() -> Kernel:
-    """Sums of sums."""
+    """Return the kernel that sums those sums."""
     return Kernel("square_sum.cu", "zt_sum", (("ZT_TYPE", FP32),))
 
 
 @cache
 def step_control() -> Kernel:
-    """Norm, factor and skip from the sum of squares."""
+    """Return the kernel that makes norm, factor and skip from the sum of squares."""
     return Kernel("step_control.cu", "zt_step_control")
 
 
 @cache
 def lamb(entry: str, gradient: int, out: int) -> Kernel:
-    """One pass of LAMB: an entry of ``LAMB_PASSES``."""
+    """Return the kernel of one pass of LAMB, an entry of LAMB_PASSES."""
     number = 1 + LAMB_PASSES.index(entry)
     definitions = (("ZT_PASS", number), ("ZT_GRADIENT", gradient), ("ZT_OUT", out))
     return Kernel("lamb.cu", entry, definitions, _BLOCKS[entry])
 
 
-LAMB_PASSES = ("zt_lamb_moments", "zt_lamb_squares", "zt_lamb_apply")
-
-
 def every_kernel() -> list[Kernel]:
-    """All that the ops can ask for."""
+    """List all kernels that the ops can ask for."""
     outs = (NONE, *STORED)
     return [
         *(update(op.struct, gradient, out) for op in OPTIMIZERS for gradient in STORED for out in outs),
@@ -120,17 +119,17 @@ def every_kernel() -> list[Kernel]:
 
 
 def source_of(kernel: Kernel) -> str:
-    """The text of its file."""
+    """Return the text of the kernel's file."""
     return _read(SOURCES / "cuda" / kernel.source)
 
 
 def headers() -> dict[str, str]:
-    """All headers, by the name that sources include them by."""
+    """Return all headers, by the name in the sources' #include."""
     return {path.name: _read(path) for path in sorted((SOURCES / "include").glob("*.h"))}
 
 
 def kernel_key(kernel: Kernel, compiler: str, target: str) -> str:
-    """Names the machine code: sources, options, compiler and target."""
+    """Return the name of the machine code: a hash of sources, options, compiler and target."""
     digest = hashlib.sha256(repr((kernel.options, compiler, target, source_of(kernel))).encode())
     for name, text in headers().items():
         digest.update(name.encode() + text.encode())
@@ -142,17 +141,9 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-# --- the runtime: kernels loaded at first use, launched onto torch's current streams ------------------------------------------
-#
-# A kernel that cannot be had is said once and stays plain torch for the rest of the process.
-
-
-log = logging.getLogger("zero_trial")
-
-
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a launch must know of a device; ``arch`` is 90 for compute capability 9.0."""
+    """What a launch needs to know about a device; ``arch`` is 90 for compute capability 9.0."""
 
     index: int
     arch: int
@@ -170,10 +161,13 @@ class LoadedKernel:
 
 @dataclass
 class CudaRuntime:
-    """An opened driver with a compiler behind it. ``refused``: kernels that could not be had, and why.
+    """An opened driver with a compiler behind it.
 
-    ``images`` of a kernel for an architecture, best first; the next one is tried where the driver refuses one. ``kind`` of devices
-    whose memory kernels can reach. ``make_room`` gives memory back that torch keeps for later: the driver needs some for a kernel.
+    Args:
+        images: (kernel, architecture) -> its images, best first; the next one is tried where the driver refuses one.
+        kind: of devices whose memory kernels can reach.
+        make_room: frees memory that torch's allocator caches, because the driver needs some for a kernel.
+        refused: kernels that could not be compiled or loaded, and why.
     """
 
     driver: Driver
@@ -189,7 +183,7 @@ class CudaRuntime:
     _loading: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     def has(self, kernel: Kernel, where: torch.device) -> bool:
-        """Whether the kernel can be launched there; compiled and loaded if it was not. Raises KernelUnavailable where ``strict``."""
+        """Return whether the kernel can be launched there; the first call compiles and loads it. Raises KernelUnavailable where ``strict``."""
         if (kernel, where) in self._loaded:
             return True
         with self._loading:  # two threads that need the same kernel: the second waits for it
@@ -208,22 +202,22 @@ class CudaRuntime:
             return True
 
     def launch(self, kernel: Kernel, where: torch.device, blocks: int, arguments: bytes) -> None:
-        """Onto torch's current stream of that device. ``has`` must have said yes."""
+        """Launch on torch's current stream of the device. :meth:`has` must have returned True."""
         loaded = self._loaded[kernel, where]
         self.driver.launch(loaded.function, loaded.index, blocks, self.stream(where), arguments)
 
     def fill(self, kernel: Kernel, where: torch.device, tiles: int, arguments: bytes) -> None:
-        """The same in as many blocks as the device holds at once, and no more than there is work for."""
+        """Launch as many blocks as the device holds at once, but not more than there are tiles."""
         loaded = self._loaded[kernel, where]
         self.driver.launch(loaded.function, loaded.index, min(tiles, loaded.most), self.stream(where), arguments)
 
     def capturing(self, where: torch.device) -> bool:
-        """Whether the current stream there is being captured into a CUDA graph, which replays copies from host memory that is
-        somebody else's by then: launches that need such copies must do without."""
+        """Return whether the current stream is being captured into a CUDA graph: it would replay copies from host memory that is
+        reused by then, so a launch that needs such a copy must do without."""
         return self.driver.capturing(self.stream(where), self.device(where).index)
 
     def _load(self, kernel: Kernel, where: torch.device) -> LoadedKernel:
-        """From the first image that the driver takes; where it takes none, what it said of the best one is raised."""
+        """Load the first image that the driver accepts; if it accepts none, raise its error for the best one."""
         first, device = None, self.device(where)
         for image in self.images(kernel, device.arch):
             try:
@@ -241,17 +235,8 @@ class CudaRuntime:
         except DriverError as trouble:
             if trouble.status != OUT_OF_MEMORY or self.capturing(where):
                 raise
-        self.make_room()  # a first step comes when activations have filled the device once
+        self.make_room()  # the first step runs after activations have filled the device once
         return self.driver.function(image, entry, index)
-
-
-# --- the choice: what this process can run, and why not where it cannot ---------------------------------------------------------
-#
-# ``ZERO_TRIAL_OPS`` chooses as it does on CPU: ``auto``, ``reference`` or ``native``. A kernel that cannot be had is said once and
-# stays plain torch for the rest of the process; with ``native`` it is an error.
-
-
-log = logging.getLogger("zero_trial")
 
 
 @dataclass(frozen=True)
@@ -270,19 +255,19 @@ class CudaBackend:
 
 @cache
 def cuda_backend() -> CudaBackend:
-    """What this process runs on CUDA: chosen at the first call; kernels are compiled when they are first needed."""
+    """Return what this process runs on CUDA, chosen at the first call; kernels are compiled when they are first needed."""
     return choose(os.environ, torch.version.cuda is not None and torch.cuda.is_available())
 
 
 def native_on(device: torch.device) -> bool:
-    """Whether kernels of ours run on this kind of device in this process."""
+    """Return whether our kernels run on this kind of device in this process."""
     if device.type == "cpu":
         return backend().native is not None
     return device.type == "cuda" and cuda_backend().cuda is not None
 
 
 def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
-    """Raises KernelUnavailable where there is a device, ``native`` is asked for, and it cannot be had."""
+    """Choose what ``ZERO_TRIAL_OPS`` asks for. Raises KernelUnavailable if there is a device and ``native`` is not possible."""
     wanted = environ.get(VARIABLE) or "auto"
     if wanted == "reference":
         return CudaBackend(None, f"{VARIABLE}=reference")
@@ -296,14 +281,14 @@ def choose(environ: Mapping[str, str], device_present: bool) -> CudaBackend:
                 "the CUDA kernels cannot be used",
                 where=f"{VARIABLE}=native",
                 got=trouble.what,
-                fix=trouble.fix or "Mend this, or set it to auto.",
+                fix=trouble.fix or "Remove the cause, or set it to auto.",
             ) from trouble
         log.warning("CUDA kernels run as plain torch: %s", trouble.what)
         return CudaBackend(None, trouble.what)
 
 
 def open_cuda(environ: Mapping[str, str], *, strict: bool) -> CudaRuntime:
-    """The driver and NVRTC of this machine. Raises KernelUnavailable."""
+    """Open the driver and NVRTC of this machine. Raises KernelUnavailable."""
     driver, nvrtc, kept = open_driver(), cuda_bindings.open_nvrtc(majors=majors()), kernel_cache(environ)
     version = f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]}"
     return CudaRuntime(
@@ -317,27 +302,27 @@ def open_cuda(environ: Mapping[str, str], *, strict: bool) -> CudaRuntime:
 
 
 def majors() -> list[int]:
-    """CUDA's major versions, torch's own first: its compiler makes what the driver that runs torch takes."""
+    """List CUDA's major versions, torch's own first: the driver that runs torch accepts what that compiler makes."""
     own = int((torch.version.cuda or "0").split(".")[0])
     return sorted(cuda_bindings.MAJORS, key=lambda major: major != own)
 
 
 def kernel_cache(environ: Mapping[str, str]) -> KernelCache:
-    """Where compiled kernels are kept between processes; in memory where there is no home, or others could have put kernels there."""
+    """Open the cache of compiled kernels; in memory if there is no home folder, or if other users could write there."""
     try:
-        folder = kernel_cache_ops.cache_folder(environ)
-        trouble = kernel_cache_ops.open_to_others(folder)
+        folder = cache_files.cache_folder(environ)
+        trouble = cache_files.open_to_others(folder)
     except FileNotFoundError:
         trouble = ""
     except (RuntimeError, OSError):
         return KernelCache(None)
     if trouble:
-        log.warning("CUDA kernels are compiled anew in every process, as they cannot be kept: %s", trouble)
+        log.warning("CUDA kernels are compiled again in every process, because they cannot be kept: %s", trouble)
     return KernelCache(None if trouble else folder)
 
 
 def images(nvrtc: cuda_bindings.Nvrtc, kept: KernelCache, kernel: Kernel, arch: int) -> Iterator[bytes]:
-    """Machine code for that architecture, then PTX, each made when it is asked for. Raises KernelUnavailable."""
+    """Yield machine code for that architecture, then PTX, each made when it is asked for. Raises KernelUnavailable."""
     target = nvrtc.target(arch)
     yield compiled(kernel, nvrtc, target, kept)
     if not target.ptx:
@@ -347,7 +332,7 @@ def images(nvrtc: cuda_bindings.Nvrtc, kept: KernelCache, kernel: Kernel, arch: 
 def compiled(
     kernel: Kernel, nvrtc: cuda_bindings.Nvrtc, target: cuda_bindings.CompileTarget, kept: KernelCache
 ) -> bytes:
-    """Machine code or PTX of a kernel, from the cache or the compiler. Raises KernelUnavailable."""
+    """Return machine code or PTX of a kernel, from the cache or the compiler. Raises KernelUnavailable."""
     key = kernel_key(kernel, f"NVRTC {nvrtc.version}", target.option)
     return kept.get(
         key,
@@ -357,7 +342,7 @@ def compiled(
 
 @cache
 def device_of(where: torch.device) -> DeviceInfo:
-    """Facts of a CUDA device; one without a number is the current one and must not be asked for."""
+    """Look up a CUDA device. Raises KernelUnavailable for one without a number, which is whatever device is current."""
     if where.index is None:
         raise KernelUnavailable("a CUDA device without a number", got=str(where), expected="cuda:0, cuda:1 ...")
     properties = torch.cuda.get_device_properties(where)
@@ -365,7 +350,7 @@ def device_of(where: torch.device) -> DeviceInfo:
 
 
 def stream_of() -> Callable[[torch.device], int]:
-    """Reads the handle of a device's current stream; torch's short cut saves an object and its checks at every launch."""
+    """Return a function that reads the handle of a device's current stream; torch's short cut saves an object and its checks per launch."""
     short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if short_cut is None:
         return lambda where: int(torch.cuda.current_stream(where).cuda_stream)

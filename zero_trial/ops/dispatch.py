@@ -21,6 +21,10 @@ from zero_trial.ops.spec import OPTIMIZERS, SCHEMAS
 
 Implementation = Callable[..., Any]
 
+# Elements of a sum of two dtypes from which the kernel is worth it: below, torch's add_ is as fast (measured 11 against 19 microseconds
+# at 64 Ki elements, 46 against 38 at 256 Ki).
+WORTH_ELEMENTS = 1 << 18
+
 # Over many tensors CPU runs the op over one tensor on each: calls are a loop either way.
 CPU: dict[str, Implementation] = {op.single: cpu.step_of(op) for op in OPTIMIZERS}
 CPU |= {op.many: plain.in_turn(op, CPU[op.single]) for op in OPTIMIZERS}
@@ -52,7 +56,7 @@ _FAKES: dict[str, Implementation] = {
 
 
 def _register() -> torch.library.Library:
-    """Make the library object: its registrations last as long as it lives."""
+    """Register all ops; the registrations last as long as the returned object."""
     library = torch.library.Library("zero_trial", "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
@@ -63,7 +67,7 @@ def _register() -> torch.library.Library:
 
 
 def _on_one_device(*given: object) -> None:
-    """What the ops do to tensors without data. Without the check one such tensor among others would make a step do nothing at all."""
+    """Check the devices of an op on tensors without data: one such tensor among real ones would make a step do nothing at all."""
     found = {x.device for each in given for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)}
     if len(found) > 1:
         raise ConfigError("tensors of an op on different devices", got=", ".join(sorted(map(str, found))))
@@ -75,17 +79,11 @@ LIBRARY = _register()
 OPS = torch.ops.zero_trial
 
 
-# --- adding up gradients --------------------------------------------------------------------------------------------------
-
-# Below this torch's add_ is as fast: measured 11 against 19 microseconds at 64 Ki elements, 46 against 38 at 256 Ki.
-WORTH_ELEMENTS = 1 << 18
-
-
 def accumulate(into: Tensor, values: Tensor) -> None:
-    """``into += values``, of the same shape; the same bits whoever does it, as long as ``into`` is the wider one.
+    """Add ``values`` to ``into``, of the same shape; kernel and torch give the same bits if ``into`` is the wider one.
 
-    torch's ``add_`` on CPU widens all of ``values`` in a temporary first (4 bytes per element; above 32 MiB each page of it is new: ten times
-    the time of the sum itself). The native kernel has none.
+    torch's ``add_`` on CPU first widens all of ``values`` in a temporary (4 bytes per element; above 32 MiB its pages are new each time, which
+    takes ten times as long as the sum itself). The native kernel makes none.
     """
     if into.dtype is values.dtype or not into.is_cpu or into.numel() < WORTH_ELEMENTS:
         into.add_(values)
@@ -93,12 +91,9 @@ def accumulate(into: Tensor, values: Tensor) -> None:
         OPS.add_many_([into], [values])
 
 
-# --- the report of ``python -m zero_trial.ops`` and ``zero-trial env`` ------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OpReport:
-    """One op: what it runs as on CPU and on CUDA."""
+    """What one op runs as, on CPU and on CUDA."""
 
     name: str
     cpu: str
@@ -106,24 +101,24 @@ class OpReport:
 
 
 def report() -> list[OpReport]:
-    """All ops of ``torch.ops.zero_trial``. Builds the CPU library where that has not been done; CUDA kernels are compiled when first used."""
+    """Report on all ops of ``torch.ops.zero_trial``. Builds the CPU library if it is missing; CUDA kernels are compiled when first used."""
     cpu, cuda = backend().describe(), cuda_backend().describe()
     return [OpReport(name, "torch's own kernels" if name in _PLAIN_ON_CPU else cpu, cuda) for name in SCHEMAS]
 
 
 def refused() -> dict[str, str]:
-    """CUDA kernels that could not be compiled or loaded in this process so far, and why."""
+    """Return the CUDA kernels that could not be compiled or loaded in this process so far, and why."""
     cuda = cuda_backend().cuda
     return {} if cuda is None else {kernel.name: why for kernel, why in cuda.refused.items()}
 
 
 def as_json(lines: Sequence[OpReport]) -> str:
-    """For programs."""
+    """Format a report as JSON."""
     return json.dumps({"ops": [asdict(line) for line in lines], "refused": refused()})
 
 
 def as_text(lines: Sequence[OpReport]) -> str:
-    """For people: a line per op, and one per CUDA kernel that could not be had."""
+    """Format a report as text: a line per op, and one per CUDA kernel that could not be compiled or loaded."""
     width = max(len(line.name) for line in lines)
     rows = [f"{line.name:<{width}}  CPU: {line.cpu}; CUDA: {line.cuda}" for line in lines]
     return "\n".join([*rows, *(f"{name}: {why}" for name, why in refused().items())])

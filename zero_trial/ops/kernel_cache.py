@@ -1,7 +1,7 @@
 """The folder that keeps compiled kernels between processes: what may be loaded from there, and which process builds.
 
-A library is code that runs with all of its user's rights, so it is loaded only from where nobody else could have put it; and mapping half
-a file can kill the process instead of failing, so each file ends in a checksum of what stands before it.
+A library is code that runs with all of its user's rights, so it is loaded only from a place where no other user could have put it. Mapping
+half a file can kill the process instead of failing, so each file holds a checksum of its content.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-DEAD_AFTER = 1800.0  # seconds: no build lasts as long, whoever made the folder was killed
+DEAD_AFTER = 1800.0  # seconds; no build takes as long: the process that made the folder was killed
 
-
+_MARK = b"zero_trial kernel 1\n"  # begins a file of a CUDA kernel
 _DIGEST = hashlib.sha256().digest_size
 
 
 class BuildLockTimeout(OSError):
-    """Another process has been building for so long that it is not going to end."""
+    """Another process has held the build lock for too long."""
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """``$XDG_CACHE_HOME/zero_trial``, or ``~/.cache/zero_trial``. Raises RuntimeError for a user without a home."""
+    """Return ``$XDG_CACHE_HOME/zero_trial`` or ``~/.cache/zero_trial``. Raises RuntimeError for a user without a home."""
     for base, below in ((environ.get("XDG_CACHE_HOME"), ""), (environ.get("HOME"), ".cache")):
         if base and os.path.isabs(base):  # a relative one would depend on where a process was started
             return Path(base, below, "zero_trial")
@@ -41,22 +41,30 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def open_to_others(folder: Path) -> str:
-    """Who else could have put something into an existing folder; empty if nobody."""
+    """Say which other users could have written into an existing folder; empty if none."""
     fault = _open_to_others(os.stat(folder))
     return f"{folder} {fault}" if fault else ""
 
 
+def _open_to_others(found: os.stat_result) -> str:
+    """Say which other users could have written this."""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({found.st_uid})"
+    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})" if writers else ""
+
+
 def why_not(folder: Path) -> str:
-    """Why libraries are not to be kept in an existing folder; empty if they may."""
+    """Say why libraries must not be kept in an existing folder; empty if they may."""
     if fault := open_to_others(folder):
         return fault
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        return f"{folder} lies on a file system that runs no programs (noexec)"
+        return f"{folder} is on a file system that does not run programs (noexec)"
     return ""
 
 
 def is_sound(path: Path) -> bool:
-    """Whether the file is there, whole, and written by nobody but this user or root."""
+    """Return whether the file exists, is complete, and could only be written by this user or root."""
     try:
         with open(path, "rb") as file:
             ours, content = not _open_to_others(os.fstat(file.fileno())), file.read()
@@ -66,7 +74,7 @@ def is_sound(path: Path) -> bool:
 
 
 def seal(path: Path) -> None:
-    """Ends the file in its checksum, which a loader does not look at, and takes the right to write it from others."""
+    """Append the file's checksum, which a loader does not look at, and make it writable only for its owner."""
     with open(path, "r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
         file.write(digest)
@@ -75,7 +83,7 @@ def seal(path: Path) -> None:
 
 @contextmanager
 def turn(path: Path, seconds: float) -> Iterator[None]:
-    """Holds the lock beside ``path``, which ends with the process that holds it; :class:`Busy` after ``seconds``, for a process that was stopped."""
+    """Hold the lock next to ``path``, which is released when the process ends. Raises BuildLockTimeout after ``seconds``."""
     with open(path.with_suffix(".lock"), "w") as lock:
         end = time.monotonic() + seconds
         while True:
@@ -90,12 +98,12 @@ def turn(path: Path, seconds: float) -> Iterator[None]:
 
 
 def scratch_prefix(path: Path) -> str:
-    """How the names of folders begin in which this library is being built."""
+    """Return how the names of the folders begin in which this library is built."""
     return f"build-{path.stem}-"
 
 
 def sweep(path: Path) -> None:
-    """Removes what killed builders left; only for who has the :func:`turn`. Other versions may be building: their young folders stay."""
+    """Remove what killed builds left; call it only while holding :func:`turn`. Young folders of other versions stay: they may be building."""
     for left in path.parent.glob("build-*"):
         try:
             own = left.name.startswith(scratch_prefix(path))
@@ -106,41 +114,27 @@ def sweep(path: Path) -> None:
 
 
 def is_full(complaint: str) -> bool:
-    """Whether a compiler says that there was no room."""
+    """Return whether a compiler's output says that the disk is full."""
     return any(os.strerror(number) in complaint for number in (errno.ENOSPC, errno.EDQUOT))
 
 
-def _open_to_others(found: os.stat_result) -> str:
-    """Who else could have written this, in words."""
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user ({found.st_uid})"
-    writers = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return f"can be written by other users (mode {stat.S_IMODE(found.st_mode):o})" if writers else ""
-
-
-# --- CUDA kernels: one file each, checked when it is read, replaced in one step when it is written -------------------------
-
-
-_MARK = b"zero_trial kernel 1\n"
-
-
-_DIGEST_NVRTC_CACHE = hashlib.sha256().digest_size
-
-
 def sealed(image: bytes) -> bytes:
-    """What a file holds: a mark, a checksum and the image."""
+    """Return the content of a kernel's file: a mark, a checksum and the image."""
     return _MARK + hashlib.sha256(image).digest() + image
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """The image of a file's content, or None where it is not whole."""
-    digest, image = content[len(_MARK) : len(_MARK) + _DIGEST_NVRTC_CACHE], content[len(_MARK) + _DIGEST_NVRTC_CACHE :]
+    """Return the image of a file's content, or None if it is incomplete."""
+    digest, image = content[len(_MARK) : len(_MARK) + _DIGEST], content[len(_MARK) + _DIGEST :]
     whole = content.startswith(_MARK) and hashlib.sha256(image).digest() == digest
     return image if whole else None
 
 
 class KernelCache:
-    """``folder`` may be unwritable, writable by other users, or None: then images live as long as the process."""
+    """Compiled CUDA kernels, a file each: checked when it is read, replaced in one step when it is written.
+
+    ``folder`` may be unwritable, writable by other users, or None: then images live as long as the process.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -148,7 +142,7 @@ class KernelCache:
         self._kept: dict[str, bytes] = {}
 
     def get(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """The image of that key: from memory, from the folder, or made. A broken file counts as missing and is replaced."""
+        """Return the image of that key: from memory, from the folder, or made. A broken file counts as missing and is replaced."""
         if key not in self._kept:
             found = self._read(key)
             if found is None:

@@ -20,15 +20,12 @@ Step = Callable[..., None]
 
 
 def skips(found_inf: Tensor | None) -> bool:
-    """Tell whether the step is to be left out. Reads the device."""
+    """Return whether to skip the step. Reads the device."""
     return found_inf is not None and bool(found_inf)
 
 
-# --- optimizer steps --------------------------------------------------------------------------------------------------
-
-
 def step_of(op: OptimizerOp) -> Step:
-    """The op over one tensor, with the arguments of its schema."""
+    """Make the op over one tensor; it takes the arguments of its schema."""
     end, at = 2 + len(op.states), len(op.number_names) + op.multiplier_at
 
     def step(*given: Any) -> None:
@@ -46,7 +43,7 @@ def step_of(op: OptimizerOp) -> Step:
 
 
 def in_turn(op: OptimizerOp, step: Step) -> Step:
-    """The op over many tensors by ``step``, the one over one tensor. Reads ``factor`` on the host."""
+    """Make the op over many tensors from ``step``, the one over one tensor. It reads ``factor`` on the host."""
     end, count = 2 + len(op.states), len(op.number_names)
 
     def steps(*given: Any) -> None:
@@ -62,7 +59,7 @@ def in_turn(op: OptimizerOp, step: Step) -> Step:
 
 
 def times(multiplier: float, factor: Tensor | None) -> float:
-    """What kernels multiply gradients by: the product in fp32, as they make it. Reads ``factor`` on the host."""
+    """Return what kernels multiply gradients by: the product in fp32, as they compute it. Reads ``factor`` on the host."""
     if factor is None:
         return multiplier
     return float(torch.tensor(multiplier, dtype=torch.float32) * factor.detach().cpu().float().reshape(()))
@@ -74,7 +71,7 @@ def _gradient(g: Tensor, p: Tensor, multiplier: float) -> Tensor:
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    """The same elements of all tensors, piece by piece; None stays an empty tensor for :func:`_store`."""
+    """Yield the same elements of all tensors, chunk by chunk; None becomes an empty tensor, which :func:`_store` skips."""
     given = [tensor for tensor in tensors if tensor is not None]
     together = all(tensor.is_contiguous() for tensor in given)
     cut = {id(tensor): tensor.view(-1).split(CHUNK) if together else [tensor] for tensor in given}
@@ -139,11 +136,8 @@ def _direction(
     return (m / c1) / ((v / c2).sqrt() + eps) + decay * p  # You et al. 2020, Algorithm 2, lines 9 to 11
 
 
-# --- sums, scalars and buffers ----------------------------------------------------------------------------------------
-
-
 def square_sum(x: Tensor) -> Tensor:
-    """Sum of squares in float64, a scalar tensor; not finite if and only if an element is not."""
+    """Return the sum of squares in float64, a scalar tensor; not finite if and only if an element is not."""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for chunk in _flat(x):
         total += chunk.double().square().sum()
@@ -155,7 +149,10 @@ def _flat(x: Tensor) -> Sequence[Tensor]:
 
 
 def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor, unscale: float, clip: float) -> None:
-    """control = (norm, factor, found_inf): norm = sqrt(square_sum) unscale / loss_scale; the factor unscales and clips to ``clip`` (0: no)."""
+    """Write control = (norm, factor, found_inf).
+
+    norm = sqrt(square_sum) unscale / loss_scale; the factor unscales, and clips the norm to ``clip`` (0: no limit).
+    """
     if control.shape != (3,) or control.dtype != torch.float32 or square_sum.numel() != 1:
         raise ConfigError(
             "step_control_ works on one sum and three results",
@@ -175,14 +172,14 @@ def step_control_(square_sum: Tensor, loss_scale: Tensor | None, control: Tensor
 
 
 def copy_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Each source into its target, cast."""
+    """Copy and cast each source into its target."""
     same_sizes(into, source)
     for target, values in zip(into, source, strict=True):
         target.copy_(values.view_as(target))
 
 
 def add_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    """Each source added to its target; the sum is rounded once."""
+    """Add each source to its target; the sum is rounded once."""
     same_sizes(into, source)
     for target, values in zip(into, source, strict=True):
         if target.dtype.itemsize < values.dtype.itemsize:  # torch would round the source first
@@ -192,13 +189,13 @@ def add_many_(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 
 def same_lengths(*lists: Sized) -> None:
-    """Raises ConfigError unless the lists, of tensors or of a number for each, are as long as each other."""
+    """Raise ConfigError unless all lists have the same length."""
     if len({len(each) for each in lists}) > 1:
         raise ConfigError("lists of an op have different lengths", got=", ".join(str(len(each)) for each in lists))
 
 
 def same_sizes(*lists: Sequence[Tensor]) -> None:
-    """Raises ConfigError unless the lists are as long as each other and their tensors as large."""
+    """Raise ConfigError unless all lists have the same length, and tensors at the same index the same size."""
     same_lengths(*lists)
     for index, row in enumerate(zip(*lists, strict=True)):
         sizes = [tensor.numel() for tensor in row]

@@ -38,7 +38,7 @@ CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 @dataclass(frozen=True, eq=False)
 class OptimizerOp:
-    """One row: an elementwise optimizer step.
+    """An elementwise optimizer step: one row of the table.
 
     Args:
         name: of the ops without their endings (``adam`` for ``adam_`` and ``adam_many_``), and of its line in ZT_OPTIMIZERS.
@@ -69,7 +69,7 @@ class OptimizerOp:
         return f"{self.name}_many_"
 
     def schemas(self) -> dict[str, str]:
-        """Both ops with what they take and what they write."""
+        """Return the schemas of both ops: what they take and what they write."""
         written = [f"Tensor({letter}!){{}} {name}" for letter, name in zip("abc", ("p", *self.states), strict=False)]
         out = "abcd"[len(written)]
         tensors = ", ".join([written[0], "Tensor{} g", *written[1:]])
@@ -90,17 +90,17 @@ class OptimizerOp:
 
     @cached_property
     def multiplier_at(self) -> int:
-        """Which of the shared arguments is the multiplier."""
+        """The index of the multiplier in the shared arguments."""
         return self.shared_names.index("multiplier")
 
     @cached_property
     def step_at(self) -> int | None:
-        """Which of the numbers is the step's, if the formula needs it."""
+        """The index of the step in the numbers, if the formula needs it."""
         return self.number_names.index("step") if "step" in self.number_names else None
 
     @cached_property
     def fields(self) -> int:
-        """How many floats the struct has."""
+        """The number of floats of the struct."""
         return len(self.scalars(*[0.5] * (len(self.number_names) + len(self.shared_names))))
 
     def check_step(self, step: float) -> None:
@@ -109,19 +109,16 @@ class OptimizerOp:
             raise ConfigError("steps are numbered from 1", where=self.single, got=step)
 
     def pack(self, *arguments: float) -> bytes:
-        """The struct as kernels read it, from the numbers of a tensor and what it shares with others."""
+        """Return the struct as kernels read it, from the numbers of a tensor and what it shares with others."""
         return pack_floats(self.scalars(*arguments))
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """``values`` rounded to fp32 as C does: what is too large becomes infinite."""
+    """Round ``values`` to fp32 as C does, so that what is too large becomes infinite, and pack them."""
     try:
         return struct.pack(f"{len(values)}f", *values)
     except OverflowError:
         return struct.pack(f"{len(values)}f", *torch.tensor(values, dtype=torch.float64).float().tolist())
-
-
-# --- the rows ---------------------------------------------------------------------------------------------------------
 
 
 def _adam_scalars(
@@ -215,8 +212,6 @@ def lamb_scalars(own: Sequence[float], multiplier: float, corrected: bool) -> tu
     inverses = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if corrected else (1.0, 1.0)
     return (multiplier, 1 - beta1, 1 - beta2, *inverses, eps, decay, lr)
 
-
-# --- the other ops ----------------------------------------------------------------------------------------------------
 
 _FLAGS = "Tensor? found_inf, Tensor? factor"
 _LAMB = "float[] beta1, float[] beta2, float[] eps, float[] weight_decay, float[] step"

@@ -1,4 +1,4 @@
-// The scalars of a step, by one thread, so that nobody waits for the norm on the host.
+// The scalars of a step, by one thread, so that the host does not wait for the norm.
 #include "zt_control.h"
 #include "zt_tile.h"
 

@@ -51,7 +51,7 @@ struct uint4 {
 #endif
 
 template <int TYPE>
-struct ZtStored;  // how a float lies in memory
+struct ZtStored;  // how a float is stored
 
 template <>
 struct ZtStored<kStoredFloat32> {

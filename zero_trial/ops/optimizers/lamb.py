@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 
 def _no_shards(_: Tensor) -> None:
-    """Every tensor lies whole in one piece of this rank: nothing to add."""
+    """Add nothing: every tensor is whole in one piece of this rank."""
 
 
 class FusedLamb(ShardOptimizer):
@@ -88,7 +88,7 @@ class FusedLamb(ShardOptimizer):
                 "FusedLamb takes these arguments of DeepSpeed's with one value only",
                 where="optimizer.params",
                 got=f"amsgrad {amsgrad}, eps_inside_sqrt {eps_inside_sqrt}, max_grad_norm {max_grad_norm}",
-                expected="False, False, 0: eps stands outside the root, and gradients are clipped before the step",
+                expected="False, False, 0: eps is added outside the root, and gradients are clipped before the step",
             )
         if (
             lr < 0
@@ -110,7 +110,7 @@ class FusedLamb(ShardOptimizer):
         self._unbind()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy: its parameters are others, and whole until it is bound itself."""
+        """Take state. A copy has other parameters, which count as whole tensors until it is bound itself."""
         bound = "_cuts" in self.__dict__
         super().__setstate__(state)
         if not bound:
@@ -128,11 +128,12 @@ class FusedLamb(ShardOptimizer):
         num_tensors: int,
         sum_over_shards: Callable[[Tensor], None],
     ) -> None:
-        """``segments``: id(piece) -> its parts of logical tensors, in order, without overlap; what lies between is
-        padding.
+        """Set which elements of each piece belong to which logical tensor. Raises ConfigError for a segment outside its piece.
 
-        ``sum_over_shards`` adds a (2, num_tensors) float64 tensor over the ranks that share the tensors, in place.
-        Raises ConfigError for a segment outside its piece or its tensor numbers.
+        Args:
+            segments: id(piece) -> its parts of logical tensors, in order, without overlap; padding between them.
+            num_tensors: of the whole model.
+            sum_over_shards: adds a (2, num_tensors) float64 tensor over the ranks that share the tensors, in place.
         """
         pieces = {id(piece): piece for group in self.param_groups for piece in group["params"]}
         missing = pieces.keys() - segments.keys()
@@ -190,7 +191,7 @@ class FusedLamb(ShardOptimizer):
         OPS.lamb_apply_(p, m, v, out, found_inf, ratio, lr, *_numbers(parts), parts[0].group["bias_correction"])
 
     def _constant(self, values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``values`` as a tensor, kept: to copy them to a CUDA device again in every step is to wait for it."""
+        """Return ``values`` as a tensor, kept between steps: copying them to a CUDA device in every step would wait for it."""
         key = (*values, dtype, device)
         if key not in self._constants:
             if len(self._constants) >= _CONSTANTS:
@@ -200,7 +201,7 @@ class FusedLamb(ShardOptimizer):
 
 
 def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Parts that one call can take: with or without bias correction, with or without a copy."""
+    """Group parts that one call can take: with or without bias correction, with or without a copy."""
     found: dict[tuple[bool, bool], list[_Part]] = {}
     for part in parts:
         found.setdefault((part.group["bias_correction"], part.out is None), []).append(part)
@@ -208,7 +209,7 @@ def _alike(parts: Sequence[_Part]) -> list[list[_Part]]:
 
 
 def _numbers(parts: Sequence[_Part]) -> list[list[float]]:
-    """beta1, beta2, eps, weight decay and step of each part."""
+    """Return the lists of beta1, beta2, eps, weight decay and step of the parts."""
     rows = [(*part.group["betas"], part.group["eps"], part.group["weight_decay"], part.step) for part in parts]
     return [list(column) for column in zip(*rows, strict=True)]
 

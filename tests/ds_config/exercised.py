@@ -19,14 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 _WIRED = "ds_config/test_exercised.py::test_a_key_changes_what_is_wired"
 _MESHED = "ds_config/test_exercised.py::test_a_key_changes_the_mesh"
-_KEYS, _WATCH, _PRECISION = "engine/test_keys.py", "engine/test_watch.py", "engine/test_behaviour_precision.py"
-_COMET, _WANDB, _MONITOR = (
-    "engine/test_monitor_comet.py",
-    "engine/test_monitor_wandb.py",
-    "engine/test_monitors.py",
-)
-_PROFILER, _VOLUME = "engine/test_step_profiler.py", "sharding/test_volume.py"
-_PIPELINE = "engine/test_pipeline_settings.py"
+_KEYS, _OBSERVE, _PRECISION = "engine/test_keys.py", "engine/test_observe.py", "engine/test_behaviour_precision.py"
+_MONITORS = "engine/test_monitors.py"
+_PROFILER, _VOLUME = "engine/test_profile.py", "sharding/test_volume.py"
+_PIPELINE = "engine/test_pipeline_build.py"
 _CHECKPOINTING = "engine/test_activation_checkpointing.py"
 _OFFLOAD = "engine/test_offload.py"
 
@@ -117,33 +113,33 @@ EXERCISED: dict[str, str] = {
         "activation_checkpoint_interval",
     ),
     "pipeline.chunks_per_rank": f"{_PIPELINE}::test_chunks_per_rank",
-    "steps_per_print": f"{_WATCH}::test_steps_per_print_and_throughput",
-    "timers.throughput.enabled": f"{_WATCH}::test_steps_per_print_and_throughput",
+    "steps_per_print": f"{_OBSERVE}::test_steps_per_print_and_throughput",
+    "timers.throughput.enabled": f"{_OBSERVE}::test_steps_per_print_and_throughput",
     "timers.throughput.synchronized": "ds_config/test_exercised.py::test_the_device_is_waited_for",
-    "wall_clock_breakdown": f"{_WATCH}::test_wall_clock_breakdown",
-    "memory_breakdown": f"{_WATCH}::test_details_without_steps_per_print_come_every_ten_steps",
-    "dump_state": f"{_WATCH}::test_dump_state",
-    "disable_python_gc": f"{_WATCH}::test_disable_python_gc",
+    "wall_clock_breakdown": f"{_OBSERVE}::test_wall_clock_breakdown",
+    "memory_breakdown": f"{_OBSERVE}::test_details_without_steps_per_print_come_every_ten_steps",
+    "dump_state": f"{_OBSERVE}::test_dump_state",
+    "disable_python_gc": f"{_OBSERVE}::test_disable_python_gc",
     "dataloader_drop_last": f"{_KEYS}::test_dataloader_drop_last",
     "log_level": f"{_KEYS}::test_log_level",
     "comm_transport": "ds_config/test_exercised.py::test_ranks_share_memory_unless_told_otherwise",
     "comm_timeout_seconds": "ds_config/test_exercised.py::test_the_mesh_waits_no_longer_than_asked",
-    **_below("tensorboard", f"{_MONITOR}::test_several_at_once", "enabled", "output_path"),
+    **_below("tensorboard", f"{_MONITORS}::test_several_at_once", "enabled", "output_path"),
     "tensorboard.job_name": "ds_config/test_exercised.py::test_tensorboard_files_lie_in_the_folder_of_the_job",
-    **_below("csv_monitor", f"{_WATCH}::test_monitors_get_the_events_of_a_run", "enabled", "output_path", "job_name"),
-    **_below("wandb", f"{_WANDB}::test_the_section_and_the_events_arrive", "group", "team", "project"),
-    **_below("wandb", f"{_MONITOR}::test_a_missing_package_is_an_error_on_every_rank", "enabled"),
-    **_below("comet", f"{_MONITOR}::test_a_missing_package_is_an_error_on_every_rank", "enabled"),
+    **_below("csv_monitor", f"{_OBSERVE}::test_monitors_get_the_events_of_a_run", "enabled", "output_path", "job_name"),
+    **_below("wandb", f"{_MONITORS}::test_the_section_and_the_events_arrive", "group", "team", "project"),
+    **_below("wandb", f"{_MONITORS}::test_a_missing_package_is_an_error_on_every_rank", "enabled"),
+    **_below("comet", f"{_MONITORS}::test_a_missing_package_is_an_error_on_every_rank", "enabled"),
     **_below(
         "comet",
-        f"{_COMET}::test_what_the_section_says_is_passed_on",
+        f"{_MONITORS}::test_what_the_section_says_is_passed_on",
         "project",
         "workspace",
         "api_key",
         "experiment_key",
     ),
-    **_below("comet", f"{_COMET}::test_what_the_section_says_is_passed_on", "online", "mode", "experiment_name"),
-    "comet.samples_log_interval": f"{_COMET}::test_the_interval_is_per_name",
+    **_below("comet", f"{_MONITORS}::test_what_the_section_says_is_passed_on", "online", "mode", "experiment_name"),
+    "comet.samples_log_interval": f"{_MONITORS}::test_the_interval_is_per_name",
     **_below(
         "flops_profiler", f"{_PROFILER}::test_counted_in_one_step_and_timed_in_the_next", "enabled", "profile_step"
     ),
@@ -156,8 +152,8 @@ EXERCISED: dict[str, str] = {
         "output_file",
     ),
     **_below("flops_profiler", f"{_PROFILER}::test_what_the_section_says", "recompute_fwd_factor"),
-    "comms_logger.enabled": f"{_WATCH}::test_comms_logger",
-    **_below("comms_logger", f"{_WATCH}::test_comms_logger_of_some_collectives", "prof_all", "prof_ops"),
+    "comms_logger.enabled": f"{_OBSERVE}::test_comms_logger",
+    **_below("comms_logger", f"{_OBSERVE}::test_comms_logger_of_some_collectives", "prof_all", "prof_ops"),
     "checkpoint.tag_validation": f"{_KEYS}::test_tag_validation",
     "activation_checkpointing.partition_activations": f"{_CHECKPOINTING}::test_partition_activations_over_the_model_axis",
     "activation_checkpointing.cpu_checkpointing": f"{_CHECKPOINTING}::test_cpu_checkpointing_moves_the_inputs_and_nothing_else",

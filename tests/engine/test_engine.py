@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import zero_trial
 from tests.support.pool import COLLECTIVE_TIMEOUT_SECONDS, RankFailed, RankPool
+from zero_trial.engine.engine import Engine, ParameterCheck
 from zero_trial.errors import TrialError
 
 CONFIG: dict[str, Any] = {
@@ -271,3 +274,204 @@ def test_other_ranks_name_the_rank_that_had_no_gradients_and_why(stage: int, tra
     last = str(caught.value).strip().splitlines()
     error = next(line for line in last if "MeshError: rank 0, step 1" in line)
     assert "rank 1 at step 1" in error and "there are no gradients to step with" in error, error
+
+
+def surface_engine(**config: Any) -> zero_trial.Engine:
+    base = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": [0.5, 0.75]}},
+    }
+    return zero_trial.initialize(model=nn.Linear(3, 2), config=base | config)[0]
+
+
+def test_values_of_one_step():
+    found = surface_engine(train_batch_size=2)
+    assert found.get_global_grad_norm() is None
+    assert not found.was_step_applied()
+    loss = found(torch.ones(1, 3)).sum()
+    found.backward(loss)
+    assert found.get_global_grad_norm() is None
+    found.step()
+    assert found.get_global_grad_norm() == pytest.approx(8**0.5)  # six weights with gradient 1, two biases
+    assert (found.get_lr(), found.get_mom()) == ([0.25], [(0.5, 0.75)])
+    assert ["Adam" in name for name in found.get_type()] == [True]
+    assert (found.global_steps, found.global_samples, found.micro_steps, found.skipped_steps) == (1, 2, 1, 0)
+    assert found.was_step_applied()
+
+
+def test_the_batch_triangle():
+    found = surface_engine()
+    assert (found.train_batch_size(), found.train_micro_batch_size_per_gpu(), found.gradient_accumulation_steps()) == (
+        8,
+        2,
+        4,
+    )
+    boundaries = []
+    for _ in range(8):
+        boundaries.append(found.is_gradient_accumulation_boundary())
+        returned = found.backward(found(torch.ones(1, 3)).sum() * 0 + 1)
+        found.step()
+        assert returned.item() == 0.25
+    assert boundaries == [False, False, False, True] * 2
+    assert (found.global_steps, found.global_samples) == (2, 16)
+    found.set_train_batch_size(4)
+    assert (found.gradient_accumulation_steps(), found.train_micro_batch_size_per_gpu()) == (2, 2)
+    found.set_train_micro_batch_size(3)
+    assert (found.train_batch_size(), found.gradient_accumulation_steps()) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "stage", "fp16", "bf16", "scale"),
+    [
+        ({}, 0, False, False, 1.0),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 2, False, True, 1.0),
+        (
+            {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True, "initial_scale_power": 4}},
+            3,
+            True,
+            False,
+            16.0,
+        ),
+    ],
+)
+def test_questions(config: dict[str, Any], stage: int, fp16: bool, bf16: bool, scale: float):
+    found = surface_engine(**config)
+    assert (found.zero_optimization_stage(), found.fp16_enabled(), found.bfloat16_enabled()) == (stage, fp16, bf16)
+    assert found.loss_scale == found.cur_scale == found.optimizer.loss_scale == found.optimizer.cur_scale == scale
+    assert (found.global_rank, found.world_size, found.dp_world_size, found.mp_world_size) == (0, 1, 1, 1)
+
+
+def test_without_an_optimizer_there_are_no_values():
+    found = surface_engine(optimizer=None)
+    assert (found.get_lr(), found.get_mom(), found.get_type(), found.optimizer) == ([], [], [], None)
+    assert found(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_a_loader_over_this_ranks_part():
+    found = surface_engine()
+    batches = list(found.deepspeed_io([torch.full((3,), float(i)) for i in range(5)]))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert sorted(row[0].item() for rows in batches for row in rows) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [len(batch) for batch in found.deepspeed_io([torch.ones(3)] * 5, batch_size=4)] == [4, 1]
+
+
+def test_a_checkpoint_there_and_back(tmp_path: Path):
+    found = surface_engine()
+    assert found.load_checkpoint(tmp_path) == (None, None)
+    assert found.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
+    path, client = found.load_checkpoint(str(tmp_path))
+    assert (Path(path or "").name, client) == ("global_step0", {"epoch": 2})
+
+
+def test_frozen_parameters_may_be_left_out():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    found = zero_trial.initialize(
+        model=model, config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    )[0]
+    assert set(found.module_state_dict(exclude_frozen_parameters=True)) == {"1.weight", "1.bias"}
+    assert len(found.module_state_dict()) == 4
+
+
+def test_the_seconds_in_collectives_are_the_hosts(monkeypatch: pytest.MonkeyPatch):
+    found = surface_engine()
+    found.mesh.heartbeat.waited = 1.5
+    assert found.seconds_waited() == 1.5
+    monkeypatch.setattr(found, "device", torch.device("cuda"))
+    assert found.seconds_waited() is None
+
+
+def test_deepspeeds_name_for_the_configuration_reads_as_a_ds_config():
+    """``context.reconcile_ds_config(engine._config)``, as Determined's documentation writes it."""
+    engine, *_ = zero_trial.initialize(
+        model=nn.Linear(2, 2), config={"train_batch_size": 4, "gradient_accumulation_steps": 2}
+    )
+    found = engine._config
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (
+        4,
+        2,
+        2,
+    )
+
+
+FRESH = r"parameters that were added after its engine was built, and that are not trained: got "
+
+
+def make_engine(stage: int = 0) -> Engine:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].bias.requires_grad_(False)
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+    return zero_trial.initialize(model=model, config=config)[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_replaced_layer(stage: int, tmp_path: Path) -> None:
+    """Without this it computed with the new weight, trained the old one, and the checkpoint had both."""
+    engine = make_engine(stage)
+    engine.eval()
+    engine.train()
+    engine.module[1] = nn.Linear(4, 4)
+    with pytest.raises(TrialError, match="engine.eval: the model has " + FRESH + "1.weight, 1.bias"):
+        engine.eval()
+    with pytest.raises(TrialError, match="engine.save_checkpoint: the model has " + FRESH + "1.weight, 1.bias"):
+        engine.save_checkpoint(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_part_that_comes_later_is_no_fault(stage: int, tmp_path: Path) -> None:
+    """A moving average, say: it computes, nobody is to train it, and a checkpoint has it."""
+    engine = make_engine(stage)
+    engine.module.add_module("average", nn.Linear(4, 4).requires_grad_(False))
+    engine.train()
+    engine.save_checkpoint(tmp_path)
+    average = engine.module.average.weight
+    assert isinstance(average, torch.Tensor)
+    saved = average.clone()
+    average.zero_()
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(average, saved)
+    # under the name of a trained one: the checkpoint would hold both
+    engine.module[1] = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(TrialError, match=FRESH + "1.weight, 1.bias"):
+        engine.save_checkpoint(tmp_path)
+
+
+def test_many_are_counted() -> None:
+    engine = make_engine()
+    engine.module.append(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))))
+    with pytest.raises(TrialError, match=r"2.0.weight, 2.0.bias, 2.1.weight and 5 more"):
+        engine.train()
+
+
+def test_what_was_frozen_then_stays_frozen() -> None:
+    engine = make_engine()
+    engine.module[0].bias.requires_grad_(True)
+    with pytest.raises(TrialError, match=r"unfrozen after the engine was built, and are not trained: got 0.bias"):
+        engine.eval()
+
+
+def test_a_parameter_that_is_frozen_for_a_while_is_no_fault() -> None:
+    engine = make_engine()
+    engine.module[1].weight.requires_grad_(False)
+    engine.eval()
+    engine.module[1].weight.requires_grad_(True)
+    engine.train()
+
+
+def test_another_value_in_the_same_parameter_is_no_fault() -> None:
+    engine = make_engine(3)
+    engine.module.load_state_dict({name: torch.ones_like(value) for name, value in engine.module.state_dict().items()})
+    engine.train()
+
+
+def test_nothing_is_kept_alive() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    roster = ParameterCheck(module)
+    gone = [torch.utils.weak.WeakTensorKeyDictionary({module["a"].weight: True})]
+    del module["a"]
+    gc.collect()
+    assert len(gone[0]) == 0
+    roster.check("here")

@@ -1,14 +1,30 @@
-"""Schedulers by ds_config name: DeepSpeed's five, torch's by class name, and clear answers to everything else."""
+"""Learning rate schedules: the curves as tables, the scheduler that steps along them, and their names in ds_config."""
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from zero_trial.engine.lr_schedules import CurveScheduler, build_scheduler, torch_scheduler_names
-from zero_trial.errors import ConfigError
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.lr_schedules import (
+    Curve,
+    CurveScheduler,
+    Cycle,
+    OneCycle,
+    RangeTest,
+    Warmup,
+    WarmupCosine,
+    WarmupType,
+    build_scheduler,
+    choose_schedule,
+    torch_scheduler_names,
+)
+from zero_trial.errors import CheckpointError, ConfigError
 
 
 def optimizer(*lrs: float, cls: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -91,3 +107,187 @@ def test_refusals_say_where_and_what_to_do(name: str, params: dict[str, Any], wh
         build_scheduler(name, params, optimizer())
     assert raised.value.where == where
     assert words in str(raised.value)
+
+
+LINEAR = WarmupType.LINEAR
+
+
+def table(curve: Curve, start: int = -1, count: int = 8) -> list[float]:
+    return [curve.lrs(iteration)[0] for iteration in range(start, start + count)]
+
+
+def test_linear_warmup_starts_at_the_minimum_twice() -> None:
+    curve = Warmup([0.0], [1.0], num_steps=4, kind=LINEAR)
+    assert table(curve) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_log_warmup_is_full_one_step_earlier() -> None:
+    curve = Warmup([0.0], [1.0], num_steps=8)
+    expected = [0.0, 0.0] + [math.log(i) / math.log(8) for i in range(2, 9)] + [1.0]
+    assert table(curve, count=10) == pytest.approx(expected, abs=1e-15)
+    assert curve.lrs(3)[0] == pytest.approx(2 / 3)  # log 4 / log 8
+
+
+def test_groups_have_their_own_ends() -> None:
+    curve = Warmup([0.0, 1.0], [1.0, 3.0], num_steps=2, kind=LINEAR)
+    assert [curve.lrs(i) for i in (-1, 1, 2)] == [[0.0, 1.0], [0.5, 2.0], [1.0, 3.0]]
+
+
+def test_decay_is_linear_to_the_minimum_and_stays() -> None:
+    curve = Warmup([0.1], [1.1], num_steps=2, kind=LINEAR, total_steps=6)
+    assert table(curve, count=9) == pytest.approx([0.1, 0.1, 0.6, 1.1, 0.85, 0.6, 0.35, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_a_total_within_the_warmup_jumps_to_the_minimum(total: int) -> None:
+    curve = Warmup([0.0], [1.0], num_steps=3, kind=LINEAR, total_steps=total)
+    assert table(curve, count=6) == pytest.approx([0.0, 0.0, 1 / 3, 2 / 3, 0.0, 0.0])
+
+
+def test_cosine_halfway_and_floor() -> None:
+    curve = WarmupCosine([2.0], num_steps=2, total_steps=6, min_ratio=0.5, end_ratio=0.1, kind=LINEAR)
+    ratios = [0.0, 0.5, 0.75]  # before the first step, then the warmup
+    ratios += [0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2 for progress in (0.25, 0.5, 0.75, 1.0, 1.0)]
+    assert table(curve) == pytest.approx([2.0 * ratio for ratio in ratios])
+    assert curve.ratio(3) == pytest.approx(0.55)
+
+
+def test_range_test_rises_evenly_or_in_stairs() -> None:
+    even = RangeTest([0.1], step_size=2, step_rate=1.0)
+    stairs = RangeTest([0.1], step_size=2, step_rate=1.0, staircase=True)
+    assert table(even, count=5) == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
+    assert table(stairs, count=5) == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
+
+
+def test_one_cycle_up_down_then_decay() -> None:
+    curve = OneCycle(1, Cycle(2.0, 4.0), min_lr=1.0, max_lr=3.0, decay_lr_rate=1.0, decay_step_size=2.0)
+    #                                  up        down                  foot  decay: 1/(1+n/2)
+    expected = [1.0, 2.0, 3.0, 2.5, 2.0, 1.5, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5]
+    assert table(curve, count=10) == pytest.approx(expected)
+
+
+def test_one_cycle_momentum_runs_against_the_lr() -> None:
+    curve = OneCycle(2, Cycle(2.0, 2.0), 1.0, 3.0, decay_step_size=1.0, momentum=(0.8, 0.9, 0.5))
+    betas = [curve.betas(i) for i in range(-1, 6)]
+    first = [pair[0][0] for pair in betas if pair is not None]
+    assert first == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.5, 0.9 * 2.0])
+    assert betas[0] == [(0.8, 0.99)] * 2
+    assert OneCycle(1, Cycle(), 1.0, 3.0).betas(0) is None
+
+
+def test_no_decay_without_interval_or_rate() -> None:
+    for rate, size in ((0.0, 2.0), (1.0, 0.0)):
+        curve = OneCycle(1, Cycle(1.0, 1.0), 1.0, 3.0, decay_lr_rate=rate, decay_step_size=size)
+        assert table(curve, start=2, count=3) == [1.0, 1.0, 1.0]
+
+
+def test_stairs_reach_the_peak_even_in_an_uneven_cycle() -> None:
+    cycle = Cycle(7.0, 5.0, first_stairs=3, second_stairs=2)
+    heights = [cycle.height(i) for i in range(-1, 11)]
+    assert heights == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 0.5, 0.5, 0, 0])
+
+
+class Groups:
+    """Not a torch optimizer: only the groups."""
+
+    def __init__(self, *groups: dict[str, Any]) -> None:
+        self.param_groups = list(groups)
+
+
+def warmup() -> Warmup:
+    return Warmup([0.0], [1.0], num_steps=4, kind=WarmupType.LINEAR)
+
+
+def test_constructing_writes_the_first_lr() -> None:
+    optimizer = Groups({"lr": 7.0})
+    scheduler = CurveScheduler(optimizer, warmup())
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    for _ in range(3):
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert scheduler.get_last_lr() == scheduler.get_lr() == [0.5]
+
+
+def test_step_to_a_given_iteration() -> None:
+    scheduler = CurveScheduler(Groups({"lr": 7.0}), warmup())
+    scheduler.step(3)
+    assert scheduler.get_lr() == [0.75]
+
+
+def test_tensor_lr_stays_a_tensor() -> None:
+    optimizer = Groups({"lr": torch.tensor(7.0)})
+    CurveScheduler(optimizer, warmup()).step(2)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
+
+
+def test_state_is_json_and_resumes_in_the_middle() -> None:
+    scheduler = CurveScheduler(Groups({"lr": 7.0}), warmup())
+    for _ in range(3):
+        scheduler.step()
+    optimizer = Groups({"lr": 7.0})
+    other = CurveScheduler(optimizer, warmup())
+    other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    scheduler.step()
+    other.step()
+    assert other.get_lr() == scheduler.get_lr() == [0.75]
+
+
+def test_foreign_state_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="last_batch_iteration"):
+        CurveScheduler(Groups({"lr": 1.0}), warmup()).load_state_dict({"last_epoch": 3})
+
+
+def test_betas_are_written_where_the_curve_has_them() -> None:
+    optimizer = Groups({"lr": 1.0, "betas": (0.9, 0.999)})
+    curve = OneCycle(1, Cycle(2.0, 2.0), 0.1, 0.3, momentum=(0.8, 0.9, 0.0))
+    scheduler = CurveScheduler(optimizer, curve)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"] == pytest.approx((0.85, 0.99))
+    assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]]
+    assert CurveScheduler(Groups({"lr": 1.0}), warmup()).get_mom() is None
+
+
+PLAIN: dict[str, Any] = {"train_batch_size": 1}
+WARM = PLAIN | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+
+
+def test_a_clients_wins_over_ds_configs() -> None:
+    base = sgd()
+    own = torch.optim.lr_scheduler.StepLR(base, 1)
+    assert choose_schedule(base, own, read_ds_config(WARM)) is own
+    made = choose_schedule(base, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), read_ds_config(WARM))
+    assert made.optimizer is base
+    theirs = choose_schedule(base, None, read_ds_config(WARM))
+    assert theirs.get_last_lr() != [1.0], "it warms up from the start"
+
+
+def test_none_where_there_is_nothing_to_schedule() -> None:
+    assert choose_schedule(sgd(), None, read_ds_config(PLAIN)) is None
+    assert choose_schedule(None, None, read_ds_config(WARM)) is None
+
+
+def test_that_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="belongs to another optimizer"):
+        choose_schedule(sgd(), torch.optim.lr_scheduler.StepLR(sgd(), 1), read_ds_config(PLAIN))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As launchers of several frameworks put one around an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+
+
+def test_that_of_a_wrapper_around_the_engines_is_taken() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    theirs = torch.optim.lr_scheduler.ConstantLR(Wrapper(optimizer), factor=0.5)
+    assert choose_schedule(optimizer, theirs, read_ds_config(PLAIN)) is theirs
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -1,14 +1,36 @@
-"""The monitor that ds_config asks for."""
+"""Monitor events of a run and their writers: TensorBoard, Weights & Biases, Comet and CSV files."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zero_trial
+from tests.support.late import make_late
+from tests.support.models import TinyLM, make_engine, train_engine
+from zero_trial.ds_config.keys_running import CometSection, WandbSection
 from zero_trial.ds_config.reader import read_ds_config
-from zero_trial.engine.monitors import CsvFiles, Event, Monitor, TensorBoard, build_monitor, folder_of
+from zero_trial.engine.monitors import (
+    Comet,
+    CsvFiles,
+    Event,
+    Monitor,
+    TensorBoard,
+    Wandb,
+    build_monitor,
+    folder_of,
+    load,
+    require,
+)
+from zero_trial.engine.observe import Observer, StepEvents
 from zero_trial.errors import ConfigError
 
 
@@ -81,3 +103,339 @@ def test_folders(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/nowhere")
     assert folder_of("", "tensorboard", "job") == Path("tensorboard/job")
     assert folder_of("~/logs", "tensorboard", "job") == Path("/nowhere/logs/job")
+
+
+def test_a_package_that_is_there():
+    require("json", "tensorboard", "json")
+    assert load("json").dumps(1) == "1"
+
+
+@pytest.mark.parametrize("name", ["no_such_package_here", "no_such_package_here.part"])
+def test_a_package_that_is_not(name: str):
+    with pytest.raises(ConfigError) as error:
+        require(name, "comet", "comet_ml")
+    assert str(error.value) == (
+        f"comet.enabled: the package {name} is not installed. Run: pip install comet_ml; or set comet.enabled to false."
+    )
+
+
+def test_a_stand_in_without_a_spec_is_not_taken_for_the_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "half_a_package", ModuleType("half_a_package"))
+    with pytest.raises(ConfigError, match="half_a_package is not installed"):
+        require("half_a_package", "wandb", "half_a_package")
+
+
+def test_one_file_per_name(tmp_path: Path):
+    files = CsvFiles(tmp_path / "job")
+    files.write([("Train/Samples/lr", 0.1, 8), ("Train/Samples/train_loss", 2.5, 8)])
+    files.write([("Train/Samples/lr", 0.05, 16)])
+    files.close()
+    lr = (tmp_path / "job" / "Train_Samples_lr.csv").read_text()
+    assert lr.splitlines() == ["step,lr", "8,0.1", "16,0.05"]
+    assert (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines() == ["step,train_loss", "8,2.5"]
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path):
+    for step in (1, 2):
+        files = CsvFiles(tmp_path)
+        files.write([("x", float(step), step)])
+        files.close()
+    assert (tmp_path / "x.csv").read_text().splitlines() == ["step,x", "1,1.0", "2,2.0"]
+
+
+def test_flushed_events_can_be_read_while_the_run_goes_on(tmp_path: Path):
+    files = CsvFiles(tmp_path)
+    files.write([("x", 1.0, 1)])
+    files.flush()
+    assert (tmp_path / "x.csv").read_text().splitlines()[-1] == "1,1.0"
+    files.close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match=r"csv_monitor\.output_path: the folder cannot be made"):
+        CsvFiles(tmp_path / "taken" / "job")
+
+
+def test_what_is_written_can_be_read(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path / "job")
+    board.write([("Train/Samples/train_loss", 2.5, 8), ("Train/Samples/train_loss", 2.0, 16)])
+    board.flush()
+    board.close()
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("Train/Samples/train_loss")] == [(8, 2.5), (16, 2.0)]
+
+
+class Run:
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_the_section_and_the_events_arrive(monkeypatch: pytest.MonkeyPatch):
+    run, given = Run(), {}
+    package = ModuleType("wandb")
+
+    def init(**options: Any) -> Run:
+        given.update(options)
+        return run
+
+    package.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    writer = Wandb(WandbSection(enabled=True, group="g", team="t", project="p"))
+    writer.write([("a", 1, 8), ("b", 2.5, 8)])
+    writer.flush()
+    writer.close()
+    assert given == {"project": "p", "group": "g", "entity": "t"}
+    assert run.logged == [({"a": 1.0}, 8), ({"b": 2.5}, 8)]
+    assert run.finished
+
+
+class Experiment:
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.logged: list[tuple[str, float, int]] = []
+        self.ended = False
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+
+    def log_metric(self, name: str, value: float, step: int) -> None:
+        self.logged.append((name, value, step))
+
+    def flush(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def comet(monkeypatch: pytest.MonkeyPatch) -> tuple[Experiment, dict[str, Any]]:
+    experiment, given = Experiment(), {}
+    package = ModuleType("comet_ml")
+
+    def start(**options: Any) -> Experiment:
+        given.update(options)
+        return experiment
+
+    package.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comet_ml", package)
+    return experiment, given
+
+
+def test_what_the_section_says_is_passed_on(comet: tuple[Experiment, dict[str, Any]]):
+    experiment, given = comet
+    section = CometSection(
+        enabled=True,
+        project="p",
+        workspace="w",
+        api_key="k",
+        experiment_key="e",
+        online=False,
+        mode="get",
+        experiment_name="n",
+    )
+    Comet(section).close()
+    assert given == {
+        "project": "p",
+        "workspace": "w",
+        "api_key": "k",
+        "experiment_key": "e",
+        "online": False,
+        "mode": "get",
+    }
+    assert experiment.name == "n" and experiment.ended
+
+
+def test_what_is_not_said_is_left_to_comet(comet: tuple[Experiment, dict[str, Any]]):
+    Comet(CometSection(enabled=True))
+    assert comet[1] == {} and comet[0].name is None
+
+
+def test_the_interval_is_per_name(comet: tuple[Experiment, dict[str, Any]]):
+    writer = Comet(CometSection(enabled=True, samples_log_interval=10))
+    for samples in (4, 8, 12, 14, 20, 24):
+        writer.write([("a", samples, samples)])
+    writer.write([("b", 1.0, 24)])
+    assert comet[0].logged == [("a", 4.0, 4), ("a", 14.0, 14), ("a", 24.0, 24), ("b", 1.0, 24)]
+
+
+class EventMemory:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def of(self, name: str) -> list[tuple[float, int]]:
+        return [(value, step) for event, value, step in self.events if event == f"Train/Samples/{name}"]
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).mean()
+
+
+def watched(scaled: bool = False, **config: Any) -> tuple[zero_trial.Engine, EventMemory]:
+    defaults = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    engine = zero_trial.initialize(model=Mean(), config=defaults | config)[0]
+    memory = EventMemory()
+    monitor = Monitor([memory])
+    engine.observer = Observer(monitor, events=StepEvents(monitor, scaled=scaled))
+    return engine, memory
+
+
+def train(engine: zero_trial.Engine, *values: float) -> list[float]:
+    losses = []
+    for value in values:
+        loss = engine(torch.full((2,), value))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_loss_and_learning_rate_against_samples():
+    engine, memory = watched()
+    losses = train(engine, 1.0, 3.0)
+    assert memory.of("train_loss") == [(pytest.approx(losses[0]), 2), (pytest.approx(losses[1]), 4)]
+    assert memory.of("lr") == [(0.5, 2), (0.5, 4)]
+    assert memory.of("loss_scale") == [] and memory.of("eval_loss") == []
+
+
+def test_the_loss_is_the_mean_of_a_steps_micro_batches():
+    engine, memory = watched(gradient_accumulation_steps=2)
+    losses = train(engine, 1.0, 3.0, 5.0, 5.0)
+    assert memory.of("train_loss") == [
+        (pytest.approx(sum(losses[:2]) / 2), 4),
+        (pytest.approx(sum(losses[2:]) / 2), 8),
+    ]
+
+
+def test_the_loss_scale_where_there_is_one():
+    engine, memory = watched(
+        scaled=True, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16={"initial_scale_power": 3}
+    )
+    train(engine, 1.0)
+    assert memory.of("loss_scale") == [(8.0, 2)]
+
+
+def test_an_evaluation_is_one_event_when_training_goes_on():
+    engine, memory = watched()
+    train(engine, 0.0)
+    engine.eval()
+    with torch.no_grad():
+        values = [engine(torch.full((2,), value)).item() for value in (1.0, 4.0)]
+    assert memory.of("eval_loss") == []
+    engine.train()
+    train(engine, 0.0)
+    assert memory.of("eval_loss") == [(pytest.approx(sum(values) / 2), 2)]
+
+
+def test_the_last_evaluation_is_written_at_the_end():
+    engine, memory = watched()
+    engine.eval()
+    engine(torch.ones(2))
+    engine.destroy()
+    engine.destroy()
+    assert len(memory.of("eval_loss")) == 1
+
+
+def test_outputs_that_are_no_loss_are_not_taken_for_one():
+    engine, memory = watched()
+    engine.module.forward = lambda x: x * 2  # type: ignore[method-assign]
+    engine.eval()
+    engine(torch.ones(2))
+    engine.destroy()
+    assert memory.events == []
+
+
+# --- a step that the device decides ---------------------------------------------------------------------------------------
+
+
+def late(**config: Any) -> tuple[zero_trial.Engine, EventMemory]:
+    fused = {"type": "SGD", "params": {"lr": 0.5, "fused": True}}
+    engine, memory = watched(optimizer=fused, scheduler={"type": "ExponentialLR", "params": {"gamma": 0.5}}, **config)
+    make_late(engine)
+    return engine, memory
+
+
+def test_the_events_of_a_late_step_come_with_the_next_one():
+    """The same events as from a step that the host decides, one skipped step among them."""
+    engine, memory = late()
+    losses = []
+    for number, value in enumerate((1.0, float("inf"), 3.0)):
+        losses += train(engine, value)
+        assert len(memory.of("train_loss")) == number
+        assert engine.outcome.open
+    engine.destroy()
+    samples = [2, 4, 6]
+    assert memory.of("train_loss") == list(zip(losses, samples, strict=True))
+    assert memory.of("lr") == [(0.25, 2), (0.25, 4), (0.125, 6)]
+
+
+def test_the_events_of_a_late_step_come_before_its_evaluation():
+    engine, memory = late()
+    train(engine, 1.0)
+    engine.eval()
+    engine(torch.ones(2))
+    engine.train()
+    train(engine, 1.0)
+    engine.destroy()
+    names = [name.rpartition("/")[2] for name, _, _ in memory.events]
+    assert names == ["train_loss", "lr", "eval_loss", "train_loss", "lr"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_end_of_the_interpreter_writes_what_is_due(gone: bool) -> None:
+    """An engine is there then as a rule; if it is not, its rate is not known, but the loss is."""
+    engine, memory = late()
+    losses = train(engine, 1.0)
+    events = engine.observer.events
+    assert events is not None and memory.events == []
+    if gone:
+        assert events._due is not None
+        events._due.engine = lambda: None
+    events.close()
+    assert memory.of("train_loss") == [(losses[0], 2)]
+    assert memory.of("lr") == ([] if gone else [(0.25, 2)])
+
+
+def test_an_engine_that_is_dropped_writes_what_is_due(tmp_path: Path) -> None:
+    engine = make_engine(TinyLM, {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    engine.outcome.deferred = True
+    train_engine(engine, range(1))
+    del engine
+    gc.collect()
+    assert len((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()) == 2
+
+
+def test_a_late_step_is_not_overwritten_by_the_next_one():
+    """A step after another engine's loss: no backward pass of this engine's has asked for the outcome of the step before."""
+    engine, memory = late()
+    for value in (1.0, 2.0):
+        engine(torch.full((2,), value)).backward()
+        engine.step()
+    engine.destroy()
+    assert memory.of("lr") == [(0.25, 2), (0.125, 4)]

@@ -1,24 +1,129 @@
-"""Messages between two ranks that are threads."""
+"""Messages between two ranks that are threads: values become a description and bytes, and the same values again."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.memory_axis import axes
 from zero_trial.comm.collective import message_tag
-from zero_trial.errors import MeshError
+from zero_trial.errors import MeshError, TrialError
 from zero_trial.pipeline.channel import (
+    ALIGN,
     HEADER_BYTES,
     KNOWN_DESCRIPTIONS,
     PeerFailed,
     ReceiveChannel,
     SendChannel,
+    map_tensors,
     message_tags,
+    pack,
+    tensors_in,
+    to_payload,
+    unpack,
 )
 from zero_trial.pipeline.schedule import Action
 
 CPU = torch.device("cpu")
+
+
+def travel(value: Any) -> Any:
+    text, parcel = to_payload(value)
+    payload = pack(parcel.tensors)
+    return unpack(text, None if payload is None else payload.clone(), CPU)
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        same = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
+        return same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    if isinstance(a, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+def test_a_value_comes_back():
+    value = (
+        {"x": torch.arange(6.0).view(2, 3), "mask": torch.tensor([True, False])},
+        [3, None, "text", 0.1],
+        torch.tensor(7),
+    )
+    assert alike(travel(value).value, value)
+
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+]
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+TENSORS = st.builds(lambda shape, dtype: torch.randn(shape).to(dtype), SHAPES, st.sampled_from(DTYPES))
+PLAIN = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5)
+VALUES = st.recursive(
+    TENSORS | PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES)
+def test_any_value_comes_back(value: Any):
+    assert alike(travel(value).value, value)
+
+
+def test_gradients_are_wanted_where_the_sender_has_a_history():
+    weight = torch.ones(3, requires_grad=True)
+    parcel = travel((weight * 2, torch.ones(2), {"y": weight + 1}))
+    assert parcel.differentiable == [True, False, True]
+    assert [tuple(tensor.shape) for tensor in parcel.wanted()] == [(3,), (3,)]
+    assert not any(tensor.requires_grad for tensor in parcel.tensors)
+
+
+def test_alike_shapes_have_one_description():
+    assert to_payload((torch.ones(2, 3), 4))[0] == to_payload((torch.zeros(2, 3), 4))[0]
+    assert to_payload(torch.ones(2, 3))[0] != to_payload(torch.ones(3, 2))[0]
+
+
+def test_one_contiguous_tensor_is_sent_where_it_lies():
+    tensor = torch.arange(4.0)
+    payload = pack([tensor])
+    assert payload is not None
+    assert payload.data_ptr() == tensor.data_ptr()
+    assert pack([torch.ones(0), torch.ones(2, 0)]) is None
+
+
+def test_each_tensor_starts_at_a_multiple():
+    payload = pack([torch.ones(1, dtype=torch.int8), torch.ones(1), torch.ones(3, dtype=torch.bool)])
+    assert payload is not None
+    assert payload.numel() == 2 * ALIGN + 3
+
+
+def test_what_cannot_travel_is_named_with_its_place():
+    with pytest.raises(TrialError, match=r"a layer's output\[1\]\['k'\]: this value cannot travel .*: got set"):
+        to_payload((torch.ones(1), {"k": {1, 2}}))
+
+
+def test_tensors_are_changed_in_their_order():
+    value = {"b": torch.tensor(1), "a": (torch.tensor(2), [torch.tensor(3), "x"])}
+    assert [int(tensor) for tensor in tensors_in(value)] == [1, 2, 3]
+    changed = map_tensors(value, lambda tensor: int(tensor) * 10)
+    assert changed == {"b": 10, "a": (20, [30, "x"])}
 
 
 def pair() -> tuple[SendChannel, ReceiveChannel]:

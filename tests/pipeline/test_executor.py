@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from tests.support.memory_axis import axes, on_threads
 from zero_trial.errors import TrialError
 from zero_trial.pipeline.channel import PeerFailed
-from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions
+from zero_trial.pipeline.executor import Executor, LastStageResult, StepOptions, layer_fault
 from zero_trial.pipeline.feed import StepInput
 from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import lower
-from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming, Schedule
+from zero_trial.pipeline.schedule import Action, ParameterLifetime, ReductionTiming, Schedule
 from zero_trial.pipeline.simulate import validate
 from zero_trial.pipeline.stage import Stage
 
@@ -184,3 +184,30 @@ def test_a_failure_ends_every_rank(name: str, stages: int, place: tuple[int, int
 def test_a_loss_that_cannot_be_used_is_refused(loss: Any, text: str):
     (error,), _, _ = perform(lower(build("1f1b", 1, 1)), Model(1), options=StepOptions(loss=loss))
     assert text in str(error)
+
+
+def raised(call: object, *args: object) -> Exception:
+    try:
+        call(*args)  # type: ignore[operator]
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, torch.ones(2, 7))
+
+
+def test_rank_stage_micro_batch_action_and_line():
+    error = raised(broken, torch.ones(1, 3))
+    text = str(layer_fault(error, 6, 3, 4, Action.parse("3I2")))
+    assert text.startswith(
+        "rank 6, pipeline stage 3 of 4, micro-batch 2, action 3I2: a pipeline stage failed: got RuntimeError: mat1"
+    )
+    assert "test_executor.py, line" in text
+    assert "nn.functional.linear(x, torch.ones(2, 7))" in text
+
+
+def test_without_words_and_without_a_micro_batch():
+    text = str(layer_fault(KeyError(), 0, 0, 1, Action.parse("0REDUCE")))
+    assert text == "rank 0, pipeline stage 0 of 1, action 0REDUCE: a pipeline stage failed: got KeyError."

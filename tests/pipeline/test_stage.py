@@ -1,15 +1,77 @@
-"""Forwards and backwards of one rank's chunks, whole and in halves."""
+"""The chunks of one rank: where received tensors enter a graph, forwards, and backwards whole and in two halves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from zero_trial.pipeline.channel import Payload
-from zero_trial.pipeline.stage import Stage
+from zero_trial.pipeline.stage import SplitBackward, Stage, StageBoundary, detached, local_payload, split_graph
+
+
+def anchor() -> torch.Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+def test_gradients_come_out_where_tensors_went_in():
+    first, second, index = torch.ones(3), torch.full((3,), 2.0), torch.tensor([0, 2])
+    gate = StageBoundary(
+        Payload({"a": first, "i": index, "b": [second]}, [first, index, second], [True, False, True]), anchor()
+    )
+    value = gate.open()
+    assert value["i"] is index
+    (value["a"] * value["b"][0] * 5).sum().backward()
+    a, b = gate.take()
+    assert torch.equal(a, torch.full((3,), 10.0))
+    assert torch.equal(b, torch.full((3,), 5.0))
+
+
+def test_a_tensor_that_is_not_used_has_no_gradient():
+    used, unused = torch.ones(2), torch.ones(2)
+    gate = StageBoundary(Payload((used, unused), [used, unused], [True, True]), anchor())
+    value = gate.open()
+    (value[0] * 3).sum().backward()
+    found = gate.take()
+    assert torch.equal(found[0], torch.full((2,), 3.0))
+    assert found[1] is None
+
+
+def test_a_layer_may_work_in_place_on_it():
+    received = torch.tensor([-1.0, 2.0])
+    gate = StageBoundary(Payload(received, [received], [True]), anchor())
+    torch.relu_(gate.open()).sum().backward()
+    assert torch.equal(gate.take()[0], torch.tensor([0.0, 1.0]))
+
+
+def test_nothing_is_copied():
+    received = torch.ones(4)
+    gate = StageBoundary(Payload(received, [received], [True]), anchor())
+    inside = gate.open()
+    assert inside.data_ptr() == received.data_ptr()
+    assert not inside.is_leaf
+    assert not inside._is_view()
+
+
+def test_without_gradients_the_value_goes_through():
+    tokens = torch.tensor([1, 2])
+    gate = StageBoundary(Payload((tokens, None), [tokens], [False]), anchor())
+    assert gate.open()[0] is tokens
+    assert gate.node is None
+    assert gate.take() == []
+
+
+def test_handing_over_is_as_good_as_sending():
+    weight = torch.ones(2, requires_grad=True)
+    parcel = local_payload((weight * 2, {"k": torch.ones(1)}, 5))
+    assert parcel.differentiable == [True, False]
+    assert parcel.value[2] == 5
+    assert not any(tensor.requires_grad for tensor in parcel.tensors)
+    assert not detached([weight * 2])[0].requires_grad
 
 
 class Two:
@@ -90,3 +152,118 @@ def test_the_peak_counts_what_lives_at_once():
 
 def test_evaluation_keeps_no_graph():
     assert not Two().stage.evaluate(0, 0, Payload(X)).requires_grad
+
+
+class Mixed(nn.Module):
+    """A shared weight, a branch that does not touch the input, an unused and a frozen weight, attention, norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.offset = nn.Parameter(torch.randn(6))
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(x) + self.offset.exp() * 2
+        return self.norm(self.frozen(self.encoder(self.shared(torch.tanh(x)))))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 6, bias=False)
+    )
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(4, 5, 3), nn.BatchNorm1d(5), nn.ReLU(), nn.Conv1d(5, 3, 2))
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.grad.clone() for name, param in module.named_parameters() if param.grad is not None}
+
+
+def gated(module: nn.Module, x: torch.Tensor) -> tuple[StageBoundary, torch.Tensor, torch.Tensor]:
+    anchor = torch.zeros((), requires_grad=True)
+    received = x.clone()
+    gate = StageBoundary(Payload(received, [received], [True]), anchor)
+    return gate, anchor, module(gate.open())
+
+
+@pytest.mark.parametrize("build", [chain, Mixed, convolution])
+def test_both_halves_are_the_whole(build: Callable[[], nn.Module]):
+    torch.manual_seed(0)
+    module, x = build(), torch.randn(3, 4, 6)
+    leaf = x.clone().requires_grad_()
+    output = module(leaf * 1)
+    gradient = torch.randn_like(output)
+    output.backward(gradient)
+    expected = gradients(module)
+    module.zero_grad()
+    gate, anchor, output = gated(module, x)
+    halves = SplitBackward([output], gate.node, anchor)
+    halves.inputs([gradient])
+    assert torch.equal(gate.take()[0], leaf.grad)
+    halves.weights()
+    found = gradients(module)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_weights_wait_for_the_second_half():
+    module = chain()
+    gate, anchor, output = gated(module, torch.randn(2, 6))
+    halves = SplitBackward([output], gate.node, anchor)
+    halves.inputs([torch.ones_like(output)])
+    assert gradients(module) == {}
+    halves.weights()
+    assert len(gradients(module)) == 5
+
+
+def test_hooks_of_landed_gradients_see_the_second_half():
+    module, seen = chain(), []
+    for name, param in module.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    gate, anchor, output = gated(module, torch.randn(2, 6))
+    halves = SplitBackward([output], gate.node, anchor)
+    halves.inputs([torch.ones_like(output)])
+    assert seen == []
+    halves.weights()
+    assert sorted(seen) == sorted(name for name, _ in module.named_parameters())
+
+
+def test_a_shared_weight_is_done_with_the_inputs():
+    module = Mixed()
+    gate, anchor, output = gated(module, torch.randn(3, 4, 6))
+    halves = SplitBackward([output], gate.node, anchor)
+    halves.inputs([torch.ones_like(output)])
+    assert set(gradients(module)) == {"shared.weight", "shared.bias"}
+
+
+def test_micro_batches_may_overtake_each_other():
+    """I0 I1 W0 W1 is what zero-bubble schedules do: two graphs of the same weights live at once."""
+    torch.manual_seed(1)
+    module, inputs = chain(), torch.randn(2, 3, 6)
+    for x in inputs:
+        module(x).square().sum().backward()
+    expected = gradients(module)
+    module.zero_grad()
+    halves = []
+    for x in inputs:
+        gate, anchor, output = gated(module, x)
+        halves.append(SplitBackward([output.square().sum()], gate.node, anchor))
+        halves[-1].inputs([torch.tensor(1.0)])
+    for half in halves:
+        half.weights()
+    found = gradients(module)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)  # another memory alignment
+
+
+def test_the_anatomy_of_a_layer():
+    module = nn.Linear(6, 2)
+    gate, _, output = gated(module, torch.randn(1, 6))
+    found = split_graph([F.relu(output)], gate.node)
+    assert [{tuple(weight.shape) for weight in place.weights} for place in found.places] == [{(2, 6), (2,)}]
+    assert found.shared == []

@@ -1,16 +1,25 @@
-"""Optimizers by ds_config name: which class, which defaults, which answers to what cannot be honoured."""
+"""Optimizers by ds_config's name, and their parameter groups."""
 
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero_trial
 from zero_trial.engine import optimizers
-from zero_trial.engine.optimizers import check_shapes, is_elementwise, resolve_optimizer, torch_optimizer_names
+from zero_trial.engine.optimizers import (
+    check_shapes,
+    groups_over,
+    is_elementwise,
+    parameter_groups,
+    resolve_optimizer,
+    torch_optimizer_names,
+)
 from zero_trial.errors import ConfigError
 from zero_trial.ops import backend
 from zero_trial.ops.optimizers import FusedAdam, FusedLamb, FusedLion, Lion
@@ -236,3 +245,34 @@ def test_muon_trains_matrices_and_refuses_a_bias_before_anything_is_built(monkey
     monkeypatch.setattr(sys.modules["zero_trial.engine.build"], "ShardedModel", None)  # the first to communicate
     with pytest.raises(ConfigError, match="bias of shape"):
         zero_trial.initialize(model=torch.nn.Linear(4, 4), config=config)
+
+
+def test_without_any_all_that_is_trained_is_one_group() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
+    (group,) = parameter_groups(model, None, None)
+    assert [id(p) for p in group["params"]] == [id(p) for p in model[0].parameters()]
+
+
+def test_a_clients_groups_keep_their_settings() -> None:
+    model = nn.Linear(3, 2)
+    given = [{"params": model.weight, "lr": 0.5}, {"params": [("bias", model.bias)]}]
+    first, second = parameter_groups(model, None, given)
+    assert (first["lr"], id(first["params"][0])) == (0.5, id(model.weight))
+    assert id(second["params"][0]) == id(model.bias)
+    base = torch.optim.SGD(model.parameters(), lr=0.25)
+    (group,) = parameter_groups(model, base, None)
+    assert group["lr"] == 0.25 and group is not base.param_groups[0]
+
+
+def test_doubles_and_strangers_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match="in two optimizer groups"):
+        parameter_groups(model, None, [{"params": [model.weight]}, {"params": [model.weight]}])
+    with pytest.raises(ConfigError, match="not all parameters of the model"):
+        parameter_groups(model, None, nn.Linear(3, 2).parameters())
+
+
+def test_groups_over_pieces_of_their_own() -> None:
+    pieces: Any = [SimpleNamespace(opt_group=index, weight=weight) for index, weight in ((0, "a"), (1, "b"), (0, "c"))]
+    found = groups_over(pieces, [{"params": [1], "lr": 0.5}, {"params": [2]}, {"params": []}])
+    assert found == [{"params": ["a", "c"], "lr": 0.5}, {"params": ["b"]}, {"params": []}]

@@ -1,10 +1,8 @@
-"""Validation: what runs is counted, and whatever is wrong is found.
-
-``ZERO_TRIAL_SCHEDULE_CASES=10000`` validates that many random schedules instead of a few hundred.
-"""
+"""Validation and simulation of schedules: what runs is counted, and what is wrong is found."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -12,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.pipeline.lowered import lowered
-from zero_trial.pipeline.generators import RECIPES
+from tests.pipeline.lowered import lowered, report
+from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.schedule import (
     COMPUTE,
     Action,
@@ -25,7 +23,73 @@ from zero_trial.pipeline.schedule import (
     ScheduleError,
     parse_row,
 )
-from zero_trial.pipeline.simulate import Costs, validate
+from zero_trial.pipeline.simulate import ALIKE, Costs, SimulatedRank, SimulationReport, _Simulation, validate
+
+
+def test_a_whole_backward_costs_both_halves():
+    costs = Costs(forward=2, input_gradient=3, weight_gradient=5).by_kind()
+    assert costs == {ActionKind.F: 2, ActionKind.I: 3, ActionKind.W: 5, ActionKind.B: 8}
+    assert set(costs) == COMPUTE
+
+
+def test_time_and_bubble():
+    got = report("1f1b", 2, 3)
+    assert (got.makespan, got.idle(0), got.idle(1)) == (12, 3, 3)
+    assert got.bubble == pytest.approx(6 / 24)
+
+
+def test_for_machines():
+    body = json.loads(json.dumps(report("1f1b", 2, 3).as_dict()))
+    assert body["makespan"] == 12 and body["bubble"] == pytest.approx(0.25)
+    assert body["ranks"][0] == {
+        "rank": 0,
+        "idle": 3,
+        "peak_activations": 2,
+        "peak_parameters": 0,
+        "peak_gradients": 1,
+        "peak_waiting": 1,
+        "gathers": 0,
+        "reductions": 1,
+        "tied_reductions": 0,
+        "messages": 3,
+    }
+
+
+def test_nothing_takes_no_time():
+    assert (SimulationReport(()).makespan, SimulationReport(()).bubble) == (0, 0)
+
+
+def rank_of(row: str, index: int = 0) -> SimulatedRank:
+    """A rank of 1F1B with 2 stages and 2 micro-batches whose row is this one."""
+    schedule = build("1f1b", 2, 2)
+    rows = tuple(parse_row(row) if number == index else () for number in range(2))
+    return SimulatedRank(index, _Simulation(replace(schedule, rows=rows), ALIKE), ALIKE.by_kind())
+
+
+def test_a_rank_goes_as_far_as_it_can():
+    rank = rank_of("0F0 0SEND_F0 0RECV_B0 0B0")
+    assert rank.advance()
+    assert str(rank.action) == "0RECV_B0"
+    assert not rank.advance()
+    assert rank.clock == 1
+    assert rank.report.messages == 1
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(
+        ScheduleError, match="rank 0, action 0, 0SEND_F0: what this needs has not been computed: expected 0F0"
+    ):
+        rank_of("0SEND_F0").advance()
+    with pytest.raises(ScheduleError, match=r"the chunk is on another rank: expected one of \[0\]"):
+        rank_of("1F0").advance()
+
+
+def test_a_row_that_ends_too_early():
+    rank = rank_of("0F0 0F1")
+    rank.advance()
+    with pytest.raises(ScheduleError, match="a computation is missing: expected 0B0"):
+        rank.finish()
+
 
 CASES = int(os.environ.get("ZERO_TRIAL_SCHEDULE_CASES", "300"))
 

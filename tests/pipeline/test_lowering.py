@@ -1,23 +1,147 @@
-"""Which sharding actions a ZeRO stage puts into a schedule, and what they move."""
+"""Passes: what each adds to a schedule and what sharding costs; and which sharding actions a ZeRO stage puts in."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.pipeline.lowered import report
+from tests.pipeline.lowered import drawn, lowered, report
 from zero_trial.errors import ConfigError
+from zero_trial.pipeline.draw import rows_as_text
+from zero_trial.pipeline.generators import RECIPES, build
 from zero_trial.pipeline.lowering import (
     ModelBytes,
     PricedPolicy,
     Sharding,
     ZeroPolicy,
+    add_reduce,
+    add_send_recv,
+    add_step,
+    add_tied_reduce,
+    add_unshard_reshard,
     candidates,
     choose,
     choose_fitting,
+    lower,
     needed,
 )
-from zero_trial.pipeline.schedule import ParameterLifetime, ReductionTiming
+from zero_trial.pipeline.schedule import (
+    COMPUTE,
+    ActionKind,
+    ChunkPlacement,
+    ParameterLifetime,
+    ReductionTiming,
+    Schedule,
+    ScheduleError,
+    parse_row,
+    tie_holders,
+)
 from zero_trial.sharding.plan import plan_for_stage
+
+
+def test_all_of_them():
+    schedule = lowered("1f1b", 2, 2, parameters=ParameterLifetime.HOLD, ties=[(0, 1)])
+    assert rows_as_text(schedule) == (
+        "rank 0  0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE 0TIED_REDUCE0 STEP\n"
+        "rank 1  1UNSHARD 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RESHARD 1REDUCE 1TIED_REDUCE0 STEP"
+    )
+
+
+def test_messages_of_a_v():
+    """No message at the turn; the input gradient is sent before the weight gradient is computed."""
+    assert rows_as_text(add_send_recv(build("zb_v", 2, 1))) == drawn("""
+        rank 0  0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_B0 3W0 0RECV_B0 0I0 0W0
+        rank 1  1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2I0 2W0 1I0 1SEND_B0 1W0
+    """)
+
+
+def test_receives_keep_the_order_of_the_sends():
+    """Rank 1 wants micro-batch 1 first, but rank 0 has sent 0 before it: both are received, and 0 is kept."""
+    rows = (parse_row("0F0 0F1"), parse_row("1F1 1F0"))
+    schedule = add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
+    assert schedule.rows[1] == parse_row("1RECV_F0 1RECV_F1 1F1 1F0")
+
+
+def test_what_nobody_computes_cannot_be_received():
+    rows = (parse_row("0F0"), parse_row("1F0 1F1"))
+    with pytest.raises(ScheduleError, match=r"rank 1, 1F1: nobody computes what this needs: got no send for 1RECV_F1"):
+        add_send_recv(Schedule("mine", ChunkPlacement.loop(2), 2, rows, training=False))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_computations_stay_where_they_are(name: str):
+    before = build(name, 3, 4)
+    after = lower(before, parameters=ParameterLifetime.FREE, reduction=ReductionTiming.MICRO)
+    assert before.rows == tuple(tuple(action for action in row if action.kind in COMPUTE) for row in after.rows)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "inference"])
+def test_what_holding_and_freeing_cost(name: str):
+    """Gathers per chunk and step: 1, the runs of a chunk, or one for each computation."""
+    chunks, micro_batches = RECIPES[name].chunks, 8
+    hold, chunk, free = (report(name, 4, micro_batches, parameters=how) for how in ParameterLifetime)
+    computations = 3 if name.startswith("zb") else 2
+    for rank in range(4):
+        assert hold.ranks[rank].gathers == chunks
+        assert free.ranks[rank].gathers == computations * micro_batches * chunks
+        assert hold.ranks[rank].gathers <= chunk.ranks[rank].gathers <= free.ranks[rank].gathers
+        assert (hold.ranks[rank].peak_parameters, free.ranks[rank].peak_parameters) == (chunks, 1)
+        if chunks == 1:
+            assert chunk.ranks[rank].gathers == 1
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "inference"])
+def test_what_reducing_costs(name: str):
+    chunks, micro_batches = RECIPES[name].chunks, 6
+    boundary, micro = (report(name, 3, micro_batches, reduction=when) for when in ReductionTiming)
+    for rank in range(3):
+        assert boundary.ranks[rank].reductions == chunks
+        assert micro.ranks[rank].reductions == chunks * micro_batches
+        assert micro.ranks[rank].peak_gradients == 1
+
+
+def test_where_reductions_stand():
+    row = parse_row("0F0 0F1 0I0 0I1 0W0 0W1")
+    schedule = Schedule("mine", ChunkPlacement.loop(1), 2, (row,))
+    assert add_reduce(schedule, ReductionTiming.BOUNDARY).rows[0] == (*row, *parse_row("0REDUCE"))
+    assert add_reduce(schedule, ReductionTiming.MICRO).rows[0] == parse_row("0F0 0F1 0I0 0I1 0W0 0REDUCE0 0W1 0REDUCE1")
+
+
+def test_runs_of_a_chunk():
+    row = parse_row("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
+    schedule = add_unshard_reshard(Schedule("mine", ChunkPlacement.loop(1, 2), 2, (row,)), ParameterLifetime.CHUNK)
+    assert schedule.rows[0] == parse_row(
+        "0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1B0 1B1 1RESHARD 0UNSHARD 0B0 0B1 0RESHARD"
+    )
+
+
+def test_inference_neither_reduces_nor_steps():
+    kinds = {
+        action.kind for row in lowered("inference", 2, 2, parameters=ParameterLifetime.HOLD).rows for action in row
+    }
+    assert kinds == {ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.UNSHARD, ActionKind.RESHARD}
+
+
+def test_ties_come_last_and_in_one_order():
+    schedule = add_step(add_tied_reduce(build("gpipe", 3, 1), [(2, 0), (0, 1, 2)]))
+    assert [row[2:] for row in schedule.rows] == [
+        parse_row("0TIED_REDUCE0 0TIED_REDUCE1 STEP"),
+        parse_row("1TIED_REDUCE1 STEP"),
+        parse_row("2TIED_REDUCE0 2TIED_REDUCE1 STEP"),
+    ]
+
+
+def test_chunks_of_one_rank_share_their_weight():
+    """Both ends of a V are on rank 0: embedding and head need no message."""
+    schedule = add_tied_reduce(build("zb_v", 2, 4), [(0, 3)])
+    assert schedule.rows == build("zb_v", 2, 4).rows
+    assert tie_holders((0, 1, 3), ChunkPlacement.v(2)) == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize("tie", [(), (0, 2), (-1, 0)])
+def test_ties_of_chunks_that_are_not_there(tie: tuple[int, ...]):
+    with pytest.raises(ScheduleError, match="a tie names a chunk that is not there"):
+        add_tied_reduce(build("1f1b", 2, 2), [tie])
+
 
 ZERO = [Sharding(*plan_for_stage(stage).cuts) for stage in range(4)]
 

@@ -1,4 +1,4 @@
-"""The loss scale's state machine: examples, tables of runs, and a literal second implementation to compare with."""
+"""Dtypes from ds_config's values, the loss scale's state machine, casts of inputs, and the forward under torch.autocast."""
 
 from __future__ import annotations
 
@@ -6,11 +6,80 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from zero_trial.errors import ConfigError, Diverged
-from zero_trial.precision import LARGEST_SCALE, AtMinimum, DynamicScale, ScaleEvent, StaticScale, fp16_loss_scale
+from zero_trial.precision import (
+    LARGEST_SCALE,
+    AtMinimum,
+    DynamicScale,
+    ScaleEvent,
+    StaticScale,
+    autocast_dtype,
+    cast_floats,
+    dtype_from_name,
+    dtype_policy,
+    forward_of,
+    fp16_loss_scale,
+)
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def test_plain_fp32() -> None:
+    policy = dtype_policy()
+    assert (policy.param, policy.grad, policy.comm, policy.master) == (FP32, FP32, FP32, FP32)
+    assert policy.loss_scale == StaticScale(1.0)
+    assert not policy.has_separate_master
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "grad_accum", "comm", "expected"),
+    [
+        ("bf16", 1, None, None, (BF16, BF16, BF16)),
+        ("bf16", 4, None, None, (BF16, FP32, FP32)),
+        ("fp16", 4, None, None, (FP16, FP32, FP32)),
+        ("fp32", 4, None, None, (FP32, FP32, FP32)),
+        ("bf16", 4, "bf16", None, (BF16, BF16, BF16)),
+        ("bf16", 1, "fp32", None, (BF16, FP32, FP32)),
+        ("bf16", 4, None, "bf16", (BF16, FP32, BF16)),
+        ("bf16", 1, None, "fp32", (BF16, BF16, FP32)),
+    ],
+)
+def test_rule(
+    precision: str, accumulation: int, grad_accum: str | None, comm: str | None, expected: tuple[torch.dtype, ...]
+) -> None:
+    policy = dtype_policy(
+        precision, accumulation_steps=accumulation, grad_accum_dtype=grad_accum, communication_data_type=comm
+    )
+    assert (policy.param, policy.grad, policy.comm) == expected
+    assert policy.master == FP32
+    assert policy.has_separate_master == (policy.param != FP32)
+
+
+def test_sixteen_bit_masters_on_request() -> None:
+    assert not dtype_policy("bf16", master_dtype="bf16").has_separate_master
+
+
+def test_loss_scale_belongs_to_fp16() -> None:
+    scale = DynamicScale()
+    assert dtype_policy("fp16", loss_scale=scale).loss_scale == scale
+    with pytest.raises(ConfigError, match="fp16"):
+        dtype_policy("bf16", loss_scale=scale)
+
+
+@pytest.mark.parametrize("name", ["BF16", "bfloat16", "BFloat16"])
+def test_names_in_any_case(name: str) -> None:
+    assert dtype_from_name(name, "x") == BF16
+
+
+def test_unknown_dtype_names_its_key() -> None:
+    with pytest.raises(ConfigError) as raised:
+        dtype_policy("bf16", grad_accum_dtype="fp8")
+    assert raised.value.where == "data_types.grad_accum_dtype"
 
 
 def run(state: DynamicScale, pattern: str) -> list[tuple[float, int]]:
@@ -162,3 +231,57 @@ def test_settings_that_make_no_sense_name_their_key(arguments: dict[str, float],
     with pytest.raises(ConfigError) as raised:
         fp16_loss_scale(**arguments)  # type: ignore[arg-type]
     assert raised.value.where == key
+
+
+def test_floats_are_cast_and_all_else_stays():
+    tokens, mask, wide = torch.arange(3), torch.tensor([True]), torch.ones(2, dtype=torch.float64)
+    args, kwargs = cast_floats(
+        ((torch.ones(2), tokens, "text", None), {"mask": mask, "deep": [{"x": torch.ones(1)}], "wide": wide}),
+        torch.bfloat16,
+    )
+    assert args[0].dtype == torch.bfloat16
+    assert args[1] is tokens
+    assert args[2:] == ("text", None)
+    assert kwargs["mask"] is mask
+    assert kwargs["wide"] is wide, "64-bit inputs are meant"
+    assert kwargs["deep"][0]["x"].dtype == torch.bfloat16
+
+
+def test_nothing_is_copied_that_has_the_dtype():
+    x = torch.ones(2, dtype=torch.float16)
+    assert cast_floats([x], torch.float16)[0] is x
+
+
+def test_gradients_go_through_the_cast():
+    x = torch.ones(2, requires_grad=True)
+    cast_floats(x, torch.bfloat16).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_off_is_the_module_itself():
+    module = nn.Linear(4, 4)
+    call = forward_of(module, None, "cpu")
+    assert call == module.__call__
+    assert call(torch.ones(2, 4)).dtype == torch.float32
+
+
+def test_on_computes_in_the_dtype_and_keeps_the_parameters():
+    module = nn.Linear(4, 4)
+    out = forward_of(module, torch.bfloat16, "cpu")(torch.ones(2, 4))
+    assert out.dtype == torch.bfloat16
+    assert module.weight.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_autocast_around_it_gives_way():
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = forward_of(nn.Linear(4, 4), torch.bfloat16, "cpu")(torch.ones(2, 4))
+    assert out.dtype == torch.bfloat16
+
+
+def test_the_dtype():
+    assert autocast_dtype(False, "fp16") is None
+    assert autocast_dtype(True, None) is torch.bfloat16
+    assert autocast_dtype(True, "fp16") is torch.float16
+    with pytest.raises(ConfigError, match=r"torch_autocast\.dtype"):
+        autocast_dtype(True, "int8")

@@ -1,9 +1,10 @@
-"""initialize(): its four results, and what it takes for each argument."""
+"""initialize(): its four results, what it takes for each argument, and what it logs."""
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import zero_trial
 from tests.support.dense import STAGES
 from tests.support.pool import Pools
 from zero_trial.comm import sum_in_order
+from zero_trial.engine.build import ConsoleHandler, log_dtypes, log_model_parts, open_console
 from zero_trial.errors import ConfigError
 from zero_trial.zero import ShardedOptimizer
 
@@ -205,3 +207,98 @@ def test_a_model_on_the_meta_device_is_refused_by_the_name_of_a_parameter() -> N
     with pytest.raises(ConfigError, match="meta device") as found:
         zero_trial.initialize(model=model, config=config)
     assert found.value.where == "initialize(model): weight"
+
+
+def mesh(rank: int = 0, parts: int = 1, size: int = 1) -> Any:
+    return SimpleNamespace(rank=rank, model_part=(0, parts), model=SimpleNamespace(size=size))
+
+
+def wiring(clip: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
+    return SimpleNamespace(clip=clip, policy=SimpleNamespace(param=dtype))
+
+
+def test_rank_0_says_which_dtypes_were_cast(caplog: pytest.LogCaptureFixture) -> None:
+    log_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh(1))
+    log_dtypes(nn.Linear(2, 2), torch.float32, mesh())
+    assert caplog.messages == []
+    log_dtypes(nn.Linear(2, 2).double(), torch.bfloat16, mesh())
+    assert len(caplog.messages) == 1 and "float64" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "said"),
+    [
+        (mesh(), wiring(1.0), ""),
+        (mesh(rank=1, parts=2), wiring(1.0), ""),
+        (mesh(parts=2), wiring(), ""),
+        (mesh(parts=2), wiring(1.0), "clips by its own gradient norm"),
+        (mesh(parts=2), wiring(dtype=torch.float16), "scales its loss by itself"),
+        (mesh(parts=2, size=2), wiring(), "all are taken for copies"),
+    ],
+)
+def test_what_parts_do_by_themselves(where: Any, how: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    log_model_parts(nn.Linear(2, 2), where, how)
+    assert len(caplog.messages) == bool(said)
+    assert said in caplog.text
+
+
+def test_a_marked_parameter_settles_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    model.weight.tensor_model_parallel = True  # type: ignore[assignment]
+    log_model_parts(model, mesh(parts=2, size=2), wiring(1.0))
+    assert caplog.messages == []
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    """One without a parent, which nobody has set up."""
+    return logging.Logger("alone")
+
+
+def test_progress_on_stdout_and_warnings_on_stderr(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
+    open_console(None, logger, ConsoleHandler(lambda: False))
+    logger.debug("hidden")
+    logger.info("step=%d", 3)
+    logger.warning("careful")
+    captured = capsys.readouterr()
+    assert captured.out == "step=3\n"
+    assert captured.err == "careful\n"
+
+
+def test_the_level_decides_what_is_shown(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
+    open_console("Warning", logger, ConsoleHandler(lambda: False))
+    logger.info("hidden")
+    open_console("debug", logger)
+    logger.debug("shown")
+    assert capsys.readouterr().out == "shown\n"
+
+
+def test_what_the_program_has_set_up_is_kept(logger: logging.Logger):
+    logger.addHandler(logging.NullHandler())
+    logger.setLevel(logging.ERROR)
+    open_console(None, logger)
+    open_console(None, logger)
+    assert logger.level == logging.ERROR
+    assert not any(isinstance(handler, ConsoleHandler) for handler in logger.handlers)
+
+
+def test_one_handler_for_many_engines(logger: logging.Logger):
+    open_console(None, logger)
+    open_console("info", logger)
+    assert len(logger.handlers) == 1
+
+
+def test_an_unknown_level(logger: logging.Logger):
+    with pytest.raises(ConfigError, match="log_level: no such level: got 'loud', expected one of debug"):
+        open_console("loud", logger)
+
+
+def test_silent_when_the_program_shows_lines_itself(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
+    """Else every line would come twice."""
+    taken_over = [False]
+    open_console(None, logger, ConsoleHandler(lambda: taken_over[0]))
+    logger.info("one")
+    taken_over[0] = True
+    logger.info("two")
+    assert capsys.readouterr().out == "one\n"
+    assert ConsoleHandler()._elsewhere() == bool(logging.getLogger().handlers)

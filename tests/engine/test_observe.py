@@ -1,0 +1,334 @@
+"""What rank 0 observes: phases, periodic lines, the state at the start, trace ranges, and the pause of the cycle collector."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import zero_trial
+from tests.support.models import TinyLM, make_engine, train_engine
+from tests.support.pool import Pools
+from zero_trial.ds_config.reader import read_ds_config
+from zero_trial.engine.observe import (
+    CollectorPause,
+    PeriodicLines,
+    comms_table,
+    describe_state,
+    device_memory,
+    groups_table,
+    memory_line,
+    mib,
+    progress_line,
+    timer_line,
+)
+from zero_trial.engine.profile import Timers
+
+
+def lines(config: dict[str, Any], steps: int, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is printed in ``steps`` steps."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        train_engine(make_engine(TinyLM, config), range(steps))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_nobody_watches_unless_asked():
+    engine = make_engine(TinyLM, {})
+    assert vars(engine.observer) == dict.fromkeys(vars(engine.observer)) | {"monitor": engine.monitor}
+    assert not engine.monitor.enabled
+
+
+def test_steps_per_print_and_throughput(caplog: pytest.LogCaptureFixture):
+    printed = lines({"steps_per_print": 2}, 5, caplog)
+    assert [line.split()[0] for line in printed] == ["step=2", "step=4"]
+    assert all(" samples/s=" in line for line in printed)
+    without = lines({"steps_per_print": 2, "timers": {"throughput": {"enabled": False}}}, 2, caplog)
+    assert len(without) == 1 and "samples/s" not in without[0]
+
+
+def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture):
+    config = {"steps_per_print": 1, "wall_clock_breakdown": True, "gradient_accumulation_steps": 2}
+    printed = [line for line in lines(config, 2, caplog) if line.startswith("ms per step: ")]
+    assert len(printed) == 2
+    parts = [part.rsplit(" ", 1) for part in printed[1].removeprefix("ms per step: ").split(" | ")]
+    assert [name for name, _ in parts] == ["forward", "backward", "reduce wait", "step", "other"]
+    assert all(float(value) >= 0 for _, value in parts) and float(parts[0][1]) > 0
+    assert not [line for line in lines({"steps_per_print": 1}, 1, caplog) if line.startswith("ms per step")]
+
+
+def test_details_without_steps_per_print_come_every_ten_steps(caplog: pytest.LogCaptureFixture):
+    printed = lines({"memory_breakdown": True}, 11, caplog)
+    assert len(printed) == 1 and printed[0].startswith("memory: parameters 0.2 MiB")
+    assert lines({"memory_breakdown": False}, 11, caplog) == []
+
+
+def test_dump_state(caplog: pytest.LogCaptureFixture):
+    assert lines({"dump_state": True}, 0, caplog)[0].startswith("configuration:\ntrain_batch_size ")
+    assert lines({}, 0, caplog) == []
+
+
+def test_monitors_get_the_events_of_a_run(tmp_path: Path):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    engine = make_engine(TinyLM, monitor | {"steps_per_print": 1})
+    losses = train_engine(engine, range(3))
+    engine.monitor.write_events([("Mine/accuracy", 0.5, engine.global_samples)])
+    read = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in read] == ["step", "8", "16", "24"]
+    assert [float(line.split(",")[1]) for line in read[1:]] == pytest.approx(losses)
+    assert (tmp_path / "job" / "Train_Samples_lr.csv").exists()
+    assert not (tmp_path / "job" / "Train_Samples_loss_scale.csv").exists()
+    assert (tmp_path / "job" / "Mine_accuracy.csv").read_text().splitlines() == ["step,accuracy", "24,0.5"]
+    engine.destroy()
+    assert not engine.monitor.enabled
+
+
+def test_the_loss_scale_of_fp16(tmp_path: Path):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 5}}
+    engine = make_engine(TinyLM, monitor | autocast)
+    train_engine(engine, range(1))
+    assert (tmp_path / "job" / "Train_Samples_loss_scale.csv").read_text().splitlines() == ["step,loss_scale", "8,32.0"]
+
+
+def test_several_watchers_of_phases():
+    engine = make_engine(TinyLM, {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}})
+    observer = engine.observer
+    assert observer.timers is not None and observer.profiler is not None
+    alone = make_engine(TinyLM, {"wall_clock_breakdown": True}).observer
+    assert alone.timers is not None and alone.profiler is None
+
+
+def test_disable_python_gc():
+    was = gc.isenabled()
+    gc.enable()
+    try:
+        engine = make_engine(TinyLM, {"disable_python_gc": True})
+        assert not gc.isenabled()
+        engine.destroy()
+        assert gc.isenabled()
+        make_engine(TinyLM, {})
+        assert gc.isenabled()
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def on_two_ranks(logger: dict[str, Any]) -> tuple[list[str], dict[str, dict[str, int]], bool]:
+    """Printed lines, the summary, and whether this rank reports at all."""
+    printed: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: printed.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_trial").addHandler(handler)
+    logging.getLogger("zero_trial").setLevel(logging.INFO)  # the ranks of the pool live on from test to test
+    try:
+        engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}, "steps_per_print": 1, "comms_logger": logger})
+        train_engine(engine, range(1))
+    finally:
+        logging.getLogger("zero_trial").removeHandler(handler)
+    return printed, engine.comms_summary(), engine.observer.lines is not None
+
+
+def test_comms_logger(ranks: Pools):
+    first, second = ranks(2).run(on_two_ranks, {"enabled": True})
+    assert second[0] == [] and not second[2]
+    printed, summary, _ = first
+    table = next(line for line in printed if line.startswith("communication"))
+    scatter = summary["reduce_scatter/shard"]
+    assert scatter["bytes"] == 4 * scatter["elements"] > 0
+    assert f"{scatter['bytes']:,}" in table and "all_gather/shard" in table
+    assert not [
+        line for line in ranks(2).run(on_two_ranks, {"enabled": False})[0][0] if line.startswith("communication")
+    ]
+
+
+def test_comms_logger_of_some_collectives(ranks: Pools):
+    printed, summary, _ = ranks(2).run(on_two_ranks, {"enabled": True, "prof_all": False, "prof_ops": ["all_gather"]})[
+        0
+    ]
+    assert summary and all(name.startswith("all_gather/") for name in summary)
+    assert "reduce_scatter" not in "".join(printed)
+
+
+class FakeEngine:
+    """The numbers of an engine, counted by hand."""
+
+    def __init__(self) -> None:
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.device = torch.device("cpu")
+        self.norm: float | None = None
+
+    def step(self) -> None:
+        self.global_steps += 1
+        self.global_samples += 8
+        self.norm = 1.25
+
+    def train_batch_size(self) -> int:
+        return 8
+
+    def get_lr(self) -> list[float]:
+        return [0.1]
+
+    def get_global_grad_norm(self) -> float | None:
+        return self.norm
+
+    def persistent_bytes(self) -> dict[str, int]:
+        return {"parameters": 2 << 20, "gradients": 1 << 20, "optimizer": 0}
+
+    def comms_summary(self) -> dict[str, dict[str, int]]:
+        return {"all_gather/shard": {"calls": 3, "elements": 12000, "bytes": 48000}}
+
+
+def test_every_so_many_steps(caplog: pytest.LogCaptureFixture):
+    engine: Any = FakeEngine()
+    times = iter([0.0, 4.0, 5.0])
+    config = read_ds_config({"train_batch_size": 8, "steps_per_print": 2})
+    lines = PeriodicLines(config, torch.device("cpu"), None, lambda: next(times))
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        for _ in range(5):
+            engine.step()
+            lines.after_step(engine)
+    assert [record.getMessage().split()[-1] for record in caplog.records] == ["samples/s=4.0", "samples/s=16.0"]
+
+
+def test_a_resumed_run_counts_its_own_steps(caplog: pytest.LogCaptureFixture):
+    engine: Any = FakeEngine()
+    engine.global_steps, engine.global_samples = 98, 98 * 8
+    times = iter([0.0, 2.0])
+    config = read_ds_config({"train_batch_size": 8, "steps_per_print": 2})
+    lines = PeriodicLines(config, torch.device("cpu"), None, lambda: next(times))
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        for _ in range(2):
+            engine.step()
+            lines.after_step(engine)
+    assert [record.getMessage().split()[-1] for record in caplog.records] == ["samples/s=8.0"]
+
+
+def test_progress():
+    engine: Any = FakeEngine()
+    assert progress_line(engine, None) == "step=0 skipped=0 lr=[0.1] grad_norm=-"
+    engine.step()
+    engine.step()
+    assert progress_line(engine, 32.0) == "step=2 skipped=0 lr=[0.1] grad_norm=1.25 samples/s=32.0"
+
+
+def test_timers_are_per_step_and_what_is_left_is_other():
+    ticks = iter([0.0, 0.002, 0.0, 0.004, 0.0, 0.002])
+    timers = Timers(lambda: next(ticks))
+    for phase in ("forward", "forward", "step"):
+        timers.begin(phase)
+        timers.end(phase)
+    assert timer_line(timers, 2, 0.010) == "ms per step: forward 3.00 | step 1.00 | other 1.00"
+    assert timer_line(timers, 2, 0.001) == "ms per step: other 0.50"
+
+
+def test_memory():
+    engine: Any = FakeEngine()
+    line = memory_line(engine, torch.device("cpu"))
+    assert line.startswith("memory: parameters 2.0 MiB, gradients 1.0 MiB, optimizer 0.0 MiB; process ")
+    assert device_memory(torch.device("cpu")).endswith(" MiB resident at most")
+    assert float(device_memory(torch.device("cpu")).split()[1]) > 10
+    assert mib(3 << 19) == "1.5 MiB"
+
+
+def test_communication():
+    assert comms_table(FakeEngine().comms_summary()) == (
+        "communication (sent by rank 0):\n"
+        "collective/axis   calls  elements   bytes\n"
+        "all_gather/shard      3    12,000  48,000"
+    )
+    assert comms_table({}) == "communication: nothing was sent"
+
+
+def test_configuration_and_units():
+    zero = {"stage": 3, "param_persistence_threshold": 0}
+    engine = make_engine(TinyLM, {"zero_optimization": zero, "bf16": {"enabled": True}, "gradient_clipping": 0.5})
+    text = describe_state(engine.config, engine.resolved, engine.mesh, engine.sharded.groups)
+    assert "gradient_clipping " in text and "scheduler" not in text
+    assert "zero_optimization.reduce_bucket_size" in text  # defaults too
+    assert "batch: 8 = 8 x 1 x 1 ranks" in text
+    assert "parameters bfloat16, gradients bfloat16, wire bfloat16, masters float32, buffers bfloat16" in text
+    rows = groups_table(engine.sharded.groups).splitlines()
+    assert rows[0].split() == ["unit", "parameters", "elements", "shard", "dtype", "lives"]
+    assert len(rows) == 1 + len(engine.sharded.groups) and text.endswith("\n".join(rows))
+    assert sum(int(row.split()[2].replace(",", "")) for row in rows[1:]) >= sum(
+        p.numel() for p in engine.module.parameters()
+    )
+
+
+def test_secrets_are_not_shown():
+    engine = make_engine(TinyLM, {"comet": {"api_key": "topsecret"}})
+    text = describe_state(engine.config, engine.resolved, engine.mesh, engine.sharded.groups)
+    assert "topsecret" not in text and "(not shown)" in text
+
+
+def ranges_of_a_step(stage: int) -> set[str]:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 0},
+    }
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    engine, *_ = zero_trial.initialize(model=model, config=config)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    engine.destroy()
+    return {
+        event.key.removeprefix("zero_trial.") for event in trace.key_averages() if event.key.startswith("zero_trial.")
+    }
+
+
+def test_each_phase_has_a_range(ranks: Pools):
+    phases = {"forward", "backward", "step", "norm", "update", "reduce", "publish"}
+    for stage in (2, 3):
+        for found in ranks(2).run(ranges_of_a_step, stage):
+            assert phases <= found, (stage, phases - found)
+            assert ("unshard" in found) == (stage == 3)
+
+
+class Owner:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.enable()
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+def test_off_until_the_last_owner_has_released_it():
+    pause, first, second = CollectorPause(), Owner(), Owner()
+    pause.hold(first)
+    pause.hold(second)
+    pause.hold(second)
+    assert not gc.isenabled()
+    pause.release(second)
+    assert not gc.isenabled()
+    pause.release(first)
+    pause.release(first)
+    assert gc.isenabled()
+
+
+def test_an_owner_that_is_gone_asks_for_nothing():
+    pause, owner = CollectorPause(), Owner()
+    pause.hold(owner)
+    del owner
+    assert gc.isenabled()
+
+
+def test_off_before_stays_off():
+    pause, owner = CollectorPause(), Owner()
+    gc.disable()
+    pause.hold(owner)
+    pause.release(owner)
+    assert not gc.isenabled()

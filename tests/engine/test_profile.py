@@ -1,0 +1,383 @@
+"""Profiles: timers, a model's profile and its text, and the profile of one step of an engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_trial
+from tests.support.models import TinyLM, make_engine, tokens
+from tests.support.pool import Pools
+from zero_trial.engine.flop_count import Flops, Peak
+from zero_trial.engine.profile import (
+    _PAIRS_KEPT,
+    CudaTimers,
+    ModelProfile,
+    ModuleRow,
+    StepProfiler,
+    Timers,
+    build_profile,
+    get_model_profile,
+    make_timers,
+    render,
+    shorten,
+    timed_modules,
+)
+from zero_trial.errors import ConfigError
+
+
+def test_sums_by_name_until_they_are_taken():
+    ticks = iter([0.0, 1.0, 5.0, 5.5, 6.0, 7.0])
+    timers = Timers(lambda: next(ticks))
+    for phase in ("forward", "backward", "forward"):
+        timers.begin(phase)
+        timers.end(phase)
+    assert timers.take() == {"forward": 2000.0, "backward": 500.0}
+    assert timers.take() == {}
+
+
+def test_phases_may_overlap():
+    ticks = iter([0.0, 1.0, 2.0, 4.0])
+    timers = Timers(lambda: next(ticks))
+    timers.begin("outer")
+    timers.begin("inner")
+    timers.end("inner")
+    timers.end("outer")
+    assert timers.take() == {"inner": 1000.0, "outer": 4000.0}
+
+
+def test_a_phase_that_was_cut_short_is_begun_again():
+    ticks = iter([0.0, 10.0, 11.0])
+    timers = Timers(lambda: next(ticks))
+    timers.begin("forward")
+    timers.begin("forward")
+    timers.end("forward")
+    assert timers.take() == {"forward": 1000.0}
+
+
+class FakeDevice:
+    """Events that are passed only when the device has got that far; each lies one millisecond after the one before."""
+
+    def __init__(self) -> None:
+        self.times = itertools.count()
+        self.passed = -1
+        self.waits = 0
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.time = -1
+
+    def record(self) -> None:
+        self.time = next(self.device.times)
+
+    def query(self) -> bool:
+        return self.time <= self.device.passed
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self.device.waits += 1
+            self.device.passed = self.time
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.query() and other.query(), "read before the device has passed it"
+        return float(other.time - self.time)
+
+
+def test_events_are_waited_for_only_when_the_sums_are_taken():
+    device = FakeDevice()
+    timers = CudaTimers(device.event)
+    for _ in range(3):
+        timers.begin("forward")
+        timers.end("forward")
+    assert device.waits == 0
+    assert timers.take() == {"forward": 3.0}
+    assert device.waits == 1
+    assert timers.take() == {}
+
+
+def test_passed_events_are_added_up_on_the_way():
+    device = FakeDevice()
+    timers = CudaTimers(device.event)
+    for _ in range(3 * _PAIRS_KEPT):
+        timers.begin("step")
+        timers.end("step")
+        device.passed += 2
+    assert device.waits == 0
+    assert len(timers._pairs) <= _PAIRS_KEPT
+    assert timers.take() == {"step": pytest.approx(3.0 * _PAIRS_KEPT)}
+
+
+def test_the_clock_of_a_device():
+    assert type(make_timers(torch.device("cpu"))) is Timers
+    assert type(make_timers(torch.device("cuda", 0))) is CudaTimers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.modes: list[tuple[bool, bool]] = []
+
+    def forward(self, x: torch.Tensor, repeat: int = 1) -> torch.Tensor:
+        self.modes.append((self.training, torch.is_grad_enabled()))
+        for _ in range(repeat):
+            out = self.down(self.up(x))
+        return out
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x, repeat=3)
+
+
+FORWARD = 2 * 5 * 8 * 16 + 2 * 5 * 16 * 3
+PARAMETERS = 8 * 16 + 16 + 16 * 3 + 3
+
+
+def test_a_model_alone(capsys: pytest.CaptureFixture[str]):
+    model = Net()
+    numbers = get_model_profile(model, (5, 8), as_string=False)
+    assert numbers == (FORWARD, FORWARD // 2, PARAMETERS)
+    assert model.modes == [(False, False)] * 3  # warm-up, timed, counted
+    assert model.training
+    printed = capsys.readouterr().out
+    assert printed.startswith("FLOPs profile\n") and "up: Linear" in printed
+
+
+def test_text_and_the_depth(capsys: pytest.CaptureFixture[str]):
+    assert get_model_profile(Net(), args=[torch.ones(5, 8)], module_depth=0) == ("1.76 kFLOP", "880 MAC", "195")
+    assert "up: Linear" not in capsys.readouterr().out
+
+
+def test_arguments_and_generate(capsys: pytest.CaptureFixture[str]):
+    inputs = {"args": [torch.ones(5, 8)], "as_string": False, "print_profile": False}
+    assert get_model_profile(Net(), kwargs={"repeat": 2}, **inputs)[0] == 2 * FORWARD
+    assert get_model_profile(Net(), mode="generate", **inputs)[0] == 3 * FORWARD
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ConfigError, match="no such mode"):
+        get_model_profile(Net(), mode="backward", **inputs)
+
+
+def test_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    get_model_profile(Net(), (5, 8), output_file=tmp_path / "profile.txt", warm_up=0)
+    assert (tmp_path / "profile.txt").read_text().startswith("FLOPs profile\n")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_fails_is_left_as_it_was():
+    model = Net()
+    with pytest.raises(RuntimeError):
+        get_model_profile(model, (5, 9))
+    assert model.training and not model._forward_hooks
+
+
+def test_times_by_module():
+    model, timers = Net(), Timers()
+    with timed_modules(model, timers):
+        model(torch.ones(1, 8))
+    model(torch.ones(1, 8))
+    sums = timers.take()
+    assert list(sums) == ["up", "down", ""]
+    assert sums[""] >= sums["up"] + sums["down"] > 0
+
+
+def profile() -> ModelProfile:
+    forward = Flops(100, {"": 100, "up": 60, "down": 40})
+    both = Flops(330, {"": 330, "up": 200, "down": 130})
+    return build_profile(Net(), forward, both, {"up": 1.0}, (4.0, 6.0), Peak(66_000.0, "made up"))
+
+
+def test_the_arithmetic():
+    """330 operations in 10 ms are 33 000 per second, half of the peak; recomputing half of forward (50) leaves 280 for the model."""
+    found = profile()
+    assert (found.forward_flops, found.backward_flops, found.parameters) == (100, 230, PARAMETERS)
+    assert found.achieved == pytest.approx(33_000.0)
+    assert found.utilisation() == pytest.approx(0.5)
+    assert found.model_flops(0.5) == 280
+    assert found.utilisation(0.5) == pytest.approx(0.5 * 280 / 330)
+    up = next(row for row in found.rows if row.name == "up")
+    assert (up.kind, up.depth, up.forward_flops, up.backward_flops, up.milliseconds) == ("Linear", 1, 60, 140, 1.0)
+    assert found.rows[0].milliseconds is None
+
+
+def test_nothing_counted_is_no_division_by_zero():
+    empty = build_profile(nn.Identity(), Flops(0, {}), Flops(0, {}), {}, (0.0, 0.0), Peak(1.0, ""))
+    assert empty.achieved == empty.utilisation() == 0.0
+
+
+PROFILE = ModelProfile(
+    rows=(
+        ModuleRow("", "Net", 1000, 3_000_000, 6_000_000, 2.5),
+        ModuleRow("body", "ModuleList", 900, 2_000_000, 4_000_000, None),
+        ModuleRow("body.0", "Block", 900, 2_000_000, 4_000_000, 1.5),
+        ModuleRow("head", "Linear", 100, 1_000_000, 2_000_000, 0.5),
+    ),
+    parameters=1000,
+    forward_flops=3_000_000,
+    backward_flops=6_000_000,
+    forward_ms=3.0,
+    backward_ms=6.0,
+    peak=Peak(4e9, "made up"),
+)
+
+
+def test_the_whole_report():
+    assert render(PROFILE, title="FLOPs profile of rank 0") == (
+        "FLOPs profile of rank 0\n"
+        "  parameters   1,000\n"
+        "  forward      3 MFLOP in 3.000 ms: 1 GFLOP/s\n"
+        "  backward     6 MFLOP in 6.000 ms: 1 GFLOP/s\n"
+        "  achieved     1 GFLOP/s\n"
+        "  MFU          25.0% of 4 GFLOP/s (made up)\n"
+        "  Matrix products, convolutions and attention are counted, a multiply-add as two.\n"
+        "  heaviest kinds of modules (top 1 per depth; operations of forward and backward, parameters, ms of forward):\n"
+        "    depth 0: Net x 1: 9 MFLOP, 1,000, 2.500 ms\n"
+        "    depth 1: ModuleList x 1: 6 MFLOP, 900, 0.000 ms\n"
+        "    depth 2: Block x 1: 6 MFLOP, 900, 1.500 ms\n"
+        "    module              parameters  forward  backward   share     ms\n"
+        "    Net                      1,000  3 MFLOP   6 MFLOP  100.0%  2.500\n"
+        "      body: ModuleList         900  2 MFLOP   4 MFLOP   66.7%      -\n"
+        "        0: Block               900  2 MFLOP   4 MFLOP   66.7%  1.500\n"
+        "      head: Linear             100  1 MFLOP   2 MFLOP   33.3%  0.500"
+    )
+
+
+def test_top_modules_depth_and_detail():
+    text = render(PROFILE, title="t", top_modules=2, module_depth=1, detailed=False)
+    assert "depth 1: ModuleList" in text and "depth 1: Linear x 1: 3 MFLOP" in text
+    assert "depth 2" not in text and "head: Linear" not in text
+    assert "depth 1" not in render(PROFILE, title="t", module_depth=0, detailed=False)
+
+
+def test_recomputation_is_taken_off():
+    text = render(PROFILE, title="t", recompute_fwd_factor=1.0)
+    assert "without recomputation (1 of forward)   6 MFLOP" in text
+    assert "MFU          16.7% of 4 GFLOP/s" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "unit", "text"),
+    [
+        (0, "FLOP", "0 FLOP"),
+        (999, "FLOP", "999 FLOP"),
+        (1234, "FLOP", "1.234 kFLOP"),
+        (5e12, "FLOP/s", "5 TFLOP/s"),
+        (2e6, "", "2 M"),
+    ],
+)
+def test_short_numbers(number: float, unit: str, text: str):
+    assert shorten(number, unit) == text
+
+
+def profiled(zero: dict[str, Any] | None = None, **section: Any) -> zero_trial.Engine:
+    config = {"train_batch_size": 4, "flops_profiler": {"enabled": True} | section}
+    return make_engine(TinyLM, config | ({"zero_optimization": zero} if zero else {}))
+
+
+def train(engine: zero_trial.Engine, step: int) -> None:
+    engine.backward(engine(tokens(step, 4 // engine.dp_world_size)))
+    engine.step()
+
+
+def of(engine: zero_trial.Engine) -> StepProfiler:
+    assert engine.observer.profiler is not None
+    return engine.observer.profiler
+
+
+# (samples x 8 positions) x weights of all products: three blocks of 48 x 192 twice, and the head
+WEIGHTS = 3 * 2 * 48 * 192 + 48 * 50
+FORWARD_OF_STEP = 2 * 4 * 8 * WEIGHTS
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_counted_in_one_step_and_timed_in_the_next(stage: int, caplog: pytest.LogCaptureFixture):
+    engine = profiled({"stage": stage, "param_persistence_threshold": 0}, profile_step=2)
+    train(engine, 0)
+    train(engine, 1)
+    assert of(engine).profile is None
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        train(engine, 2)
+        train(engine, 3)
+    profile = of(engine).profile
+    assert profile is not None
+    assert profile.forward_flops == FORWARD_OF_STEP
+    # The embedding's output needs a gradient, so that every product has two in backward.
+    assert profile.backward_flops == 2 * FORWARD_OF_STEP
+    assert profile.forward_ms > 0 and profile.backward_ms > 0
+    assert profile.parameters == sum(param.numel() for param in engine.module.parameters())
+    reports = [record.getMessage() for record in caplog.records if "FLOPs profile" in record.getMessage()]
+    assert len(reports) == 1 and reports[0].startswith("FLOPs profile of rank 0, step 2, one micro-batch of 4 samples")
+    assert "blocks: ModuleList" in reports[0]
+    assert not any(module._forward_hooks for module in engine.module.blocks.modules() if stage == 0)
+
+
+def test_what_the_section_says(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "a" / "profile.txt"
+    options = {"detailed": False, "module_depth": 1, "top_modules": 2, "recompute_fwd_factor": 0.5}
+    engine = profiled(output_file=str(path), **options)
+    with caplog.at_level(logging.INFO, "zero_trial"):
+        train(engine, 0)
+        train(engine, 1)
+    text = path.read_text()
+    assert "FLOPs profile" not in caplog.text
+    assert "blocks: ModuleList" not in text and "depth 2" not in text
+    assert "depth 1: ModuleList" in text and "depth 1: Linear" in text
+    assert "without recomputation (0.5 of forward)" in text
+
+
+def test_evaluations_are_passed_by():
+    engine = profiled()
+    engine.eval()
+    engine(tokens(5, 4))
+    engine.train()
+    loss = engine(tokens(0, 4))
+    engine.eval()
+    engine(tokens(6, 4))
+    engine.train()
+    engine.backward(loss)
+    engine.step()
+    train(engine, 1)
+    profile = of(engine).profile
+    assert profile is not None and profile.forward_flops == FORWARD_OF_STEP
+
+
+def test_training_is_not_changed():
+    losses = []
+    for enabled in (False, True):
+        engine = profiled(enabled=enabled)
+        run = []
+        for step in range(3):
+            loss = engine(tokens(step, 4))
+            engine.backward(loss)
+            engine.step()
+            run.append(loss.item())
+        losses.append(run)
+    assert losses[0] == losses[1]
+
+
+def two_ranks() -> tuple[bool, int]:
+    engine = profiled({"stage": 3, "param_persistence_threshold": 0})
+    for step in range(2):
+        train(engine, step)
+    profiler = engine.observer.profiler
+    if profiler is None or profiler.profile is None:
+        return profiler is not None, 0
+    return True, profiler.profile.forward_flops
+
+
+def test_rank_0_profiles_its_own_share(ranks: Pools):
+    assert ranks(2).run(two_ranks) == [(True, FORWARD_OF_STEP // 2), (False, 0)]
+
+
+def test_off_is_the_null_object():
+    assert profiled(enabled=False).observer.profiler is None
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

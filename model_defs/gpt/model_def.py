@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from model import GPT, GPTConfig
+from torch import nn
 
 from zero_trial import ZeroTrial, ZeroTrialContext
 from zero_trial.data import ByteDataset, local_corpus, unigram_bits_per_byte, xz_bits_per_byte
@@ -14,7 +15,7 @@ from zero_trial.trial import DataLoader
 
 
 class GPTTrial(ZeroTrial):
-    """Trains on the text that ``data`` names; reports nats per byte and bits per byte of files it never saw."""
+    """Trains on the text that ``data`` names; reports nats per byte and bits per byte of held-out files."""
 
     def __init__(self, context: ZeroTrialContext) -> None:
         self.context, hp, data = context, context.get_hparams(), context.get_data_config()
@@ -22,7 +23,10 @@ class GPTTrial(ZeroTrial):
         self.tokens_per_sample = hp.model.sequence
         self.train_data = ByteDataset(self.corpus.train, hp.model.sequence)
         self.val_data = ByteDataset(self.corpus.val, hp.model.sequence, data.get("validation_windows"))
-        self.engine = context.initialize(model=GPT(GPTConfig(**hp.model), seed=context.get_trial_seed()))
+        self.engine = context.initialize(model=self.build_model(GPTConfig(**hp.model), context.get_trial_seed()))
+
+    def build_model(self, config: GPTConfig, seed: int) -> nn.Module:
+        return GPT(config, seed)
 
     def build_training_data_loader(self) -> DataLoader:
         return DataLoader(self.train_data, self.context.get_train_micro_batch_size_per_gpu(), shuffle=True)
@@ -43,7 +47,7 @@ class GPTTrial(ZeroTrial):
         return {"validation_loss": loss, "val_bits_per_byte": loss / math.log(2)}
 
     def summary(self) -> dict[str, Any]:
-        """The baselines, measured on the same held-out files, and which text it was."""
+        """Return baselines, measured on the same held-out files, and a description of the text."""
         unigram = unigram_bits_per_byte(self.corpus.train, self.val_data.predicted_bytes())
         xz = xz_bits_per_byte(self.corpus.val)
         return {"unigram_bits_per_byte": unigram, "xz_bits_per_byte": xz, "data": self.corpus.describe()}

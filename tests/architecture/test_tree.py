@@ -48,6 +48,28 @@ def text_files() -> list[tuple[str, str]]:
     return found
 
 
+GAP = re.compile(r"(?<=\S) {2,}(?=[^\s#])")  # between two cells of a row
+PROSE = re.compile(r"(?:\b[a-z]+\b\W+){4}")
+
+
+def torn_rows(docstring: str) -> list[str]:
+    """Find rows of a table that was wrapped like prose: a row in flowing text, whose cells begin in no other line's column."""
+    plain = re.sub(r"``.*?``", lambda code: "`" * len(code[0]), docstring).splitlines()
+    torn = []
+    for number, row in enumerate(plain):
+        columns = {gap.end() for gap in GAP.finditer(row)}
+        beside = [plain[at] for at in (number - 1, number + 1) if 0 <= at < len(plain)]
+        flowing = any(_indent(line) == _indent(row) and not GAP.search(line) and PROSE.search(line) for line in beside)
+        others = [{_indent(line), *(gap.end() for gap in GAP.finditer(line))} for line in plain if line is not row]
+        if columns and flowing and not any(columns & other for other in others):
+            torn.append(docstring.splitlines()[number])
+    return torn
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
 def imported_by_tests_of(room: str) -> set[str]:
     """Name the modules that the tests of a room import, also by a name that a package passes on, or that a string names."""
     known = known_names()
@@ -110,6 +132,27 @@ def test_files_say_what_they_are(folder: str):
     paths = sorted((ROOT / folder).rglob("*.py"))
     silent = [str(path.relative_to(ROOT)) for path in paths if not ast.get_docstring(parse(path).tree)]
     assert silent == []
+
+
+@pytest.mark.parametrize("folder", ["zero_trial", "tests", "model_defs", "benchmarks"])
+def test_tables_in_docstrings_are_whole(folder: str):
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    torn = [
+        f"{path.relative_to(ROOT)}: {row}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(parse(path).tree)
+        if isinstance(node, kinds)
+        for row in torn_rows(ast.get_docstring(node) or "")
+    ]
+    assert torn == []
+
+
+def test_a_table_that_was_wrapped_like_prose_is_found():
+    table = "    repeat      epoch after epoch\n    distribute  batch k goes to replica k mod N\n"
+    assert torn_rows("The order:\n\n" + table + "\nSo every batch is read once.") == []
+    torn = "    batch is full distribute  batch k goes to replica k mod N"
+    wrapped = f"    repeat      epoch after epoch, so that every\n{torn}\n    and is read once by it"
+    assert torn_rows("The order:\n\n" + wrapped) == [torn]
 
 
 def test_no_path_or_word_of_one_machine():

@@ -101,9 +101,9 @@ def test_a_pipeline_has_a_row_per_stage(
     monkeypatch.setattr(sys, "path", list(sys.path))
     modules = set(sys.modules)
     try:
-        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt_pipeline"), "--limit", "1GiB"]) == 0
+        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "1GiB"]) == 0
         shown = capsys.readouterr().out
-        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt_pipeline"), "--limit", "100KiB", "--json"]) == 3
+        assert main(["plan", str(path), str(ROOT / "model_defs" / "gpt"), "--limit", "100KiB", "--json"]) == 3
         found = json.loads(capsys.readouterr().out)
     finally:
         for name in set(sys.modules) - modules:

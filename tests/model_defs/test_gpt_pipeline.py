@@ -1,4 +1,4 @@
-"""The GPT as a pipeline: layer by layer it is the GPT of model_defs/gpt, however it is cut."""
+"""The GPT of model_defs/gpt as a pipeline: the same weights and the same loss on any number of stages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import zero_trial
-from tests.model_defs.folder import MODEL_DEFS, import_from
+from tests.model_defs.folder import import_from
 from tests.support.pool import Pools
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ChunkPlacement
 
 gpt = import_from("gpt", "model")
-layers = import_from("gpt_pipeline", "layers")
+layers = import_from("gpt", "layers")
 
 
 def config(tied: bool = True) -> object:
@@ -27,12 +27,6 @@ def stage(number: int, of: int, tied: bool = True) -> PipelineModule:
     module = PipelineModule(layers.gpt_layers(config(tied), seed=5), loss_fn=layers.next_byte_loss)
     module.build(ChunkPlacement.loop(of), number)
     return module
-
-
-def test_the_model_is_that_of_the_other_folder_word_for_word() -> None:
-    """A model's folder must stand alone: it is sent to clusters as it is."""
-    texts = [(MODEL_DEFS / folder / "model.py").read_text() for folder in ("gpt", "gpt_pipeline")]
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -82,7 +76,7 @@ def train_gpt(sizes: dict[str, object], pipe: int, stage: int) -> list[float]:
         "comm_timeout_seconds": 30.0,
     }
     module = import_from("gpt", "model")
-    made = import_from("gpt_pipeline", "layers")
+    made = import_from("gpt", "layers")
     settings = module.GPTConfig(**sizes)
     if pipe == 1:
         model: torch.nn.Module = module.GPT(settings, seed=5)

@@ -33,7 +33,7 @@ def experiment(folder: Path, trial: str, steps: int) -> Path:
         json.dumps(  # JSON is YAML
             {
                 "name": "small",
-                "entrypoint": f"model_def:{trial}",
+                "entrypoint": trial,
                 "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
                 "perform_initial_validation": True,
                 "reproducibility": {"experiment_seed": 3},
@@ -83,7 +83,7 @@ def pipeline_run(folder: Path, model: str, trial: str, steps: int, data: dict[st
     (folder / "ds_config.json").write_text(json.dumps(ds_config))
     experiment = {
         "name": "small",
-        "entrypoint": f"model_def:{trial}",
+        "entrypoint": trial,
         "resources": {"slots_per_trial": 2},
         "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}},
         "perform_initial_validation": True,
@@ -108,7 +108,7 @@ def test_a_pipeline_of_a_gpt_beats_the_unigram_baseline_too(tmp_path: Path) -> N
         (text / f"{number}.txt").write_text(SENTENCES.format(number) * 40)
     sizes = {"sequence": 32, "layers": 2, "heads": 2, "width": 32, "tied": True}
     data = {"source": str(text), "validation_windows": 32}
-    summary, screen = pipeline_run(tmp_path, "gpt_pipeline", "GPTPipelineTrial", 40, data, sizes)
+    summary, screen = pipeline_run(tmp_path, "gpt", "pipeline_def:GPTPipelineTrial", 40, data, sizes)
     assert summary["initial_validation"]["val_bits_per_byte"] == pytest.approx(8.0, abs=0.3)
     assert summary["val_bits_per_byte"] < summary["unigram_bits_per_byte"] < 5.0
     assert (summary["pipeline_stages"], summary["zero_stage"], summary["ranks"]) == (2, 2, 2)
@@ -119,6 +119,6 @@ def test_a_pipeline_reads_letters_of_fonts_that_it_never_saw(tmp_path: Path) -> 
     pytest.importorskip("matplotlib", reason="there are no fonts to draw with")
     data = {"characters": "ABCEX", "variants": 2, "validation_variants": 8}
     sizes = {"size": 16, "width": 8, "hidden": 32, "dropout": 0.0}
-    summary, _ = pipeline_run(tmp_path, "image_pipeline", "LetterTrial", 60, data, sizes)
+    summary, _ = pipeline_run(tmp_path, "image_pipeline", "model_def:LetterTrial", 60, data, sizes)
     assert summary["initial_validation"]["accuracy"] < 0.5
     assert summary["accuracy"] > 0.8 > summary["chance_accuracy"] == pytest.approx(0.2)

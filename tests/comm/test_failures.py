@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pool import Pools
-from zero_trial.comm import MeshShape, build_mesh
-from zero_trial.comm.collective import fail_together, raise_together
+from zero_trial.comm import MeshShape, build_mesh, fail_together, raise_together
 from zero_trial.errors import CheckpointError, ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_trial.comm.backends import sum_in_order
+from zero_trial.comm import sum_in_order
 from zero_trial.errors import KernelUnavailable
 from zero_trial.ops import cpu, cpu_library
 from zero_trial.ops import dispatch as module

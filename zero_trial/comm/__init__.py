@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from zero_trial.comm.backends import Sum, sum_in_order
-from zero_trial.comm.collective import AxisComm, CommCounters, fail_together, raise_together
+from zero_trial.comm.backends import Sum
+from zero_trial.comm.collective import AxisComm, CommCounters, sum_in_order
 from zero_trial.comm.mesh import AXES, Mesh, MeshShape, build_mesh, open_direction_groups, part_of_pipe
 from zero_trial.comm.rendezvous import (
     RankEnv,
     agree_on,
     destroy_distributed,
+    fail_together,
     init_distributed,
     is_distributed,
+    raise_together,
     rank_and_size,
     read_rank_env,
     world_size,

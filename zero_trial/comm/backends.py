@@ -21,35 +21,9 @@ import torch.distributed as dist
 from zero_trial.comm.shm.segments import SharedTensorPool
 from zero_trial.comm.waits import Finish, Received, Works
 
-# --- sums in one order ---------------------------------------------------------------------------------------------
-
 # ``out = parts[0] + parts[1] + ...`` from left to right; 16-bit parts are added in fp32 and rounded once.
 # ``out`` may be one of them.
 Sum = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-
-CHUNK = 1 << 17  # elements: what torch adds in between stays in a core's cache, and costs no new pages
-
-
-def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Make the :data:`Sum` of flat tensors in plain torch. Reads and writes the partial sum once for every part after the second."""
-    if len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
-        return
-    if out.numel() <= CHUNK:
-        _add(parts, out)
-        return
-    for *chunks, target in zip(*(part.split(CHUNK) for part in (*parts, out)), strict=True):
-        _add(chunks, target)
-
-
-def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    total = parts[0].float() if out.dtype.itemsize == 2 else parts[0].clone()
-    for part in parts[1:]:
-        total.add_(part)
-    out.copy_(total)
-
-
-# --- transports ----------------------------------------------------------------------------------------------------
 
 
 class Transport:

@@ -5,8 +5,8 @@ communicates nothing and costs nothing.
 
     CommCounters     how many elements and bytes each kind of collective moved
     ControlChannel   a few numbers, or a little JSON, that all ranks need at once
+    sum_in_order     how the ranks' contributions are added
     AxisComm         the verbs
-    fail_together    the fault of one rank, raised by all
 
 A verb is written once, in AxisComm; a :class:`~zero_trial.comm.backends.Transport` moves the tensors,
 and a ControlChannel the control values. What is under way is a :class:`~zero_trial.comm.waits.Pending`.
@@ -18,9 +18,9 @@ import ctypes
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from zero_trial.comm.backends import (
     Sum,
     Transport,
     moves_host_tensors,
-    sum_in_order,
 )
 from zero_trial.comm.shm.ring import RingChannels
 from zero_trial.comm.shm.segments import SharedMemory, SharedTensorPool
@@ -43,9 +42,7 @@ from zero_trial.comm.shm.transport import (
     SharedTransport,
 )
 from zero_trial.comm.waits import DONE, Heartbeat, Message, Pending, Received, Watchdog
-from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
-
-T = TypeVar("T")
+from zero_trial.errors import MeshError
 
 # Sees this rank's part of a sum and what peers put in, by axis index, before it is passed on.
 Look = Callable[[torch.Tensor, Mapping[int, torch.Tensor]], None]
@@ -104,6 +101,30 @@ class CommCounters:
         self._table.clear()
 
 
+# --- sums in one order ---------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 17  # elements: what torch adds in between stays in a core's cache, and costs no new pages
+
+
+def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Make the :data:`Sum` of flat tensors in plain torch. Reads and writes the partial sum once for every part after the second."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
+        return
+    if out.numel() <= CHUNK:
+        _add(parts, out)
+        return
+    for *chunks, target in zip(*(part.split(CHUNK) for part in (*parts, out)), strict=True):
+        _add(chunks, target)
+
+
+def _add(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    total = parts[0].float() if out.dtype.itemsize == 2 else parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    out.copy_(total)
+
+
 # --- control values -----------------------------------------------------------------------------------------------
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -129,10 +150,12 @@ class ControlChannel:
         self._watch = watch
         self._size = len(watch.ranks)
         self._shared: SharedControlBlock | None = None
+        self.shared_bytes = 0  # how many bytes on the host go through the shared block
 
     def share(self, block: SharedControlBlock | None) -> None:
         """From now on exchange values on the host through ``block``. All ranks must call it alike."""
         self._shared = block
+        self.shared_bytes = CONTROL_CAPACITY if block is not None else 0
 
     def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
         """Replace ``values`` by their ``sum``, ``max`` or ``min`` over the ranks: in rank order in shared memory, else in the backend's order."""
@@ -177,13 +200,9 @@ class ControlChannel:
             )
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
-    def fits(self, values: torch.Tensor) -> bool:
-        """Say whether these values go through the shared block."""
-        return self._shared is not None and values.is_cpu and 0 < values.nbytes <= CONTROL_CAPACITY
-
     def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor] | None:
         """Return every rank's ``values``, flat, in rank order; None where they do not go through the shared block."""
-        if self._shared is None or not self.fits(values):
+        if self._shared is None or not values.is_cpu or not 0 < values.nbytes <= self.shared_bytes:
             return None
         name = f"{kind}({label}) over {self._axis}"
         self._watch.heartbeat.enter(name, self._watch.ranks)
@@ -345,7 +364,7 @@ class AxisComm:
         name = f"the readers of a buffer over {self.name}"
         self.heartbeat.waiting(name, self.ranks)
         try:
-            home.wait_for_readers(self.timeout)
+            home.wait_for_readers(self.watch.timeout)
         except RuntimeError as error:
             self.watch.fail(name, error)
         self.heartbeat.leave()
@@ -400,7 +419,7 @@ class AxisComm:
         values = tensor.contiguous()
         raw = values.view(-1).view(torch.uint8)  # as bytes: backends know few dtypes
         transport = self._host_transport if self.on_host(raw) else self._device_transport
-        if transport.broadcasts and not self._control.fits(raw):
+        if transport.broadcasts and raw.nbytes > self._control.shared_bytes:
             self._start("broadcast", raw, raw, label, source=source).wait()
         else:
             self._control.broadcast(raw, label, source)
@@ -518,39 +537,3 @@ def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
     if not same or source.storage_offset() != target.storage_offset():
         target.copy_(source)
     return DONE
-
-
-# --- failing together ----------------------------------------------------------------------------------------------
-
-
-def fail_together(
-    world: AxisComm, act: Callable[[], T], label: str, others: Callable[[str], ZeroTrialError] | None = None
-) -> T:
-    """Return what ``act`` returns on this rank; if it fails on any rank, raise on every rank. Collective over ``world``.
-
-    Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed raises its own error instead, and the other
-    ranks raise ``others(fault)``. An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged.
-    A MeshError passes at once, because the ranks can no longer be asked.
-    """
-    try:
-        result = act()
-    except MeshError:
-        raise
-    except Exception as error:
-        known = isinstance(error, ZeroTrialError | OSError)
-        fault = str(error) if known else f"rank {world.ranks[world.index]}: {type(error).__name__}: {error}"
-        if known and others is None:
-            raise_together(world, fault, label)
-        world.gather_json(fault, label)
-        raise
-    raise_together(world, None, label, others or CheckpointError)
-    return result
-
-
-def raise_together(
-    world: AxisComm, fault: str | None, label: str, error: Callable[[str], ZeroTrialError] = CheckpointError
-) -> None:
-    """Raise the first rank's fault, if there is one. Collective over ``world``."""
-    faults = [found for found in world.gather_json(fault, label) if found is not None]
-    if faults:
-        raise error(faults[0])

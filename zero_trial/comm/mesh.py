@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zero_trial.comm.backends import Sum, sum_in_order
-from zero_trial.comm.collective import AxisComm, CommCounters
+from zero_trial.comm.backends import Sum
+from zero_trial.comm.collective import AxisComm, CommCounters, sum_in_order
 from zero_trial.comm.rendezvous import DEFAULT_TIMEOUT_SECONDS, is_distributed, world_heartbeat, world_size
 from zero_trial.comm.shm.probe import share_memory_if_possible
 from zero_trial.comm.waits import Heartbeat

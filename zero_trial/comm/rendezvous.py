@@ -3,6 +3,7 @@
     read_rank_env      the rank variables of the launcher; no other module reads them
     init_distributed   rank 0 opens the store (or a launcher's agent has) ─► each rank signs in ─► all are
                        there ─► the process group is made over the store, with a time limit on every collective
+    fail_together      the fault of one rank is raised by all, so that none waits for the next collective
     ExitNotice         one rank ends early for a good reason, and every other one ends too
 
 torch.distributed.run, DeepSpeed's launcher, Determined's torch_distributed layer and SLURM's srun each
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -29,12 +30,15 @@ import torch.distributed as dist
 from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from zero_trial.comm.backends import moves_host_tensors
+from zero_trial.comm.collective import AxisComm
 from zero_trial.comm.waits import Heartbeat, names, printable
-from zero_trial.errors import MeshError
+from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
 
 log = logging.getLogger("zero_trial")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+
+T = TypeVar("T")
 
 # --- rank variables ------------------------------------------------------------------------------------------------
 
@@ -323,6 +327,42 @@ def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> Mesh
         where=f"rank {env.rank} of {env.world_size}, init_distributed",
         fix=f"Check that {absent or 'every rank'} was started, and that MASTER_ADDR and MASTER_PORT are reachable from there.",
     )
+
+
+# --- failing together ----------------------------------------------------------------------------------------------
+
+
+def fail_together(
+    world: AxisComm, act: Callable[[], T], label: str, others: Callable[[str], ZeroTrialError] | None = None
+) -> T:
+    """Return what ``act`` returns on this rank; if it fails on any rank, raise on every rank. Collective over ``world``.
+
+    Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed raises its own error instead, and the other
+    ranks raise ``others(fault)``. An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged.
+    A MeshError passes at once, because the ranks can no longer be asked.
+    """
+    try:
+        result = act()
+    except MeshError:
+        raise
+    except Exception as error:
+        known = isinstance(error, ZeroTrialError | OSError)
+        fault = str(error) if known else f"rank {world.ranks[world.index]}: {type(error).__name__}: {error}"
+        if known and others is None:
+            raise_together(world, fault, label)
+        world.gather_json(fault, label)
+        raise
+    raise_together(world, None, label, others or CheckpointError)
+    return result
+
+
+def raise_together(
+    world: AxisComm, fault: str | None, label: str, error: Callable[[str], ZeroTrialError] = CheckpointError
+) -> None:
+    """Raise the first rank's fault, if there is one. Collective over ``world``."""
+    faults = [found for found in world.gather_json(fault, label) if found is not None]
+    if faults:
+        raise error(faults[0])
 
 
 # --- leaving early, together ---------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class SharedHandleExchange:
         self.peers = peers
         self._timeout = timeout
         self._number = 0
-        self._unread: set[int] = set()  # collectives whose handles this rank has not read yet
+        self.unread: set[int] = set()  # collectives whose handles this rank has not read yet
 
     def post(self, handle: SegmentHandle | None, tag: int, sources: Iterable[int]) -> PostedHandles:
         """Start the next collective: post ``handle``, if this rank sends something, and expect one from each of ``sources``."""
@@ -196,14 +196,13 @@ class SharedHandleExchange:
             start = _FIRST + number % HANDLE_SLOTS * _SLOT.size
             _SLOT.pack_into(self._own, start, -1, tag, *handle, 0)
             self._own_numbers[start // 8] = number  # last: a reader that sees the number sees the rest
-        self._unread.add(number)
+        self.unread.add(number)
         return PostedHandles(self, number, tag, sources)
 
     def forget(self, number: int) -> None:
         """Note that this rank will read nothing more of collective ``number``."""
-        if number in self._unread:
-            self._unread.remove(number)
-            self._own_numbers[0] = min(self._unread, default=self._number + 1) - 1
+        self.unread.remove(number)
+        self._own_numbers[0] = min(self.unread, default=self._number + 1) - 1
 
 
 @dataclass(eq=False)
@@ -229,11 +228,13 @@ class PostedHandles:
             if tag != self.tag:
                 raise RuntimeError(f"another rank of this axis (index {index}) {ELSEWHERE}")
             self.handles[index] = SegmentHandle(*fields)
-        exchange.forget(number)
+        if number in exchange.unread:
+            exchange.forget(number)
 
     def __del__(self) -> None:
         # Also where an error kept the caller from waiting: its peers must not be held up by that.
-        self.exchange.forget(self.number)
+        if self.number in self.exchange.unread:
+            self.exchange.forget(self.number)
 
 
 class MessageHandleExchange:

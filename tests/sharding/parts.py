@@ -1,4 +1,4 @@
-"""Small groups, gradient buffers and models to test the pieces of zero_trial/zero with: on one rank without a world, on several with the pool's."""
+"""Small groups, gradient buffers and models to test the pieces of sharding with: on one rank without a world, on several with the pool's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_trial.comm.mesh import plan_shape
 from zero_trial.comm.waits import Heartbeat
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding.grad_buffer import GradBuffer
-from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
 from zero_trial.sharding.layout import lay_out
 from zero_trial.sharding.model import ShardedModel
 from zero_trial.sharding.optimizer import ShardedOptimizer, ShardPiece, cut_pieces
@@ -126,6 +126,59 @@ def run_update(
         updated(pieces, rounded)
 
 
+def train_step(model: ShardedModel, loss: torch.Tensor) -> None:
+    """One optimizer step on ``loss``, without an engine."""
+    model.begin_backward(reduce=True, last=True)
+    loss.backward()
+    model.end_backward()
+    model.wait_before_writing()
+    run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
+    model.reducer.reset()
+    model.publish()
+    model.wait()
+
+
 def address(tensor: torch.Tensor) -> int:
     """Which storage a tensor lies in."""
     return tensor.untyped_storage().data_ptr()
+
+
+class Small(nn.Module):
+    """Matrices, vectors and a scalar, which :func:`by_decay` puts into two optimizer groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(11, 7)
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = (self.scale * x).square().mean()
+        return out
+
+
+def by_decay(module: nn.Module) -> list[list[nn.Parameter]]:
+    """Matrices in one optimizer group, the rest in another."""
+    params = list(module.parameters())
+    return [[p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]]
+
+
+def build_small(stage: int, **kwargs: Any) -> ShardedModel:
+    torch.manual_seed(0)
+    module = Small()
+    return make_model(
+        module,
+        stage,
+        opt_groups=by_decay(module),
+        settings=ShardingSettings(limits=GroupingLimits(bucket=100, persistence=10)),
+        **kwargs,
+    )
+
+
+def train_small(model: ShardedModel, steps: int) -> None:
+    for step in range(steps):
+        x = torch.linspace(-1, 1, 33).view(3, 11).to(model.policy.param) * (step + 1)
+        train_step(model, model.module(x))

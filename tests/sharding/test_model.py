@@ -1,35 +1,31 @@
-"""Tests for zero_trial/sharding/model.py: what persists on a rank, and what makes all ranks alike."""
+"""A sharded model: its groups, what persists on a rank, and what makes all ranks alike."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.sharding.parts import add_optimizer, make_model, mesh_for, optimizer_of, run_update
+from tests.sharding.parts import add_optimizer, make_model, mesh_for, train_step
 from tests.support.models import TinyLM, tokens
 from tests.support.pool import Pools
 from zero_trial.errors import TrialError
+from zero_trial.precision import dtype_policy
 from zero_trial.sharding import model as sharded_model
-from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings
-from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.plan import Lifetime
+from zero_trial.sharding.grouping import GroupingLimits, ManualGroup, ShardingSettings
+from zero_trial.sharding.model import BuiltGroups, ManualGroups, ShardedModel, build_param_groups, sync_unmanaged
+from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.sharding.plan import Lifetime, plan_for_stage
 
 FREE_ALL = ShardingSettings(limits=GroupingLimits(persistence=0))
 
 
 def step(model: ShardedModel, number: int = 0) -> float:
     loss = model.module(tokens(number, 8)[model.mesh.data.index :: model.mesh.data.size])
-    model.begin_backward(reduce=True, last=True)
-    loss.backward()
-    model.end_backward()
-    model.wait_before_writing()
-    run_update(optimizer_of(model), 1.0 / model.mesh.data.size)
-    model.reducer.reset()
-    model.publish()
-    model.wait()
+    train_step(model, loss)
     return float(loss.item())
 
 
@@ -174,3 +170,132 @@ def taken_apart() -> list[bool]:
 
 def test_without_its_hooks_the_module_is_an_ordinary_one(ranks: Pools) -> None:
     assert ranks(2).run(taken_apart) == [[True] * 4] * 2
+
+
+def make(
+    module: nn.Module, stage: int, manual_groups: Sequence[ManualGroup] = (), built: list[str] | None = None
+) -> BuiltGroups:
+    def on_built(group: ParamGroup) -> None:
+        if built is not None:
+            built.append(group.name)
+
+    opt_groups = [[param for param in module.parameters() if param.requires_grad]]
+    plan, policy = plan_for_stage(stage), dtype_policy("fp32")
+    return build_param_groups(
+        module, opt_groups, plan, mesh_for(stage), policy, FREE_ALL, ManualGroups(manual_groups), on_built
+    )
+
+
+def test_groups_that_are_freed_know_the_modules_that_they_stand_for() -> None:
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.LayerNorm(8))
+    groups = make(module, 3)
+    assert set(groups.freed) == set(groups.modules)
+    assert {id(group) for chosen in groups.freed.values() for group in chosen} == {id(group) for group in groups.all}
+    assert {tuple(map(id, block)) for block in groups.modules.values()} == {
+        *((id(part),) for part in module[:3]),
+        (id(module),),
+    }
+    assert make(nn.Linear(8, 8), 1).freed == {}
+
+
+def test_each_group_is_announced_before_the_next_is_built() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[0].requires_grad_(False)
+    built: list[str] = []
+    groups = make(module, 3, built=built)
+    assert built == [group.name for group in groups.all]
+    assert len({group.trainable for group in groups.all}) == 2
+
+
+def test_under_a_schedule_no_module_stands_for_a_group() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    halves = [
+        ManualGroup(name, frozenset(map(id, layer.parameters()))) for name, layer in zip("ab", module, strict=True)
+    ]
+    groups = make(module, 3, halves)
+    assert set(groups.freed) == {"a", "b"}
+    assert groups.modules == {}
+
+
+def bits(stage: int, precision: str) -> bool:
+    """Each rank builds other values; the groups hold rank 0's, and so do their masters, unrounded."""
+    mesh = mesh_for(stage)
+    torch.manual_seed(mesh.rank)
+    model = make_model(TinyLM(), stage, precision=precision, mesh=mesh, settings=FREE_ALL)
+    torch.manual_seed(0)
+    plain = dict(TinyLM().named_parameters())
+    for group in model.groups:
+        for piece in group.layout.pieces(mesh.shard.index):
+            expected = plain[piece.slot.name].detach().reshape(-1)[piece.start : piece.stop]
+            if not torch.equal(group.master[piece.offset : piece.offset + piece.numel], expected):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_are_rank_0s_values_unrounded(ranks: Pools, stage: int, precision: str) -> None:
+    assert ranks(2).run(bits, stage, precision) == [True, True]
+
+
+def test_the_groups_of_stage_3_follow_the_models_blocks() -> None:
+    settings = ShardingSettings(limits=GroupingLimits(persistence=100, bucket=1))
+    model = make_model(TinyLM(), 3, settings=settings)
+    blocks = {group.block for group in model.groups if not group.name.startswith("small")}
+    assert "" in blocks
+    assert {f"blocks.{index}" for index in range(3)} <= {block for known in blocks for block in (known,)} or len(
+        blocks
+    ) > 1
+    small = [slot.name for group in model.groups if group.name.startswith("small") for slot in group.layout.slots]
+    assert small
+    assert all(name.endswith(("norm.weight", "norm.bias", "down.bias")) for name in small)
+
+
+def test_what_is_not_managed_takes_the_policys_dtype() -> None:
+    module = nn.BatchNorm1d(3)
+    sync_unmanaged(module, {id(module.weight)}, dtype_policy("bf16"), ManualGroups(), mesh_for(0).data)
+    assert module.weight.dtype == torch.float32
+    assert module.bias.dtype == torch.bfloat16
+    assert module.running_mean is not None and module.running_mean.dtype == torch.bfloat16
+    assert module.num_batches_tracked is not None and module.num_batches_tracked.dtype == torch.int64
+
+
+class Odd(nn.Module):
+    """Everything that is no ordinary float parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.frozen = nn.Parameter(torch.randn(40, 3), requires_grad=False)
+        self.strided = nn.Parameter(torch.randn(3, 40).t(), requires_grad=False)
+        self.quantized = nn.Parameter(torch.randint(-9, 9, (50, 3), dtype=torch.int8), requires_grad=False)
+        self.register_buffer("mask", torch.randn(3, 4).t())
+        self.register_buffer("row", torch.randn(1, 4).expand(3, 4))
+        self.register_buffer("phase", torch.randn(5, dtype=torch.complex64))
+        self.register_buffer("flag", torch.rand(4) > 0.5)
+        self.register_buffer("count", torch.randint(9, ()))
+        self.register_buffer("short", torch.randint(9, (3,), dtype=torch.int16))
+        self.register_buffer("empty", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x).sum() + self.frozen.sum() + self.quantized.float().sum()
+        return out
+
+
+def odd_things(stage: int) -> dict[str, Any]:
+    mesh = mesh_for(stage)
+    torch.manual_seed(mesh.rank)
+    model = make_model(Odd(), stage, mesh=mesh, settings=FREE_ALL)
+    loss = model.module(torch.ones(2, 6)).item()
+    return {"loss": loss} | {name: value.float().abs().sum().item() if not value.is_complex() else value.abs().sum().item()
+                             for name, value in model.module.state_dict().items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_all_ranks_start_from_rank_0_whatever_a_module_holds(ranks: Pools, stage: int) -> None:
+    first, second = ranks(2).run(odd_things, stage)
+    assert first == second
+    torch.manual_seed(0)
+    plain = Odd()
+    assert first["loss"] == pytest.approx(plain(torch.ones(2, 6)).item(), rel=1e-5)
+    assert first["phase"] == pytest.approx(plain.phase.abs().sum().item())

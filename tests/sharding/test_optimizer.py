@@ -1,19 +1,35 @@
-"""Tests for zero_trial/sharding/optimizer.py."""
+"""The optimizer over shards: its pieces, where their state lives, and the state as checkpoints see it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from tests.sharding.parts import add_optimizer, address, run_update
-from tests.sharding.two_groups import build
-from zero_trial.errors import TrialError
+from tests.sharding.parts import (
+    Small,
+    add_optimizer,
+    address,
+    build_small,
+    by_decay,
+    make_grad_buffer,
+    make_group,
+    make_model,
+    mesh_for,
+    parameters,
+    run_update,
+    train_small,
+)
+from tests.support.pool import Pools
+from zero_trial.errors import ConfigError, TrialError
 from zero_trial.ops.optimizers import FusedLamb
-from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces
+from zero_trial.sharding.optimizer import DeviceStore, ShardedOptimizer, ShardPiece, StepStatus, cut_pieces, rebind
 
 
 def test_the_base_optimizer_steps_on_flat_pieces_of_the_masters() -> None:
-    model = build(1)
+    model = build_small(1)
     optimizer = add_optimizer(model, torch.optim.SGD, lr=1.0)
     piece = optimizer.pieces[0]
     assert address(piece.weight) == address(piece.group.master)
@@ -35,7 +51,7 @@ def test_a_step_past_the_engine_is_refused() -> None:
 
 def test_tensors_are_numbered_over_all_groups_also_where_a_rank_has_no_piece() -> None:
     """Otherwise a rank whose part of a group is padding would add its squares to other tensors than its peers."""
-    model = build(0)
+    model = build_small(0)
     grad_buffers = model.grad_buffers
     pieces = cut_pieces(grad_buffers[-1:], whole_tensors=False)
     opt_groups = [{"params": [piece.weight for piece in pieces if piece.opt_group == index]} for index in (0, 1)]
@@ -53,3 +69,265 @@ def test_tensors_are_numbered_over_all_groups_also_where_a_rank_has_no_piece() -
     )
     run_update(nothing, 1.0)
     assert asked == [(2, len(names))] * 2  # also a rank without any piece takes part
+
+
+def test_pieces_are_runs_of_one_optimizer_group() -> None:
+    model = build_small(1)
+    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
+    assert {piece.opt_group for piece in pieces} == {0, 1}
+    for grad_buffer in model.grad_buffers:
+        spans = sorted((piece.low, piece.high) for piece in pieces if piece.grad_buffer is grad_buffer)
+        assert spans[0][0] == 0
+        assert spans[-1][1] == grad_buffer.group.layout.shard_numel
+        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))  # noqa: RUF007
+
+
+def test_pieces_are_cut_at_multiples_counted_from_the_shards_start() -> None:
+    model = build_small(1)
+    for piece in cut_pieces(model.grad_buffers, whole_tensors=False, most=32):
+        assert piece.low // 32 == (piece.high - 1) // 32
+    whole = sum(piece.numel for piece in cut_pieces(model.grad_buffers, whole_tensors=False))
+    assert sum(piece.numel for piece in cut_pieces(model.grad_buffers, whole_tensors=False, most=32)) == whole
+
+
+def test_a_tensor_without_elements_is_no_piece() -> None:
+    module = Small()
+    module.nothing = nn.Parameter(torch.empty(0, 3))
+    pieces = cut_pieces(make_model(module, 0).grad_buffers, whole_tensors=True)
+    assert len(pieces) == len(list(Small().parameters()))
+
+
+def test_whole_tensors_where_nothing_is_sharded() -> None:
+    """Muon, Shampoo, Adafactor: an optimizer that looks at rows and columns gets real shapes."""
+    model = build_small(0)
+    pieces = cut_pieces(model.grad_buffers, whole_tensors=True)
+    shapes = sorted(tuple(param.shape) or (1,) for param in Small().parameters())
+    assert sorted(tuple(piece.weight.shape) for piece in pieces) == shapes
+    assert {tuple(piece.weight.shape): piece.opt_group for piece in pieces}[(7, 11)] == 0
+    assert {tuple(piece.weight.shape): piece.opt_group for piece in pieces}[(7,)] == 1
+
+
+def refuses_whole_tensors() -> str:
+    try:
+        cut_pieces(build_small(1).grad_buffers, whole_tensors=True)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_whole_tensors_of_shards_are_refused(ranks: Pools) -> None:
+    assert all("needs whole tensors, and sharding cuts them" in text for text in ranks(2).run(refuses_whole_tensors))
+
+
+def piece(numel: int = 64, dtype: torch.dtype = torch.float32) -> ShardPiece:
+    group = make_group(parameters([(numel,)]), dtype=dtype)
+    grad_buffer, _ = make_grad_buffer(group)
+    return ShardPiece(group, grad_buffer, 0, 0, numel, nn.Parameter(group.master[:numel]))
+
+
+def test_a_step_borrows_every_piece_once() -> None:
+    pieces = [piece(), piece()]
+    store = DeviceStore(pieces)
+    seen = []
+    for batch in store.batches():
+        store.borrow(batch)
+        seen.extend(batch)
+        assert [store.give_back(batch, rounded) for rounded in (True, False)] == [True, False]
+    assert seen == pieces
+    assert [len(batch) for batch in store.batches()] == [2], "again, for the next step"
+
+
+def test_gradients_need_no_copy_where_dtypes_agree() -> None:
+    own = piece()
+    own.grad_buffer.shard.fill_(2.0)
+    assert address(own.gradient()) == address(own.grad_buffer.shard)
+    other = piece(dtype=torch.bfloat16)
+    other.grad_buffer.shard.fill_(2.0)
+    gradient = other.gradient()
+    assert gradient.dtype == torch.float32
+    assert gradient.eq(2).all()
+
+
+def test_a_gradient_has_the_weights_shape() -> None:
+    group = make_group(parameters([(4, 16)]))
+    grad_buffer, _ = make_grad_buffer(group)
+    grad_buffer.shard.copy_(torch.arange(64.0))
+    whole = ShardPiece(group, grad_buffer, 0, 0, 64, nn.Parameter(group.master.view(4, 16)))
+    assert torch.equal(whole.gradient(), torch.arange(64.0).view(4, 16))
+    part = ShardPiece(group, grad_buffer, 0, 32, 64, nn.Parameter(group.master[32:64]))
+    assert part.gradient().tolist() == list(range(32, 64))
+    assert part.numel == 32
+
+
+@pytest.mark.parametrize(("cast_numel", "sizes"), [(1000, [4]), (128, [2, 2]), (127, [1, 1, 1, 1]), (1, [1, 1, 1, 1])])
+def test_casts_are_bounded_by_batches(cast_numel: int, sizes: list[int]) -> None:
+    pieces = [piece(dtype=torch.bfloat16) for _ in range(4)]
+    assert [len(batch) for batch in DeviceStore(pieces, cast_numel=cast_numel).batches()] == sizes
+    assert [len(batch) for batch in DeviceStore([piece() for _ in range(4)], cast_numel=cast_numel).batches()] == [4]
+
+
+def test_a_clients_optimizer_steps_on_pieces_with_its_own_groups() -> None:
+    torch.manual_seed(0)
+    module = Small()
+    opt_groups = by_decay(module)
+    base = torch.optim.AdamW(
+        [{"params": opt_groups[0], "lr": 0.5}, {"params": opt_groups[1], "lr": 0.25, "weight_decay": 0.0}]
+    )
+    model = make_model(module, 1, opt_groups=opt_groups)
+    pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
+    rebind(base, pieces)
+    assert [opt_group["lr"] for opt_group in base.param_groups] == [0.5, 0.25]
+    for index, opt_group in enumerate(base.param_groups):
+        assert [id(p) for p in opt_group["params"]] == [
+            id(piece.weight) for piece in pieces if piece.opt_group == index
+        ]
+    optimizer = ShardedOptimizer(base, pieces, status=Scaled())
+    base.param_groups[0]["lr"] = 0.125  # a scheduler holds the base
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert (optimizer.loss_scale, optimizer.cur_scale) == (8.0, 8.0)
+
+
+class Scaled(StepStatus):
+    loss_scale = 8.0  # type: ignore[assignment]
+
+
+STEPPED = [
+    (torch.optim.AdamW, {}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    (torch.optim.RMSprop, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), STEPPED)
+def test_a_client_optimizer_must_be_fresh(kind: Any, options: dict[str, Any]) -> None:
+    for stepped in (False, True):
+        module = Small()
+        base = kind(module.parameters(), **options)
+        if stepped:
+            module(torch.ones(2, 11)).backward()
+            base.step()
+        model = make_model(module, 0)
+        pieces = cut_pieces(model.grad_buffers, whole_tensors=False)
+        if stepped:
+            with pytest.raises(ConfigError, match="has stepped before"):
+                rebind(base, pieces)
+        else:
+            rebind(base, pieces)
+            for piece in pieces:
+                piece.weight.grad = torch.ones_like(piece.weight)
+            base.step()
+
+
+def coverage(stage: int, shard: int | None, precision: str) -> dict[str, Any]:
+    """Which elements of which state this rank's views show, after two steps."""
+    model = build_small(stage, mesh=mesh_for(stage, shard), precision=precision)
+    optimizer = add_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    train_small(model, 2)
+    seen: dict[str, list[tuple[int, int]]] = {}
+    shapes = {}
+    for view in optimizer.views():
+        assert view.tensor.shape == (view.stop - view.start,)
+        assert view.tensor.dtype == torch.float32
+        seen.setdefault(f"{view.kind}/{view.name}", []).append((view.start, view.stop))
+        shapes[view.name] = view.shape
+    return {"seen": seen, "shapes": shapes, "shard": model.mesh.shard.index, "scalars": optimizer.scalars()}
+
+
+@pytest.mark.parametrize(("stage", "shard"), [(0, None), (1, None), (2, 2), (3, None)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_views_cover_every_element_of_every_state_exactly_once(
+    ranks: Pools, stage: int, shard: int | None, precision: str
+) -> None:
+    answers = ranks(4).run(coverage, stage, shard, precision)
+    shapes = {name: tuple(param.shape) for name, param in Small().named_parameters()}
+    lines: dict[int, dict[str, Any]] = {}
+    for answer in answers:  # replicas show the same
+        known = lines.setdefault(answer["shard"], answer)
+        assert known["seen"] == answer["seen"]
+    for name, shape in shapes.items():
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            covered = sorted(span for answer in lines.values() for span in answer["seen"].get(f"{kind}/{name}", []))
+            end = 0
+            for start, stop in covered:
+                assert start == end, (kind, name, covered)
+                end = stop
+            assert end == torch.Size(shape).numel(), (kind, name, covered)
+    for answer in answers:
+        assert answer["shapes"].items() <= shapes.items()
+        assert all(numbers == {"step": 2.0} for numbers in answer["scalars"].values())
+    assert set().union(*(answer["scalars"] for answer in answers)) == {"0", "1"}
+
+
+def state_travels(stage: int) -> list[bool]:
+    """State written into freshly made tensors continues as if it had always been there."""
+    model = build_small(stage)
+    optimizer = add_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    train_small(model, 2)
+    kept = {(v.kind, v.name, v.start): v.tensor.clone() for v in optimizer.views()}
+    scalars = optimizer.scalars()
+    shapes = {slot.name: slot.shape for group in model.groups for slot in group.layout.slots}
+    train_small(model, 1)
+    expected = {(v.kind, v.name, v.start): v.tensor.clone() for v in optimizer.views()}
+
+    other = build_small(stage)
+    fresh = add_optimizer(other, torch.optim.AdamW, lr=1e-3)
+    assert [v.kind for v in fresh.views() if v.kind != "master"] == []
+    fresh.make_state(["exp_avg", "exp_avg_sq"], scalars, lambda kind, name: shapes.get(name))
+    for view in fresh.views():
+        view.tensor.copy_(kept[view.kind, view.name, view.start])
+    for group in other.groups:
+        pending = group.publish()
+        if pending is not None:
+            pending.wait()
+    loss = other.module(torch.linspace(-1, 1, 33).view(3, 11))
+    other.begin_backward(reduce=True, last=True)
+    loss.backward()
+    other.end_backward()
+    other.wait_before_writing()
+    run_update(fresh, 1.0 / other.mesh.data.size)
+    found = {(v.kind, v.name, v.start): v.tensor for v in fresh.views()}
+    return [found.keys() == expected.keys(), all(torch.equal(found[key], expected[key]) for key in expected)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_made_state_takes_a_checkpoint_in(ranks: Pools, stage: int) -> None:
+    assert ranks(2).run(state_travels, stage) == [[True, True]] * 2
+
+
+def shards_of_state() -> list[bool]:
+    model = build_small(2)
+    optimizer = add_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    group = model.groups[0]
+    out = [optimizer.state_shard(group, "exp_avg") is None]
+    train_small(model, 1)
+    shard = optimizer.state_shard(group, "exp_avg")
+    assert shard is not None
+    out.append(shard.numel() == group.layout.shard_numel)
+    optimizer.set_state_shard(group, "exp_avg", torch.full_like(shard, 3.0))
+    again = optimizer.state_shard(group, "exp_avg")
+    assert again is not None
+    out.append(bool(again.eq(3).all()))
+    others = [optimizer.state_shard(other, "exp_avg") for other in model.groups[1:]]
+    out.append(not any(bool(value.eq(3).any()) for value in others if value is not None))
+    out.append(optimizer.state_shard(group, "step") is None)
+    out.append(optimizer.state_shard(group, "nothing") is None)
+    return out
+
+
+def test_the_state_of_a_group_as_one_shard(ranks: Pools) -> None:
+    assert ranks(2).run(shards_of_state) == [[True] * 6] * 2
+
+
+def sizes(stage: int) -> tuple[int, int]:
+    model = build_small(stage)
+    optimizer = add_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    assert optimizer.persistent_bytes() == 0
+    train_small(model, 1)
+    return optimizer.persistent_bytes(), sum(group.layout.shard_numel for group in model.groups)
+
+
+def test_adam_keeps_eight_bytes_per_element_of_the_shard(ranks: Pools) -> None:
+    for stage in (0, 3):
+        for found, numel in ranks(2).run(sizes, stage):
+            assert found == 8 * numel

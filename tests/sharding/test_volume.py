@@ -127,10 +127,10 @@ def test_sixteen_bit_gradients_and_parameters_halve_the_bytes(ranks: Pools) -> N
         assert table["reduce_scatter/shard"][2] == table["all_gather/shard"][2] == 2 * psi // 2
     for psi, table in ranks(2).run(volume, {"stage": 2}, 4, {"bf16": {"enabled": True}}):
         assert table["reduce_scatter/shard"][2] == 4 * psi // 2, (
-            "accumulated in fp32, and sent so unless told otherwise"
+            "accumulated in fp32, and sent so unless asked otherwise"
         )
-    told = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
-    for psi, table in ranks(2).run(volume, {"stage": 2}, 4, told):
+    as_asked = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
+    for psi, table in ranks(2).run(volume, {"stage": 2}, 4, as_asked):
         assert table["reduce_scatter/shard"][2] == 2 * psi // 2
 
 

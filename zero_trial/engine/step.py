@@ -322,11 +322,12 @@ def update_and_publish(
             publisher.updated(pieces, rounded)
     with trace_range("publish"):
         publisher.finish()
-        model.unsharder.start_step()
+        if model.frees_parameters:
+            model.unsharder.start_step()
         if defer_wait:
             publisher.wait_at_next_forward()
         else:
-            model.wait()
+            publisher.wait()
 
 
 # --- what the device reports later ------------------------------------------------------------------------------------

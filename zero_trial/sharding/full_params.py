@@ -30,7 +30,7 @@ class GatheredParameters:
     Inside the block the parameters hold their full values on every rank of the shard axis. Collective: every rank must enter.
 
     ``modifier_rank=None``: read only; edits are dropped where parameters are sharded. ``modifier_rank=r``: what data-parallel rank ``r``
-    wrote becomes everyone's value at every ZeRO stage, fp32 master weights included (those of elements that were not edited keep their bits).
+    wrote becomes the value of all ranks at every ZeRO stage, fp32 master weights included (elements that were not edited keep their bits).
     Ordinary parameters pass through untouched. ``fwd_module`` is accepted for compatibility: uses outside a module's own forward need no
     registration here.
     """
@@ -61,14 +61,14 @@ class GatheredParameters:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The fp32 master weight, whole. Collective over shard: every rank must call."""
+    """Return the full fp32 master weight. Collective over shard: every rank must call."""
     _, group, index = _find(param)
     with group.materialized():
         return _wide(full_of_shard(group, index, group.master))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
+    """Set the fp32 master weight and the parameter to ``value`` (full shape, alike on all ranks). Collective over shard."""
     _, group, index = _find(param)
     group.wait_before_writing()  # a gather under way reads the shard, and so may peers
     with group.materialized():
@@ -79,7 +79,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The averaged, unscaled gradient of this step, whole, after backward at the boundary; None before. Collective over shard."""
+    """Return the full averaged, unscaled gradient of this step after backward at the boundary; None before. Collective over shard."""
     model, group, index = _find(param)
     grad_buffer = model.grad_buffer_of(group)
     if grad_buffer is None or not grad_buffer.shard_filled:
@@ -88,14 +88,14 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """State ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...), whole; None before the first step. Collective over shard."""
+    """Return the full state ``optim_state_key`` (``exp_avg``, ``exp_avg_sq`` ...); None before the first step. Collective over shard."""
     _, group, index = _find(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else full_of_shard(group, index, shard)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
+    """Set state ``optim_state_key`` from ``value`` (full shape). Raises TrialError before the first step, when there is no state."""
     _, group, index = _find(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     if shard is None:
@@ -105,14 +105,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """This rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
+    """Return this rank's part of the fp32 master weight, flat; empty if its shard holds none of it. Local."""
     _, group, index = _find(param)
     with group.materialized():
         return _wide(_local(group, index, group.master))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the averaged, unscaled gradient, flat; None before the boundary. Local."""
+    """Return this rank's part of the averaged, unscaled gradient, flat; None before the boundary. Local."""
     model, group, index = _find(param)
     grad_buffer = model.grad_buffer_of(group)
     if grad_buffer is None or not grad_buffer.shard_filled:
@@ -121,19 +121,22 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of a state tensor, flat; None before the first step. Local."""
+    """Return this rank's part of a state tensor, flat; None before the first step. Local."""
     _, group, index = _find(param)
     shard = _optimizer_of(param).state_shard(group, optim_state_key)
     return None if shard is None else _local(group, index, shard)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted for code that comes from DeepSpeed, and not needed: weights outside the blocks live for the whole step, and a block's own live
-    while it computes. A block's weight that another module uses belongs into ``zero_optimization.leaf_module``."""
+    """Do nothing; exists for code that comes from DeepSpeed.
+
+    Weights outside the blocks live for the whole step, and a block's own live while it computes. If another module uses a block's weight,
+    name the module that holds both in ``zero_optimization.leaf_module``.
+    """
 
 
 def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """The full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
+    """Return the full tensor of slot ``index`` from every rank's ``shard`` (shard_numel,). Collective over shard."""
     shard = shard.to(group.shard.device)  # where the ranks exchange
     full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
     group.comm.all_gather(full, shard.contiguous(), f"full value from {group.name}").wait()
@@ -142,7 +145,7 @@ def full_of_shard(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.T
 
 
 def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: torch.Tensor) -> None:
-    """Writes this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
+    """Write this rank's part of the full ``value`` of slot ``index`` into ``shard``. Local."""
     slot = group.layout.slots[index]
     if tuple(value.shape) != slot.shape:
         raise TrialError(
@@ -158,14 +161,14 @@ def write_to_shard(group: ParamGroup, index: int, shard: torch.Tensor, value: to
 
 
 def _local(group: ParamGroup, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """The elements of slot ``index`` in ``shard``, a copy."""
+    """Return a copy of the elements of slot ``index`` in ``shard``."""
     slot = group.layout.slots[index]
     parts = [shard[p.offset : p.offset + p.numel] for p in group.layout.pieces(group.comm.index) if p.slot is slot]
     return torch.cat(parts) if parts else shard.new_empty(0)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """fp32, or float64 where the parameter is."""
+    """Return ``values`` in fp32, or in float64 where the parameter is."""
     return values.to(wide_dtype(values.dtype, torch.float32))
 
 
@@ -235,7 +238,7 @@ class FullParams:
         self._scope: nn.Module | None = None  # the module whose state dict was asked for
         self._loading = False
         self._gathered: list[ParamGroup] = []  # for the state dict
-        # Modules whose own entries are views still: torch copies nothing, and visits a module's children before its hook runs.
+        # Modules whose own entries are views still: torch copies nothing, and calls the hooks of a module's children before its own.
         self._uncopied: list[tuple[nn.Module, list[ParamGroup]]] = []
         self._drops_values = False
         self._copies = any(group.plan.params is not Lifetime.ALWAYS for group in groups)
@@ -266,22 +269,22 @@ class FullParams:
     def open(self, params: list[nn.Parameter]) -> None:
         """See :class:`ShardOwner`. May be nested."""
         self._publisher.wait()
-        visited = self._holding(params)
-        opened = [group for group in visited if not group.live]
+        held = self._holding(params)
+        opened = [group for group in held if not group.live]
         for group in opened:
             group.unshard_async()
         for group in opened:
             group.finish_unshard()
-        for group in visited:
-            group.pins += 1
+        for group in held:
+            group.pin()
         self._opened.append(opened)
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
         """See :class:`ShardOwner`. Raises TrialError when the optimizer has freed what was being edited."""
-        opened, visited = self._opened.pop(), self._holding(params)
-        for group in visited:
-            group.pins -= 1
-        for group in visited:
+        opened, held = self._opened.pop(), self._holding(params)
+        for group in held:
+            group.unpin()
+        for group in held:
             if source is not None:
                 if not group.live:
                     raise TrialError(
@@ -314,7 +317,7 @@ class FullParams:
         return state if first else {}
 
     def _enter(self, part: nn.Module, own: list[ParamGroup], *, loading: bool) -> None:
-        """Gathers the groups of the part's own parameters, in place of those of the part before it."""
+        """Gather the groups of the part's own parameters, in place of those of the part before it."""
         if self._scope is None or part is self._scope or all(part is not inner for inner in self._scope.modules()):
             self._publisher.wait_result()
             self._loading = False  # what an earlier call left open when it failed is dropped
@@ -332,7 +335,7 @@ class FullParams:
         self._gathered += freed
 
     def _after_state_dict(self, part: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """The part's own entries are views of buffers that will be freed: copies instead. Those of inner modules are copied already."""
+        """Replace the part's own entries, views of buffers that will be freed, by copies. Those of inner modules are copied already."""
         if self._copies:
             for name in (*part._parameters, *part._buffers):
                 if torch.is_tensor(value := state.get(prefix + name)):
@@ -371,19 +374,19 @@ def _ids(module: nn.Module) -> set[int]:
 
 
 def _groups_of(params: Iterable[nn.Parameter], group_of: Mapping[int, ParamGroup]) -> list[ParamGroup]:
-    """The groups that hold any of ``params``, in the order of first sight."""
+    """List the groups that hold any of ``params``, in the order in which they are met."""
     found = [group for param in params if (group := group_of.get(id(param))) is not None]
     return list(dict.fromkeys(found))
 
 
 class ShardOwner(Protocol):
-    """Keeps the shards of some parameters."""
+    """The object that keeps the shards of some parameters: a model's FullParams, or before there is an engine a PreSharded."""
 
     def open(self, params: list[nn.Parameter]) -> None:
-        """Gathers the full parameters. Collective over shard."""
+        """Gather the full parameters. Collective over shard."""
 
     def close(self, params: list[nn.Parameter], source: int | None) -> None:
-        """Takes the edits of rank ``source`` over (None: nothing was edited) and returns to the state before :meth:`open`. Collective."""
+        """Keep the edits of rank ``source`` (None: nothing was edited) and return to the state before :meth:`open`. Collective."""
 
 
 # parameter -> how to reach its owner, and the optimizer that has its state
@@ -392,38 +395,38 @@ _OPTIMIZERS = WeakTensorKeyDictionary()
 
 
 def register_owner(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """``owner`` keeps these parameters from now on."""
+    """Record that ``owner`` keeps the shards of ``params`` from now on."""
     for param in params:
         _OWNERS[param] = ref(owner)
 
 
 def own_params(params: Iterable[nn.Parameter], owner: ShardOwner) -> None:
-    """``owner`` lives as long as these parameters do: nothing else keeps it (shards made before there is an engine)."""
+    """Record ``owner`` and keep it alive as long as ``params``: nothing else does (shards made before there is an engine)."""
     for param in params:
         _OWNERS[param] = lambda owner=owner: owner
 
 
 def forget_owner(params: Iterable[nn.Parameter]) -> None:
-    """These parameters are ordinary ones again."""
+    """Make ``params`` ordinary parameters again."""
     for param in params:
         _OWNERS.pop(param, None)
         _OPTIMIZERS.pop(param, None)
 
 
 def register_optimizer(params: Iterable[nn.Parameter], optimizer: StateShards) -> None:
-    """``optimizer`` has the state of these parameters from now on."""
+    """Record that ``optimizer`` has the state of ``params`` from now on."""
     for param in params:
         _OPTIMIZERS[param] = ref(optimizer)
 
 
 def owner_of_param(param: torch.Tensor) -> ShardOwner | None:
-    """The owner of ``param``; None for an ordinary parameter that no engine has sharded."""
+    """Return the owner of ``param``; None for an ordinary parameter that no engine has sharded."""
     found = _OWNERS.get(param)
     return found() if found is not None else None
 
 
 def by_owner(params: Iterable[nn.Parameter]) -> list[tuple[ShardOwner, list[nn.Parameter]]]:
-    """Parameters grouped by owner, in the order of first sight; ordinary ones are left out."""
+    """Group parameters by owner, in the order in which owners are met; ordinary ones are left out."""
     found: dict[int, tuple[ShardOwner, list[nn.Parameter]]] = {}
     for param in params:
         owner = owner_of_param(param)

@@ -1,4 +1,4 @@
-"""Collects the gradients of one group in one flat buffer, filled by autograd's hooks, and says when all of them are ready.
+"""Collects the gradients of one group in one flat buffer, filled by autograd's hooks, and reports when all of them are ready.
 
     micro-batch 1   autograd hands over a fresh gradient  -> copied into its view once, and .grad becomes the view
     micro-batch 2+  autograd adds into .grad, that is into the view, by itself
@@ -13,14 +13,14 @@ The buffer's memory is of one of three kinds:
     ResizedGrads      until reduced, in ordinary or device memory: the buffer's storage is resized to nothing and back
     PooledGrads       until reduced, where peers read in place: a pool for what is in flight, one being filled and one spare
 
-Freeing means nothing for memory that peers have mapped, which is why the third kind passes it on instead. Between steps the pool keeps
-buffers of at most LARGEST_KEPT bytes, as freed memory of that size stays anyway (:func:`keep_freed_memory`); larger ones are given back.
+Memory that peers have mapped cannot be freed, which is why the third kind passes it on instead. Between steps the pool keeps buffers of at
+most LARGEST_KEPT bytes, as freed memory of that size stays anyway (:func:`keep_freed_memory`); larger ones are given back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,7 +71,8 @@ class GradBuffer:
         )
         self.shard_filled = False  # holds a reduced sum of this step
         self.live = kept
-        self._owned = False  # nobody else reads the full buffer
+        self._frees = not kept
+        self._owned = False  # no peer reads the full buffer
         self._stale = False  # padding may hold anything
         self.sealed = False  # being reduced, or reduced and not yet used: gradients that come now wait in .grad
         self.late = False  # a gradient came after the group was ready (re-entrant checkpointing): reduce only when backward has ended
@@ -88,7 +89,7 @@ class GradBuffer:
         self._shares = group.dtype == dtype  # .grad can be the view itself
 
     def register_hooks(self, on_ready: Callable[[GradBuffer], None]) -> None:
-        """Calls ``on_ready(self)`` when every parameter of the group has got its gradient in the running backward pass."""
+        """Call ``on_ready(self)`` when every parameter of the group has got its gradient in the running backward pass."""
         self._on_ready = on_ready
         self.handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, param.numel() < SMALL))
@@ -101,14 +102,8 @@ class GradBuffer:
         flat = self._memory.flat
         return flat.full if flat is not None else self._nothing
 
-    @property
-    def own(self) -> torch.Tensor:
-        """This rank's part of the full buffer; only while live."""
-        low, high = self.group.layout.shard_range(self.group.comm.index)
-        return self.full[low:high]
-
     def _hook(self, index: int, small: bool) -> Callable[[nn.Parameter], None]:
-        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an engine that nobody destroyed would never go.
+        # Weak: autograd holds hooks where Python's garbage collector does not look, so that an engine that was not destroyed would never be freed.
         me = weakref.ref(self)
         seen, queued, waiting = self._seen, self._queued, self._waiting
 
@@ -135,8 +130,9 @@ class GradBuffer:
         return on_grad
 
     def _take(self, index: int, param: nn.Parameter) -> None:
-        """Moves one gradient into its view."""
-        self.allocate()
+        """Move one gradient into its view."""
+        if not self._owned:
+            self.allocate()
         grad = param.grad
         if grad is None:
             return
@@ -149,14 +145,15 @@ class GradBuffer:
         param.grad = self.views[index] if self._shares else None
 
     def flush_small(self, *, show: bool = True) -> None:
-        """Copies the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed).
+        """Copy the small gradients that wait; afterwards the buffer holds all that has come (unless it is sealed).
 
         ``show``: the parameters' ``.grad`` become the views, for autograd to add into and for user code to read.
         """
         waiting = self._waiting
         if not waiting or self.sealed:
             return
-        self.allocate()
+        if not self._owned:
+            self.allocate()
         params, views, filled = self.group.params, self.views, self.filled
         targets, sources, again = [], [], []
         for index in waiting:
@@ -183,44 +180,49 @@ class GradBuffer:
 
     @property
     def has_gradients(self) -> bool:
-        """There are gradients that is not reduced yet."""
+        """Whether there are gradients that are not reduced yet."""
         return bool(self._waiting) or any(self.filled)
 
     def begin_pass(self) -> None:
-        """A new backward pass: every parameter may come once more."""
+        """Start a new backward pass: every parameter is expected once more."""
         self._pass += 1
         self._missing = len(self.group.params)
         self._counting = True
 
     def end_pass(self) -> None:
-        """The backward pass is over; what comes until the next one comes from someone else's loss and completes nothing."""
-        self.flush_small()
+        """End the backward pass: gradients that come until the next one belong to other losses and complete nothing."""
+        if self._waiting:
+            self.flush_small()
         self._counting = False
 
-    def allocate(self) -> None:
-        """Brings the full buffer to life, with whatever the memory held: :meth:`seal` zeroes what got no gradient.
+    def allocate(self) -> FlatGrads:
+        """Give the full buffer memory, with whatever that held: :meth:`seal` zeroes what got no gradient.
 
         Waits for peers that still read an earlier sum's parts there.
         """
-        if self._owned:
-            return
         flat = self._memory.borrow()
         self.views[:] = flat.views
         self._stale = self._stale or not self.live
         self.live = self._owned = True
+        return flat
 
     def wait_for_readers(self) -> None:
-        """The reduced gradient may be written: where it lies in the full buffer, no peer reads that any more. Peers must come as far."""
+        """Wait until the reduced gradient may be written: where it is in the full buffer, peers may be reading it. Peers must come as far."""
         if self.in_place:
             self._memory.borrow()
 
     def seal(self) -> torch.Tensor:
-        """Seals the full buffer for its reduction: what got no gradient is zero, and autograd no longer writes into it."""
+        """Return the full buffer (n,) for its reduction: what got no gradient is zero, and autograd no longer writes into it."""
         self.sealed = False
-        self.flush_small(show=False)
-        self.allocate()
-        empty = [view for view, filled in zip(self.views, self.filled, strict=True) if not filled and view.numel()]
-        if self._stale and (flat := self._memory.flat) is not None:
+        if self._waiting:
+            self.flush_small(show=False)
+        flat = self._memory.flat if self._owned else None
+        if flat is None:
+            flat = self.allocate()
+        empty: list[torch.Tensor] = []
+        if not all(self.filled):
+            empty = [view for view, filled in zip(self.views, self.filled, strict=True) if not filled and view.numel()]
+        if self._stale:
             empty += flat.padding
             self._stale = False
         if empty:
@@ -228,30 +230,39 @@ class GradBuffer:
         self.detach()
         self.sealed = True
         self._owned = False
-        return self.full
+        return flat.full
+
+    def end_reduction(self) -> None:
+        """Note that the shard holds a reduced sum; free the full buffer where full gradients do not always live."""
+        self.shard_filled = True
+        if self.group.plan.reduce_at is ReduceAt.MICRO:
+            self.sealed = False
+        if self._frees and self.live:
+            self.free()
 
     def detach(self) -> None:
-        """Takes the views away from the parameters: from now on a gradient that comes is a new one."""
+        """Take the views away from the parameters: autograd makes a new gradient next time."""
         for param in self.group.params:
             param.grad = None
         count = len(self.filled)
         self.filled[:] = [False] * count
 
     def free(self) -> None:
-        """Gives the full buffer's memory back, where full gradients do not always live (the shard has its own)."""
-        if self.group.plan.grads is Lifetime.USE and self.live:
+        """Give the full buffer's memory back, where full gradients do not always live (the shard has its own)."""
+        if self._frees and self.live:
             self.views[:] = [self._nothing] * len(self.views)
             self._memory.give_back()
             self.live = self._owned = False
 
     def reset(self) -> None:
-        """Forgets every gradient of this accumulation, reduced or not."""
+        """Drop every gradient of this accumulation, reduced or not."""
         for index in self._waiting:
             self._queued[index] = False
         self._waiting.clear()
         self.detach()
         self.sealed = self.shard_filled = False
-        self.free()
+        if self._frees and self.live:
+            self.free()
 
     def remove_hooks(self) -> None:
         for handle in self.handles:
@@ -259,19 +270,19 @@ class GradBuffer:
         self.handles.clear()
 
     def persistent_bytes(self) -> int:
-        """Bytes of gradients that outlive a backward pass on this rank; without the pool of what is in flight."""
-        full = self.group.layout.numel * self.dtype.itemsize if self.group.plan.grads is not Lifetime.USE else 0
+        """Count the bytes of gradients that outlive a backward pass on this rank, without the pool of what is in flight."""
+        full = 0 if self._frees else self.group.layout.numel * self.dtype.itemsize
         return full + (0 if self.in_place else self.shard.numel() * self.shard.element_size())
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """Gradients of embeddings with ``sparse=True`` become dense: buffers, norms and shards have a place for every element."""
+    """Return a dense gradient for embeddings with ``sparse=True``: buffers, norms and shards have a place for every element."""
     return grad.to_dense() if grad.is_sparse else grad
 
 
 @dataclass(frozen=True)
 class FlatGrads:
-    """A full buffer (n,), each parameter's view of it, and what no parameter covers."""
+    """A full buffer (n,), each parameter's view of it, and the parts that no parameter covers."""
 
     full: torch.Tensor
     views: list[torch.Tensor]
@@ -279,7 +290,7 @@ class FlatGrads:
 
 
 def cut(full: torch.Tensor, layout: Layout) -> FlatGrads:
-    """The views and the padding that ``layout`` makes of ``full``."""
+    """Cut ``full`` (n,) into the views and the padding of ``layout``."""
     views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
     return FlatGrads(full, views, [full[start:stop] for start, stop in layout.gaps()])
 
@@ -289,20 +300,20 @@ class GradientMemory(Protocol):
 
     @property
     def flat(self) -> FlatGrads | None:
-        """None while there is none."""
+        """The buffer; None while it has no memory."""
         ...
 
     def borrow(self) -> FlatGrads:
-        """A place that nobody else reads or writes, with whatever it held. May wait for peers that still read there."""
+        """Return memory that no peer reads, with whatever it held. May wait for peers that still read there."""
         ...
 
     def give_back(self) -> None:
-        """Its contents are needed no more; peers may still be reading them."""
+        """Give the memory up. Peers may still be reading it."""
         ...
 
 
 class PersistentGrads:
-    """A buffer that is the group's own for good."""
+    """A buffer that belongs to the group for good."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, comm: AxisComm) -> None:
         self._comm = comm
@@ -349,11 +360,11 @@ class PooledGrads:
         else:
             self._pool.wait_for_readers(self._pooled)
 
-        def make(buffer: torch.Tensor) -> FlatGrads:
-            return cut(buffer[:nbytes].view(self._dtype), self._layout)
-
-        self.flat = self._pooled.flat(id(self), make)
-        return self.flat
+        flat = self._pooled.cuts.get(id(self))
+        if flat is None:
+            flat = self._pooled.cuts[id(self)] = cut(self._pooled.buffer[:nbytes].view(self._dtype), self._layout)
+        self.flat = flat
+        return flat
 
     def give_back(self) -> None:
         pooled, self._pooled, self.flat = self._pooled, None, None
@@ -363,15 +374,10 @@ class PooledGrads:
 
 @dataclass(eq=False)
 class PooledBuffer:
-    """A buffer (bytes), and the views that groups have cut from it: they are used again in every step."""
+    """A buffer (bytes), and by id of their PooledGrads the views that groups have cut from it: they are used again in every step."""
 
     buffer: torch.Tensor
-    _cuts: dict[Hashable, FlatGrads] = field(default_factory=dict)
-
-    def flat(self, key: Hashable, make: Callable[[torch.Tensor], FlatGrads]) -> FlatGrads:
-        if key not in self._cuts:
-            self._cuts[key] = make(self.buffer)
-        return self._cuts[key]
+    cuts: dict[int, FlatGrads] = field(default_factory=dict)
 
 
 class BufferPool:
@@ -382,42 +388,52 @@ class BufferPool:
         self._most = most
         self._taken: list[PooledBuffer] = []
         self._left: list[PooledBuffer] = []  # given back, the longest ago first
+        self._largest = 0  # bytes
 
     def take(self, nbytes: int) -> PooledBuffer:
-        """A buffer of at least ``nbytes``, and not of more than twice that. Where there are ``most`` already and peers still read all that were
-        given back, it waits for the first of those."""
+        """Return a buffer of ``nbytes`` to twice that.
 
-        def fits(pooled: PooledBuffer) -> bool:
-            return nbytes <= pooled.buffer.numel() <= 2 * nbytes
-
-        left = [pooled for pooled in self._left if fits(pooled)]
-        found = next((pooled for pooled in left if not self._comm.has_readers(pooled.buffer)), None)
-        if found is None and left and len(left) + sum(map(fits, self._taken)) >= self._most:
-            found = left[0]
-            self.wait_for_readers(found)
-        if found is None:
-            found = PooledBuffer(self._comm.buffer(nbytes, torch.uint8, torch.device("cpu")))
+        Where there are ``most`` already, and peers still read all that were given back, it waits for the first of those.
+        """
+        left = []
+        for pooled in self._left:
+            if nbytes <= pooled.buffer.numel() <= 2 * nbytes:
+                left.append(pooled)
+                if not self._comm.has_readers(pooled.buffer):
+                    found = pooled
+                    break
         else:
-            self._left.remove(found)
+            used = len(left) + sum(nbytes <= pooled.buffer.numel() <= 2 * nbytes for pooled in self._taken)
+            if left and used >= self._most:
+                found = left[0]
+                self.wait_for_readers(found)
+            else:
+                found = PooledBuffer(self._comm.buffer(nbytes, torch.uint8, torch.device("cpu")))
+                self._left.append(found)
+                self._largest = max(self._largest, found.buffer.numel())
+        self._left.remove(found)
         self._taken.append(found)
-        self._drop_large()
+        if self._largest > LARGEST_KEPT:
+            self._drop_large()
         return found
 
     def give_back(self, pooled: PooledBuffer) -> None:
+        """Let others take the buffer. Peers may still be reading it."""
         self._taken.remove(pooled)
         self._left.append(pooled)
-        self._drop_large()
+        if self._largest > LARGEST_KEPT:
+            self._drop_large()
 
     def wait_for_readers(self, pooled: PooledBuffer) -> None:
-        """Returns when no peer reads ``pooled``."""
+        """Return when no peer reads ``pooled``."""
         self._comm.wait_for_readers(pooled.buffer)
 
     def buffers(self) -> list[torch.Tensor]:
-        """All that there are now."""
+        """List all buffers that exist now."""
         return [pooled.buffer for pooled in (*self._taken, *self._left)]
 
     def _drop_large(self) -> None:
-        """Gives large buffers that are not in use back to the system."""
+        """Give large buffers that are not in use back to the system."""
         self._left = [
             pooled
             for pooled in self._left
@@ -428,7 +444,7 @@ class BufferPool:
 def gradient_memory(
     layout: Layout, dtype: torch.dtype, device: torch.device, plan: ZeroPlan, comm: AxisComm, pool: BufferPool | None
 ) -> GradientMemory:
-    """The kind that suits: by how long full gradients live, and by whether there is a pool."""
+    """Choose the kind of memory by how long full gradients live, and by whether there is a pool."""
     if plan.grads is not Lifetime.USE:
         return PersistentGrads(layout, dtype, device, comm)
     return PooledGrads(layout, dtype, pool) if pool is not None else ResizedGrads(layout, dtype, device)

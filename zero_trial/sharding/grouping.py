@@ -1,9 +1,9 @@
-"""Which parameters are gathered, freed and reduced together: a model's tree cut into blocks, and parameters into buckets. Pure.
+"""Chooses the parameters that are gathered, freed and reduced together: a model's tree cut into blocks, and parameters into buckets.
 
 A block is a member of the model's stack: a child of a ModuleList, or one of several alike children of a Sequential (the outermost such stack, unless
 one member holds more than a quarter of the model and has a stack of its own). Everything outside the blocks (embeddings, final norm, head,
-parameters that several blocks share) belongs to the root block, which lives as long as the whole forward and backward: code that uses such a
-weight outside its own module, as tied heads do, then always finds it.
+parameters that several blocks share) belongs to the root block, which lives as long as the whole forward and backward: code may use such a
+weight outside its own module, as tied heads do.
 """
 
 from __future__ import annotations
@@ -21,22 +21,7 @@ from zero_trial.sharding.layout import living_dtype
 
 ROOT = ""
 
-
-@dataclass(frozen=True)
-class ModuleFacts:
-    """What partitioning knows of a module: its dotted name, class, kind, parameters below it, and children."""
-
-    name: str
-    class_name: str
-    numel: int
-    is_list: bool = False  # ModuleList or ModuleDict: has no forward of its own
-    is_sequential: bool = False
-    children: tuple[ModuleFacts, ...] = ()
-
-    def walk(self) -> Iterator[ModuleFacts]:
-        yield self
-        for child in self.children:
-            yield from child.walk()
+# --- settings --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,8 +41,111 @@ class LeafRules:
         )
 
 
+@dataclass
+class GroupingLimits:
+    """Sizes in elements, from ds_config."""
+
+    bucket: int = 500_000_000
+    persistence: int = 100_000
+    model_persistence: int = 9_223_372_036_854_775_807
+    buckets_wanted: int = field(default=4)
+    smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
+
+
+@dataclass(frozen=True)
+class UnshardLimits:
+    """Elements: how many gathered ones may live at once, how soon one must be needed again to be kept, how many may be prefetched."""
+
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    prefetch: int = 50_000_000
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """The settings of ds_config for sharding.
+
+    Args:
+        wire_scale: multiplies gradients before their sum.
+        overlap: reduce groups while others still compute.
+    """
+
+    limits: GroupingLimits = field(default_factory=GroupingLimits)
+    live: UnshardLimits = field(default_factory=UnshardLimits)
+    leaf: LeafRules = field(default_factory=LeafRules)
+    wire_scale: float = 1.0
+    overlap: bool = True
+
+    @property
+    def in_flight(self) -> int:
+        """How many groups' reductions may be under way at once."""
+        return 2 if self.overlap else 0
+
+
+@dataclass(frozen=True)
+class ManualGroup:
+    """Parameters (by id) that a schedule gathers, frees and reduces together, such as those of one chunk of a pipeline.
+
+    ``copies`` are the ranks that hold the same parameters for other layers (tied weights), or None. Copies have the same shapes in the same
+    order on all their ranks, and so the same layout: each rank exchanges the shard that it owns.
+    """
+
+    name: str
+    params: frozenset[int]
+    copies: AxisComm | None = None
+    owner: int = 0  # the index among the copies of the one whose first values count
+    module: str = ""  # with copies: the dotted name of the module that holds all of it
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank counts the group in the norm and writes it to checkpoints: of several copies, only the owner does."""
+        return self.copies is None or self.copies.index == self.owner
+
+    def agree(self, values: torch.Tensor, label: str) -> None:
+        """Overwrite ``values`` with the owner's. Collective over the copies."""
+        if self.copies is not None:
+            self.copies.broadcast(values, label, self.owner)
+
+    @property
+    def holders(self) -> int:
+        return self.copies.size if self.copies is not None else 1
+
+
+# --- blocks of a module -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """A module as grouping sees it: its dotted name, class, kind, the number of parameters below it, and its children."""
+
+    name: str
+    class_name: str
+    numel: int
+    is_list: bool = False  # ModuleList or ModuleDict: has no forward of its own
+    is_sequential: bool = False
+    children: tuple[ModuleFacts, ...] = ()
+
+    def walk(self) -> Iterator[ModuleFacts]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def module_facts(module: nn.Module, name: str = "") -> ModuleFacts:
+    """Describe the tree of ``module``; each parameter counts once per module."""
+    children = tuple(module_facts(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
+    return ModuleFacts(
+        name,
+        type(module).__name__,
+        sum(param.numel() for param in module.parameters()),
+        isinstance(module, (nn.ModuleList, nn.ModuleDict)),
+        isinstance(module, nn.Sequential),
+        children,
+    )
+
+
 def find_blocks(root: ModuleFacts, rules: LeafRules = LeafRules()) -> list[str]:
-    """Names of the modules that are blocks, in tree order; the root is not among them."""
+    """Return the names of the modules that are blocks, in tree order, without the root."""
     found: list[str] = []
 
     def visit(module: ModuleFacts) -> None:
@@ -90,7 +178,7 @@ def _too_large(member: ModuleFacts, root: ModuleFacts) -> bool:
 
 
 def block_of(parameter_names: Sequence[str], blocks: Sequence[str]) -> str:
-    """The block that owns a parameter known by these names (several when tied): the one block that all of them lie in, else the root."""
+    """Return the block of a parameter with these names (several when tied): the one block that contains all of them, else the root."""
     owners = {_innermost_block(name, blocks) for name in parameter_names}
     return owners.pop() if len(owners) == 1 else ROOT
 
@@ -103,9 +191,12 @@ def _innermost_block(name: str, blocks: Sequence[str]) -> str:
     return best
 
 
+# --- parameters of a module -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ParamFacts:
-    """One parameter as partitioning sees it. ``key`` separates what may not share a group: dtype, device, trainable or not."""
+    """One parameter as grouping sees it. Parameters with different ``key`` (dtype, device, trainable or not) cannot share a group."""
 
     name: str
     numel: int
@@ -114,226 +205,8 @@ class ParamFacts:
     block: str = ROOT
 
 
-@dataclass(frozen=True)
-class GroupSpec:
-    """One group to be: its members in layout order (sorted by optimizer group, so that each group is one run), and whether it always lives."""
-
-    name: str
-    members: tuple[ParamFacts, ...]
-    always: bool
-    block: str = ROOT
-
-
-@dataclass
-class GroupingLimits:
-    """Sizes in elements, from ds_config."""
-
-    bucket: int = 500_000_000
-    persistence: int = 100_000
-    model_persistence: int = 9_223_372_036_854_775_807
-    buckets_wanted: int = field(default=4)
-    smallest_group: int = 0  # neighbouring blocks are put together until they have as many elements
-
-
-def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Buckets for parameters that always live, filled from the last parameter backwards: backward finishes those first.
-
-    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi), whichever is smaller, so that reductions
-    overlap with what is left of backward and no buffer is larger than the model needs.
-    """
-    total = sum(member.numel for member in members)
-    goal = min(limits.bucket, max(-(-total // limits.buckets_wanted), 1 << 20))
-    out: list[GroupSpec] = []
-    open_: dict[tuple[object, ...], list[ParamFacts]] = {}
-
-    def close(key: tuple[object, ...]) -> None:
-        chosen = open_.pop(key)
-        chosen.reverse()  # back into the model's order
-        out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.opt_group)), True))
-
-    for member in reversed(members):
-        bucket = open_.setdefault(member.key, [])
-        if bucket and sum(m.numel for m in bucket) + member.numel > goal:
-            close(member.key)
-            bucket = open_.setdefault(member.key, [])
-        bucket.append(member)
-    for key in list(open_):
-        close(key)
-    return out
-
-
-def persistent_members(
-    members: Sequence[ParamFacts], limits: GroupingLimits
-) -> tuple[list[ParamFacts], list[ParamFacts]]:
-    """Those too small to be worth freeing, and the rest."""
-    small, rest, spent = [], [], 0
-    for member in members:
-        if member.numel < limits.persistence and spent + member.numel <= limits.model_persistence:
-            small.append(member)
-            spent += member.numel
-        else:
-            rest.append(member)
-    return small, rest
-
-
-def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
-    """Groups for parameters that live while their block computes: one per block and key; small ones always live, in buckets.
-
-    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
-    Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
-    """
-    small, kept = persistent_members(members, limits)
-    grouped: dict[tuple[str, tuple[object, ...]], list[ParamFacts]] = {}
-    for member in kept:
-        grouped.setdefault((member.block, member.key), []).append(member)
-    groups = [
-        GroupSpec(block or "root", tuple(sorted(chosen, key=lambda m: m.opt_group)), False, block)
-        for (block, _), chosen in reversed(grouped.items())
-    ]
-    groups.sort(key=lambda group: group.block == ROOT)
-    return groups + [GroupSpec(f"small.{group.name}", group.members, True) for group in into_buckets(small, limits)]
-
-
-def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
-    """Neighbouring blocks of one stack put together until each group has ``smallest`` elements: group name -> its blocks, in order.
-
-    A group is gathered when its first block is used and freed after its last: fewer and larger messages, for at most ``smallest``
-    elements more that live. ``members``: those that will be freed.
-    """
-    sizes = Counter[str]()
-    for member in members:
-        sizes[member.block] += member.numel
-    merged: dict[str, tuple[str, ...]] = {}
-    run: list[str] = []
-
-    def close() -> None:
-        if run:
-            merged[run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"] = tuple(run)
-            run.clear()
-
-    for block in blocks:
-        if not sizes[block]:
-            continue
-        if run and (_stack_of(run[-1]) != _stack_of(block) or sum(sizes[b] for b in run) >= smallest):
-            close()
-        run.append(block)
-    close()
-    return merged
-
-
-def _stack_of(block: str) -> str:
-    return block.rpartition(".")[0]
-
-
-def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:
-    """Where each optimizer group lies in a flat buffer: group -> [start, stop). ``offsets``: (offset, group) of each slot in order.
-
-    Padding goes with the group before it, so that every run starts and ends at an aligned element.
-    """
-    starts: dict[int, int] = {}
-    for offset, opt_group in offsets:
-        starts.setdefault(opt_group, offset)
-    ordered = sorted(starts.items(), key=lambda item: item[1])
-    stops = [start for _, start in ordered[1:]] + [numel]
-    return {opt_group: (start, stop) for (opt_group, start), stop in zip(ordered, stops, strict=True)}
-
-
-@dataclass(frozen=True)
-class UnshardLimits:
-    """Elements: how many gathered ones may live at once, how soon one must be needed again to be kept, how many may be fetched ahead."""
-
-    max_live: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    prefetch: int = 50_000_000
-
-
-# What ds_config says about how a model is sharded: sizes, blocks, and how gradients travel.
-
-
-@dataclass(frozen=True)
-class ShardingSettings:
-    """``wire_scale`` multiplies gradients before their sum; ``overlap``: groups are reduced while others still compute."""
-
-    limits: GroupingLimits = field(default_factory=GroupingLimits)
-    live: UnshardLimits = field(default_factory=UnshardLimits)
-    leaf: LeafRules = field(default_factory=LeafRules)
-    wire_scale: float = 1.0
-    overlap: bool = True
-
-    @property
-    def in_flight(self) -> int:
-        """How many groups' reductions may be under way at once."""
-        return 2 if self.overlap else 0
-
-
-# A manual group: parameters that are gathered, freed and reduced together, when they are told to, such as those of one chunk of a pipeline.
-
-
-@dataclass(frozen=True)
-class ManualGroup:
-    """``params`` holds ids. ``copies`` are the ranks that hold the same parameters for other layers (tied weights), None where nobody does.
-
-    Copies have the same shapes in the same order on all their ranks, and so the same layout: each rank exchanges the shard that it owns.
-    """
-
-    name: str
-    params: frozenset[int]
-    copies: AxisComm | None = None
-    owner: int = 0  # the index among the copies of the one whose first values count
-    module: str = ""  # with copies: the dotted name of the module that holds all of it
-
-    @property
-    def owned(self) -> bool:
-        """Of several copies the owner's rank counts the norm and writes the checkpoint."""
-        return self.copies is None or self.copies.index == self.owner
-
-    def agree(self, values: torch.Tensor, label: str) -> None:
-        """Overwrites ``values`` with the owner's. Collective over the copies."""
-        if self.copies is not None:
-            self.copies.broadcast(values, label, self.owner)
-
-    @property
-    def holders(self) -> int:
-        return self.copies.size if self.copies is not None else 1
-
-
-# Which parameters of a model that is parallel itself are parts of a tensor, and which of them every rank of the model axis holds whole.
-#
-# Such a model says so as Megatron's and DeepSpeed's do: an attribute ``tensor_model_parallel`` or ``model_parallel`` that is true marks a part.
-# All others are taken for copies of each other, and the first rank's count where something is summed over the model: the gradient norm.
-
-
-MARKS = ("tensor_model_parallel", "model_parallel")
-
-
-def is_model_parallel(param: torch.Tensor) -> bool:
-    """Whether the other ranks of the model axis hold other elements of this tensor."""
-    return any(bool(getattr(param, mark, False)) for mark in MARKS)
-
-
-def split_parts_from_copies(members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter]) -> list[ParamFacts]:
-    """The same members, so keyed that no group holds parts and copies."""
-    return [replace(member, key=(*member.key, is_model_parallel(params[member.name]))) for member in members]
-
-
-# What partitioning needs to know of a real module: its tree, its parameters under all their names, and their optimizer groups.
-
-
-def module_facts(module: nn.Module, name: str = "") -> ModuleFacts:
-    """The tree of ``module``; parameters are counted where they are first met, each once per module."""
-    children = tuple(module_facts(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
-    return ModuleFacts(
-        name,
-        type(module).__name__,
-        sum(param.numel() for param in module.parameters()),
-        isinstance(module, (nn.ModuleList, nn.ModuleDict)),
-        isinstance(module, nn.Sequential),
-        children,
-    )
-
-
 def parameter_names(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[str, ...]]]:
-    """Every parameter by its first name, with all names under which the module knows it (more than one when tied)."""
+    """Return every parameter by its first name, with all its names (more than one when tied)."""
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -350,10 +223,10 @@ def collect_params(
     dtype: torch.dtype,
     with_frozen: bool,
 ) -> tuple[list[ParamFacts], dict[str, nn.Parameter], Sequence[str]]:
-    """Members for partitioning, parameters by first name, and block names. ``groups``: id(parameter) -> optimizer group.
+    """Return members for grouping, parameters by first name, and block names. ``opt_groups``: id(parameter) -> optimizer group.
 
     A frozen parameter is left as it is, or only sharded (``with_frozen``); so is every parameter where nothing is trained. A trainable
-    parameter in no group belongs to someone else's optimizer: it is left as it is.
+    parameter in no optimizer group is left as it is: another optimizer may train it.
     """
     blocks = find_blocks(module_facts(module), rules)
     members, params = [], {}
@@ -384,10 +257,143 @@ def collect_params(
 def by_manual_group(
     members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter], manual_groups: Sequence[ManualGroup]
 ) -> list[ParamFacts]:
-    """The same members with their manual groups as blocks; no group spans two of them. Every parameter must be in one."""
+    """Return the members with their manual groups as blocks; no group spans two of them. Every parameter must be in one."""
     name_of = {param: manual_group.name for manual_group in manual_groups for param in manual_group.params}
     found = []
     for member in members:
         name = name_of[id(params[member.name])]
         found.append(replace(member, block=name, key=(*member.key, name)))
     return found
+
+
+# Parts of tensors in a model that is parallel itself. Such a model marks them as Megatron's and DeepSpeed's do: an attribute
+# ``tensor_model_parallel`` or ``model_parallel`` that is true. All other parameters are taken for copies of each other, and the first rank's
+# count where something is summed over the model: the gradient norm.
+
+MARKS = ("tensor_model_parallel", "model_parallel")
+
+
+def is_model_parallel(param: torch.Tensor) -> bool:
+    """Return whether the other ranks of the model axis hold other elements of this tensor."""
+    return any(bool(getattr(param, mark, False)) for mark in MARKS)
+
+
+def split_parts_from_copies(members: Sequence[ParamFacts], params: Mapping[str, nn.Parameter]) -> list[ParamFacts]:
+    """Return the members with keys that keep parts and copies in different groups."""
+    return [replace(member, key=(*member.key, is_model_parallel(params[member.name]))) for member in members]
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group to build: its members in layout order (sorted by optimizer group, so that each is one run), and whether it always lives."""
+
+    name: str
+    members: tuple[ParamFacts, ...]
+    always: bool
+    block: str = ROOT
+
+
+def into_buckets(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
+    """Fill buckets of parameters that always live, from the last parameter backwards: backward finishes those first.
+
+    A bucket closes at ``limits.bucket`` elements or at a quarter of the model (never below 1 Mi), whichever is smaller, so that reductions
+    overlap with what is left of backward and no buffer is larger than the model needs.
+    """
+    total = sum(member.numel for member in members)
+    goal = min(limits.bucket, max(-(-total // limits.buckets_wanted), 1 << 20))
+    out: list[GroupSpec] = []
+    open_: dict[tuple[object, ...], list[ParamFacts]] = {}
+
+    def close(key: tuple[object, ...]) -> None:
+        chosen = open_.pop(key)
+        chosen.reverse()  # back into the model's order
+        out.append(GroupSpec(f"bucket{len(out)}", tuple(sorted(chosen, key=lambda m: m.opt_group)), True))
+
+    for member in reversed(members):
+        bucket = open_.setdefault(member.key, [])
+        if bucket and sum(m.numel for m in bucket) + member.numel > goal:
+            close(member.key)
+            bucket = open_.setdefault(member.key, [])
+        bucket.append(member)
+    for key in list(open_):
+        close(key)
+    return out
+
+
+def persistent_members(
+    members: Sequence[ParamFacts], limits: GroupingLimits
+) -> tuple[list[ParamFacts], list[ParamFacts]]:
+    """Return the parameters that are too small to be worth freeing, and the rest."""
+    small, rest, spent = [], [], 0
+    for member in members:
+        if member.numel < limits.persistence and spent + member.numel <= limits.model_persistence:
+            small.append(member)
+            spent += member.numel
+        else:
+            rest.append(member)
+    return small, rest
+
+
+def into_blocks(members: Sequence[ParamFacts], limits: GroupingLimits) -> list[GroupSpec]:
+    """Make groups of parameters that live while their block computes: one per block and key; small ones always live, in buckets.
+
+    A parameter below ``limits.persistence`` elements stays live, as long as all such together stay below ``limits.model_persistence``.
+    Order: as backward reaches them, last block first, the root's and the persistent buckets at the end.
+    """
+    small, kept = persistent_members(members, limits)
+    grouped: dict[tuple[str, tuple[object, ...]], list[ParamFacts]] = {}
+    for member in kept:
+        grouped.setdefault((member.block, member.key), []).append(member)
+    groups = [
+        GroupSpec(block or "root", tuple(sorted(chosen, key=lambda m: m.opt_group)), False, block)
+        for (block, _), chosen in reversed(grouped.items())
+    ]
+    groups.sort(key=lambda group: group.block == ROOT)
+    return groups + [GroupSpec(f"small.{group.name}", group.members, True) for group in into_buckets(small, limits)]
+
+
+def merge_small(blocks: Sequence[str], members: Sequence[ParamFacts], smallest: int) -> dict[str, tuple[str, ...]]:
+    """Merge neighbouring blocks of one stack until each group has ``smallest`` elements: group name -> its blocks, in order.
+
+    A group is gathered when its first block is used and freed after its last: fewer and larger messages, for at most ``smallest`` more
+    elements that live. ``members``: the parameters that will be freed.
+    """
+    sizes = Counter[str]()
+    for member in members:
+        sizes[member.block] += member.numel
+    merged: dict[str, tuple[str, ...]] = {}
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            merged[run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"] = tuple(run)
+            run.clear()
+
+    for block in blocks:
+        if not sizes[block]:
+            continue
+        if run and (_stack_of(run[-1]) != _stack_of(block) or sum(sizes[b] for b in run) >= smallest):
+            close()
+        run.append(block)
+    close()
+    return merged
+
+
+def _stack_of(block: str) -> str:
+    return block.rpartition(".")[0]
+
+
+def runs_of_groups(offsets: Sequence[tuple[int, int]], numel: int) -> Mapping[int, tuple[int, int]]:
+    """Return [start, stop) of each optimizer group in a flat buffer. ``offsets``: (offset, optimizer group) of each slot in order.
+
+    Padding goes with the group before it, so that every run starts and ends at an aligned element.
+    """
+    starts: dict[int, int] = {}
+    for offset, opt_group in offsets:
+        starts.setdefault(opt_group, offset)
+    ordered = sorted(starts.items(), key=lambda item: item[1])
+    stops = [start for _, start in ordered[1:]] + [numel]
+    return {opt_group: (start, stop) for (opt_group, start), stop in zip(ordered, stops, strict=True)}

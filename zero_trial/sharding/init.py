@@ -1,9 +1,15 @@
-"""Parameters that were cut into shards while the model was built, before any engine exists."""
+"""``zero.Init``: builds a model of which no rank ever holds the whole.
+
+A parameter is cut into shards as soon as the module that owns it is assigned to its parent: at that moment the module's own initialization is
+over. Code that touches such a parameter later in the same block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) works: the
+parameter is gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are drawn as without Init, so the
+model is the same, bit for bit.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +30,16 @@ from zero_trial.sharding.full_params import own_params, owner_of_param
 from zero_trial.sharding.layout import ALIGN, round_up
 from zero_trial.sharding.param_group import absent
 
+OPEN = 4
+
+# Reading these needs no values.
+_METADATA = {
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "is_meta", "names", "is_cuda",
+}  # fmt: skip
+_METADATA_METHODS = {
+    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_", "__hash__", "nelement", "element_size",
+}  # fmt: skip
+
 
 class PreSharded:
     """One parameter's shard on this rank: ``ceil(numel / N)`` elements, padded to ALIGN; the parameter itself keeps only its shape.
@@ -42,7 +58,7 @@ class PreSharded:
         self.cut()
 
     def cut(self) -> None:
-        """Keeps this rank's part of the parameter's present value and frees the rest. Collective, if the value is there."""
+        """Keep this rank's part of the parameter's current value and free the rest. Collective, if the value is there."""
         if not self.live:
             return
         values = self._param.detach().contiguous().view(-1)
@@ -53,13 +69,13 @@ class PreSharded:
         self._leave()
 
     def gather(self) -> torch.Tensor:
-        """The full value as a new tensor. Collective."""
+        """Return the full value as a new tensor. Collective."""
         full = torch.empty(self._padded, dtype=self._shard.dtype, device=self._shard.device)
         self._comm.all_gather(full, self._shard, "built parameter").wait()
         return full[: self._numel].view(self._param.shape)
 
     def lift(self) -> None:
-        """Lets the parameter hold its full value until the next :meth:`cut`. Collective."""
+        """Give the parameter its full value until the next :meth:`cut`. Collective."""
         if not self.live:
             self._param.data = self.gather()
             self.live = True
@@ -68,7 +84,7 @@ class PreSharded:
         self._param.data = absent(self._param.shape, self._shard.dtype, self._shard.device)
         self.live = False
 
-    # the Holder protocol, so that GatheredParameters works before there is an engine
+    # ShardOwner, so that GatheredParameters works before there is an engine
 
     def open(self, params: list[nn.Parameter]) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -87,69 +103,22 @@ class PreSharded:
 
 
 def read_first_values(param: nn.Parameter) -> torch.Tensor:
-    """The full first value of a parameter, gathered if it was cut while the model was built. Collective in that case."""
-    holder = owner_of_param(param)
-    if isinstance(holder, PreSharded):
-        return param.detach() if holder.live else holder.gather()
+    """Return the full first value of a parameter, gathered if it was cut while the model was built. Collective in that case."""
+    sharded = owner_of_param(param)
+    if isinstance(sharded, PreSharded):
+        return param.detach() if sharded.live else sharded.gather()
     return param.detach()
 
 
-Keep = Callable[[PreSharded], None]
-
-
-def presharded(params: Iterable[nn.Parameter]) -> list[PreSharded]:
-    """The holders of those parameters that are cut."""
-    return [holder for param in params if isinstance(holder := owner_of_param(param), PreSharded)]
-
-
-# ``zero.Init``: building a model of which no rank ever holds the whole.
-#
-# A parameter is cut into shards as soon as the module that owns it is put into its parent: at that moment the module's own initialisation is over.
-# Code that touches such a parameter later in the same block (``self.apply(init_weights)``, ``nn.init.normal_(self.head.weight)``) finds it whole: the
-# parameter is gathered for it and cut again afterwards, at most OPEN of them whole at a time. Random numbers are drawn as without Init, so
-# the model is the same, bit for bit.
-
-
-OPEN = 4
-
-
-# Reading these needs no values.
-_METADATA = {
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_leaf",
-    "grad",
-    "grad_fn",
-    "layout",
-    "ndim",
-    "is_meta",
-    "names",
-    "is_cuda",
-}
-
-
-_METADATA_METHODS = {
-    "size",
-    "dim",
-    "numel",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "requires_grad_",
-    "__hash__",
-    "nelement",
-    "element_size",
-}
-
-
 class Init:
-    """Context manager around a model's construction, or around nothing at all when there is one rank or ``enabled`` is false.
+    """Context manager around a model's construction. Does nothing with one rank or where ``enabled`` is false.
 
-    ``dtype`` casts parameters as they are cut (None: as built, so that fp32 masters later lose nothing). Collective over the data-parallel ranks:
-    all of them must build the same model. ``module``: an already built module, cut at once (then no ``with`` is needed). Arguments that
-    DeepSpeed has and that mean nothing here (``mem_efficient_linear``, ``pin_memory`` ...) are accepted; ``remote_device`` is refused.
+    Collective over the data-parallel ranks: all of them must build the same model.
+
+    Args:
+        module: a module that is built already, to be cut at once (then no ``with`` is needed).
+        dtype: casts parameters as they are cut (None: as built, so that fp32 masters later lose nothing).
+        mem_efficient_linear, pin_memory ...: DeepSpeed's arguments without a meaning here, accepted; ``remote_device`` is refused.
     """
 
     def __init__(
@@ -180,7 +149,6 @@ class Init:
         self._handles: list[Any] = []
         self._mode: _Lifting | None = None
         self._pending: dict[int, nn.Parameter] = {}  # built, but their module is not in its parent yet
-        self._holders: list[PreSharded] = []
         if module is not None and enabled:
             with self:
                 for param in module.parameters():
@@ -238,12 +206,12 @@ class Init:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
-            holder = PreSharded(param, self._mesh.shard)
-        own_params([param], holder)
+            sharded = PreSharded(param, self._mesh.shard)
+        own_params([param], sharded)
 
 
 class _Lifting(TorchFunctionMode):
-    """Makes a cut parameter whole for the function that touches it; the least recently touched are cut again."""
+    """Gathers a cut parameter for the function that touches it; the least recently touched are cut again."""
 
     cuts_parameters = True  # for code that cannot be built like this: every rank must build the same modules
 
@@ -257,24 +225,24 @@ class _Lifting(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if not _reads_metadata(func):
                 for leaf in tree_flatten((args, kwargs))[0]:
-                    holder = owner_of_param(leaf) if isinstance(leaf, nn.Parameter) else None
-                    if isinstance(holder, PreSharded):
-                        self._lift(holder)
+                    sharded = owner_of_param(leaf) if isinstance(leaf, nn.Parameter) else None
+                    if isinstance(sharded, PreSharded):
+                        self._lift(sharded)
         return func(*args, **(kwargs or {}))
 
     def close_all(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            for holder in self._open.values():
-                holder.cut()
+            for sharded in self._open.values():
+                sharded.cut()
         self._open.clear()
 
-    def _lift(self, holder: PreSharded) -> None:
+    def _lift(self, sharded: PreSharded) -> None:
         with torch.no_grad():
-            self._open.pop(id(holder), None)
+            self._open.pop(id(sharded), None)
             while len(self._open) >= OPEN:
                 self._open.popitem(last=False)[1].cut()
-            holder.lift()
-        self._open[id(holder)] = holder
+            sharded.lift()
+        self._open[id(sharded)] = sharded
 
 
 def _reads_metadata(func: Callable[..., Any]) -> bool:

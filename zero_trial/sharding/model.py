@@ -48,9 +48,9 @@ class ShardedModel:
 
     Args:
         opt_groups: for each optimizer group, its parameters.
-        manual_groups: what a schedule gathers and reduces; empty where the module's own hooks do.
-        on_group_built: is called with each group before the next one is built; it may move master and shard elsewhere.
-        status: what the engine knows of its steps.
+        manual_groups: groups that a schedule gathers and reduces; empty where the module's own hooks do.
+        on_group_built: called with each group before the next one is built; it may move master and shard elsewhere.
+        status: the state of the engine's steps.
     """
 
     def __init__(
@@ -67,6 +67,9 @@ class ShardedModel:
     ) -> None:
         self.module = module
         self.plan = plan
+        self.frees_parameters = (
+            plan.frees_parameters
+        )  # some parameters do not always live: their values are in the shards
         self.mesh = mesh
         self.policy = policy
         self.wire_scale = settings.wire_scale
@@ -75,6 +78,7 @@ class ShardedModel:
             keep_freed_memory()  # changes the allocator of the whole process: not where only GPU memory is freed
         built = build_param_groups(module, opt_groups, plan, mesh, policy, settings, self.manual_groups, on_group_built)
         self.groups = built.all
+        self._freed = [group for groups in built.freed.values() for group in groups]
         sync_unmanaged(module, {id(param) for param in self._params()}, policy, self.manual_groups, mesh.data)
         self.unsharder = Unsharder(built.modules, built.freed, plan.reshard, settings.live)
         # Where peers sum up the full gradients: along shard, or along replica where nothing is sharded.
@@ -102,6 +106,9 @@ class ShardedModel:
             wire_scale=settings.wire_scale,
             in_flight=settings.in_flight,
         )
+        # Where this rank's pipeline stage counts the gradient norm, and gradients that are reduced where they live.
+        self._owned = [self.manual_groups.owns(grad_buffer.group) for grad_buffer in self.grad_buffers]
+        self._in_place = [grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.in_place]
         self._grad_buffers_of = self.manual_groups.grad_buffers(self.grad_buffers)
         self._status = status if status is not None else StepStatus()
         self.publisher = ParamPublisher(module, self.groups)
@@ -111,42 +118,38 @@ class ShardedModel:
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self.groups for param in group.params)
 
-    @property
-    def frees_parameters(self) -> bool:
-        """Some parameters do not always live: their values are in the shards."""
-        return self.plan.frees_parameters
-
     def gradient_multiplier(self) -> float:
-        """The factor from a reduced gradient shard to the averaged gradient."""
+        """Return the factor from a reduced gradient shard to the averaged gradient."""
         return self._status.gradient_multiplier()
 
     # --- one step -------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, reduce: bool, last: bool) -> None:
-        """A backward pass of this model's own loss starts; ``reduce``: its gradients cross the wire; ``last``: the step follows."""
-        self.unsharder.last_micro_batch = last
+        """Start a backward pass of this model's own loss; ``reduce``: its gradients are reduced; ``last``: the step follows."""
+        if self.frees_parameters:
+            self.unsharder.begin_backward(last=last)
         self.reducer.begin_pass(reduce=reduce)
 
     def end_backward(self) -> None:
-        """The backward pass has returned; afterwards the gradients that were to be reduced are. Collective over shard and replica if so."""
+        """End the backward pass: gradients that are to be reduced are when this returns. Collective over shard and replica if so."""
         self.reducer.finish_pass()
 
     def wait_before_writing(self) -> None:
-        """Waits until shards may be written: for gathers under way (fetched ahead and never used), and for peers that read parameters or
+        """Wait until shards may be written: for gathers under way (fetched ahead and never used), and for peers that read parameters or
         gradients in place.
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
         self.publisher.wait_result()
-        for group in self.groups:
+        for group in self._freed:
             group.finish_unshard()
         for group in self.groups:
             group.wait_before_writing()
-        for grad_buffer in self.grad_buffers:
+        for grad_buffer in self._in_place:
             grad_buffer.wait_for_readers()
 
     def publish(self) -> None:
-        """Rounds changed masters into parameters and publishes them (a checkpoint was read). Collective over shard.
+        """Round changed masters into parameters and publish them (a checkpoint was read). Collective over shard.
 
         ``publisher.wait`` must follow.
         """
@@ -155,22 +158,22 @@ class ShardedModel:
         self.unsharder.start_step()
 
     def wait(self) -> None:
-        """Waits until what was published is whole on all ranks: see :meth:`ParamPublisher.wait`."""
+        """Wait until the published parameters are whole on all ranks: see :meth:`ParamPublisher.wait`."""
         self.publisher.wait()
 
     # --- actions of a schedule ------------------------------------------------------------------------------------
 
     def end_pass(self, manual_group: str) -> None:
-        """A backward pass through the manual group's modules is over: its gradients are in their buffers."""
+        """End a backward pass through the manual group's modules: its gradients are in their buffers."""
         for grad_buffer in self._grad_buffers_of[manual_group]:
             grad_buffer.end_pass()
 
     def reduce(self, manual_group: str) -> None:
-        """Starts to reduce the manual group's gradients. Collective over shard and replica."""
+        """Start to reduce the manual group's gradients. Collective over shard and replica."""
         self.reducer.reduce(self._grad_buffers_of[manual_group])
 
     def sum_copies(self, manual_group: str) -> None:
-        """The manual group's reduced gradients become the sum over all its copies. Collective over shard and replica, and over the copies."""
+        """Sum the manual group's reduced gradients over all its copies. Collective over shard and replica, and over the copies."""
         copies = self.manual_groups.by_name[manual_group].copies
         self.reducer.wait()
         for grad_buffer in self._grad_buffers_of[manual_group]:
@@ -178,20 +181,21 @@ class ShardedModel:
                 self.reducer.sum_copies(grad_buffer, copies)
 
     def owned_square_sums(self) -> list[torch.Tensor]:
-        """Of the reduced gradient shards, those that no other pipeline stage counts. What another rank of the model axis counts is nothing here,
-        or NaN where it is not finite: that concerns everyone."""
-        found = []
+        """Return the square sums of the reduced gradient shards that no other pipeline stage counts.
+
+        A group that another rank of the model axis counts gives zero here, or NaN where it is not finite: that concerns all ranks.
+        """
+        buffers, found = self.reducer.grad_buffers, []
         for index, total in self.reducer.square_sums.items():
-            group = self.reducer.grad_buffers[index].group
-            if self.manual_groups.owns(group):
-                found.append(total if group.counts else total * 0)
+            if self._owned[index]:
+                found.append(total if buffers[index].group.counts else total * 0)
         return found
 
     # --- full parameters ------------------------------------------------------------------------------------------
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Inside, masters and shards can be read and written wherever they live; only between steps. May be nested. Local."""
+        """Make masters and shards readable and writable inside the block, wherever they live; only between steps. May be nested. Local."""
         with ExitStack() as stack:
             for group in self.groups:
                 stack.enter_context(group.materialized())
@@ -199,7 +203,7 @@ class ShardedModel:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """All parameters whole inside the block. Collective over shard."""
+        """Make all parameters whole inside the block. Collective over shard."""
         self.wait()
         self.unsharder.unshard_all()
         try:
@@ -212,7 +216,7 @@ class ShardedModel:
         return self._full_params.rank0_state_dict()
 
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int]:
-        """The group that holds ``param``, and its slot's index there. Raises TrialError for a parameter that this model does not train."""
+        """Return the group that holds ``param``, and its slot's index there. Raises TrialError for a parameter that this model does not train."""
         for group in self.groups:
             for index, own in enumerate(group.params):
                 if own is param:
@@ -223,14 +227,14 @@ class ShardedModel:
         return next((grad_buffer for grad_buffer in self.grad_buffers if grad_buffer.group is group), None)
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Bytes that outlive a step on this rank: parameters with masters, and gradients."""
+        """Count the bytes that outlive a step on this rank: parameters with masters, and gradients."""
         return {
             "parameters": sum(group.persistent_bytes() for group in self.groups) + swap_buffer_bytes(self.groups),
             "gradients": sum(grad_buffer.persistent_bytes() for grad_buffer in self.grad_buffers),
         }
 
     def buffers(self) -> list[torch.Tensor]:
-        """The flat buffers whose memory comes and goes, or is not of torch's making: parameters, shards, and gradients in flight."""
+        """List the flat buffers whose memory is freed and allocated again, or not allocated by torch: parameters, shards, gradients in flight."""
         pooled = self.grad_pool.buffers() if self.grad_pool is not None else []
         of_groups = [buffer for group in self.groups for buffer in (group.full, group.shard)]
         return [*of_groups, *(grad_buffer.full for grad_buffer in self.grad_buffers), *pooled]
@@ -271,9 +275,14 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class ParamGroups:
-    """``all``, in the model's order; ``freed``: by block, those whose parameters do not always live; ``modules``: for each such block the
-    modules, in their order, that it stands for (none where a schedule says when to gather)."""
+class BuiltGroups:
+    """The groups of a model.
+
+    Args:
+        all: in the model's order.
+        freed: by block, those whose parameters do not always live.
+        modules: for each such block the modules, in their order, that it stands for (none where a schedule says when to gather).
+    """
 
     all: list[ParamGroup]
     freed: Mapping[str, list[ParamGroup]]
@@ -289,8 +298,8 @@ def build_param_groups(
     settings: ShardingSettings,
     manual_groups: ManualGroups,
     on_group_built: Callable[[ParamGroup], None],
-) -> ParamGroups:
-    """Builds all groups of ``module``, with rank 0's values. Collective over data; arguments as for :class:`ShardedModel`."""
+) -> BuiltGroups:
+    """Build all groups of ``module``, with rank 0's values. Collective over data; arguments as for :class:`ShardedModel`."""
     number = {id(param): index for index, opt_group in enumerate(opt_groups) for param in opt_group}
     members, params, blocks = collect_params(
         module, number, settings.leaf, dtype=policy.param, with_frozen=plan.frees_parameters
@@ -318,7 +327,7 @@ def build_param_groups(
         for name in freed
         if not manual_groups.all  # else a schedule says when to gather
     }
-    return ParamGroups(groups, freed, modules)
+    return BuiltGroups(groups, freed, modules)
 
 
 def _build(
@@ -361,7 +370,7 @@ def _build(
 def sync_unmanaged(
     module: nn.Module, managed: Collection[int], policy: DtypePolicy, manual_groups: ManualGroups, data: AxisComm
 ) -> None:
-    """Gives parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and rank 0's values. Collective over ``data``."""
+    """Give parameters whose ids are not in ``managed``, and all buffers, the policy's dtype and rank 0's values. Collective over ``data``."""
     for name, param in module.named_parameters():
         if id(param) not in managed:
             values = read_first_values(param)
@@ -376,7 +385,7 @@ def sync_unmanaged(
 
 
 class ManualGroups:
-    """Empty for a model that gathers and reduces by itself; else every parameter is in one of them."""
+    """The manual groups of a model: none where its own hooks gather and reduce; otherwise every parameter is in one."""
 
     def __init__(self, manual_groups: Sequence[ManualGroup] = ()) -> None:
         self.all = tuple(manual_groups)
@@ -387,12 +396,12 @@ class ManualGroups:
                 self._holders.setdefault(param, []).append(manual_group)
 
     def of(self, group: ParamGroup) -> ManualGroup | None:
-        """No group spans two."""
+        """Return the manual group of ``group``, which never spans two; None without manual groups."""
         found = self._holders.get(id(group.params[0]), ()) if group.params else ()
         return found[0] if found else None
 
     def grad_buffers(self, grad_buffers: Sequence[GradBuffer]) -> dict[str, list[GradBuffer]]:
-        """These by manual group, in their order."""
+        """Sort ``grad_buffers`` by manual group; their order stays."""
         found: dict[str, list[GradBuffer]] = {name: [] for name in self.by_name}
         for grad_buffer in grad_buffers:
             if (manual_group := self.of(grad_buffer.group)) is not None:
@@ -400,15 +409,15 @@ class ManualGroups:
         return found
 
     def owns(self, group: ParamGroup) -> bool:
-        """Whether this rank's pipeline stage is the one that counts the group's norm and saves it: all groups but copies."""
+        """Return whether this rank's pipeline stage counts the group's norm and saves it: true for all groups but copies."""
         manual_group = self.of(group)
         return manual_group is None or manual_group.owned
 
     def is_copy(self, name: str) -> bool:
-        """Whether a parameter or buffer is a copy of another pipeline stage's, which saves it."""
+        """Return whether a parameter or buffer is a copy of another pipeline stage's, which saves it."""
         return any(name.startswith(f"{manual_group.module}.") for manual_group in self.all if not manual_group.owned)
 
     def agree(self, param: nn.Parameter, values: torch.Tensor, label: str) -> None:
-        """``values`` of ``param`` become its owner's. Collective over the copies."""
+        """Overwrite ``values`` of ``param`` with its owner's. Collective over the copies."""
         for manual_group in self._holders.get(id(param), ()):
             manual_group.agree(values, label)

@@ -556,17 +556,7 @@ def _fused(base: torch.optim.Optimizer) -> bool:
 
 
 # Hyperparameters that choose an implementation or a variant with the same state, and those that every optimizer has.
-_HOW_NOT_WHAT = frozenset(
-    [
-        "lr",
-        "weight_decay",
-        "maximize",
-        "foreach",
-        "capturable",
-        "differentiable",
-        "fused",
-        "amsgrad",
-        "decoupled_weight_decay",
-        "bias_correction",
-    ]
-)
+_HOW_NOT_WHAT = {
+    "lr", "weight_decay", "maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad", "decoupled_weight_decay",
+    "bias_correction",
+}  # fmt: skip

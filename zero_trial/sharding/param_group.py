@@ -1,4 +1,4 @@
-"""Parameters that are gathered, freed and reduced together: a Layout plus its live buffers.
+"""Parameters that are gathered, freed and reduced together: a Layout plus its live buffers; and their publication after an update.
 
 Memory of one group of n elements on N shards (p bytes per parameter element: 2 for fp16 and bf16, 4 for fp32):
 
@@ -31,37 +31,39 @@ from zero_trial.sharding.plan import Lifetime, ZeroPlan
 
 
 class OffloadedShard(Protocol):
-    """A shard that lives outside of memory. Between two updates its values stay the same."""
+    """A shard that lives outside of memory. Its values change only in updates."""
 
     def expect(self) -> bool:
-        """They are needed soon: begins to bring them, as far as there is room. Whether that was said before."""
+        """Start to read the values ahead, as far as there is room; they are needed soon. Return whether that was asked for before."""
         ...
 
     def fetch(self, into: torch.Tensor) -> None:
-        """They are in ``into`` (n/N,) when this returns."""
+        """Read the values into ``into`` (n/N,)."""
         ...
 
     def forget(self) -> None:
-        """They are about to change."""
+        """Drop what was read ahead: the values are about to change."""
         ...
 
     def close(self) -> None:
-        """They will not be needed any more."""
+        """Free everything. The values are not needed any more."""
         ...
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Memory through which they come; it may be that of other shards, too."""
+        """Memory through which values are read; other shards may use the same."""
         ...
 
 
 class ParamGroup:
-    """One flat buffer and the parameters that are views of it.
+    """One flat buffer and the parameters that are views of it: views of ``full``, or freed, if their lifetime says so.
 
-    ``params[i]`` is the tensor of ``layout.slots[i]``. ``runs`` says where each optimizer group lies in the flat buffer. ``counts``: this rank
-    is one that counts in the norm over the model axis, of which all ranks may hold the same parameters. After
-    construction this rank's shard holds its part of what ``read(param)`` gave and ``agree`` made equal on all ranks, and the
-    parameters are views of ``full`` (or freed, if their lifetime says so).
+    Args:
+        params: ``params[i]`` is the tensor of ``layout.slots[i]``.
+        runs: for each optimizer group, its [start, stop) in the flat buffer.
+        counts: this rank counts the group in the norm over the model axis, of which all ranks may hold the same parameters.
+        read: returns the first full value of a parameter.
+        agree: makes first values (n,) equal on all ranks; collective.
     """
 
     def __init__(
@@ -101,15 +103,15 @@ class ParamGroup:
         )
         self.views = [self.full[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
         self.live = True
-        # Inside, master and shard are there, wherever they live.
+        # Makes master and shard available inside a block, wherever they live.
         self.materialized: Callable[[], AbstractContextManager[None]] = nullcontext
         self.offloaded: OffloadedShard | None = None
-        self.pins = 0  # how many blocks of user code (GatheredParameters) count on the full parameters
+        self._pins = 0  # open blocks of user code (GatheredParameters) that use the full parameters
         self._gathering: Pending | None = None
         self._freed = [] if always else [absent(s.shape, dtype, device) for s in layout.slots]
         master = self._fill(read, agree)[low:high]
-        own = self.full[low:high]
-        self.shard = own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(own)
+        self.own = self.full[low:high]  # this rank's part; its values are there only while live
+        self.shard = self.own if always else comm.buffer(layout.shard_numel, dtype, device).copy_(self.own)
         # fp32 and fp64 parameters are their own masters; frozen ones need none.
         own_master = has_own_master(dtype) or not trainable
         self.master = self.shard if own_master else master.to(torch.float32, copy=True)
@@ -121,7 +123,7 @@ class ParamGroup:
     def _fill(
         self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
     ) -> torch.Tensor:
-        """Copies the parameters' first values into ``full`` and returns them unrounded (n,), so that the fp32 masters lose nothing."""
+        """Copy the parameters' first values into ``full`` and return them unrounded (n,), so that the fp32 masters lose nothing."""
         wide = (
             self.full
             if all(p.dtype == self.dtype for p in self.params)
@@ -135,14 +137,8 @@ class ParamGroup:
             self.full.copy_(wide)
         return wide
 
-    @property
-    def own(self) -> torch.Tensor:
-        """This rank's part of ``full``; only while live."""
-        low, high = self.layout.shard_range(self.comm.index)
-        return self.full[low:high]
-
     def unshard_async(self) -> None:
-        """Begins to bring the full parameters to life; :meth:`finish_unshard` completes it. Moves n (N-1)/N elements. Collective over shard."""
+        """Start the all-gather of the full parameters; :meth:`finish_unshard` completes it. Moves n (N-1)/N elements. Collective over shard."""
         if self.live or self._gathering is not None:
             return
         with trace_range("unshard"):
@@ -153,19 +149,22 @@ class ParamGroup:
             self._gathering = self.comm.all_gather(self.full, shard, self.name)
 
     def expect(self) -> bool:
-        """The group is used soon. Whether it is time to :meth:`unshard_async`; a shard that is away begins to come, and next time it is. The
-        answer depends on the order of calls alone, so that it is the same on all ranks of the axis."""
+        """Return whether to call :meth:`unshard_async` now, for a use that comes soon.
+
+        The first call for a shard that lives outside of memory only starts to read it. The answer depends on the order of calls alone, so
+        that it is the same on all ranks of the axis.
+        """
         if self.live or self._gathering is not None:
             return False
         return self.offloaded is None or self.offloaded.expect()
 
     def unshard(self) -> None:
-        """Gathers the full parameters and waits for them. Collective over shard."""
+        """Gather the full parameters and wait for them. Collective over shard."""
         self.unshard_async()
         self.finish_unshard()
 
     def finish_unshard(self) -> None:
-        """Waits until the full parameters are there and lets the modules see them."""
+        """Wait until the full parameters have arrived, and make the parameters views of them."""
         if self._gathering is not None:
             self._gathering.wait_result()
             self._gathering = None
@@ -173,11 +172,12 @@ class ParamGroup:
             self.live = True
 
     def wait_before_writing(self) -> None:
-        """The shard may be written: a gather under way is finished, and no peer reads it in place any more.
+        """Wait until the shard may be written: a gather under way is finished, and no peer reads it in place any more.
 
         Peers must come as far: all ranks call this at the same place between their collectives.
         """
-        self.finish_unshard()
+        if self._gathering is not None:
+            self.finish_unshard()
         if self.offloaded is not None:
             self.offloaded.forget()
         else:
@@ -187,13 +187,20 @@ class ParamGroup:
     def unsharding(self) -> bool:
         return self._gathering is not None
 
-    def reshard(self, *, stale: bool = False) -> None:
-        """Gives the full buffer's memory back, unless somebody has pinned it (``stale``: even then).
+    def pin(self) -> None:
+        """Keep the full parameters for a block of user code, until :meth:`unpin`."""
+        self._pins += 1
 
-        The parameters keep their shapes but read as NaN: a use outside its time is loud, not stale. Tensors that autograd saved as views
-        of ``full`` stay valid: they share the storage, which the next gather refills.
+    def unpin(self) -> None:
+        self._pins -= 1
+
+    def reshard(self, *, stale: bool = False) -> None:
+        """Free the full buffer's memory, unless it is pinned (``stale``: even then).
+
+        The parameters keep their shapes but read as NaN, so that a use outside its time shows. Tensors that autograd saved as views of
+        ``full`` stay valid: they share the storage, which the next gather refills.
         """
-        if not self.live or self.plan.params is Lifetime.ALWAYS or (self.pins and not stale):
+        if not self.live or self.plan.params is Lifetime.ALWAYS or (self._pins and not stale):
             return
         self.live = False
         for param, nothing in zip(self.params, self._freed, strict=True):
@@ -201,10 +208,13 @@ class ParamGroup:
         self.full.untyped_storage().resize_(0)
 
     def publish(self, *, rounded: bool = False, lend: bool = True) -> Pending | None:
-        """After an update of the master: rounds it into the shard (unless that is ``rounded``), and gives every rank the new full copy
-        where one always lives. ``lend=False``: where that has arrived here it may be edited, though peers are not as far.
+        """Round an updated master into the shard and start to give every rank the new full copy, where one always lives.
 
-        Returns what to wait for. Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise.
+        Moves n (N-1)/N elements where parameters always live and are sharded, nothing otherwise. Returns what to wait for.
+
+        Args:
+            rounded: the shard holds the rounded values already.
+            lend: peers may read the shard in place. Without it, the full copy may be edited as soon as it has arrived here.
         """
         if self.master is not self.shard and not rounded:
             with self.materialized():
@@ -217,7 +227,7 @@ class ParamGroup:
         return self.comm.all_gather(self.full, self.own, self.name, lend=lend)
 
     def load_full(self, params: Collection[int] | None = None) -> None:
-        """The full copy was set, alike on all ranks: shard and master follow it. ``params`` (ids): only these parameters' elements do."""
+        """Copy the full values, which are alike on all ranks, into shard and master. ``params`` (ids): only these parameters' elements."""
         self.wait_before_writing()
         if params is None:
             parts = [slice(None)]
@@ -235,7 +245,7 @@ class ParamGroup:
                     self.master[part].copy_(self.shard[part])
 
     def apply_edits(self) -> None:
-        """Parts of the full copy were edited, alike on all ranks: shard and master follow there; elsewhere masters keep all their bits."""
+        """Copy edits of the full values, alike on all ranks, into shard and master. Masters of other elements keep all their bits."""
         self.wait_before_writing()
         with self.materialized():
             if self.master is not self.shard:
@@ -250,7 +260,7 @@ class ParamGroup:
             param.data = view
 
     def persistent_bytes(self) -> int:
-        """Bytes of parameters and master weights that outlive a step on this rank's device."""
+        """Count the bytes of parameters and master weights that outlive a step on this rank's device."""
         low = self.shard.element_size() * (
             self.layout.numel if self.plan.params is Lifetime.ALWAYS else self.layout.shard_numel
         )
@@ -287,7 +297,7 @@ class ParamPublisher:
         self._hook: Any = None
 
     def begin(self, pieces: Sequence[Updated] = (), *, lend: bool = True) -> None:
-        """An update of ``pieces`` begins. ``lend=False``: what has arrived may be edited before the peers have come as far."""
+        """Prepare for an update of ``pieces``. Without ``lend``, what has arrived may be edited before the peers have come as far."""
         self._queue = deque(self._groups)
         self._lend = lend
         self._pieces_left.clear()
@@ -296,9 +306,9 @@ class ParamPublisher:
             self._pieces_left[id(piece.group)] = self._pieces_left.get(id(piece.group), 0) + 1
 
     def updated(self, pieces: Sequence[Updated], rounded: bool) -> None:
-        """Publishes each group whose turn has come, now that these pieces' masters are new. Collective over shard.
+        """Publish each group whose turn has come, now that the masters of ``pieces`` are new. Collective over shard.
 
-        ``rounded``: so are the pieces' 16-bit copies. A rank may have no piece of a group at all (its part is padding): the group goes when
+        ``rounded``: their 16-bit copies are new, too. A rank may have no piece of a group at all (its part is padding): the group goes when
         its turn comes.
         """
         for piece in pieces:
@@ -309,12 +319,12 @@ class ParamPublisher:
             self._publish(self._queue.popleft())
 
     def finish(self) -> None:
-        """Publishes what is left. :meth:`wait` or :meth:`wait_at_next_forward` must follow. Collective over shard."""
+        """Publish the remaining groups. :meth:`wait` or :meth:`wait_at_next_forward` must follow. Collective over shard."""
         while self._queue:
             self._publish(self._queue.popleft())
 
     def publish_frozen(self) -> None:
-        """Publishes the groups that no step changes: their values were replaced (a checkpoint was read). Collective over shard."""
+        """Publish the groups that no step changes: their values were replaced (a checkpoint was read). Collective over shard."""
         for group in self._groups:
             if not group.trainable and (pending := group.publish()) is not None:
                 self._under_way.append(pending)
@@ -328,14 +338,12 @@ class ParamPublisher:
             if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
                 self._under_way.append(pending)
 
-    # --- waiting --------------------------------------------------------------------------------------------------
-
     def wait(self) -> None:
-        """Waits until every parameter that always lives is whole here and on the other ranks of the shard axis, which must come as far."""
+        """Wait until every parameter that always lives is whole here and on the other ranks of the shard axis, which must come as far."""
         wait_all(self.wait_result())
 
     def wait_result(self) -> Sequence[Pending]:
-        """Waits until every parameter that always lives is whole here; returns what peers may still be reading."""
+        """Wait until every parameter that always lives is whole here; return the exchanges whose input peers may still be reading."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -347,10 +355,10 @@ class ParamPublisher:
         return pendings
 
     def wait_at_next_forward(self) -> None:
-        """Defers the wait to the next forward of the module, or of any part of it.
+        """Defer the wait to the next forward of the module, or of any part of it.
 
-        That rank may be the only one that calls it, so it waits for the result alone: what was published with ``lend=False`` may be edited
-        then. The hook is torch's global one, because any part may be called first; it is removed after that call.
+        One rank alone may call that, so it waits for the result alone: what was published with ``lend=False`` may be edited then. The hook
+        is torch's global one, because any part may be called first; it is removed after that call.
         """
         if self._under_way and self._hook is None:
             parts, this = {id(part) for part in self._module.modules()}, weakref.ref(self)
@@ -363,20 +371,20 @@ class ParamPublisher:
 
 
 def swap_buffer_bytes(groups: Sequence[ParamGroup]) -> int:
-    """Bytes of the buffers through which shards come that live elsewhere."""
+    """Count the bytes of the buffers through which offloaded shards are read."""
     found = {id(one): one for group in groups if group.offloaded is not None for one in group.offloaded.buffers}
     return sum(one.numel() * one.element_size() for one in found.values())
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of ``shape`` over one NaN: no memory, and any arithmetic with it shows. Integers, which have no NaN, get their largest value."""
+    """Return a tensor of ``shape`` over a single NaN: it takes no memory, and arithmetic with it shows. Integers get their largest value."""
     numbers = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
     value = float("nan") if numbers else torch.iinfo(dtype).max
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
+    """Return whether the tensor's values are elsewhere: it has elements and no memory of its own for them."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
@@ -388,12 +396,14 @@ def trace_range(name: str) -> AbstractContextManager[Any]:
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
+# The C library's heap.
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST_HEAP_BLOCK = 32 << 20  # what glibc allows on 64-bit machines
 
 
 def keep_freed_memory() -> bool:
-    """Keeps the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again; True if that worked.
+    """Keep the memory of freed CPU buffers in the process, so that the next buffer does not pay for its pages again. Return whether that worked.
 
     glibc returns large freed blocks to the kernel and gets zeroed pages back at the next allocation: about 0.25 microseconds of CPU per KiB
     on each use. A plan that frees and revives whole groups in every step pays that for all its parameters and gradients. Blocks above 32 MiB
@@ -408,17 +418,17 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> bool:
-    """Gives the kernel every page of the heap that nothing lives on; True if there were any.
+    """Return every unused page of the heap to the kernel; return whether there were any.
 
-    For moments at which much is freed that does not come again. A large block that is freed is seldom whole for the next one: some small thing
-    gets a place in it, and the heap grows by another block.
+    For moments at which much is freed that is not needed again. A large block that is freed is seldom whole for the next one: something small
+    is put into it, and the heap grows by another block.
     """
     trim = _glibc("malloc_trim")
     return trim is not None and bool(trim(0))
 
 
 def _glibc(name: str) -> Any:
-    """A function of the C library; None where that is another one."""
+    """Return a function of glibc; None with another C library."""
     if not sys.platform.startswith("linux"):
         return None
     try:

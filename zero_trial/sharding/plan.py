@@ -50,7 +50,7 @@ class Reshard(Enum):
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """What a ZeRO stage means for the pieces of the engine."""
+    """How long the full copy of each thing lives, and when it is exchanged."""
 
     shard_optimizer: bool
     params: Lifetime
@@ -59,26 +59,26 @@ class ZeroPlan:
     reshard: Reshard = Reshard.WITHIN_LIMITS
 
     def persistent(self) -> ZeroPlan:
-        """The plan for parameters too small to be worth freeing: always live, otherwise the same."""
+        """Return the plan for parameters too small to be worth freeing: always live, otherwise the same."""
         return ZeroPlan(self.shard_optimizer, Lifetime.ALWAYS, self.grads, self.reduce_at, self.reshard)
 
     def scheduled(self, *, reduce_at: ReduceAt) -> ZeroPlan:
-        """The plan where a schedule says when to gather, free and reduce."""
+        """Return the plan for a schedule that gathers, frees and reduces."""
         return ZeroPlan(self.shard_optimizer, self.params, self.grads, reduce_at, Reshard.SCHEDULED)
 
     @property
     def frees_parameters(self) -> bool:
-        """Full parameters do not always live, so that there is something to say about when they are gathered and freed."""
+        """Whether full parameters do not always live."""
         return self.params is not Lifetime.ALWAYS
 
     @property
     def cuts(self) -> tuple[bool, bool, bool]:
-        """Tell which are cut into shards between uses: optimizer state, gradients, parameters."""
+        """Whether optimizer state, gradients and parameters are cut into shards between uses."""
         return self.shard_optimizer, self.grads is Lifetime.USE, self.frees_parameters
 
     @property
     def frees_memory(self) -> bool:
-        """Some full copies are freed and revived in every step."""
+        """Whether some full copies are freed and allocated again in every step."""
         return Lifetime.USE in (self.params, self.grads)
 
     @property
@@ -102,7 +102,7 @@ _STAGES = {
 
 
 def plan_for_stage(stage: int, *, reduce_every: str = "auto", reshard_after: str = "auto") -> ZeroPlan:
-    """The plan of a ZeRO stage; ``reduce_every`` (auto, micro, boundary) and ``reshard_after`` (auto, forward, step) override its choices.
+    """Return the plan of a ZeRO stage; ``reduce_every`` (auto, micro, boundary) and ``reshard_after`` (auto, forward, step) override its choices.
 
     At the boundary, stage 2 keeps the full gradients of an accumulation until its end and moves 2 Psi instead of (g+1) Psi; with one
     micro-batch per step both are the same.

@@ -41,7 +41,6 @@ from zero_trial.ops.dispatch import accumulate
 from zero_trial.sharding.grad_buffer import BufferPool, GradBuffer, PooledBuffer
 from zero_trial.sharding.layout import square_sum
 from zero_trial.sharding.param_group import trace_range
-from zero_trial.sharding.plan import ReduceAt
 from zero_trial.sharding.unshard import Unsharder
 
 
@@ -138,7 +137,8 @@ class GradReducer:
 
     def begin_pass(self, *, reduce: bool = True) -> None:
         """Start a backward pass; with ``reduce`` its gradients are reduced. Waits for what a pass that ended in an exception left under way."""
-        self.wait()
+        if self._under_way:
+            self.wait()
         self.active = reduce
         self._cursor = 0
         self._ready.clear()
@@ -183,10 +183,9 @@ class GradReducer:
 
     def wait(self) -> None:
         """Wait for all reductions under way; then their shards hold their sums."""
-        if self._under_way:
-            for phase, queue in self._waiting.items():
-                while queue:
-                    self._advance(phase)
+        for phase, queue in self._waiting.items():
+            while queue:
+                self._advance(phase)
 
     def sum_copies(self, grad_buffer: GradBuffer, copies: AxisComm) -> None:
         """Sum the reduced shards of ``grad_buffer`` over the ranks that hold copies of it; then all have the same bits.
@@ -204,11 +203,13 @@ class GradReducer:
 
         They are the same on all ranks: all launch every reduction together.
         """
-        self.wait()
-        missing = [grad_buffer for grad_buffer in self.grad_buffers if not grad_buffer.shard_filled]
-        for grad_buffer in missing:
-            self._launch(grad_buffer)
-        self.wait()
+        if self._under_way:
+            self.wait()
+        for grad_buffer in self.grad_buffers:
+            if not grad_buffer.shard_filled:
+                self._launch(grad_buffer)
+        if self._under_way:
+            self.wait()
 
     def late_groups(self) -> int:
         """Count the reduced groups that have got gradients since, on this rank."""
@@ -236,7 +237,8 @@ class GradReducer:
 
     def reset(self) -> None:
         """Drop all gradients and sums of this step; waits for reductions under way (backward ended in an exception)."""
-        self.wait()
+        if self._under_way:
+            self.wait()
         for grad_buffer in self.grad_buffers:
             grad_buffer.reset()
         self.square_sums.clear()
@@ -346,7 +348,6 @@ class GradReducer:
             if self._shard.size == 1:  # else peers read only their own parts, and this rank's is its own
                 grad_buffer.wait_for_readers()
             shard.add_(reduction.stash)
-        grad_buffer.shard_filled = True
         total = reduction.square_sum  # taken on the way: the shard's, if that is this sum and nothing else
         if total is None or adds or out.dtype != shard.dtype:
             total = self._square_sum(grad_buffer)
@@ -358,9 +359,7 @@ class GradReducer:
         reduction.scatter.received.release()
         if reduction.pooled is not None:
             self._casts.give_back(reduction.pooled)  # peers may still be reading
-        grad_buffer.free()
-        if grad_buffer.group.plan.reduce_at is ReduceAt.MICRO:
-            grad_buffer.sealed = False
+        grad_buffer.end_reduction()
 
     def _square_sum(self, grad_buffer: GradBuffer) -> torch.Tensor:
         """Sum the squares of what this rank counts in the norm: replicas hold the same shard, so that each counts one slice."""

@@ -22,9 +22,11 @@ from zero_trial.sharding.plan import Reshard
 
 
 class Unsharder:
-    """Keeps the blocks of one model alive while they are needed. ``groups``: by block name, those whose parameters do not always live.
+    """Keeps the full parameters of a model's blocks while they are needed.
 
-    ``modules``: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
+    Args:
+        modules: for each block name the modules, in their usual order, that it stands for (several where small ones were put together).
+        groups: by block name, those whose parameters do not always live.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Unsharder:
         self._to_be_continued = (
             False  # the backward pass builds a graph of its own (create_graph), whose backward needs the weights again
         )
-        self.last_micro_batch = True
+        self._last_micro_batch = True
         self._inside_root = False
         self.handles: list[Any] = []
         if reshard is Reshard.SCHEDULED:
@@ -62,7 +64,7 @@ class Unsharder:
         self.handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True))
 
     def _install_side_doors(self, root: nn.Module) -> None:
-        """The root's parameters are also found by who calls its parts directly: ``model.head(x)``, or a method that is not forward."""
+        """Gather the root's parameters also for direct calls of its parts: ``model.head(x)``, or a method that is not forward."""
         held = {id(param) for group in self._groups[ROOT] for param in group.params}
         for module in root.modules():
             if module is not root and any(id(param) in held for param in module.parameters(recurse=False)):
@@ -79,19 +81,23 @@ class Unsharder:
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(self._before_backward, ROOT))
 
+    def begin_backward(self, *, last: bool) -> None:
+        """Start a backward pass; ``last``: an optimizer step follows, so that nothing is kept for another micro-batch."""
+        self._last_micro_batch = last
+
     def start_step(self) -> None:
-        """Parameters are about to change hands: a new sequence of uses begins."""
-        # A pass that raised did not say that it ended.
+        """Start a new sequence of uses: parameters are about to change."""
+        # A pass that raised has not cleared these.
         self._inside_root = self._cleaning = self._to_be_continued = False
         self._order.start_step()
 
     def unshard(self, block: str, *, record: bool = True) -> None:
-        """The block's parameters are there when this returns; what comes next is on its way. Collective over shard.
+        """Gather the block's parameters, and start to gather those of the next blocks. Collective over shard.
 
-        ``record=False`` for uses that are no part of a training step (evaluation): they predict nothing.
+        ``record=False`` for uses outside of training steps (evaluation): they predict nothing.
         """
         if record:
-            self._order.visit(block)
+            self._order.use(block)
         for group in self._groups.get(block, ()):
             if group.offloaded is not None:
                 group.expect()
@@ -103,18 +109,18 @@ class Unsharder:
             self._prefetch()
 
     def unshard_async(self, block: str) -> None:
-        """The block's parameters are on their way: :meth:`unshard` waits for them. Collective over shard."""
+        """Start to gather the block's parameters: :meth:`unshard` waits for them. Collective over shard."""
         for group in self._groups.get(block, ()):
             group.unshard_async()
 
     def reshard(self, block: str) -> None:
-        """The block's parameters are needed no more; a gather under way is waited for first."""
+        """Free the block's parameters; a gather under way is waited for first."""
         for group in self._groups.get(block, ()):
             group.finish_unshard()
             group.reshard()
 
     def unshard_all(self) -> None:
-        """Brings every block to life, outside the order of a step."""
+        """Gather every block, outside the order of a step. Collective over shard."""
         for chosen in self._groups.values():
             for group in chosen:
                 group.unshard_async()
@@ -123,25 +129,25 @@ class Unsharder:
                 group.finish_unshard()
 
     def reshard_all(self) -> None:
-        """Frees every block; a gather under way is waited for first."""
+        """Free every block; a gather under way is waited for first."""
         for chosen in self._groups.values():
             for group in chosen:
                 group.finish_unshard()
                 group.reshard()
 
     def was_used(self, block: str) -> bool:
-        """Has the block's forward run, with gradients, since the last update? True for what always lives."""
+        """Return whether the block's forward has run, with gradients, since the last update. True for parameters that always live."""
         scheduled = self._reshard is Reshard.SCHEDULED
         return scheduled or block not in self._groups or self._order.seen(block)
 
     def live_numel(self) -> int:
-        """Elements of full parameters that live now or are on their way."""
+        """Count the elements of full parameters that live now or are being gathered."""
         return sum(
             group.layout.numel for chosen in self._groups.values() for group in chosen if group.live or group.unsharding
         )
 
     def after_gradients(self, group: ParamGroup) -> None:
-        """The group's gradients are complete: its parameters are needed no more in this backward pass."""
+        """Free the group's parameters, unless they are kept for another use: its gradients are complete."""
         if group.block in self._groups and not self._keeps_after_backward():
             group.reshard()
 
@@ -191,7 +197,7 @@ class Unsharder:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        """Frees what backward left behind: groups whose parameters were not all used, and frozen ones. What is fetched ahead stays."""
+        """Free what backward left behind: groups whose parameters were not all used, and frozen ones. Prefetched groups stay."""
         self._cleaning = False
         if not self._keeps_after_backward():
             for chosen in self._groups.values():
@@ -220,17 +226,17 @@ class Unsharder:
     def _keeps_after_backward(self) -> bool:
         if self._to_be_continued or self._reshard is Reshard.SCHEDULED:
             return True
-        if self._reshard is Reshard.AFTER_FORWARD or self.last_micro_batch:
+        if self._reshard is Reshard.AFTER_FORWARD or self._last_micro_batch:
             return False
         return self._reshard is Reshard.AFTER_STEP or self._fits()
 
     def _fits(self, more: int = 0) -> bool:
-        """Whether what lives now, and ``more`` elements, stay within max_live."""
+        """Return whether what lives now, and ``more`` elements, stay within max_live."""
         return self._total <= self._limits.max_live or self.live_numel() + more <= self._limits.max_live
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
+    """List every tensor in nested tuples, lists, dicts, dataclasses and plain objects with attributes (model outputs)."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -262,7 +268,7 @@ class UseOrder:
         self.on_track = False
 
     def start_step(self) -> None:
-        """A new step begins: what was recorded becomes the prediction."""
+        """Start a new step: what was recorded becomes the prediction."""
         if self._now and self._now != self._last:
             self._last = self._now
             self._passed = [0, *accumulate(self._sizes[block] for block in self._last)]
@@ -273,8 +279,8 @@ class UseOrder:
         self._seen = set()
         self.on_track = bool(self._last)
 
-    def visit(self, block: str) -> None:
-        """``block`` is used now."""
+    def use(self, block: str) -> None:
+        """Record that ``block`` is used now."""
         position = len(self._now)
         if position >= len(self._last) or self._last[position] != block:
             self.on_track = False
@@ -282,11 +288,14 @@ class UseOrder:
         self._seen.add(block)
 
     def seen(self, block: str) -> bool:
-        """Has ``block`` been used since the step began?"""
+        """Return whether ``block`` has been used since the step began."""
         return block in self._seen
 
     def upcoming(self, budget: int) -> list[str]:
-        """The blocks that come next, different ones, while their elements fit into ``budget``; the first always, unless the order was left."""
+        """List the different blocks that come next, while their elements fit into ``budget``.
+
+        The first is always listed, unless this step has left the remembered order.
+        """
         if not self.on_track:
             return []
         found: dict[str, None] = {}
@@ -303,7 +312,7 @@ class UseOrder:
         return list(found)
 
     def distance(self, block: str) -> int | None:
-        """Elements of the blocks that are used before ``block`` is used again in this step; None if it is not, or if that is unknown."""
+        """Count the elements that are used before ``block`` is used again in this step; None if it is not, or if that is unknown."""
         if not self.on_track:
             return None
         now, places = len(self._now), self._uses.get(block, [])
@@ -333,7 +342,7 @@ class SideOutputs:
                 self._watched.append(own)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those with a history that are there now."""
+        """List those that exist now and have a history."""
         tables = [*self._watched, *(own for own, size in self._quiet if len(own) != size)]
         return [
             value
@@ -353,10 +362,10 @@ def _cannot_be_tensor(value: object) -> bool:
 
 
 class ModuleHook:
-    """A hook on a user's module, which a deep copy of that module does not take along.
+    """A hook on a user's module that does nothing in a deep copy of that module.
 
-    ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) then is an ordinary module: it reaches neither the engine's process
-    groups nor its shards.
+    ``copy.deepcopy(engine.module)`` (an EMA, a frozen reference model) is then an ordinary module, which reaches neither the engine's
+    process groups nor its shards.
     """
 
     __slots__ = ("_call",)

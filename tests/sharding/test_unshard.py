@@ -1,7 +1,8 @@
-"""Tests for zero_trial/sharding/unshard.py: what is live when. On one rank: freeing and gathering are the same there, without the wire."""
+"""What is live when: gathering, prefetching and freeing parameters. On one rank this is the same, without the wire."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import nn
 
 from tests.sharding.parts import make_model
+from tests.support.models import TinyLM, make_engine, tokens, train_engine
+from tests.support.pool import Pools
 from zero_trial.sharding.grouping import GroupingLimits, ShardingSettings, UnshardLimits
 from zero_trial.sharding.model import ShardedModel
-from zero_trial.sharding.unshard import tensors_in
+from zero_trial.sharding.unshard import ModuleHook, SideOutputs, UseOrder, tensors_in
+from zero_trial.zero import GatheredParameters
 
 WIDTH, BLOCKS = 8, 4
 BLOCK = 96  # 8 x 8 and 8, each aligned to 32
@@ -292,3 +296,213 @@ def test_a_backward_pass_through_a_backward_pass(reshard: str) -> None:
         model.reducer.reset()
         model.publish()
         assert watch.live() == set()
+
+
+SIZES = {"root": 50, "h0": 100, "h1": 100, "h2": 100}
+STEP = ["root", "h0", "h1", "h2", "h2", "h1", "h0"]
+
+
+def after_one_step(order: list[str] = STEP) -> UseOrder:
+    uses = UseOrder(SIZES)
+    uses.start_step()
+    for block in order:
+        uses.use(block)
+    uses.start_step()
+    return uses
+
+
+def test_the_last_step_predicts_the_next() -> None:
+    uses = after_one_step()
+    uses.use("root")
+    assert uses.upcoming(100) == ["h0"]
+    uses.use("h0")
+    assert uses.upcoming(200) == ["h1", "h2"]
+
+
+def test_the_first_step_predicts_nothing() -> None:
+    uses = UseOrder(SIZES)
+    assert not uses.on_track
+    uses.use("root")
+    assert uses.upcoming(1000) == []
+    assert uses.distance("h0") is None
+    uses.start_step()
+    assert uses.on_track
+
+
+@pytest.mark.parametrize(
+    ("used_before", "budget", "expected"),
+    [
+        (1, 1, ["h0"]),  # the next always, however large
+        (1, 199, ["h0"]),
+        (1, 200, ["h0", "h1"]),
+        (1, 10_000, ["h0", "h1", "h2"]),  # each once
+        (4, 150, ["h2"]),
+        (4, 200, ["h2", "h1"]),
+        (7, 10_000, []),  # the step is over
+    ],
+)
+def test_upcoming_within_a_budget(used_before: int, budget: int, expected: list[str]) -> None:
+    uses = after_one_step()
+    for block in STEP[:used_before]:
+        uses.use(block)
+    assert uses.upcoming(budget) == expected
+
+
+def test_a_step_that_leaves_the_order_is_followed_and_becomes_the_next_prediction() -> None:
+    uses = after_one_step()
+    other = ["root", "h1", "h0", "h0", "h1"]
+    uses.use("root")
+    assert uses.on_track
+    for block in other[1:]:
+        uses.use(block)
+        assert not uses.on_track
+        assert uses.upcoming(1000) == []
+        assert uses.distance("h0") is None
+    uses.start_step()
+    uses.use("root")
+    assert uses.upcoming(100) == ["h1"]
+
+
+def test_a_step_that_goes_on_longer_than_the_last_is_off_track() -> None:
+    uses = after_one_step(["root"])
+    uses.use("root")
+    assert uses.on_track
+    uses.use("h0")
+    assert not uses.on_track
+
+
+def test_a_step_without_any_use_forgets_nothing() -> None:
+    uses = after_one_step()
+    uses.start_step()
+    uses.use("root")
+    assert uses.upcoming(1) == ["h0"]
+
+
+@pytest.mark.parametrize(
+    ("used_before", "block", "expected"), [(2, "h0", 400), (3, "h1", 200), (4, "h2", 0), (6, "h1", None), (1, "h0", 0)]
+)
+def test_distance_counts_what_is_used_before(used_before: int, block: str, expected: int | None) -> None:
+    uses = after_one_step()
+    for used in STEP[:used_before]:
+        uses.use(used)
+    assert uses.distance(block) == expected
+
+
+class CountedSizes(dict[str, int]):
+    """Counts how often a size is read."""
+
+    reads = 0
+
+    def __getitem__(self, block: str) -> int:
+        self.reads += 1
+        return super().__getitem__(block)
+
+
+def test_a_step_of_many_blocks_and_micro_batches_costs_time_in_proportion_to_its_uses() -> None:
+    blocks = [f"h{index}" for index in range(50)]
+    sizes = CountedSizes(dict.fromkeys(blocks, 100))
+    step = [*blocks, *reversed(blocks)] * 20
+    uses = UseOrder(sizes)
+    for _ in range(2):
+        uses.start_step()
+        for block in step:
+            uses.use(block)
+            uses.upcoming(200)
+            uses.distance(block)
+    assert uses.on_track
+    assert sizes.reads < 10 * len(step)
+
+
+def test_side_outputs_are_tensors_with_a_history_left_on_modules() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    aside = SideOutputs(net)
+    assert aside.tensors() == []
+    net[0].aux = net[0].weight.sum()
+    net[0].plain = torch.ones(1)
+    assert [id(t) for t in aside.tensors()] == [id(net[0].aux)]
+
+
+def test_an_attribute_that_was_there_before_may_become_one() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].aux = None
+    aside = SideOutputs(net)
+    net[0].aux = net[0].weight.sum()
+    assert len(aside.tensors()) == 1
+
+
+class Routed(nn.Module):
+    """A module of a user's, with an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+        self.balance = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        self.balance = out.square().mean()  # type: ignore[assignment]
+        return out
+
+
+def test_a_users_module_is_always_looked_at_and_torchs_are_not() -> None:
+    net = Routed()
+    aside = SideOutputs(net)
+    assert aside.tensors() == []
+    net(torch.ones(1, 2))
+    assert [id(t) for t in aside.tensors()] == [id(net.balance)]
+    looked_at: Any = aside._watched
+    assert looked_at == [vars(net)], "four linear layers and their container cost a comparison each"
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero2": {"stage": 2},
+    "zero3": {
+        "stage": 3,
+        "param_persistence_threshold": 0,
+        "reshard_after": "forward",
+        "module_granularity_threshold": 1,
+    },
+}
+
+
+def test_a_copy_of_a_hook_does_nothing() -> None:
+    calls: list[Any] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(ModuleHook(lambda *args: calls.append(args)))
+    twin = copy.deepcopy(layer)
+    layer(torch.ones(2))
+    assert len(calls) == 1
+    twin(torch.ones(2))
+    assert len(calls) == 1
+
+
+def test_a_hook_returns_what_it_calls_returns() -> None:
+    assert ModuleHook(lambda a, b=0: a + b)(1, b=2) == 3
+
+
+def copies(zero: dict[str, Any]) -> list[bool]:
+    """A deep copy of a sharded module: an ordinary module with values of its own, which trains without the engine."""
+    engine = make_engine(TinyLM, {"zero_optimization": zero})
+    train_engine(engine, range(2))
+    with GatheredParameters(engine.module):
+        twin = copy.deepcopy(engine.module)
+        same = all(torch.equal(p, q) for p, q in zip(twin.parameters(), engine.module.parameters(), strict=True))
+    batch = tokens(7, 2)
+    traffic = engine.mesh.counters.table()
+    loss = twin(batch)
+    loss.backward()
+    grads = all(p.grad is not None and not p.grad.isnan().any() for p in twin.parameters())
+    keys = twin.state_dict().keys()
+    twin.load_state_dict(twin.state_dict())
+    silent = engine.mesh.counters.table() == traffic
+    before = [p.detach().clone() for p in twin.parameters()]
+    expected = engine(batch).item()
+    train_engine(engine, range(2, 3))
+    apart = all(torch.equal(p, q) for p, q in zip(twin.parameters(), before, strict=True))
+    return [same, grads, silent, apart, loss.item() == expected, keys == engine.module_state_dict().keys()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_deep_copy_is_an_ordinary_module(ranks: Pools, stage: str) -> None:
+    assert ranks(2).run(copies, STAGES[stage]) == [[True] * 6] * 2

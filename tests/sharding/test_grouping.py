@@ -1,26 +1,35 @@
-"""Tests for zero_trial/sharding/grouping.py."""
+"""How a model's parameters are grouped; the norm over model-parallel parts is in tests/engine/test_behaviour_parts.py."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from zero_trial.errors import ConfigError
 from zero_trial.sharding.grouping import (
     ROOT,
     GroupingLimits,
     LeafRules,
     ModuleFacts,
     ParamFacts,
+    ShardingSettings,
     block_of,
+    collect_params,
     find_blocks,
     into_blocks,
     into_buckets,
+    is_model_parallel,
     merge_small,
+    module_facts,
+    parameter_names,
     persistent_members,
     runs_of_groups,
+    split_parts_from_copies,
 )
 
 MIB = 1 << 20
@@ -256,3 +265,102 @@ def test_runs_cover_the_buffer_without_gaps(rows: list[tuple[int, int]]) -> None
     assert all(before[1] == after[0] for before, after in pairwise(edges))
     for offset, opt_group in offsets:
         assert runs[opt_group][0] <= offset < runs[opt_group][1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_the_tree_of_a_module() -> None:
+    facts = module_facts(Tied())
+    assert [child.name for child in facts.children] == ["embed", "layers", "head"]
+    layers = facts.children[1]
+    assert (layers.is_list, layers.numel, [child.name for child in layers.children]) == (
+        True,
+        60,
+        ["layers.0", "layers.1", "layers.2"],
+    )
+    assert facts.numel == 100, "a tied parameter counts once"
+    assert module_facts(nn.Sequential(nn.Linear(2, 2))).is_sequential
+
+
+def test_all_names_of_every_parameter() -> None:
+    names = {name: known for name, (_, known) in parameter_names(Tied()).items()}
+    assert names["embed.weight"] == ("embed.weight", "head.weight")
+    assert "head.weight" not in names
+    assert names["layers.1.bias"] == ("layers.1.bias",)
+
+
+def opt_groups(module: nn.Module) -> dict[int, int]:
+    return {id(param): 0 for param in module.parameters()}
+
+
+def test_members_know_block_group_and_kind() -> None:
+    module = Tied()
+    numbers = opt_groups(module) | {id(module.layers[1].bias): 1}
+    module.layers[2].weight.requires_grad_(False)
+    members, params, blocks = collect_params(module, numbers, LeafRules(), dtype=torch.bfloat16, with_frozen=True)
+    found = {member.name: member for member in members}
+    assert blocks == ["layers.0", "layers.1", "layers.2"]
+    assert found["embed.weight"].block == ""
+    assert found["layers.1.bias"].block == "layers.1"
+    assert found["layers.1.bias"].opt_group == 1
+    assert found["layers.2.weight"].opt_group == -1
+    assert found["layers.2.weight"].key != found["layers.1.weight"].key
+    assert found["layers.1.weight"].key[0] is torch.bfloat16
+    assert params["embed.weight"] is module.embed.weight
+
+
+def test_frozen_parameters_and_strangers() -> None:
+    """A frozen one is sharded only where parameters are; one that trains but is in no group is left alone."""
+    module = Tied()
+    numbers = opt_groups(module)
+    del numbers[id(module.layers[0].bias)]
+    module.layers[2].weight.requires_grad_(False)
+    for with_frozen in (False, True):
+        members, params, _ = collect_params(module, numbers, LeafRules(), dtype=torch.float32, with_frozen=with_frozen)
+        assert "layers.0.bias" not in params
+        assert ("layers.2.weight" in params) is with_frozen
+        assert len(members) == len(params)
+
+
+def test_a_complex_parameter_is_refused_by_name() -> None:
+    """The fp32 masters would keep its real part alone."""
+    module = nn.Module()
+    module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"phase: a complex parameter cannot be trained: got torch\.complex64"):
+        collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)
+    module.phase.requires_grad_(False)
+    assert (
+        collect_params(module, opt_groups(module), LeafRules(), dtype=torch.float32, with_frozen=True)[0][0].opt_group
+        == -1
+    )
+
+
+@pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])
+def test_marks_of_megatron_and_deepspeed(mark: str) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    assert not is_model_parallel(param)
+    setattr(param, mark, True)
+    assert is_model_parallel(param)
+    setattr(param, mark, False)
+    assert not is_model_parallel(param)
+
+
+def test_no_group_holds_parts_and_copies() -> None:
+    params = {name: nn.Parameter(torch.zeros(2)) for name in "abcd"}
+    for name in "bd":
+        params[name].model_parallel = True  # type: ignore[attr-defined]
+    members = split_parts_from_copies([ParamFacts(name, 2, ("fp32",), 0) for name in params], params)
+    groupings = into_buckets(members, GroupingLimits())
+    assert sorted("".join(m.name for m in g.members) for g in groupings) == ["ac", "bd"]
+
+
+def test_without_overlap_every_reduction_is_waited_for_at_once() -> None:
+    assert ShardingSettings().in_flight == 2
+    assert ShardingSettings(overlap=False).in_flight == 0

@@ -1,4 +1,4 @@
-"""Tests for zero_trial/sharding/reduce.py."""
+"""Gradients are summed over ranks, group by group, in one order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.sharding.parts import mesh_for, parameters
+import zero_trial
+from tests.sharding.parts import alone, mesh_for, parameters
 from tests.support.late import make_late
 from tests.support.models import make_engine
 from tests.support.pool import Pools
-from zero_trial.comm import Mesh
+from zero_trial.comm import Mesh, MeshShape, build_mesh
+from zero_trial.comm.shm.probe import _MEMORIES
 from zero_trial.sharding import reduce
 from zero_trial.sharding.grad_buffer import GradBuffer
 from zero_trial.sharding.layout import lay_out, square_sum
@@ -156,7 +159,7 @@ def test_a_checkpoints_order_is_continued_if_it_is_one_of_these_groups() -> None
 
 
 def unused() -> list[list[float]]:
-    """Group 1 gets nothing on any rank, group 2 nothing on rank 0; nobody waits for ever."""
+    """Group 1 gets nothing on any rank, group 2 nothing on rank 0; no rank waits for ever."""
     rig = Rig(2)
     rig.backward([0, 2] if rig.rank == 1 else [0])
     first = rig.sums()
@@ -243,7 +246,7 @@ def test_a_sum_goes_to_the_other_replicas_while_backward_still_runs(ranks: Pools
 
 
 def second_sums(stage: int, every: str) -> tuple[list[float], list[float]]:
-    """Gradients that come after the reduction, from somebody else's loss, are added on top."""
+    """Gradients that come after the reduction, from another loss, are added on top."""
     rig = Rig(stage, every=every)
     rig.backward([2, 1, 0])
     (10.0 * (rig.rank + 1) * rig.params[1][0]).sum().backward()
@@ -299,7 +302,7 @@ def no_sync() -> tuple[list[float], int]:
     return rig.sums(), before
 
 
-def test_what_nobody_reduced_is_reduced_before_the_step(ranks: Pools) -> None:
+def test_gradients_that_no_pass_reduced_are_reduced_before_the_step(ranks: Pools) -> None:
     for found, before in ranks(2).run(no_sync):
         assert before == 0
         assert fits(found, [6.0, 12.0, 18.0])
@@ -498,3 +501,69 @@ def test_a_step_that_the_device_decides_takes_different_late_gradients_of_all_ra
 ) -> None:
     for *values, norms in ranks(2).run(late_step, 2, late, True):
         assert (tuple(values), norms) == (expected, exchanges)
+
+
+def test_a_cast_that_is_not_read_in_place_is_a_tensor() -> None:
+    reducer = GradReducer([], alone(), alone())
+    full = torch.tensor([1.0, 1 + 2**-9])
+    cast, pooled = reducer._cast(full, torch.bfloat16)
+    assert cast.tolist() == [1.0, 1.0] and cast.dtype is torch.bfloat16 and pooled is None
+
+
+def buffers_in_turn() -> None:
+    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
+    comm, reducer = mesh.shard, GradReducer([], mesh.shard, mesh.replica, in_flight=0)
+    full = torch.full((100,), 1.0 + comm.index)
+    first, one = reducer._cast(full, torch.bfloat16)
+    second, other = reducer._cast(full, torch.bfloat16)
+    assert one is not other and one is not None
+    reducer._casts.give_back(one)
+    again, same = reducer._cast(full[:90], torch.bfloat16)
+    assert same is one
+    assert again.data_ptr() == first.data_ptr() != second.data_ptr()
+    out = torch.empty(45, dtype=torch.bfloat16)
+    before = _MEMORIES[dist.group.WORLD].written
+    comm.reduce_scatter(again, out, "gradients").wait()
+    assert out.tolist() == [3.0] * 45
+    assert _MEMORIES[dist.group.WORLD].written == before
+
+
+def test_buffers_of_casts_are_taken_in_turn_and_read_in_place(ranks: Pools) -> None:
+    ranks(2).run(buffers_in_turn)
+
+
+def train(stage: int, wire: str, transport: str) -> tuple[int, list[float]]:
+    """Bytes copied out in two steps after a first one, and the weights."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage},
+        "communication_data_type": wire,
+        "comm_transport": transport,
+        "prescale_gradients": True,
+    }
+    engine, *_ = zero_trial.initialize(model=model, config=config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    memory = _MEMORIES.get(dist.group.WORLD)
+    before = 0
+    for step in range(3):
+        loss = engine(torch.randn(2, 64, generator=generator)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if step == 0 and memory is not None:
+            before = memory.written
+    written = memory.written - before if memory is not None else 0
+    with torch.no_grad():
+        probe = engine(torch.ones(1, 64))
+    return written, probe.flatten().tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_copies_no_gradient_out(ranks: Pools, stage: int) -> None:
+    ours = ranks(2).run(train, stage, "bf16", "auto")
+    by_messages = ranks(2).run(train, stage, "bf16", "gloo")
+    assert [written for written, _ in ours] == [0, 0]
+    assert ours[0][1] == ours[1][1] == by_messages[0][1], "the same bits on any way"
+    assert ours[0][1] != ranks(2).run(train, stage, "fp32", "auto")[0][1], "the wire's dtype counts"

@@ -1,4 +1,4 @@
-"""Domains: gathered, freed and reduced when they are told to."""
+"""Manual groups: gathered, freed and reduced by a schedule."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.sharding.parts import make_grad_buffer, make_group, parameters
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh
 from zero_trial.precision import dtype_policy
 from zero_trial.sharding.grouping import GroupingLimits, ManualGroup
+from zero_trial.sharding.model import ManualGroups
 from zero_trial.sharding.plan import ReduceAt
 from zero_trial.zero import ShardedModel, ShardingSettings, plan_for_stage
 
 
-def told(stage: int) -> list[object]:
+def scheduled(stage: int) -> list[object]:
     torch.manual_seed(0)
     module = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
     mesh = build_mesh(MeshShape(shard=2))
@@ -55,7 +57,7 @@ def told(stage: int) -> list[object]:
     return found
 
 
-def test_no_group_spans_two_domains_and_all_are_told(ranks: Pools) -> None:
+def test_no_group_spans_two_manual_groups_and_all_follow_the_schedule(ranks: Pools) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     for scale in (1, 2):
@@ -65,7 +67,7 @@ def test_no_group_spans_two_domains_and_all_are_told(ranks: Pools) -> None:
         x.sum().backward()
     expected = sum(param.grad.double().square().sum().item() for param in module.parameters())
     for stage, freed in ((1, False), (3, True)):
-        both = ranks(2).run(told, stage)
+        both = ranks(2).run(scheduled, stage)
         for *owners, during, after, _ in both:
             assert owners == [1, 1]
             assert during == [True, True]
@@ -80,3 +82,40 @@ def test_of_copies_the_owner_counts() -> None:
     assert not ManualGroup("x", frozenset(), copies).owned
     assert ManualGroup("x", frozenset(), copies, owner=1).owned
     assert ManualGroup("x", frozenset(), copies).holders == 3
+
+
+def test_groups_and_gradient_buffers_are_found_by_manual_group() -> None:
+    groups = [make_group(parameters([(4, 4)], seed=seed)) for seed in range(3)]
+    copies: Any = SimpleNamespace(index=1, size=2)
+    manual_groups = ManualGroups(
+        [
+            ManualGroup("a", frozenset(map(id, (*groups[0].params, *groups[2].params)))),
+            ManualGroup("tied", frozenset(map(id, groups[1].params)), copies, owner=0, module="embed"),
+        ]
+    )
+    grad_buffers = [make_grad_buffer(group)[0] for group in groups]
+    assert manual_groups.grad_buffers(grad_buffers) == {
+        "a": [grad_buffers[0], grad_buffers[2]],
+        "tied": [grad_buffers[1]],
+    }
+    assert [manual_groups.owns(group) for group in groups] == [True, False, True]
+    assert manual_groups.is_copy("embed.weight") and not manual_groups.is_copy("embedding.weight")
+
+
+def test_without_manual_groups_everything_is_owned() -> None:
+    group = make_group(parameters([(4,)]))
+    none = ManualGroups()
+    assert none.of(group) is None and none.owns(group) and not none.is_copy("a.b")
+    assert none.grad_buffers([make_grad_buffer(group)[0]]) == {}
+
+
+def test_a_parameter_of_copies_takes_the_owners_values() -> None:
+    broadcast: list[tuple[str, int]] = []
+    copies: Any = SimpleNamespace(
+        index=1, size=2, broadcast=lambda values, label, owner: broadcast.append((label, owner))
+    )
+    mine, other = parameters([(3,), (3,)])
+    manual_groups = ManualGroups([ManualGroup("tied", frozenset([id(mine)]), copies, owner=0)])
+    manual_groups.agree(mine, mine.data, "mine")
+    manual_groups.agree(other, other.data, "other")
+    assert broadcast == [("mine", 0)]

@@ -1,6 +1,10 @@
-"""Tests for zero_trial/sharding/param_group.py."""
+"""Groups of parameters: one flat buffer, freed and gathered; tensors without values; the heap that keeps what is freed."""
 
 from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
 
 import pytest
 import torch
@@ -9,7 +13,11 @@ from torch import nn
 
 from tests.sharding.parts import address, make_group, mesh_for, parameters
 from tests.support.pool import Pools
-from zero_trial.sharding.param_group import ParamGroup
+from zero_trial.precision import dtype_policy
+from zero_trial.sharding.grouping import ShardingSettings
+from zero_trial.sharding.model import ShardedModel
+from zero_trial.sharding.param_group import ParamGroup, absent, give_freed_memory_back, is_absent, keep_freed_memory
+from zero_trial.sharding.plan import plan_for_stage
 
 SHAPES = [(6, 10), (6,), (), (3, 2, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -208,3 +216,100 @@ def test_shards_on_three_ranks(ranks: Pools, stage: int, dtype: torch.dtype) -> 
 def test_the_world_is_not_needed_for_one_rank() -> None:
     assert not dist.is_initialized()
     assert isinstance(make_group(parameters([(2, 2)])), ParamGroup)
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_tensor_that_is_elsewhere_has_its_shape_and_no_memory() -> None:
+    weight = absent((1000, 1000), torch.float32, CPU)
+    assert weight.shape == (1000, 1000)
+    assert weight.untyped_storage().nbytes() == 4
+    assert (weight @ torch.ones(1000)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64])
+def test_numbers_are_nan(dtype: torch.dtype) -> None:
+    value = absent((2,), dtype, CPU)
+    assert value.dtype == dtype
+    assert value.to(torch.complex64).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64])
+def test_integers_are_as_large_as_can_be(dtype: torch.dtype) -> None:
+    assert absent((2,), dtype, CPU).tolist() == [torch.iinfo(dtype).max] * 2
+
+
+def test_scalars_empty_tensors_and_truth_values() -> None:
+    assert absent((), torch.float32, CPU).shape == ()
+    assert absent((0, 3), torch.float32, CPU).shape == (0, 3)
+    assert absent((3,), torch.bool, CPU).dtype == torch.bool
+
+
+def test_what_is_absent_is_known() -> None:
+    assert is_absent(absent((2, 3), torch.float32, torch.device("cpu")))
+    assert not is_absent(torch.zeros(2, 3)) and not is_absent(torch.zeros(1)) and not is_absent(torch.zeros(0))
+    assert not is_absent(torch.zeros(6)[::2])
+
+
+PAGES = (8 << 20) // resource.getpagesize()
+
+
+def faults_of_reviving(keep: bool) -> int:
+    """Minor page faults of freeing and reviving an 8 MiB storage forty times."""
+    if keep:
+        keep_freed_memory()
+    buffer = torch.zeros(2 << 20)
+    storage = buffer.untyped_storage()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(40):
+        storage.resize_(0)
+        storage.resize_(8 << 20)
+        buffer.fill_(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
+def test_reviving_a_buffer_costs_no_page_faults() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        kept = pool.apply(faults_of_reviving, (True,))
+    if not keep_freed_memory():
+        pytest.skip("this C library has no mallopt")
+    # the first few may fault, until the block has found its place in the heap; if all did it would be 40 * PAGES
+    assert kept < 20 * PAGES
+
+
+def resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def resident_before_and_after() -> tuple[int, int]:
+    """64 MiB in freed blocks between which something small lives on."""
+    keep_freed_memory()
+    blocks = [torch.ones(1 << 20) for _ in range(32)]
+    del blocks[::2]
+    before = resident()
+    give_freed_memory_back()
+    return before, resident()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator is what is tuned")
+def test_pages_between_living_blocks_go_back() -> None:
+    if not keep_freed_memory():
+        pytest.skip("this C library has no mallopt")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        before, after = pool.apply(resident_before_and_after)
+    assert before - after > 48 << 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_allocator_is_set_only_where_host_memory_is_freed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the process; on a GPU torch's own allocator keeps what a group frees."""
+    calls: list[str] = []
+    monkeypatch.setattr("zero_trial.sharding.model.keep_freed_memory", lambda: calls.append(device))
+    model = nn.Linear(300, 300, device=device)
+    ShardedModel(
+        model, [list(model.parameters())], plan_for_stage(3), mesh_for(3), dtype_policy("fp32"), ShardingSettings()
+    )
+    assert calls == ["cpu"] * (device == "cpu")

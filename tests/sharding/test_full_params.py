@@ -1,0 +1,455 @@
+"""Full values of sharded parameters for user code: GatheredParameters and the safe_get functions."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sharding.parts import make_group, mesh_for, parameters
+from tests.support.models import TinyLM, make_engine, tokens, train_dense, train_engine
+from tests.support.pool import Pools
+from zero_trial.errors import TrialError
+from zero_trial.sharding.full_params import (
+    FullParams,
+    by_owner,
+    forget_owner,
+    own_params,
+    owner_of_param,
+    register_owner,
+)
+from zero_trial.sharding.param_group import ParamGroup, ParamPublisher
+from zero_trial.zero import (
+    GatheredParameters,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+FREE: dict[str, Any] = {
+    "stage": 3,
+    "param_persistence_threshold": 0,
+    "reshard_after": "forward",
+    "module_granularity_threshold": 1,
+}
+STAGES: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1}, {"stage": 2}, FREE]
+
+
+def read() -> list[bool]:
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    torch.manual_seed(1)
+    plain = TinyLM()
+    weight, expected = engine.module.blocks[1].up.weight, plain.blocks[1].up.weight
+    out = [bool(weight.isnan().all())]
+    with GatheredParameters(weight):
+        out.append(torch.equal(weight, expected))
+    out.append(bool(weight.isnan().all()))
+    with GatheredParameters(engine.module.blocks[1].parameters()):
+        out += [
+            torch.equal(p, q)
+            for p, q in zip(engine.module.blocks[1].parameters(), plain.blocks[1].parameters(), strict=True)
+        ]
+    with GatheredParameters(engine.module):
+        out.append(all(torch.equal(p, q) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)))
+    with GatheredParameters(weight, enabled=False):
+        out.append(bool(weight.isnan().all()))
+    return out
+
+
+def test_inside_the_block_parameters_are_whole(ranks: Pools) -> None:
+    for answers in ranks(2).run(read):
+        assert all(answers)
+
+
+def edit(zero: dict[str, Any], bf16: bool, modifier: int | None) -> list[float]:
+    engine = make_engine(TinyLM, {"zero_optimization": zero, "bf16": {"enabled": bf16}})
+    weight, other = engine.module.blocks[0].up.weight, engine.module.blocks[0].down.weight
+    with GatheredParameters(other):
+        before = other.detach().clone()
+    with GatheredParameters([weight, other], modifier_rank=modifier), torch.no_grad():
+        weight.fill_(0.5 + engine.global_rank)
+    with GatheredParameters([weight, other]):
+        first, same = weight.float().unique().tolist(), torch.equal(other, before)
+    group, index = engine.sharded.group_of(weight)
+    name = group.layout.slots[index].name
+    own = [
+        group.master[p.offset : p.offset + p.numel]
+        for p in group.layout.pieces(group.comm.index)
+        if p.slot.name == name
+    ]
+    masters = torch.cat(own).unique().tolist() if own else first
+    train_engine(engine, range(1))  # the edit is where training goes on from
+    with GatheredParameters(weight):
+        moved = (weight.float() - first[0]).abs().max().item() if len(first) == 1 else 0.0
+    return [*first[:1], float(len(first)), *masters[:1], float(len(masters)), float(same), float(moved < 0.02)]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("modifier", [0, 1])
+@pytest.mark.parametrize("zero", STAGES, ids=["zero0", "zero1", "zero2", "zero3"])
+def test_what_the_modifier_wrote_is_everyones(ranks: Pools, zero: dict[str, Any], modifier: int, bf16: bool) -> None:
+    value = 0.5 + modifier
+    assert ranks(2).run(edit, zero, bf16, modifier) == [[value, 1.0, value, 1.0, 1.0, 1.0]] * 2
+
+
+def read_only() -> list[bool]:
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    weight = engine.module.blocks[0].up.weight
+    with GatheredParameters(weight), torch.no_grad():
+        before = weight.clone()
+        weight.fill_(9.0)
+    with GatheredParameters(weight):
+        return [torch.equal(weight, before)]
+
+
+def test_without_a_modifier_edits_are_dropped(ranks: Pools) -> None:
+    assert ranks(2).run(read_only) == [[True]] * 2
+
+
+class LooksAtItself(nn.Module):
+    """Gathers its own, live, weights in the middle of its forward, as weight normalisation or a penalty may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyLM()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        with GatheredParameters([self.inner.embed.weight, self.inner.blocks[0].up.weight]):
+            self.seen = self.inner.embed.weight.detach().norm().item()
+        out: torch.Tensor = self.inner(batch)
+        with GatheredParameters(self.inner.parameters()):
+            pass
+        return out
+
+
+def inside_forward() -> list[float]:
+    engine = make_engine(LooksAtItself, {"zero_optimization": FREE})
+    return train_engine(engine, range(2))
+
+
+def plainly() -> list[float]:
+    return train_engine(make_engine(TinyLM, {"zero_optimization": FREE}), range(2))
+
+
+def test_in_the_middle_of_a_forward(ranks: Pools) -> None:
+    """What was live before is live afterwards."""
+    assert ranks(2).run(inside_forward) == ranks(2).run(plainly)
+
+
+def nested() -> list[bool]:
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    weight = engine.module.blocks[0].up.weight
+    out = []
+    with GatheredParameters(weight):
+        with GatheredParameters(weight):
+            pass
+        out.append(not weight.isnan().any())
+        try:
+            with GatheredParameters(engine.module.blocks[2].up.weight, modifier_rank=0):
+                raise KeyError
+        except KeyError:
+            out.append(bool(engine.module.blocks[2].up.weight.isnan().all()))
+        out.append(not weight.isnan().any())
+    out.append(bool(weight.isnan().all()))
+    with GatheredParameters(weight):
+        out.append(not weight.isnan().any())
+    engine(tokens(0, 2))
+    return out
+
+
+def test_blocks_in_blocks_and_exceptions(ranks: Pools) -> None:
+    assert ranks(2).run(nested) == [[True] * 5] * 2
+
+
+def test_ordinary_parameters_pass_through() -> None:
+    layer = nn.Linear(2, 2)
+    with GatheredParameters(layer, modifier_rank=0), torch.no_grad():
+        layer.weight.fill_(3.0)
+    assert layer.weight.eq(3).all()
+    with GatheredParameters([]):
+        pass
+
+
+def around_a_step(zero: dict[str, Any]) -> list[float]:
+    """A penalty on all weights, computed by user code outside any forward: the block spans forward and backward."""
+    engine = make_engine(TinyLM, {"zero_optimization": zero})
+    losses = []
+    for step in range(3):
+        with GatheredParameters(engine.module):
+            loss = engine(tokens(step, 4)[2 * engine.global_rank :][:2])
+            loss = loss + 1e-2 * sum(param.square().sum() for param in engine.module.parameters())
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_around_forward_and_backward(ranks: Pools) -> None:
+    """What user code holds open is not freed by the blocks' own coming and going."""
+    assert ranks(2).run(around_a_step, FREE) == ranks(2).run(around_a_step, {"stage": 1})
+
+
+def step_inside() -> list[Any]:
+    engine = make_engine(TinyLM, {"zero_optimization": FREE})
+    weight = engine.module.blocks[0].up.weight
+    with GatheredParameters(weight):
+        train_engine(engine, range(1))
+        stale = bool(weight.isnan().all())
+    try:
+        with GatheredParameters(weight, modifier_rank=0):
+            train_engine(engine, range(1))
+        message = "accepted"
+    except TrialError as error:
+        message = str(error)
+    train_engine(engine, range(1))
+    return [stale, message]
+
+
+def test_a_step_inside_leaves_no_stale_values(ranks: Pools) -> None:
+    for stale, message in ranks(2).run(step_inside):
+        assert stale
+        assert "Leave the block before engine.step()" in message
+
+
+class Waits(ParamPublisher):
+    """A publisher that counts who waited for it."""
+
+    waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+class Model:
+    """Without an optimizer."""
+
+
+def full_params(groups: list[ParamGroup]) -> tuple[FullParams, Waits]:
+    module, publisher = nn.Module(), Waits(nn.Module(), groups)
+    return FullParams(Model(), module, groups, publisher, mesh_for(3).data), publisher  # type: ignore[arg-type]
+
+
+def test_blocks_gather_what_is_freed_and_leave_what_was_live() -> None:
+    groups = [make_group(parameters([(4, 4)], seed=seed), 3) for seed in range(2)]
+    full, publisher = full_params(groups)
+    groups[1].unshard_async()
+    groups[1].finish_unshard()
+    params = [param for group in groups for param in group.params]
+    full.open(params)
+    full.open(params)
+    assert publisher.waited == 2
+    assert all(group.live and group._pins == 2 for group in groups)
+    full.close(params, None)
+    assert groups[0].live, "the outer block is still open"
+    full.close(params, None)
+    assert [group.live for group in groups] == [False, True]
+
+
+def test_edits_reach_shard_and_master() -> None:
+    group = make_group(parameters([(4, 4)]), 3)
+    full, _ = full_params([group])
+    full.open(group.params)
+    with torch.no_grad():
+        group.params[0].fill_(3.0)
+    full.close(group.params, 0)
+    assert group.shard[:16].eq(3).all()
+
+
+def test_a_step_inside_a_block_that_edits_is_refused() -> None:
+    group = make_group(parameters([(4, 4)]), 3)
+    full, _ = full_params([group])
+    full.open(group.params)
+    group.reshard(stale=True)
+    with pytest.raises(TrialError, match="stepped inside a block"):
+        full.close(group.params, 0)
+
+
+class Keeper:
+    def open(self, params: list[nn.Parameter]) -> None: ...
+
+    def close(self, params: list[nn.Parameter], source: int | None) -> None: ...
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+def test_from_a_parameter_to_its_owner() -> None:
+    keeper, mine, other = Keeper(), parameter(), parameter()
+    register_owner([mine], keeper)
+    assert owner_of_param(mine) is keeper
+    assert owner_of_param(other) is None
+    assert owner_of_param(mine.data) is None
+    forget_owner([mine, other])
+    assert owner_of_param(mine) is None
+
+
+def test_registration_keeps_neither_alive() -> None:
+    keeper, param = Keeper(), parameter()
+    register_owner([param], keeper)
+    del keeper
+    gc.collect()
+    assert owner_of_param(param) is None
+
+
+def test_an_owner_lives_as_long_as_its_parameters() -> None:
+    keeper, param = Keeper(), parameter()
+    watch = weakref.ref(keeper)
+    own_params([param], keeper)
+    del keeper
+    gc.collect()
+    assert owner_of_param(param) is watch()
+    assert watch() is not None
+    del param
+    gc.collect()
+    assert watch() is None
+
+
+def test_the_last_registration_counts() -> None:
+    first, second, param = Keeper(), Keeper(), parameter()
+    own_params([param], first)
+    register_owner([param], second)
+    assert owner_of_param(param) is second
+
+
+def test_parameters_by_owner_in_the_order_in_which_owners_are_met() -> None:
+    first, second = Keeper(), Keeper()
+    a, b, c, stranger = (parameter() for _ in range(4))
+    register_owner([a, c], first)
+    register_owner([b], second)
+    found = by_owner([stranger, b, a, c])
+    assert [owner for owner, _ in found] == [second, first]
+    assert found[1][1][0] is a
+    assert found[1][1][1] is c
+
+
+STAGES_access: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2-micro": {"stage": 2, "reduce_every": "micro"},
+    "zero3": {"stage": 3, "param_persistence_threshold": 100},
+}
+
+
+def reading(zero: dict[str, Any], accumulation: int) -> float:
+    """The largest difference to dense training, over weights, gradients and moments, after two steps and one backward."""
+    engine = make_engine(TinyLM, {"zero_optimization": zero, "gradient_accumulation_steps": accumulation})
+    train_engine(engine, range(2))
+    dense, _ = train_dense(TinyLM, 2, 8, 0.0)
+    reference = dict(dense.named_parameters())
+    worst = max(
+        (safe_get_full_fp32_param(p) - reference[n]).abs().max().item() for n, p in engine.module.named_parameters()
+    )
+    param = engine.module.blocks[0].up.weight
+    assert safe_get_full_grad(param) is None, "no gradient of this step yet"
+    assert safe_get_full_optimizer_state(param, "nothing") is None
+    dense(tokens(2, 8)).backward()
+    micro, size, rank = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, engine.global_rank
+    for turn in range(accumulation):
+        start = (turn * size + rank) * micro
+        engine.backward(engine(tokens(2, 8)[start : start + micro]))
+        if turn < accumulation - 1:
+            engine.step()
+    for name, own in engine.module.named_parameters():
+        grad = safe_get_full_grad(own)
+        assert grad is not None
+        worst = max(worst, (grad - reference[name].grad).abs().max().item())  # type: ignore[operator]
+        moment = safe_get_full_optimizer_state(own, "exp_avg")
+        assert moment is not None
+        assert moment.shape == own.shape
+    return worst
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", STAGES_access)
+def test_full_values_are_those_of_dense_training(ranks: Pools, stage: str, accumulation: int) -> None:
+    for worst in ranks(2).run(reading, STAGES_access[stage], accumulation):
+        assert worst < 2e-6
+
+
+def writing(zero: dict[str, Any], bf16: bool) -> list[bool]:
+    engine = make_engine(TinyLM, {"zero_optimization": zero, "bf16": {"enabled": bf16}})
+    train_engine(engine, range(1))
+    param, other = engine.module.blocks[0].up.weight, engine.module.blocks[0].down.weight
+    before = safe_get_full_fp32_param(other)
+    value = torch.arange(param.numel(), dtype=torch.float32).view(param.shape) / param.numel() + 1e-4
+    safe_set_full_fp32_param(param, value)
+    out = [torch.equal(safe_get_full_fp32_param(param), value), torch.equal(safe_get_full_fp32_param(other), before)]
+    out.append(torch.equal(engine.module_state_dict()["blocks.0.up.weight"], value.to(param.dtype)))
+    safe_set_full_optimizer_state(param, value * 1e-9, "exp_avg")
+    moment, rest = safe_get_full_optimizer_state(param, "exp_avg"), safe_get_full_optimizer_state(other, "exp_avg")
+    out.append(torch.equal(moment, value * 1e-9))  # type: ignore[arg-type]
+    out.append(rest is not None and not torch.equal(rest, torch.zeros_like(rest)))
+    train_engine(engine, range(1, 2))
+    out.append((safe_get_full_fp32_param(param) - value).abs().max().item() < 0.02)
+    return out
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES_access)
+def test_setting_full_values(ranks: Pools, stage: str, bf16: bool) -> None:
+    assert ranks(2).run(writing, STAGES_access[stage], bf16) == [[True] * 6] * 2
+
+
+def faults() -> list[str]:
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 1}})
+    param = engine.module.blocks[0].up.weight
+    found = []
+    for call in (
+        lambda: safe_set_full_fp32_param(param, torch.zeros(3)),
+        lambda: safe_set_full_optimizer_state(param, torch.zeros_like(param), "exp_avg"),
+        lambda: safe_get_full_fp32_param(nn.Parameter(torch.zeros(2, 2))),
+    ):
+        try:
+            call()
+            found.append("accepted")
+        except TrialError as error:
+            found.append(str(error))
+    return found
+
+
+def test_mistakes_are_refused(ranks: Pools) -> None:
+    for shape, state, stranger in ranks(2).run(faults):
+        assert (
+            "blocks.0.up.weight: the value does not have the parameter's shape: got (3,), expected (192, 48)" in shape
+        )
+        assert "exp_avg: the optimizer has no such state yet" in state
+        assert "belongs to no engine" in stranger
+
+
+def local_parts() -> tuple[int, int, bool]:
+    """Elements that this rank holds, elements in all, and that the parts in rank order are the whole."""
+    import torch
+
+    from tests.support.models import TinyLM, make_engine, train_engine
+    from zero_trial import zero
+
+    engine = make_engine(TinyLM, {"zero_optimization": {"stage": 2}})
+    train_engine(engine, range(2))
+    same, sizes = True, []
+    for param in dict.fromkeys(engine.module.parameters()):
+        for local, full in (
+            (zero.safe_get_local_fp32_param(param), zero.safe_get_full_fp32_param(param)),
+            (
+                zero.safe_get_local_optimizer_state(param, "exp_avg"),
+                zero.safe_get_full_optimizer_state(param, "exp_avg"),
+            ),
+        ):
+            assert local is not None and full is not None
+            parts = engine.mesh.shard.gather_json(local.tolist(), "parts")
+            same = same and torch.equal(torch.tensor([value for part in parts for value in part]), full.flatten())
+        sizes.append(local.numel())
+        assert zero.safe_get_local_grad(param) is None
+    return sum(sizes), sum(p.numel() for p in engine.module.parameters()), same
+
+
+def test_local_parts_make_the_whole(ranks) -> None:  # type: ignore[no-untyped-def]
+    results = ranks(2).run(local_parts)
+    assert all(same for _, _, same in results)
+    assert sum(held for held, _, _ in results) == results[0][1]

@@ -1,9 +1,9 @@
-"""The verbs of an axis: sums in rank order bit for bit, traffic by formula, what is under way, messages."""
+"""The verbs of an axis: sums in rank order bit for bit, on either transport, and traffic by formula."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,7 @@ import torch.distributed as dist
 from tests.support.pool import Pools
 from zero_trial.comm import AxisComm, CommCounters, Mesh, MeshShape, build_mesh
 from zero_trial.comm.collective import Traffic, message_tag
-from zero_trial.comm.shm.segments import MappingRefused
-from zero_trial.comm.waits import DONE, Heartbeat, Pending, Received, Watchdog, wait_all
-from zero_trial.errors import MeshError
-
-# --- comm ------------------------------------------------------------------------------------------------------------
-
+from zero_trial.comm.waits import Heartbeat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,7 +23,7 @@ def line() -> Mesh:
 
 
 def values_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """What ``rank`` contributes; every rank can make everybody's. Magnitudes differ, so that the order of a sum shows in its bits."""
+    """What ``rank`` contributes; every rank can make those of all. Magnitudes differ, so that the order of a sum shows in its bits."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return (torch.randn(numel, generator=generator) * 10.0 ** (rank % 3)).to(dtype)
 
@@ -41,60 +36,82 @@ def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-def test_a_sum_along_an_axis(ranks: Pools) -> None:
-    assert ranks(2).run(sum_along_an_axis) == [[1.0, 1.0], [1.0, 1.0]]
+# Where a tensor is put before a collective gets it.
+Put = Callable[[torch.Tensor], torch.Tensor]
 
 
-def sum_along_an_axis() -> list[float]:
-    mesh = line()
-    gradients = torch.full((4,), float(mesh.rank))
-    own = torch.empty(2)
-    mesh.shard.reduce_scatter(gradients, own, "gradients").wait()
-    return own.tolist()
+class Places:
+    """Puts about two of three tensors into buffers that peers read in place, at any element of them; every rank chooses for itself."""
+
+    def __init__(self, comm: AxisComm, most: int) -> None:
+        self._chance = random.Random(comm.index)
+        self._buffers = {dtype: comm.buffer(most + 64, dtype, torch.device("cpu")) for dtype in DTYPES}
+        self.used = 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._chance.random() < 1 / 3:
+            return tensor.clone()
+        self.used += 1
+        start = self._chance.randrange(64)
+        return self._buffers[tensor.dtype][start : start + tensor.numel()].copy_(tensor)
 
 
-def random_collectives(seed: int, rounds: int) -> None:
-    mesh = line()
-    shard, size, rank = mesh.shard, mesh.shard.size, mesh.rank
-    choose = random.Random(seed)
-    for turn in range(rounds):
-        dtype, numel = choose.choice(DTYPES), size * choose.choice([1, 3, 32, 513, 4096, 20000])
-        salt = 100 * seed + turn
-        parts = [values_of(peer, numel, dtype, salt) for peer in range(size)]
-        total = ordered_sum(parts)
-        low, high = rank * numel // size, (rank + 1) * numel // size
+def exchange(comm: AxisComm, numel: int, dtype: torch.dtype, seed: int, put: Put) -> None:
+    """Compare a reduction, and one other collective, with the ordered sum. Inputs are overwritten as soon as they are this rank's again."""
+    parts = [values_of(peer, numel, dtype, seed) for peer in range(comm.size)]
+    total, own = ordered_sum(parts), parts[comm.index]
+    low, high = comm.index * numel // comm.size, (comm.index + 1) * numel // comm.size
+    case = (numel, dtype, seed)
 
-        apart, out = parts[rank].clone(), torch.empty(numel // size, dtype=dtype)
-        shard.reduce_scatter(apart, out, "apart").wait()
-        assert torch.equal(out, total[low:high]), ("reduce_scatter", dtype, numel)
-        assert torch.equal(apart, parts[rank]), "the input is left as it was"
+    out, full = torch.empty(numel // comm.size, dtype=dtype), put(own)
+    comm.reduce_scatter(full, out, "grads").wait()
+    assert torch.equal(out, total[low:high]), case
+    assert torch.equal(full, own), "the input is left as it was"
+    full.fill_(float("nan"))
 
-        within = parts[rank].clone()
-        shard.reduce_scatter(within, within[low:high], "within").wait()
-        assert torch.equal(within[low:high], total[low:high]), ("reduce_scatter in place", dtype, numel)
-
-        whole = parts[rank].clone()
-        shard.all_reduce(whole, "all").wait()
-        assert torch.equal(whole, total), ("all_reduce", dtype, numel)
-
-        gathered = torch.empty(numel, dtype=dtype)
-        shard.all_gather(gathered, total[low:high].clone(), "gather").wait()
-        assert torch.equal(gathered, total), ("all_gather", dtype, numel)
-        gathered = torch.zeros(numel, dtype=dtype)
-        gathered[low:high] = total[low:high]
-        shard.all_gather(gathered, gathered[low:high], "gather in place").wait()
-        assert torch.equal(gathered, total), ("all_gather in place", dtype, numel)
-
-        source = choose.randrange(size)
-        told = parts[rank].clone()
-        shard.broadcast(told, "tell", source)
-        assert torch.equal(told, parts[source]), ("broadcast", dtype, numel)
+    if seed % 5 == 0:
+        gathered, shard = torch.full((numel,), float("nan"), dtype=dtype), put(out)
+        comm.all_gather(gathered, shard, "params").wait()
+        shard.fill_(float("nan"))
+        assert torch.equal(gathered, total), case
+        return
+    whole = put(own)
+    if seed % 5 == 1:
+        comm.all_reduce(whole, "all").wait()
+        assert torch.equal(whole, total), case
+    elif seed % 5 == 2:
+        comm.broadcast(whole, "values", source=seed % comm.size)
+        assert torch.equal(whole, parts[seed % comm.size]), case
+    elif seed % 5 == 3:
+        comm.reduce_scatter(whole, whole[low:high], "in place").wait()
+        assert torch.equal(whole[low:high], total[low:high]), case
+    else:
+        whole[low:high] = total[low:high]
+        comm.all_gather(whole, whole[low:high], "gather in place").wait()
+        assert torch.equal(whole, total), case
+    whole.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_sizes_and_dtypes_are_bit_equal_to_the_ordered_sum(ranks: Pools, world: int, seed: int) -> None:
-    ranks(world).run(random_collectives, seed, 8)
+def random_collectives(shared: bool, count: int) -> int:
+    """Try random sizes and dtypes; return how many tensors were in a buffer that peers read in place."""
+    comm = build_mesh(MeshShape(shard=dist.get_world_size()), shared_memory=shared).shard
+    assert comm.transport == ("shared memory" if shared else "gloo")
+    assert comm.reads_in_place(torch.device("cpu")) is shared
+    chance, put = random.Random(5), Places(comm, comm.size * 65536)
+    for seed in range(count):
+        numel = comm.size * chance.choice([1, 3, 31, 513, 8192, 16384, 65536, chance.randint(1, 40_000)])
+        exchange(comm, numel, chance.choice(DTYPES), seed, put)
+    return put.used
+
+
+@pytest.mark.parametrize(
+    ("shared", "world", "count"),
+    [(False, 2, 16), (False, 3, 16), (False, 4, 16), (True, 2, 40), (True, 2, 900), (True, 3, 80), (True, 4, 20)],
+)
+def test_sums_have_the_bits_of_rank_order_wherever_tensors_are(
+    ranks: Pools, shared: bool, world: int, count: int
+) -> None:
+    assert min(ranks(world).run(random_collectives, shared, count)) > count
 
 
 def any_tensor() -> None:
@@ -113,13 +130,13 @@ def any_tensor() -> None:
         torch.empty(0, 3),
         torch.arange(3.0).expand(4, 3),
     ):
-        told = value if mine else torch.zeros_like(value) if 0 not in value.stride() else torch.zeros(3).expand(4, 3)
-        strides = told.stride()
-        mesh.shard.broadcast(told, "buffer")
+        moved = value if mine else torch.zeros_like(value) if 0 not in value.stride() else torch.zeros(3).expand(4, 3)
+        strides = moved.stride()
+        mesh.shard.broadcast(moved, "buffer")
         assert torch.equal(
-            told.contiguous().view(-1).view(torch.uint8), value.contiguous().view(-1).view(torch.uint8)
+            moved.contiguous().view(-1).view(torch.uint8), value.contiguous().view(-1).view(torch.uint8)
         ), value.dtype
-        assert told.stride() == strides
+        assert moved.stride() == strides
 
 
 def test_any_tensor_can_be_broadcast(ranks: Pools) -> None:
@@ -179,9 +196,6 @@ def test_an_axis_of_one_rank_communicates_nothing() -> None:
     assert comm.heartbeat.sequence == 0
 
 
-# --- collectives -----------------------------------------------------------------------------------------------------
-
-
 def test_tags_tell_collectives_apart() -> None:
     tags = {
         message_tag(number, name)
@@ -190,145 +204,6 @@ def test_tags_tell_collectives_apart() -> None:
     }
     assert len(tags) == 150
     assert all(0 <= message_tag(number, "x") < 1 << 31 for number in (0, 1, (1 << 20) - 1, 1 << 20, 1 << 40))
-
-
-# --- pending ---------------------------------------------------------------------------------------------------------
-
-
-class Work:
-    """One that says when it is waited for."""
-
-    def __init__(self, diary: list[str]) -> None:
-        self._diary = diary
-
-    def wait(self, timeout: object) -> None:
-        self._diary.append("work")
-
-
-def watch() -> Watchdog:
-    return Watchdog(Heartbeat(None, 0, 1), (0, 1), 1.0)
-
-
-def test_the_two_ends_of_a_collective() -> None:
-    diary: list[str] = []
-    source = torch.ones(1)
-    received = Received({1: source}, lambda: diary.append("released"))
-
-    def finish() -> Received:
-        diary.append("result")
-        return received
-
-    pending = Pending(watch(), "sum", [Work(diary)], finish, source, lambda tensor: diary.append("settled"))
-    pending.wait_result(keep=True)
-    assert diary == ["work", "result"]
-    assert pending.received == {1: source}
-    pending.wait()
-    pending.wait()  # again: allowed, and nothing happens
-    assert diary == ["work", "result", "settled"]
-    pending.received.release()
-    assert diary[3:] == ["released"]
-
-
-def test_what_follows_is_waited_for_too() -> None:
-    diary: list[str] = []
-    second = Pending(watch(), "gather", [Work(diary)], lambda: diary.append("gathered"))
-    first = Pending(watch(), "scatter", [], lambda: second)
-    first.start_next()
-    assert diary == []
-    first.wait_result()
-    assert diary == ["work", "gathered"]
-
-
-def test_memory_of_a_peer_that_is_gone_is_a_mesh_error() -> None:
-    def finish() -> None:
-        raise OSError("/proc/1234/fd/5: no such file")
-
-    with pytest.raises(MeshError, match=r"rank 0, step 0, sum"):
-        Pending(watch(), "sum", [], finish).wait()
-
-
-def test_a_segment_that_may_not_be_mapped_is_told_as_such() -> None:
-    def finish() -> None:
-        raise MappingRefused(49148, 65530)
-
-    with pytest.raises(MeshError, match=r"vm\.max_map_count"):
-        Pending(watch(), "sum", [], finish).wait()
-
-
-class LateWork:
-    """One that comes when it is waited for a second time."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def wait(self, timeout: object) -> None:
-        self._asked += 1
-        if self._asked == 1:
-            raise RuntimeError("timed out")
-
-
-def test_what_has_not_come_is_not_taken_for_done_when_it_is_asked_for_again() -> None:
-    diary: list[str] = []
-    pending = Pending(watch(), "gather", [LateWork()], lambda: diary.append("result"))
-    with pytest.raises(MeshError):
-        pending.wait_result()
-    assert diary == []
-    pending.wait_result()
-    assert diary == ["result"]
-
-
-def test_half_a_result_stays_an_error() -> None:
-    """Made again it could be added twice: the sum may lie over what was put in."""
-    diary: list[str] = []
-
-    def finish() -> None:
-        diary.append("begun")
-        raise OSError("/proc/1234/fd/5: no such file")
-
-    pending = Pending(watch(), "sum", [], finish)
-    with pytest.raises(MeshError):
-        pending.wait_result()
-    for _ in range(2):
-        with pytest.raises(MeshError, match="sum: this collective has failed before"):
-            pending.wait()
-    assert diary == ["begun"]
-
-
-def test_one_rank_is_done_at_once() -> None:
-    DONE.start_next()
-    DONE.wait()
-    assert DONE.received == {}
-
-
-def line_pending() -> Mesh:
-    """All ranks of the pool on the shard axis."""
-    return build_mesh(MeshShape(shard=dist.get_world_size()))
-
-
-def interleaved() -> None:
-    """Several collectives under way at once, waited for in another order than they began."""
-    mesh = line_pending()
-    shard, size, rank = mesh.shard, mesh.shard.size, mesh.rank
-    buffers = [torch.full((size * 64,), float(rank + number)) for number in range(6)]
-    pendings = [shard.all_reduce(buffer, f"buffer {number}") for number, buffer in enumerate(buffers)]
-    outs = [torch.empty(64) for _ in range(3)]
-    more = [shard.reduce_scatter(torch.full((size * 64,), 1.0), out, "more") for out in outs]
-    for pending in reversed(more):
-        pending.wait()
-    wait_all(pendings)
-    for pending in pendings:
-        pending.wait()  # again: allowed, and nothing happens
-    for number, buffer in enumerate(buffers):
-        assert torch.equal(buffer, torch.full_like(buffer, sum(range(size)) + size * number))
-    assert all(torch.equal(out, torch.full((64,), float(size))) for out in outs)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_many_collectives_under_way_at_once(ranks: Pools, world: int) -> None:
-    ranks(world).run(interleaved)
-
-
-# --- counters --------------------------------------------------------------------------------------------------------
 
 
 def test_traffic_is_summed_by_kind_and_axis() -> None:
@@ -369,60 +244,3 @@ def test_reset_and_copies() -> None:
     assert counters.get("all_reduce", "shard").calls == 1
     counters.reset()
     assert counters.total() == Traffic()
-
-
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-class Work_messages:
-    def __init__(self, trouble: str = "") -> None:
-        self._trouble = trouble
-
-    def is_completed(self) -> bool:
-        return not self._trouble
-
-    def wait(self, timeout: object) -> None:
-        if self._trouble:
-            raise RuntimeError(self._trouble)
-
-
-class FakeLanes:
-    """Remembers what it was asked for."""
-
-    def __init__(self, work: Work_messages) -> None:
-        self.asked: list[tuple[str, int, int]] = []
-        self._work = work
-
-    def send(self, values: torch.Tensor, to: int, tag: int) -> Any:
-        self.asked.append(("send", to, tag))
-        return self._work
-
-    def receive(self, values: torch.Tensor, source: int, tag: int) -> Any:
-        self.asked.append(("receive", source, tag))
-        return self._work
-
-
-def over(work: Work_messages) -> tuple[AxisComm, FakeLanes]:
-    """Axis index 0 of global ranks 4 and 6."""
-    axis, lanes = AxisComm("pipe", (4, 6), 0, None, CommCounters(), Heartbeat(None, 4, 8), 0.5), FakeLanes(work)
-    axis.use_ring_channels(lanes)  # type: ignore[arg-type]
-    return axis, lanes
-
-
-def test_a_message_through_ring_buffers() -> None:
-    messages, lanes = over(Work_messages())
-    values = torch.arange(3.0)
-    message = messages.send(values, 1, "activations", 7)
-    assert message.done
-    assert message.wait() is values
-    assert message.wait() is values  # again
-    messages.receive(values, 1, "gradients", 8)
-    assert lanes.asked == [("send", 1, 7), ("receive", 1, 8)]
-
-
-def test_a_failure_names_the_two_ranks() -> None:
-    messages, _ = over(Work_messages("timed out"))
-    message = messages.receive(torch.empty(2), 1, "activations", 7)
-    assert not message.done
-    with pytest.raises(MeshError, match=r"rank 4, step 0, receive\(activations\) from rank 6: waited 0.5 s for rank 6"):
-        message.wait()

@@ -1,0 +1,267 @@
+"""What is under way and who waits for it: a collective's two ends, and a backend as strict as NCCL about who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import strict_backend
+from tests.support.pool import Pools, RankPool
+from zero_trial.comm import AxisComm, MeshShape, agree_on, build_mesh, open_direction_groups
+from zero_trial.comm.shm.segments import MappingRefused
+from zero_trial.comm.waits import DONE, Heartbeat, Pending, Received, Watchdog, wait_all
+from zero_trial.errors import MeshError
+
+# --- a collective under way ---------------------------------------------------------------------------------------------
+
+
+class Work:
+    """One that says when it is waited for."""
+
+    def __init__(self, diary: list[str]) -> None:
+        self._diary = diary
+
+    def wait(self, timeout: object) -> None:
+        self._diary.append("work")
+
+
+def watch() -> Watchdog:
+    return Watchdog(Heartbeat(None, 0, 1), (0, 1), 1.0)
+
+
+def test_the_two_ends_of_a_collective() -> None:
+    diary: list[str] = []
+    source = torch.ones(1)
+    received = Received({1: source}, lambda: diary.append("released"))
+
+    def finish() -> Received:
+        diary.append("result")
+        return received
+
+    pending = Pending(watch(), "sum", [Work(diary)], finish, source, lambda tensor: diary.append("settled"))
+    pending.wait_result(keep=True)
+    assert diary == ["work", "result"]
+    assert pending.received == {1: source}
+    pending.wait()
+    pending.wait()  # again: allowed, and nothing happens
+    assert diary == ["work", "result", "settled"]
+    pending.received.release()
+    assert diary[3:] == ["released"]
+
+
+def test_what_follows_is_waited_for_too() -> None:
+    diary: list[str] = []
+    second = Pending(watch(), "gather", [Work(diary)], lambda: diary.append("gathered"))
+    first = Pending(watch(), "scatter", [], lambda: second)
+    first.start_next()
+    assert diary == []
+    first.wait_result()
+    assert diary == ["work", "gathered"]
+
+
+def test_memory_of_a_peer_that_is_gone_is_a_mesh_error() -> None:
+    def finish() -> None:
+        raise OSError("/proc/1234/fd/5: no such file")
+
+    with pytest.raises(MeshError, match=r"rank 0, step 0, sum"):
+        Pending(watch(), "sum", [], finish).wait()
+
+
+def test_a_segment_that_may_not_be_mapped_is_told_as_such() -> None:
+    def finish() -> None:
+        raise MappingRefused(49148, 65530)
+
+    with pytest.raises(MeshError, match=r"vm\.max_map_count"):
+        Pending(watch(), "sum", [], finish).wait()
+
+
+class LateWork:
+    """One that comes when it is waited for a second time."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def wait(self, timeout: object) -> None:
+        self._asked += 1
+        if self._asked == 1:
+            raise RuntimeError("timed out")
+
+
+def test_what_has_not_come_is_not_taken_for_done_when_it_is_asked_for_again() -> None:
+    diary: list[str] = []
+    pending = Pending(watch(), "gather", [LateWork()], lambda: diary.append("result"))
+    with pytest.raises(MeshError):
+        pending.wait_result()
+    assert diary == []
+    pending.wait_result()
+    assert diary == ["result"]
+
+
+def test_half_a_result_stays_an_error() -> None:
+    """Made again it could be added twice: the sum may lie over what was put in."""
+    diary: list[str] = []
+
+    def finish() -> None:
+        diary.append("begun")
+        raise OSError("/proc/1234/fd/5: no such file")
+
+    pending = Pending(watch(), "sum", [], finish)
+    with pytest.raises(MeshError):
+        pending.wait_result()
+    for _ in range(2):
+        with pytest.raises(MeshError, match="sum: this collective has failed before"):
+            pending.wait()
+    assert diary == ["begun"]
+
+
+def test_one_rank_is_done_at_once() -> None:
+    DONE.start_next()
+    DONE.wait()
+    assert DONE.received == {}
+
+
+def interleaved() -> None:
+    """Several collectives under way at once, waited for in another order than they began."""
+    mesh = build_mesh(MeshShape(shard=dist.get_world_size()))
+    shard, size, rank = mesh.shard, mesh.shard.size, mesh.rank
+    buffers = [torch.full((size * 64,), float(rank + number)) for number in range(6)]
+    pendings = [shard.all_reduce(buffer, f"buffer {number}") for number, buffer in enumerate(buffers)]
+    outs = [torch.empty(64) for _ in range(3)]
+    more = [shard.reduce_scatter(torch.full((size * 64,), 1.0), out, "more") for out in outs]
+    for pending in reversed(more):
+        pending.wait()
+    wait_all(pendings)
+    for pending in pendings:
+        pending.wait()  # again: allowed, and nothing happens
+    for number, buffer in enumerate(buffers):
+        assert torch.equal(buffer, torch.full_like(buffer, sum(range(size)) + size * number))
+    assert all(torch.equal(out, torch.full((64,), float(size))) for out in outs)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_collectives_under_way_at_once(ranks: Pools, world: int) -> None:
+    ranks(world).run(interleaved)
+
+
+# --- waits for a device -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RankPool]:
+    pool = RankPool(2, strict=True)
+    yield pool
+    pool.close()
+
+
+def line() -> AxisComm:
+    return build_mesh(MeshShape(shard=dist.get_world_size()), shared_memory=False).shard
+
+
+def device_collectives() -> tuple[list[str], list[str], list[list[float]]]:
+    with strict_backend.pretended_device():
+        shard = line()
+        strict_backend.host_waits.clear()
+        strict_backend.launched.clear()
+        full, part = torch.arange(4.0) + shard.index, torch.empty(2)
+        norm, message = torch.ones(1, dtype=torch.float64), torch.full((3,), float(shard.index))
+        shard.reduce_scatter(full, part, "gradients").wait()
+        shard.all_gather(full, part, "parameters").wait()
+        shard.all_reduce(full, "replicas").wait()
+        shard.all_reduce_small(norm, "norm")
+        if shard.index == 0:
+            shard.send(message, 1, "activation", 7).wait()
+        else:
+            shard.receive(message, 0, "activation", 7).wait()
+        return (
+            strict_backend.host_waits,
+            strict_backend.launched,
+            [part.tolist(), full.tolist(), norm.tolist(), message.tolist()],
+        )
+
+
+def test_the_host_waits_for_no_collective_of_device_tensors(strict: RankPool) -> None:
+    answers = strict.run(device_collectives)
+    assert [answer[0] for answer in answers] == [[], []]
+    assert [answer[1][:5] for answer in answers] == [
+        ["reduce_scatter", "all_gather", "reduce_scatter", "all_gather", "all_reduce"]
+    ] * 2
+    total = [2.0, 6.0, 10.0, 14.0]
+    assert [answer[2] for answer in answers] == [
+        [[1.0, 3.0], total, [2.0], [0.0] * 3],
+        [[5.0, 7.0], total, [2.0], [0.0] * 3],
+    ]
+
+
+def control_values() -> tuple[int, list[int], list[float], int, list[str]]:
+    with strict_backend.pretended_device():
+        shard = line()
+        strict_backend.host_waits.clear()
+        found = shard.gather_json(shard.index, "facts")
+        waited = len(strict_backend.host_waits)
+        shard.barrier("end")
+        return waited, found, agree_on([2.5 + shard.index]), len(strict_backend.host_waits), strict_backend.launched
+
+
+def test_control_values_stay_on_the_host(strict: RankPool) -> None:
+    for waited, found, agreed, _, _ in strict.run(control_values):
+        assert waited == 2  # the lengths, and the values
+        assert found == [0, 1]
+        assert agreed == [2.5]
+
+
+def timeouts_of_groups() -> list[float]:
+    size = dist.get_world_size()
+    found = []
+    for seconds in (7.0, 9.0):  # a second engine of the process with another limit
+        mesh = build_mesh(MeshShape(pipe=size // 2, shard=2), timeout=seconds, shared_memory=False)
+        open_direction_groups(mesh, [(0, 1)])
+        groups = [mesh.shard.group, *mesh.pipe.directions.values()]
+        found += [group.timeout.total_seconds() for group in groups]
+        assert build_mesh(mesh.shape, timeout=seconds, shared_memory=False).shard.group is mesh.shard.group
+    return found
+
+
+def test_the_groups_of_an_axis_have_the_timeout_of_the_mesh() -> None:
+    pool = RankPool(4, strict=True)
+    try:
+        assert pool.run(timeouts_of_groups) == [[7.0, 7.0, 9.0, 9.0]] * 4
+    finally:
+        pool.close()
+
+
+def launch_order() -> list[bool]:
+    with strict_backend.pretended_device():
+        works = [dist.all_reduce(torch.ones(1 << 16), async_op=True) for _ in range(8)]
+        works[-1].wait()
+        return [work.is_completed() for work in works]
+
+
+def test_works_complete_in_the_order_of_their_launches(strict: RankPool) -> None:
+    assert strict.run(launch_order) == [[True] * 8] * 2
+
+
+def mixed() -> list[str]:
+    found = []
+    with strict_backend.pretended_device():
+        for output, whole in (
+            (torch.zeros(2), torch.zeros(4, dtype=torch.int64)),
+            (torch.zeros(1, dtype=torch.int64),) * 2,
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                strict_backend.StrictGroup._reduce_scatter_base(dist.group.WORLD, output, whole)
+            found.append(str(caught.value))
+    return found
+
+
+def test_a_tensor_of_the_wrong_device_is_refused(strict: RankPool) -> None:
+    for first, second in strict.run(mixed):
+        assert "torch.int64 on the host" in first
+        assert "on the host, torch.int64" in second
+
+
+def test_where_a_tensor_is():
+    assert AxisComm.on_host(torch.zeros(1))
+    assert not AxisComm.on_host(torch.zeros(1, device="meta"))

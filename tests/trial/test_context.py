@@ -1,19 +1,31 @@
-"""What a trial holds of its surroundings."""
+"""The trial's context: hyperparameters, engines, place among the replicas, devices, profiling."""
 
 from __future__ import annotations
 
+import json
+from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from attrdict import AttrDict
 
 from tests.trial.fake_engine import FakeEngine, FakeGrid, fake_factory
 from tests.trial.harness import DS_CONFIG, LineTrial, run_rank, steps
 from zero_trial.errors import ConfigError, TrialError
 from zero_trial.runtime.in_memory import InMemoryPlatform
-from zero_trial.trial import ModelParallelUnit, ZeroTrialContext, make_data_parallel_mpu
+from zero_trial.runtime.protocols import JsonDistributed
+from zero_trial.trial.context import (
+    DeviceMover,
+    HParams,
+    ModelParallelUnit,
+    ZeroTrialContext,
+    make_data_parallel_mpu,
+    make_engine_mpu,
+)
 from zero_trial.trial.controller import calls_per_step
 
 TWO_ENGINES: dict[str, Any] = {**DS_CONFIG, "train_micro_batch_size_per_gpu": 4}
@@ -180,3 +192,146 @@ def test_an_engine_of_a_pipeline_says_where_the_ends_are() -> None:
         around.wrap_model_engine(made)
         assert around.use_pipeline_parallel and calls_per_step(around) == 1
         assert (around.mpu.should_report_metrics, around.mpu.should_build_data_loader) == duties
+
+
+VALUES = {"lr": 0.1, "model": {"width": 8, "keys": [1, {"deep": 2}]}}
+
+
+def test_keys_are_attributes_at_every_depth() -> None:
+    h = HParams(VALUES)
+    assert h.lr == 0.1 and h.model.width == 8 and h.model["keys"][1].deep == 2
+
+
+def test_it_is_a_plain_dict() -> None:
+    h = HParams(VALUES)
+    assert h == VALUES and isinstance(h, dict) and json.loads(json.dumps(h)) == VALUES
+    assert {**h} == VALUES
+
+
+def test_writing_reaches_the_dict() -> None:
+    h = HParams(VALUES)
+    h.model.width = 16
+    assert h["model"]["width"] == 16 and VALUES["model"]["width"] == 8  # type: ignore[index]
+
+
+def test_a_missing_one_names_what_there_is() -> None:
+    with pytest.raises(AttributeError, match=r"no hyperparameter 'learning_rate'; there are \['lr', 'model'\]"):
+        _ = HParams(VALUES).learning_rate
+
+
+def test_attrdict_takes_it() -> None:
+    args = AttrDict(HParams(VALUES))
+    assert args.lr == 0.1 and args.model.width == 8
+
+
+@dataclass
+class Grid:
+    """A rank of a mesh of two replicas, some pipeline ranks and some slices."""
+
+    pipe: int
+    pipes: int
+    piece: int
+
+    def get_data_parallel_rank(self) -> int:
+        return 1
+
+    def get_data_parallel_world_size(self) -> int:
+        return 2
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.pipe
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipes
+
+    def get_slice_parallel_rank(self) -> int:
+        return self.piece
+
+
+def test_every_rank_is_a_replica() -> None:
+    assert make_data_parallel_mpu(JsonDistributed(3, 4)) == ModelParallelUnit(3, 4, True, True)
+
+
+@pytest.mark.parametrize(
+    ("grid", "reports", "loads"),
+    [
+        (Grid(0, 1, 0), True, True),
+        (Grid(0, 1, 1), False, False),
+        (Grid(0, 3, 0), False, True),
+        (Grid(1, 3, 0), False, False),
+        (Grid(2, 3, 0), True, True),
+        (Grid(2, 3, 1), False, False),
+    ],
+)
+def test_each_replica_counts_once(grid: Grid, reports: bool, loads: bool) -> None:
+    assert make_engine_mpu(grid) == ModelParallelUnit(1, 2, reports, loads)
+
+
+def test_a_schedule_may_place_the_last_layer_elsewhere() -> None:
+    """With ZB-V pipeline rank 0 has both ends."""
+    first, turn = (make_engine_mpu(Grid(pipe, 2, 0), pipe == 0, pipe == 0) for pipe in (0, 1))
+    assert (first.should_report_metrics, first.should_build_data_loader) == (True, True)
+    assert (turn.should_report_metrics, turn.should_build_data_loader) == (False, False)
+
+
+Point = namedtuple("Point", "x y")
+
+
+def test_tensors_inside_containers_are_moved_and_the_containers_kept() -> None:
+    notes: list[str] = []
+    meta = torch.device("meta")
+    one = torch.ones(2)
+    moved = DeviceMover(notes.append).move({"a": [one, (one, 3)], "p": Point(one, "text"), "n": None}, meta)
+    assert moved["a"][0].device == meta and moved["a"][1][0].device == meta and moved["a"][1][1] == 3
+    assert isinstance(moved["p"], Point) and moved["p"].x.device == meta and moved["p"].y == "text"
+    assert moved["n"] is None and notes == []
+
+
+def test_an_unknown_type_is_said_once() -> None:
+    notes: list[str] = []
+    mover = DeviceMover(notes.append)
+    for thing in (object(), object(), range(3)):
+        assert mover.move(thing, torch.device("cpu")) is thing
+    assert len(notes) == 2 and "object" in notes[0] and "range" in notes[1]
+
+
+def test_it_is_stepped_per_optimizer_step_and_not_per_micro_batch(tmp_path: Path) -> None:
+    ready: list[int] = []
+
+    class Profiled(LineTrial):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.set_profiler(
+                activities=[torch.profiler.ProfilerActivity.CPU],
+                schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1),
+                on_trace_ready=lambda profile: ready.append(profile.step_num),
+            )
+
+    run_rank(Profiled, steps(4), ds_config={"gradient_accumulation_steps": 2}, tensorboard_path=tmp_path)
+    assert ready == [3]
+
+
+def test_the_platform_answers() -> None:
+    around = InMemoryPlatform(
+        hparams={"lr": 0.1, "model": {"width": 8}},
+        experiment={"data": {"source": "text"}, "name": "e"},
+        seed=7,
+        trial_id="t",
+        experiment_id="x",
+        steps_completed=3,
+    )
+    view = ZeroTrialContext(around, fake_factory())
+    assert view.get_hparam("lr") == 0.1 and view.get_hparams().model.width == 8
+    assert view.get_data_config() == {"source": "text"} and view.get_experiment_config()["name"] == "e"
+    assert (view.get_trial_id(), view.get_experiment_id(), view.get_trial_seed(), view.get_initial_batch()) == (
+        "t",
+        "x",
+        7,
+        3,
+    )
+    with pytest.raises(
+        ConfigError, match=r"hyperparameters.width: no such hyperparameter: expected one of \['lr', 'model'\]"
+    ):
+        view.get_hparam("width")
+    view.note("hello")
+    assert around.record.events == [{"kind": "note", "message": "hello"}]

@@ -1,16 +1,19 @@
-"""The data loader: torch's arguments, exact sharding, reproducible shuffle, no reading of what is skipped."""
+"""The data loader: torch's arguments, exact sharding, reproducible shuffle; and other loaders."""
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.trial.harness import Points
-from zero_trial.errors import DataError
+from zero_trial.errors import ConfigError, DataError
 from zero_trial.trial import DataLoader
+from zero_trial.trial.trial import import_trial_class
 
 
 def indices(loader: Any, count: int | None = None) -> list[list[int]]:
@@ -78,3 +81,19 @@ class Stream(torch.utils.data.IterableDataset[int]):
 def test_what_cannot_be_sharded_or_means_nothing_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         DataLoader(**arguments)
+
+
+@pytest.fixture
+def search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.usefixtures("search_path")
+def test_the_class_and_what_is_none(tmp_path: Path):
+    (tmp_path / "loading_sample.py").write_text(
+        "from zero_trial import ZeroTrial\nclass Mine(ZeroTrial): ...\nclass Other: ...\nsomething = 3\n"
+    )
+    assert import_trial_class("loading_sample", "Mine", tmp_path).__name__ == "Mine"
+    for name in ("Other", "something", "nothing"):
+        with pytest.raises(ConfigError, match=r"it defines Mine\(ZeroTrial\). Use entrypoint: loading_sample:Mine."):
+            import_trial_class("loading_sample", name, tmp_path)

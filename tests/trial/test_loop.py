@@ -1,14 +1,15 @@
-"""One optimizer step: as many calls as the accumulation says, each of which must do its work."""
+"""One optimizer step, its accumulation, and the score by which checkpoints are compared."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
-from zero_trial.errors import TrialError
-from zero_trial.trial.controller import watch_skips
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.trial.controller import Score, watch_skips
 from zero_trial.trial.trial import fitted
 
 TWICE = {"gradient_accumulation_steps": 2}
@@ -109,3 +110,31 @@ def test_whether_a_step_was_skipped_can_be_asked_later(kind: type[Counting]) -> 
     assert engine.asked == 0
     assert [answer() for answer in answers] == [False, True, True, False, False]
     assert engine.asked == (5 if kind is Numbering else 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "smaller", "larger"),
+    [
+        (1.0, 2.0, True, False),
+        (2.0, 1.0, False, True),
+        (1.0, 1.0, False, False),
+        (1.0, None, True, True),
+        (1.0, math.nan, True, True),
+        (math.nan, 1.0, False, False),
+        (math.nan, None, False, False),
+    ],
+)
+def test_which_is_better(value: float, best: float | None, smaller: bool, larger: bool) -> None:
+    assert Score("m", True).is_better(value, best) is smaller
+    assert Score("m", False).is_better(value, best) is larger
+
+
+def test_its_value_among_the_metrics() -> None:
+    assert Score("loss").of({"loss": 2, "batches": 5}) == 2.0
+    assert Score(None).of({}) is None
+    for metrics, message in (
+        ({"accuracy": 1.0}, r"never reported: got the trial reports \['accuracy'\]"),
+        ({"loss": [1.0]}, "got a list of 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Score("loss").of({**metrics, "batches": 5, "epochs": 0})

@@ -1,4 +1,4 @@
-"""Boundaries are a pure function of the global step."""
+"""Boundaries as a function of the global step, and the settings that an experiment asks for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from zero_trial.trial.settings import (
     NEVER,
     Batch,
     Epoch,
+    Keep,
     TrainPosition,
+    TrainSettings,
     is_boundary,
     next_boundary,
     read_unit,
+    settings_from_experiment,
     total_steps,
 )
 
@@ -85,6 +88,42 @@ def test_a_position_knows_its_epoch() -> None:
 
 @pytest.mark.parametrize("unit", [Batch(1.5), Epoch(-1), Batch("x"), Batch(None), Batch(True)])  # type: ignore[arg-type]
 def test_units_that_count_nothing(unit: Batch | Epoch) -> None:
-    with pytest.raises(ConfigError, match=r"fit\(validation_period=\.\.\.\): this is no period"):
+    with pytest.raises(ConfigError, match=r"fit\(validation_period=\.\.\.\): not a period"):
         read_unit(unit, "fit(validation_period=...)")
     assert read_unit(Batch({1, 3}), "x") == Batch({1, 3}) and read_unit(Epoch(0), "x") == Epoch(0)
+
+
+def test_what_an_experiment_says() -> None:
+    experiment = {
+        "searcher": {"name": "single", "metric": "accuracy", "smaller_is_better": False, "max_length": {"epochs": 3}},
+        "min_validation_period": {"batches": 50},
+        "min_checkpoint_period": {"records": 320},
+        "scheduling_unit": 10,
+        "checkpoint_policy": "all",
+        "perform_initial_validation": True,
+        "checkpoint_storage": {"save_trial_best": 2, "save_trial_latest": 1},
+    }
+    assert settings_from_experiment(experiment, {"global_batch_size": 32}) == TrainSettings(
+        max_length=Epoch(3),
+        validation_period=Batch(50),
+        checkpoint_period=Batch(10),
+        reporting_period=Batch(10),
+        checkpoint_policy="all",
+        step_zero_validation=True,
+        metric="accuracy",
+        smaller_is_better=False,
+        keep=Keep(best=2, latest=2),
+    )
+
+
+def test_the_defaults_are_determineds() -> None:
+    settings = settings_from_experiment({"searcher": {"max_length": 7}}, {})
+    assert settings.max_length == Batch(7) and settings.reporting_period == Batch(100)
+    assert (settings.validation_period, settings.checkpoint_policy, settings.keep) == (Batch(0), "best", Keep(1, 2))
+
+
+def test_a_run_needs_a_length_and_a_known_policy() -> None:
+    with pytest.raises(ConfigError, match=r"searcher.max_length: the run has no length"):
+        settings_from_experiment({"searcher": {"name": "single"}}, {})
+    with pytest.raises(ConfigError, match="got sometimes, expected best or all or none"):
+        TrainSettings(max_length=Batch(1), checkpoint_policy="sometimes")

@@ -1,7 +1,8 @@
-"""When ranks talk changes nothing in what is reported."""
+"""Reports, stragglers, the summary and the outcome: the moment of an exchange changes nothing in them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.trial.harness import LineTrial, run_rank, steps
 from zero_trial.trial import Batch, TrialCallback
-from zero_trial.trial.reporting import StepTimer
+from zero_trial.trial.reporting import End, Outcome, StepTimer, StragglerWatch, build_summary, zero_stage
 
 
 def clock(step_seconds: float) -> Any:
@@ -91,3 +92,103 @@ def test_the_gradient_norm_where_an_engine_says_one(norm: float | None, told: fl
 
     events = [event for event in run_rank(WithNorm, steps(1)).record.events if event["kind"] == "train"]
     assert [event.get("grad_norm") for event in events] == [told]
+
+
+def watch(*talks: tuple[int, Sequence[float | None]]) -> list[str]:
+    """What is said after talks at these steps."""
+    watched = StragglerWatch()
+    return [told for step, busy in talks if (told := watched.observe(step, busy)) is not None]
+
+
+def test_a_slow_rank_is_named_with_its_times() -> None:
+    (told,) = watch((1, (9.0, 0.0, 0.0)), (5, (0.4, 0.2, 2.0)), (9, (0.4, 0.4, 2.0)), (13, (0.4, 0.4, 2.0)))
+    assert told == (
+        "rank 2 keeps the others waiting: in steps 6 to 9 it was busy 0.50 s per step, and others 0.10 s. "
+        "Look at its data loading, and at what else runs on its host"
+    )
+
+
+def test_short_talks_are_joined_to_a_stretch() -> None:
+    talks = [(step, (0.010, 0.050)) for step in range(1, 20)]
+    (told,) = watch(*talks)
+    assert told.startswith(
+        "rank 1 keeps the others waiting: in steps 6 to 9 it was busy 50.0 ms per step, and others 10.0 ms"
+    )
+
+
+@pytest.mark.parametrize(
+    "stretches",
+    [
+        [(0.4, 2.0), (0.4, 0.4), (0.4, 2.0), (0.4, 0.4)],  # now and then
+        [(0.4, 2.0), (2.0, 0.4), (0.4, 2.0)],  # each in its turn
+        [(0.4, 0.79), (0.4, 0.79)],  # not twice as long
+        [(0.001, 0.004), (0.001, 0.004)],  # a millisecond
+        [(0.4, None), (0.4, None)],
+        [(0.4,), (0.4,)],
+    ],
+)
+def test_nothing_is_said(stretches: list[tuple[float | None, ...]]) -> None:
+    assert watch((1, stretches[0]), *((5 + 4 * number, busy) for number, busy in enumerate(stretches))) == []
+
+
+def test_in_a_run_busy_is_what_is_left_of_training_time() -> None:
+    class Waits(LineTrial):
+        def build_training_data_loader(self) -> Any:
+            self.context.engines[0].seconds_waited = lambda: 0.25 * self.context.engines[0].global_steps
+            return super().build_training_data_loader()
+
+    ticks = iter(range(1000))
+    run = run_rank(Waits, steps(12), clock=lambda: float(next(ticks)))
+    assert run.outcome.step == 12
+    assert not [event for event in run.record.events if "waiting" in event.get("message", "")], "alone, nobody is slow"
+
+
+class Sequences(LineTrial):
+    tokens_per_sample = 4
+
+    def summary(self) -> dict[str, Any]:
+        return {"unigram_bits_per_byte": 4.8}
+
+
+def test_what_it_says() -> None:
+    ticks = iter(range(10_000))
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    run = run_rank(
+        Sequences, steps(5, step_zero_validation=True), ds_config=config, seed=3, clock=lambda: float(next(ticks))
+    )
+    summary = build_summary(run.outcome, run.trial, run.trial.context, {"repeat": "again"})
+    assert (summary["step"], summary["samples"], summary["zero_stage"], summary["seed"], summary["ranks"]) == (
+        5,
+        20,
+        2,
+        3,
+        1,
+    )
+    assert summary["samples_per_second"] == pytest.approx(20 / summary["train_seconds"])
+    assert summary["tokens_per_second"] == pytest.approx(80 / summary["train_seconds"])
+    assert summary["initial_validation"] == {"validation_loss": run.record.validation[0][1]["validation_loss"]}
+    assert (
+        summary["final_validation"]["validation_loss"]
+        == summary["validation_loss"]
+        < summary["initial_validation"]["validation_loss"]
+    )
+    assert (summary["unigram_bits_per_byte"], summary["repeat"], summary["parameters"]) == (4.8, "again", 2)
+
+
+def test_the_stage_that_the_engine_itself_names_counts() -> None:
+    run = run_rank(LineTrial, steps(1))
+    assert zero_stage(run.trial.context) == 0
+    run.trial.engine.zero_optimization_stage = lambda: 3
+    assert zero_stage(run.trial.context) == 3
+
+
+def test_the_stages_of_a_pipeline() -> None:
+    run = run_rank(LineTrial, steps(1))
+    assert "pipeline_stages" not in build_summary(run.outcome, run.trial, run.trial.context, {})
+    run.trial.engine.is_pipe_parallel = True
+    assert build_summary(run.outcome, run.trial, run.trial.context, {})["pipeline_stages"] == 1
+
+
+def test_samples_per_second_of_the_training_part() -> None:
+    assert Outcome(End.COMPLETED, 10, 10, train_seconds=4.0, samples=100, checkpoint=None).samples_per_second == 25.0
+    assert Outcome(End.STOPPED, 0, 10, train_seconds=0.0, samples=0, checkpoint=None).samples_per_second == 0.0

@@ -41,7 +41,7 @@ class TrialSnapshot:
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """A rank's own part; rank 0's for ranks that did not exist."""
+        """Return a rank's own part; rank 0's for ranks that did not exist."""
         if not self.ranks:
             return {}
         return self.ranks[rank] if rank < len(self.ranks) else self.ranks[0]
@@ -51,7 +51,7 @@ class TrialSnapshot:
 
 
 def read_state(path: Path) -> TrialSnapshot:
-    """The state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or of a newer form."""
+    """Read the state in a checkpoint's folder. Raises CheckpointError if it is missing, damaged or of a newer format."""
     try:
         content = json.loads((path / STATE_FILE).read_text())
         seal = content.pop("sha256", None)
@@ -65,7 +65,9 @@ def read_state(path: Path) -> TrialSnapshot:
 
 
 def write_state(path: Path, state: TrialSnapshot) -> None:
-    """``state`` in a checkpoint's folder, flushed to disk. The folder's renaming makes it whole or absent."""
+    """Write ``state`` into a checkpoint's folder and flush it. The later renaming of the folder makes it complete or
+    absent.
+    """
     content = {"format": FORMAT, **asdict(state)}
     with (path / STATE_FILE).open("w") as file:
         json.dump({**content, "sha256": _sum(content)}, file, indent=1)
@@ -78,7 +80,7 @@ def _sum(content: Mapping[str, Any]) -> str:
 
 
 def retained(history: Sequence[Sequence[Any]], keep: Keep, smaller_is_better: bool) -> list[list[Any]]:
-    """The entries of ``history`` that stay, in their order."""
+    """Return the entries of ``history`` to keep, in their order."""
     if keep.latest is None:
         return [list(entry) for entry in history]
     sign = 1 if smaller_is_better else -1
@@ -98,10 +100,9 @@ class Checkpointer:
     def save(
         self, state: TrialSnapshot, loader_state: Any, value: float | None, keep: Keep, smaller_is_better: bool
     ) -> str:
-        """Collective. Writes a checkpoint of ``state`` and returns its storage id; forgets checkpoints that need not
-        stay.
+        """Collective. Write a checkpoint of ``state``, delete those that need not be kept, and return its storage id.
 
-        ``value`` is the searcher's metric at this very step, if it was validated.
+        ``value``: the searcher's metric at this very step, if it was validated.
         """
         context, rank = self._context, self._context.distributed.rank
         state.ranks = context.distributed.allgather(self._own_part(loader_state))
@@ -146,9 +147,9 @@ class Checkpointer:
             )
 
     def _own_part(self, loader_state: Any) -> dict[str, Any]:
-        """What belongs to this rank alone.
+        """Return the state of this rank alone.
 
-        Raises TrialError for a part that is no JSON, before any rank waits for another.
+        Raises TrialError for a part that is not JSON-able, before any rank waits for another.
         """
         parts: dict[str, Any] = {
             f"callback {name}": callback.state_dict() for name, callback in self._callbacks.items()
@@ -165,7 +166,7 @@ class Checkpointer:
 
     @contextmanager
     def open(self, storage_id: str | None) -> Iterator[tuple[Path, TrialSnapshot] | None]:
-        """Collective. The checkpoint's folder and state, for the length of the block; None without a checkpoint."""
+        """Collective. Open the checkpoint for the length of the block: its folder and state; None without a checkpoint."""
         if storage_id is None:
             yield None
             return
@@ -173,7 +174,7 @@ class Checkpointer:
             yield path, read_state(path)
 
     def load(self, path: Path, state: TrialSnapshot) -> None:
-        """Collective. Callbacks, reducers, then the engines, which bring back the random state: nothing may draw from
+        """Collective. Load callbacks, reducers, then the engines, which restore the random state: nothing may draw from
         it afterwards.
 
         Of another trial's checkpoint only the weights are taken.
@@ -190,7 +191,7 @@ class Checkpointer:
 
 
 def _size(folder: Path) -> dict[str, Any]:
-    """Path, bytes and number of files of a checkpoint that lies on this machine; nothing of one that lies elsewhere."""
+    """Return path, bytes and number of files of a checkpoint on this machine; nothing for one stored elsewhere."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     if not files:
         return {}

@@ -63,15 +63,16 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist: Distributed) -> ModelParallelUnit:
-    """Every rank is a replica (a sharded one, maybe)."""
+    """Return the place of a rank where every rank is a replica (perhaps a sharded one)."""
     return ModelParallelUnit(dist.rank, dist.size, should_report_metrics=True, should_build_data_loader=True)
 
 
 def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = None) -> ModelParallelUnit:
-    """From an engine's ``mpu``: the first and last pipeline ranks of the first model-parallel slice read data; the
-    last one reports.
+    """Return a rank's place from an engine's ``mpu``.
 
-    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine says it; a schedule
+    The first and last pipeline ranks of the first model-parallel slice read data; the last one reports.
+
+    ``first`` and ``last``: whether this rank holds the first and the last layer, where the engine knows; a schedule
     may place both on one rank.
     """
     pipe, pipes = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
@@ -87,7 +88,7 @@ def make_engine_mpu(grid: Any, first: bool | None = None, last: bool | None = No
 
 
 def mpu_of(engine: Any) -> ModelParallelUnit:
-    """The place that an engine gives its rank; an engine of a pipeline says itself where the first and the last layer are."""
+    """Return the place that an engine gives its rank; a pipeline's engine knows where the first and the last layer are."""
     if not getattr(engine, "is_pipe_parallel", False) or not hasattr(engine, "is_last_stage"):
         return make_engine_mpu(engine.mpu)
     return make_engine_mpu(engine.mpu, bool(engine.is_first_stage()), bool(engine.is_last_stage()))
@@ -124,7 +125,7 @@ class ZeroTrialContext:
         return self.platform.distributed
 
     def get_hparams(self) -> HParams:
-        """All hyperparameters: a dict that also allows ``h.name``."""
+        """Return all hyperparameters: a dict that also allows ``h.name``."""
         return self._hparams
 
     def get_hparam(self, name: str) -> Any:
@@ -150,7 +151,7 @@ class ZeroTrialContext:
         return self.platform.seed
 
     def get_initial_batch(self) -> int:
-        """Steps that the checkpoint to start from had completed; 0 in a fresh trial."""
+        """Return the steps that the checkpoint to start from had completed; 0 in a fresh trial."""
         return self.platform.steps_completed
 
     def get_tensorboard_path(self) -> Path:
@@ -158,7 +159,7 @@ class ZeroTrialContext:
         return self.tensorboard.path()
 
     def note(self, text: str, **more: Any) -> None:
-        """A line for the person who watches, and ``more`` for whoever reads the events; rank 0's only."""
+        """Print a line for the user and record it as an event with ``more``; rank 0 only."""
         if self.distributed.rank == 0:
             self.platform.progress.emit({"kind": "note", "message": text, **more})
 
@@ -167,7 +168,7 @@ class ZeroTrialContext:
     def initialize(
         self, model: Any = None, config: Mapping[str, Any] | str | Path | None = None, **options: Any
     ) -> Any:
-        """Collective. A wrapped engine for ``model``, in one call.
+        """Collective. Build and return a wrapped engine for ``model``, in one call.
 
         Finds the ds_config, lays ``hyperparameters.ds_config`` over it, reconciles the batch sizes, builds the engine,
         wraps it and takes this rank's place among the replicas from it.
@@ -186,7 +187,9 @@ class ZeroTrialContext:
         return self.wrap_model_engine(engine)
 
     def wrap_model_engine(self, engine: Any) -> Any:
-        """Registers an engine; the first one fixes batch size and accumulation, and the mpu unless one was given."""
+        """Register and return an engine; the first one fixes batch size and accumulation, and the mpu unless one was
+        given.
+        """
         verbs = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         if not all(callable(getattr(engine, verb, None)) for verb in verbs):
             raise TrialError(
@@ -207,7 +210,7 @@ class ZeroTrialContext:
         return engine
 
     def wrap_mpu(self, mpu: Any) -> ModelParallelUnit:
-        """Says where this rank stands among the replicas, instead of the first engine. Once.
+        """Set this rank's place among the replicas, instead of taking the first engine's. Allowed once.
 
         ``mpu``: a ModelParallelUnit, or what an engine has as ``mpu``.
         """
@@ -218,7 +221,7 @@ class ZeroTrialContext:
         return self._mpu
 
     def set_mpu(self, mpu: Any) -> None:
-        """As ``wrap_mpu``, and after an engine is wrapped."""
+        """Set this rank's place like ``wrap_mpu``, after an engine was wrapped."""
         self._first_engine()
         self.wrap_mpu(mpu)
 
@@ -251,8 +254,8 @@ class ZeroTrialContext:
     def overwrite_ds_config(
         self, base: Mapping[str, Any] | str | Path, overrides: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """A copy of ``base`` with ``overrides`` (nested or dotted) laid over it; ``hyperparameters.ds_config`` if none
-        are given.
+        """Return a copy of ``base`` overwritten by ``overrides`` (nested or dotted); by ``hyperparameters.ds_config``
+        without them.
         """
         leaves = self._hparams.get("ds_config") or {} if overrides is None else overrides
         changed: dict[str, Any] = overwrite_ds_config(base, leaves)
@@ -269,32 +272,32 @@ class ZeroTrialContext:
         return bool(getattr(self._first_engine(), "is_pipe_parallel", False))
 
     def get_global_batch_size(self) -> int:
-        """Samples per optimizer step, over all replicas."""
+        """Return samples per optimizer step, over all replicas."""
         return int(self._first_engine().train_batch_size())
 
     def get_per_slot_batch_size(self) -> int:
-        """Samples per optimizer step of one replica."""
+        """Return samples per optimizer step of one replica."""
         return self.get_train_micro_batch_size_per_gpu() * self.get_num_micro_batches_per_slot()
 
     # Switches
 
     def disable_auto_grad_accumulation(self) -> None:
-        """``train_batch`` is called once per optimizer step and does all micro-batches itself."""
+        """Call ``train_batch`` once per optimizer step; it does all micro-batches itself."""
         self.auto_accumulation = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Permits loaders that this package cannot shard and resume exactly; both are then the trial's business."""
+        """Allow loaders that this package can neither shard nor resume exactly; both are then up to the trial."""
         self.check_reproducibility = False
 
     def get_stop_requested(self) -> bool:
         return self._stop
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Ends the run, saved, at the next boundary at which ranks talk. Any rank may ask."""
+        """Stop and save the run at the next exchange of the ranks. Any rank may ask."""
         self._stop = bool(stop_requested)
 
     def set_profiler(self, *args: Any, **options: Any) -> None:
-        """torch.profiler.profile(*args, **options) over the run, stepped per optimizer step, traces into the
+        """Profile the run with torch.profiler.profile(*args, **options), stepped per optimizer step; traces go to the
         TensorBoard folder.
         """
         self.profiling.set(self.get_tensorboard_path(), *args, **options)
@@ -302,7 +305,7 @@ class ZeroTrialContext:
     # Data and metrics
 
     def to_device(self, data: Any) -> Any:
-        """Tensors in nested dicts, lists and tuples, on this rank's device."""
+        """Move tensors in nested dicts, lists and tuples to this rank's device."""
         return self._mover.move(data, self.device)
 
     def wrap_reducer(
@@ -312,7 +315,7 @@ class ZeroTrialContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> MetricReducer:
-        """Registers a metric that is collected on every rank and joined once per report.
+        """Register a metric that is collected on every rank and reduced once per report.
 
         Without ``name`` it must give a dict.
         """
@@ -324,7 +327,7 @@ class ZeroTrialContext:
         self.reducers.reset(for_training)
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Collective. All wrapped reducers' metrics."""
+        """Collective. Return the metrics of all wrapped reducers."""
         return self.reducers.reduce(for_training)
 
     # Position
@@ -335,11 +338,11 @@ class ZeroTrialContext:
         return self._position
 
     def set_position(self, position: TrainPosition) -> None:
-        """For the controller: training is here now."""
+        """Set where training is. For the controller."""
         self._position = position
 
     def use_weights_only(self) -> None:
-        """For the controller: the checkpoint to load is another trial's, so only its weights are taken."""
+        """Take only the weights of the checkpoint to load: it is another trial's. For the controller."""
         self.weights_only = True
 
     def _started(self) -> TrainPosition:
@@ -381,13 +384,15 @@ class ZeroTrialContext:
 
 
 def count_parameters(model: Any) -> int:
-    """Elements of all parameters; of a pipeline those of the whole model, of which this rank may have built only its part."""
+    """Count the elements of all parameters; of a pipeline those of the whole model, of which this rank may have built a
+    part.
+    """
     whole = getattr(model, "total_parameters", None)
     return whole if isinstance(whole, int) else sum(parameter.numel() for parameter in model.parameters())
 
 
 class DeviceMover:
-    """Moves tensors inside nested dicts, lists and tuples; says once per type that it leaves something where it is."""
+    """Moves tensors inside nested dicts, lists and tuples; notes once per type what it does not move."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -417,13 +422,15 @@ class DeviceMover:
 
 
 class Profiling:
-    """Nothing until ``set`` is called; then a torch.profiler.profile whose traces go to the TensorBoard folder."""
+    """Profiles nothing until ``set`` is called; then runs a torch.profiler.profile whose traces go to the TensorBoard
+    folder.
+    """
 
     def __init__(self) -> None:
         self._profile: Any = None
 
     def set(self, path: Path, *args: Any, **options: Any) -> None:
-        """``args`` and ``options`` are those of torch.profiler.profile."""
+        """Start with ``args`` and ``options`` of torch.profiler.profile."""
         options.setdefault("on_trace_ready", torch.profiler.tensorboard_trace_handler(str(path)))
         self._profile = torch.profiler.profile(*args, **options)
 

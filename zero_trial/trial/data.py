@@ -41,8 +41,7 @@ class WorkerOptions:
 
 
 class DataLoader:
-    """A description of a loader, with torch's arguments. The trial returns one; the controller makes each rank's
-    loader of it.
+    """Describes a loader, with torch's arguments. The trial returns one; the controller makes each rank's loader of it.
 
     ``dataset`` is map-style (it has a length and takes an index). With ``shuffle`` the order is a permutation per
     epoch, drawn from the trial's seed by a generator of its own. In training the epochs are joined end to end, so
@@ -88,7 +87,7 @@ class DataLoader:
         )
 
     def __iter__(self) -> Any:
-        """A single pass over everything, for use outside of a trial."""
+        """Iterate over everything once, for use outside of a trial."""
         return iter(self.get_data_loader())
 
     def __len__(self) -> int:
@@ -97,7 +96,7 @@ class DataLoader:
     def get_data_loader(
         self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0, seed: int = 0
     ) -> TorchDataLoader[Any]:
-        """The loader of replica ``rank``. Repeat, then distribute, then skip (see samplers.py).
+        """Return the loader of replica ``rank``. Repeat, then distribute, then skip (see samplers.py).
 
         ``skip`` counts this replica's micro-batches. ``seed`` is used unless the loader was given its own. ``len()``
         is this replica's batches per epoch.
@@ -145,9 +144,7 @@ def _check(dataset: Any, batch_size: Any, shuffle: bool, sampler: Any, batch_sam
         raise DataError("batch_size must be a positive number", where="DataLoader", got=batch_size)
 
 
-# The training batches of one rank: an endless iterator that knows how many it has handed out.
-
-
+TRAIN_LOADER = "build_training_data_loader"
 UNKNOWN_LENGTH = 2**62  # epochs of a loader that does not know its length never end
 
 
@@ -170,7 +167,7 @@ class TrainFeed:
         self._source = source
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, JSON-able: micro-batches of this replica, samples over all, the loader's own state."""
+        """Return the position, JSON-able: micro-batches of this replica, samples over all, the loader's own state."""
         own = self._source.state_dict() if hasattr(self._source, "state_dict") else None
         return {"micro_batches": self.taken, "samples": self.taken * self._samples_each, "loader": own}
 
@@ -191,13 +188,13 @@ class TrainFeed:
         raise empty_loader_error(self._name, self._loader)
 
     def jump(self, batches: int) -> None:
-        """Reads and drops ``batches``: the resume of a loader that cannot seek."""
+        """Read and drop ``batches``, to resume a loader that cannot seek."""
         for _ in range(batches):
             next(self)
 
 
 def empty_loader_error(name: str, loader: Any) -> DataError:
-    """The error for a loader without batches."""
+    """Return the error for a loader without batches."""
     return DataError(
         f"{name} returned a loader that yields nothing",
         where=type(loader).__name__,
@@ -219,11 +216,13 @@ class Resume:
 
 
 class ForeignLoader(DataError, RuntimeError):
-    """A loader that nobody here shards or resumes. Also a RuntimeError, which is what Determined raises for it."""
+    """A loader that this package can neither shard nor resume. Also a RuntimeError, which is what Determined raises for
+    it.
+    """
 
 
 def check_reproducible(loader: Any, name: str, check: bool) -> None:
-    """ForeignLoader for a loader that we can neither shard nor resume exactly, unless the trial has said that it knows."""
+    """Raise ForeignLoader for a loader that can neither be sharded nor resumed exactly, unless ``check`` is off."""
     if isinstance(loader, DataLoader):
         return
     if loader is None or isinstance(loader, (str, bytes)) or not hasattr(loader, "__iter__"):
@@ -240,14 +239,14 @@ def check_reproducible(loader: Any, name: str, check: bool) -> None:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Samples per epoch over all replicas, of our own loader; None where they cannot be known."""
+    """Return samples per epoch over all replicas of our own loader; None where they are not known."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:
         return len(loader.sampler if loader.sampler is not None else loader.dataset)  # type: ignore[arg-type]
     return None
 
 
 def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
-    """Micro-batches per epoch of this replica."""
+    """Return the micro-batches per epoch of this replica."""
     if isinstance(loader, DataLoader):
         return len(
             loader.get_data_loader(repeat=True, num_replicas=mpu.data_parallel_world_size, rank=mpu.data_parallel_rank)
@@ -259,7 +258,7 @@ def local_batches(loader: Any, mpu: ModelParallelUnit) -> int:
 
 
 def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume: Resume) -> TrainFeed:
-    """The feed of this rank from where ``resume`` says.
+    """Return this rank's feed, starting where ``resume`` says.
 
     Our own loader seeks without reading. Another loader takes back its own ``state_dict`` if it has one, or else its
     batches are read and dropped.
@@ -279,9 +278,8 @@ def open_feed(loader: Any, name: str, mpu: ModelParallelUnit, seed: int, resume:
 
 
 def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: Resume) -> int:
-    """This replica's micro-batches up to ``resume``.
-
-    Raises DataError if the samples so far are no whole number of them.
+    """Return this replica's micro-batches up to ``resume``. Raises DataError if the samples so far are not a whole
+    number of them.
     """
     if loader.batch_sampler is not None or loader.batch_size is None:
         return resume.micro_batches
@@ -297,16 +295,10 @@ def _skip(loader: DataLoader, mpu: ModelParallelUnit, resume: Resume) -> int:
     return skip
 
 
-# How many steps an epoch has: what all ranks agree on when their loaders do not.
+def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, note: Callable[[str], None]) -> int:
+    """Collective. Return the smallest number of batches over the ranks that read data (the others pass None).
 
-
-Note = Callable[[str], None]
-
-
-def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, note: Note) -> int:
-    """Collective. The smallest number of batches over the ranks that read data (the others pass None).
-
-    Raises DataError on every rank, naming the ranks that have none. Says so if the numbers differ.
+    Notes it if the numbers differ. Raises DataError on every rank, naming the ranks that have none.
     """
     numbers = distributed.allgather(batches)
     known: list[int] = [number for number in numbers if number is not None]
@@ -324,26 +316,23 @@ def agreed_minimum(distributed: Distributed, batches: int | None, loader: str, n
     return min(known)
 
 
-def epoch_steps(distributed: Distributed, loader: Any, mpu: ModelParallelUnit, accumulation: int, note: Note) -> int:
-    """Collective. Optimizer steps per epoch: the agreed number of micro-batches over the accumulation, at least one."""
-    name = "build_training_data_loader"
+def epoch_steps(
+    distributed: Distributed, loader: Any, mpu: ModelParallelUnit, accumulation: int, note: Callable[[str], None]
+) -> int:
+    """Collective. Return optimizer steps per epoch: the agreed number of micro-batches over the accumulation, at least
+    one.
+    """
     mine = None
     if mpu.should_build_data_loader:
         mine = local_batches(loader, mpu)
         if mine == 0 and samples_of(loader):
-            mine = 1  # our own feed joins epochs end to end: fewer samples than a step needs are no hindrance
-    micro = agreed_minimum(distributed, mine, name, note)
+            mine = 1  # our own feed joins epochs end to end, so fewer samples than a step needs are enough
+    micro = agreed_minimum(distributed, mine, TRAIN_LOADER, note)
     if micro < accumulation:
         note(
-            f"{name}: an epoch has {micro} micro-batches, one step needs {accumulation}; an epoch is counted as one step"
+            f"{TRAIN_LOADER}: an epoch has {micro} micro-batches, one step needs {accumulation}; an epoch is counted as one step"
         )
     return max(micro // accumulation, 1)
-
-
-# A trial's training data on one rank: the loader that the user built, the feed made of it, and where the run is in it.
-
-
-TRAIN_LOADER = "build_training_data_loader"
 
 
 @dataclass(frozen=True)
@@ -364,10 +353,7 @@ class DataPosition:
 
 
 def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume) -> TrainData:
-    """Collective.
-
-    Builds the loader and goes to where ``resume`` says. Raises DataError.
-    """
+    """Collective. Build the loader and move to where ``resume`` says. Raises DataError."""
     mpu, loader = context.mpu, None
     if mpu.should_build_data_loader:
         loader = trial.build_training_data_loader()
@@ -380,7 +366,9 @@ def open_train_data(trial: ZeroTrial, context: ZeroTrialContext, resume: Resume)
 
 
 def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
-    """Global batch and throughput are counted by the engine's micro batch: a loader that gives another is worth a word."""
+    """Note a loader whose batches differ from the engine's micro batch, by which global batch and throughput are
+    counted.
+    """
     given = loader.batch_size if isinstance(loader, DataLoader) and loader.batch_sampler is None else None
     micro = context.get_train_micro_batch_size_per_gpu()
     if given is not None and given != micro:
@@ -394,7 +382,7 @@ def compare_batch(loader: Any, context: ZeroTrialContext) -> None:
 
 
 def data_position(feed: TrainFeed | None, context: ZeroTrialContext) -> DataPosition:
-    """Collective. The position that the ranks agree on; the lowest, said aloud, if they do not."""
+    """Collective. Return the position that the ranks agree on; the lowest, with a note, if they differ."""
     own = feed.state_dict() if feed is not None else None
     ranks = context.distributed.allgather(None if own is None else [own["micro_batches"], own["samples"]])
     known = [position for position in ranks if position is not None]

@@ -36,7 +36,7 @@ class Reconciled:
     table: str = ""
 
     def line(self) -> str:
-        """The equation with its numbers."""
+        """Return the equation with its numbers."""
         return (
             f"global batch {self.train_batch_size} = micro {self.micro_batch_size} x accumulation {self.accumulation} "
             f"x data-parallel ranks {self.data_parallel}"
@@ -47,7 +47,8 @@ class Reconciled:
 
 
 def trial_ds_config(given: Given | None, platform: Platform) -> Document:
-    """The base ds_config with the hyperparameters' leaves laid over it, each with its place; only the form is checked.
+    """Return the base ds_config overwritten by the hyperparameters' values, each with its place; only the form is
+    checked.
 
     Base: ``given``, else ``data.ds_config`` of the experiment, else the hyperparameter ``deepspeed_config`` (or
     ``ds_config``, if it names a file). Over it: ``hyperparameters.ds_config``, if it is a dict. Relative paths start
@@ -74,7 +75,7 @@ def trial_ds_config(given: Given | None, platform: Platform) -> Document:
 
 
 def with_stages(config: Document, model: Any) -> Document:
-    """``config`` with the pipeline stages of a model that brings their number along, where ds_config does not say it.
+    """Return ``config`` with the number of pipeline stages that ``model`` fixes, where ds_config does not set it.
 
     Raises ConfigError where it says another number: the data-parallel ranks follow from it.
     """
@@ -98,8 +99,8 @@ def with_stages(config: Document, model: Any) -> Document:
 
 
 def _located(name: str | Path, model_dir: Path) -> str | Path:
-    """The file in the model's folder that ``name`` means (an absolute path stays as it is); anything that names no file as
-    it is. Raises ConfigError for a file that is not there.
+    """Return the path of the file ``name`` in the model's folder (an absolute path as it is); other text as it is.
+    Raises ConfigError for a missing file.
     """
     if (model_dir / name).is_file():
         return model_dir / name
@@ -113,7 +114,7 @@ def _located(name: str | Path, model_dir: Path) -> str | Path:
 
 
 def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Reconciled]:
-    """``config`` read, with "auto" and all three batch sizes filled in, and the table of how they agree.
+    """Read ``config``, fill in "auto" and all three batch sizes, and return it with the table of how they agree.
 
     An engine takes the result as it is: a ds_config is read once.
 
@@ -135,7 +136,9 @@ def reconcile_config(config: Document, platform: Platform) -> tuple[DsConfig, Re
 
 
 def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
-    """An engine's own numbers, or those of its config, compared with the hyperparameters. Errors as in ``reconcile_config``."""
+    """Compare the batch sizes of an engine, or of its config, with the hyperparameters. Errors as in
+    ``reconcile_config``.
+    """
 
     def number(name: str) -> int:
         value = getattr(engine, name)  # a method of an engine, a field of its config
@@ -159,12 +162,14 @@ def reconcile_engine(engine: Any, platform: Platform) -> Reconciled:
 
 
 def is_search(platform: Platform) -> bool:
-    """Whether other hyperparameters will be tried: then a combination that cannot work is no error of the experiment."""
+    """Return whether other hyperparameters will be tried, so that a combination that cannot work is not an error of the
+    experiment.
+    """
     searcher = platform.experiment.get("searcher") or {}
     return bool(searcher.get("name", "single") != "single")
 
 
 def _hints(platform: Platform) -> dict[str, Any]:
-    """What fills "auto" besides the hyperparameters: the run's length in steps, where it is known."""
+    """Return what fills "auto" besides the hyperparameters: the run's length in steps, where it is known."""
     unit = run_length(platform.experiment, platform.hparams)
     return {"total_num_steps": unit.value} if isinstance(unit, Batch) and isinstance(unit.value, int) else {}

@@ -15,7 +15,7 @@ from zero_trial.runtime.protocols import Distributed
 
 
 class Reducer(Enum):
-    """How a validation metric is joined over batches and ranks. AVG weighs ranks by their number of batches."""
+    """How a validation metric is reduced over batches and ranks. AVG weighs ranks by their number of batches."""
 
     AVG = "avg"
     SUM = "sum"
@@ -25,12 +25,11 @@ class Reducer(Enum):
 
 COUNTERS = ("batches", "epochs")  # added to the validation metrics, for the searcher's time metric
 
-
 Sums = dict[str, tuple[float, int]]  # name -> (sum over steps and ranks, number of values)
 
 
 def training_metrics(returned: Any, where: str) -> dict[str, torch.Tensor]:
-    """What ``train_batch`` returned, as detached scalars by name; a bare tensor is the loss.
+    """Return the metrics of ``train_batch`` as detached scalars by name; a bare tensor is the loss.
 
     No value is read here, so a GPU is not waited for. Raises TrialError for anything but scalars with names.
     """
@@ -75,7 +74,7 @@ def _as_tensor(name: str, value: Any, where: str) -> torch.Tensor:
 
 
 def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dict[str, torch.Tensor]:
-    """The mean of each metric over the micro-batches of one step. All calls must return the same names."""
+    """Return the mean of each metric over the micro-batches of one step. All calls must return the same names."""
     names = set(calls[0])
     if any(set(call) != names for call in calls):
         raise TrialError("train_batch must return the same metrics for every micro-batch", where=where)
@@ -85,7 +84,7 @@ def mean_over_calls(calls: Sequence[dict[str, torch.Tensor]], where: str) -> dic
 
 
 def add_sums(many: Iterable[Mapping[str, Sequence[float]]]) -> Sums:
-    """Sums and counts by name, added up in the order given."""
+    """Add up sums and counts by name, in the order given."""
     total: Sums = {}
     for sums in many:
         for name, (value, number) in sums.items():
@@ -95,12 +94,12 @@ def add_sums(many: Iterable[Mapping[str, Sequence[float]]]) -> Sums:
 
 
 def averages(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The average behind each (sum, count)."""
+    """Return the average of each (sum, count)."""
     return {name: value / number for name, (value, number) in sums.items() if number}
 
 
 def validation_metrics(batches: Sequence[Any], reducers: Mapping[str, Reducer], where: str) -> dict[str, Any]:
-    """One rank's value (a number or nested lists) per metric name over its batches of ``evaluate_batch``.
+    """Return one rank's value (a number or nested lists) per metric over its batches of ``evaluate_batch``.
 
     Raises TrialError when a batch returns no dictionary, other names than the first, or None as a value. Bytes are
     dropped.
@@ -148,7 +147,7 @@ def _reduce(stacked: torch.Tensor, reducer: Reducer) -> torch.Tensor:
 
 
 def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping[str, Reducer]) -> dict[str, Any]:
-    """The final metrics from (a rank's metrics, its number of batches). Ranks without metrics do not count.
+    """Return the final metrics from (a rank's metrics, its number of batches). Ranks without metrics do not count.
 
     Raises TrialError, on every rank, when ranks have metrics of different names or shapes.
     """
@@ -178,23 +177,20 @@ def over_ranks(parts: Sequence[tuple[Mapping[str, Any], int]], reducers: Mapping
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Of nested lists, as ``Tensor.tolist`` makes them."""
+    """Return the shape of nested lists, as ``Tensor.tolist`` makes them."""
     return (len(value), *(_shape(value[0]) if value else ())) if isinstance(value, list) else ()
 
 
 def evaluation_reducers(answer: Reducer | Mapping[str, Reducer], names: Iterable[str]) -> dict[str, Reducer]:
-    """What ``evaluation_reducer()`` answered, per metric name."""
+    """Return the reducer of each metric name, from what ``evaluation_reducer()`` returned."""
     if isinstance(answer, Reducer):
         return dict.fromkeys(names, answer)
     return {name: answer.get(name, Reducer.AVG) for name in names}
 
 
 def without_counters(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Validation metrics as the trial gave them."""
+    """Return the validation metrics that the trial itself returned."""
     return {name: value for name, value in metrics.items() if name not in COUNTERS}
-
-
-# Metrics that cannot be averaged: values collected on every rank and joined once, by the user's own rule.
 
 
 class MetricReducer(ABC):
@@ -202,24 +198,24 @@ class MetricReducer(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets what was collected."""
+        """Forget what was collected."""
 
     @abstractmethod
     def per_slot_reduce(self) -> Any:
-        """What this rank has collected, JSON-able."""
+        """Return what this rank has collected, JSON-able."""
 
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        """The metric (with a name) or a dict of metrics (without one), from all ranks' ``per_slot_reduce`` in rank
-        order.
+        """Return the metric (with a name) or a dict of metrics (without one), from all ranks' ``per_slot_reduce`` in
+        rank order.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What was collected and not reported yet, JSON-able, for a checkpoint."""
+        """Return what was collected and not reported yet, JSON-able, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
         del state
 
 
@@ -231,7 +227,7 @@ class FunctionReducer(MetricReducer):
         self._values: list[Any] = []
 
     def update(self, value: Any) -> None:
-        """``value``: JSON-able, or a tensor (kept as nested lists)."""
+        """Collect ``value``: JSON-able, or a tensor (kept as nested lists)."""
         self._values.append(value.tolist() if hasattr(value, "tolist") else value)
 
     def reset(self) -> None:
@@ -278,7 +274,7 @@ class ReducerTable:
             item.reducer.reset()
 
     def reduce(self, for_training: bool) -> dict[str, Any]:
-        """Collective: one all-gather for all reducers. The same metrics on every rank."""
+        """Collective. Return the same metrics on every rank, with one all-gather for all reducers."""
         active = self._active(for_training)
         if not active:
             return {}

@@ -17,6 +17,9 @@ from zero_trial.trial.context import ZeroTrialContext
 from zero_trial.trial.metrics import Sums, add_sums, averages, without_counters
 from zero_trial.trial.trial import ZeroTrial
 
+Clock = Callable[[], float]
+Overflowed = Callable[[], bool]  # whether a loss scale skipped the step
+
 
 class End(Enum):
     """Why the loop was left."""
@@ -47,14 +50,11 @@ class Outcome:
         return self.samples / self.train_seconds if self.train_seconds > 0 else 0.0
 
 
-# What summary.json says of a run that ended well: the figures of the screen, and no others.
-
-
 def build_summary(
     outcome: Outcome, trial: ZeroTrial, context: ZeroTrialContext, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rank 0 only. The run's figures, then the validation metrics at the top level, then ``ZeroTrial.summary()``,
-    then ``more``.
+    """Return the figures for summary.json, on rank 0: the run's, the validation metrics, ``ZeroTrial.summary()``, then
+    ``more``.
 
     Seconds and throughput are of the training part of this process alone: without start-up, validation and saving.
     """
@@ -83,12 +83,12 @@ def build_summary(
 
 
 def pipeline_stages(context: ZeroTrialContext) -> int:
-    """Of the first engine."""
+    """Return the first engine's number of pipeline stages."""
     return int(context.engines[0].mpu.get_pipe_parallel_world_size())
 
 
 def zero_stage(context: ZeroTrialContext) -> int | None:
-    """The first engine's ZeRO stage, as far as it or its config says."""
+    """Return the first engine's ZeRO stage, as far as it or its config knows."""
     asked = getattr(context.engines[0], "zero_optimization_stage", None)
     if callable(asked):
         return int(asked())
@@ -97,29 +97,19 @@ def zero_stage(context: ZeroTrialContext) -> int | None:
     return context.ds_configs[0].zero_optimization.stage
 
 
-# Stragglers: a rank that all others wait for, found by how long each rank is busy between two talks.
-#
-# Ranks do the same work and meet in every step, so they all take as long as the slowest. What differs is how much of that a rank waits for
-# others: the slow one does not wait. Busy time is training time without the waiting. A rank that is busy twice as long as the others usually
-# are, in two stretches of steps one after the other, is named once.
-#
-# Only where ranks wait on the host can it be seen, which is on CPU: on CUDA the device waits.
-
-
-STEPS = 4  # of a stretch, at least
-
-
-FACTOR = 2.0  # of the others' busy time
-
-
-EXCESS_SECONDS = 0.002  # per step: less is not worth a word, and may be rank 0's reporting
-
-
-STRETCHES = 2
+STRAGGLER_STEPS = 4  # of a stretch, at least
+STRAGGLER_FACTOR = 2.0  # of the others' busy time
+STRAGGLER_SECONDS = 0.002  # per step: a smaller excess does not matter, and may be rank 0's reporting
+STRAGGLER_STRETCHES = 2
 
 
 class StragglerWatch:
-    """What one rank knows of all ranks' busy seconds. Pure: :meth:`see` is told, and answers."""
+    """Finds a rank that all others wait for, by how long each rank is busy between two exchanges.
+
+    Ranks do the same work and meet in every step, so all take as long as the slowest; but the slowest does not wait. Busy
+    time is training time without waiting. A rank that is busy twice as long as the others usually are, in two stretches
+    of steps in a row, is named once. Waiting can be measured where ranks wait on the host: on CPU, not on CUDA.
+    """
 
     def __init__(self) -> None:
         self._begin: int | None = None  # steps complete at the beginning of the stretch
@@ -127,10 +117,14 @@ class StragglerWatch:
         self._suspect: tuple[int, int] = (-1, 0)  # rank, stretches in a row
         self._named: set[int] = set()
 
-    def see(self, step: int, busy: Sequence[float | None]) -> str | None:
-        """``busy``: seconds of every rank since the last talk; ``step`` steps are complete now. What there is to say of a straggler.
+    def observe(self, step: int, busy: Sequence[float | None]) -> str | None:
+        """Return a note about a straggler, if there is one.
 
-        The first talk only begins the count: a first step is like no other. A rank that says None ends the watch.
+        The first call only begins the count: a first step is unlike the others.
+
+        Args:
+            step: steps that are complete now.
+            busy: each rank's busy seconds since the last call. One None ends the watch.
         """
         known = [seconds for seconds in busy if seconds is not None]
         if len(known) < 2 or len(known) < len(busy):
@@ -140,7 +134,7 @@ class StragglerWatch:
             return None
         self._busy = [sum(pair) for pair in zip(self._busy, known, strict=True)]
         steps = step - self._begin
-        if steps < STEPS:
+        if steps < STRAGGLER_STEPS:
             return None
         begin, each = self._begin, [seconds / steps for seconds in self._busy]
         self._begin, self._busy = step, [0.0] * len(known)
@@ -149,9 +143,9 @@ class StragglerWatch:
     def _judge(self, begin: int, step: int, each: list[float]) -> str | None:
         rank = max(range(len(each)), key=each.__getitem__)
         others = median(each[:rank] + each[rank + 1 :])
-        slow = each[rank] >= FACTOR * others and each[rank] - others >= EXCESS_SECONDS
+        slow = each[rank] >= STRAGGLER_FACTOR * others and each[rank] - others >= STRAGGLER_SECONDS
         self._suspect = (rank, self._suspect[1] + 1 if rank == self._suspect[0] else 1) if slow else (-1, 0)
-        if self._suspect[1] < STRETCHES or rank in self._named:
+        if self._suspect[1] < STRAGGLER_STRETCHES or rank in self._named:
             return None
         self._named.add(rank)
         return (
@@ -164,19 +158,8 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-# What a run says while it trains: averages over replicas, live progress, and the news that a loss is not finite.
-#
-# Ranks talk at exchanges: after the first step, then about once a second (rank 0 proposes the step, so that all agree),
-# and at every boundary. When they talk changes nothing in what is trained or reported.
-
-
-EXCHANGE_SECONDS = 1.0
-
-
+EXCHANGE_SECONDS = 1.0  # between two exchanges, about
 FORGIVEN = 10  # losses in a row that may be not finite in steps that a loss scale skipped
-
-
-Clock = Callable[[], float]
 
 
 class StepTimer:
@@ -199,7 +182,11 @@ class StepTimer:
 
 
 class MetricReporter:
-    """Collects this rank's training metrics step by step, exchanges them, and reports."""
+    """Collects this rank's training metrics step by step, exchanges them, and reports.
+
+    Ranks exchange after the first step, then about once a second (rank 0 proposes the step, so that all agree), and at
+    every boundary. The moment of an exchange changes nothing in what is trained or reported.
+    """
 
     def __init__(
         self,
@@ -230,12 +217,12 @@ class MetricReporter:
         self._batches: list[dict[str, float]] = []  # this rank's values since the last report
 
     def start(self) -> None:
-        """Training begins, or goes on after validation and saving."""
+        """Start counting: training begins, or goes on after validation and saving."""
         self.timer.start()
         self._waits.start()
 
     def stop(self) -> None:
-        """Training pauses."""
+        """Stop counting: training pauses."""
         self.timer.stop()
         self._waits.stop()
 
@@ -268,26 +255,30 @@ class MetricReporter:
         _raise_if_diverged([rank["broken"] for rank in ranks], last_checkpoint)
         latest = add_sums(rank["sums"] for rank in ranks)
         self.window = add_sums([self.window, latest])
-        self._say(step, averages(latest), self._batches[len(self._batches) - count :])
+        self._emit_event(step, averages(latest), self._batches[len(self._batches) - count :])
         self._name_straggler(step, [rank["busy"] for rank in ranks])
         self._exchanged, self._exchanged_at, self._next = step, self.timer.seconds, ranks[0]["next"]
         return any(rank["stop"] for rank in ranks)
 
     def _read_busy(self) -> float | None:
-        """Seconds since the last exchange in which this rank did not wait for others; None where that cannot be known."""
+        """Return the seconds since the last exchange in which this rank did not wait for others; None where that is not
+        known.
+        """
         if _seconds_waited(self._context) is None:
             return None
         before, self._busy_at = self._busy_at, self.timer.seconds - self._waits.seconds
         return self._busy_at - before
 
     def _name_straggler(self, step: int, busy: Sequence[float | None]) -> None:
-        """Stages of a pipeline do different work: there nobody is compared."""
-        told = self._stragglers.see(step, busy) if self._context.mpu.data_parallel_world_size == len(busy) else None
-        if told is not None:
-            self._context.note(told)
+        """Note a straggler. Stages of a pipeline do different work and are not compared."""
+        if self._context.mpu.data_parallel_world_size != len(busy):
+            return
+        message = self._stragglers.observe(step, busy)
+        if message is not None:
+            self._context.note(message)
 
     def _read_steps(self) -> tuple[Sums, list[Any] | None]:
-        """This rank's sums, and [step, loss] of the first loss that is not finite. Waits for the device."""
+        """Return this rank's sums, and [step, loss] of the first loss that is not finite. Waits for the device."""
         steps, self._steps = self._steps, []
         rows = [dict.fromkeys(metrics, 0.0) for _, _, metrics in steps]
         for name in dict.fromkeys(name for _, _, metrics in steps for name in metrics):
@@ -307,18 +298,21 @@ class MetricReporter:
         return add_sums({name: (value, 1) for name, value in row.items()} for row in counted), None
 
     def _propose(self, step: int) -> int:
-        """The step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps.
+        """Return the step of the next exchange, about EXCHANGE_SECONDS from now at the pace of the last steps.
 
-        At most twice as many steps as the last time: a pace may change, and nobody shall wait long for news.
+        At most twice as many steps as the last time, because the pace may change.
         """
         steps = max(step - self._exchanged, 1)
         seconds = (self.timer.seconds - self._exchanged_at) / steps
         fitting = int(EXCHANGE_SECONDS / seconds) if seconds > 0 else 2 * steps
         return step + max(1, min(fitting, 2 * steps))
 
-    def _say(self, step: int, latest: Mapping[str, float], own: Sequence[Mapping[str, float]]) -> None:
-        """One event: ``latest`` averages over ranks and over the steps since the last one, which is a matter of time; ``each`` does not
-        depend on it: the values of rank 0 (``own``) at each of these steps, by which two runs are compared.
+    def _emit_event(self, step: int, latest: Mapping[str, float], own: Sequence[Mapping[str, float]]) -> None:
+        """Emit a ``train`` event, on rank 0.
+
+        Args:
+            latest: averages over ranks and over the steps since the last event, whose number is a matter of time.
+            own: rank 0's values at each of these steps, by which two runs are compared.
         """
         steps = step - self._exchanged
         if self._context.distributed.rank != 0 or steps <= 0:
@@ -343,9 +337,8 @@ class MetricReporter:
         self._context.platform.progress.emit(event)
 
     def report(self, step: int) -> None:
-        """Collective, after an exchange.
-
-        The training metrics since the last report, to the platform and the callbacks.
+        """Collective, after an exchange. Report the training metrics since the last report to the platform and the
+        callbacks.
         """
         metrics: dict[str, Any] = averages(self.window) | self._context.reduce_metrics(for_training=True)
         self._context.reset_reducers(for_training=True)
@@ -377,26 +370,25 @@ def _raise_if_diverged(ranks: Sequence[tuple[int, str] | None], last_checkpoint:
 
 
 def _seconds_waited(context: ZeroTrialContext) -> float | None:
-    """Of this process, whichever of its engines has waited; None where the engine does not say."""
+    """Return the seconds for which this process has waited for other ranks; None where the engine does not know."""
     ask = getattr(context.engines[0], "seconds_waited", None) if context.engines else None
     return ask() if callable(ask) else None
 
 
 def _gradient_norm(engine: Any) -> float | None:
-    """Of the last step, before clipping; None where the engine does not say, or it is not finite (a step that a loss scale skipped)."""
+    """Return the norm of the last step before clipping; None where it is not known or not finite (a step that a loss
+    scale skipped).
+    """
     ask = getattr(engine, "get_global_grad_norm", None)
     norm = ask() if callable(ask) else None
     return float(norm) if norm is not None and math.isfinite(norm) else None
 
 
 def _as_json(value: float | None) -> float | str | None:
-    """A value that is not finite as a text: JSON has no word for it."""
+    """Return a value that is not finite as text, which JSON can hold."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def _readable(value: torch.Tensor) -> torch.Tensor:
-    """16-bit values as fp32: what is stacked must be of one dtype from step to step."""
+    """Return 16-bit values as fp32: values of several steps are stacked, and their dtypes may differ."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-Overflowed = Callable[[], bool]

@@ -99,7 +99,7 @@ class SampleStream:
         self._kept: tuple[int, Order] | None = None
 
     def samples(self, start: int, count: int) -> list[int]:
-        """Samples [start, start + count) of the stream. The price is that of ``count``, wherever ``start`` is."""
+        """Return samples [start, start + count) of the stream. The cost is that of ``count``, for any ``start``."""
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(start + len(found), self._length)
@@ -114,7 +114,7 @@ class SampleStream:
 
 
 def plain(order: Order) -> list[int]:
-    """An order's samples as Python integers."""
+    """Return an order's samples as Python integers."""
     return order.tolist() if isinstance(order, torch.Tensor) else list(order)
 
 
@@ -146,7 +146,7 @@ class TrainBatches:
             yield stream.samples((batch * self.share.replicas + self.share.rank) * size, size)
 
     def __len__(self) -> int:
-        """Full batches of this replica per epoch: the same on every replica."""
+        """Return this replica's full batches per epoch, the same number on every replica."""
         return len(self.order) // (self.batch_size * self.share.replicas)
 
 
@@ -175,7 +175,7 @@ class ValidationBatches:
             yield plain(samples[start : start + each + (rank < more)])
 
     def _rounds(self) -> tuple[int, int]:
-        """Rounds of full batches, and the samples of the smaller ones after them."""
+        """Return the rounds of full batches, and the samples of the smaller ones after them."""
         rounds, rest = divmod(len(self.order), self.batch_size * self.share.replicas)
         return rounds, 0 if self.drop_last or rest < self.share.replicas else rest
 

@@ -31,18 +31,14 @@ class Epoch:
 
 TrainUnit = Batch | Epoch
 
-
-NEVER = Batch(0)
-
-
 UNENDING = 2**40  # steps; an epoch as long as this is one whose loader does not know its length
 
-
+NEVER = Batch(0)
 EVERY_HUNDRED = Batch(100)
 
 
 def is_boundary(step: int, unit: TrainUnit, epoch_length: int) -> bool:
-    """Whether ``unit`` is due after ``step`` complete steps. Step 0 is never a boundary."""
+    """Return whether ``unit`` is due after ``step`` complete steps. Step 0 is never a boundary."""
     count, rest = (step, 0) if isinstance(unit, Batch) else divmod(step, epoch_length)
     if step <= 0 or rest:
         return False
@@ -52,7 +48,7 @@ def is_boundary(step: int, unit: TrainUnit, epoch_length: int) -> bool:
 
 
 def next_boundary(step: int, unit: TrainUnit, epoch_length: int, total: int) -> int | None:
-    """The first boundary of ``unit`` that lies ahead of ``step`` and not beyond ``total``."""
+    """Return the first boundary of ``unit`` after ``step`` and not beyond ``total``."""
     if isinstance(unit.value, int):
         if unit.value <= 0:
             return None
@@ -63,7 +59,7 @@ def next_boundary(step: int, unit: TrainUnit, epoch_length: int, total: int) -> 
 
 
 def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
-    """The step counter's value at the end of the run: all steps of the trial, not those still to do."""
+    """Return the step counter's value at the end of the run: all steps of the trial, not those still to do."""
     if not isinstance(max_length.value, int) or max_length.value <= 0:
         raise ConfigError("the run's length must be a positive number", where="max_length", got=max_length)
     if isinstance(max_length, Batch):
@@ -77,8 +73,8 @@ def total_steps(max_length: TrainUnit, epoch_length: int) -> int:
 
 
 def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> TrainUnit:
-    """``{batches: n}``, ``{epochs: n}``, ``{records: n}`` or a bare number of batches, as a unit. So is a Batch or an
-    Epoch of Determined's.
+    """Read ``{batches: n}``, ``{epochs: n}``, ``{records: n}``, a bare number of batches, or Determined's Batch or
+    Epoch.
 
     Records need the global batch size: n records are max(n // global batch size, 1) steps.
     """
@@ -87,7 +83,7 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
     name, number = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else ("batches", value)
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ConfigError(
-            "this is no length of training",
+            "not a length of training",
             where=where,
             got=value,
             expected="a whole number of steps",
@@ -107,7 +103,7 @@ def read_unit(value: Any, where: str, global_batch_size: int | None = None) -> T
 
 
 def _checked(unit: TrainUnit, where: str) -> TrainUnit:
-    """``unit``, if it counts something. Raises ConfigError otherwise."""
+    """Return ``unit`` if it counts something. Raises ConfigError otherwise."""
     value = unit.value
     good = (
         value >= 0 if isinstance(value, int) else isinstance(value, Container) and not isinstance(value, (str, bytes))
@@ -115,7 +111,7 @@ def _checked(unit: TrainUnit, where: str) -> TrainUnit:
     if isinstance(value, bool) or not good:
         name = type(unit).__name__
         raise ConfigError(
-            "this is no period",
+            "not a period",
             where=where,
             got=f"{name}({value!r})",
             expected=f"{name} of a whole number, or of the set of those after which it is due",
@@ -145,9 +141,6 @@ class TrainPosition:
     def is_epoch_end(self) -> bool:
         """Whether the next step is the last of its epoch."""
         return (self.step + 1) % self.epoch_length == 0
-
-
-# How long a trial runs, and when it reports, validates and saves.
 
 
 POLICIES = ("best", "all", "none")
@@ -188,8 +181,8 @@ class TrainSettings:
 
 
 def run_length(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> TrainUnit | None:
-    """How long an experiment config (plain data) says that a trial runs: ``searcher.max_length``, or adaptive_asha's
-    ``max_time`` if its ``time_metric`` counts steps or epochs. None where it does not say.
+    """Return how long a trial runs by its experiment config: ``searcher.max_length``, or adaptive_asha's ``max_time`` if
+    its ``time_metric`` counts steps or epochs; else None.
     """
     searcher = experiment.get("searcher") or {}
     if searcher.get("max_length") is not None:
@@ -203,7 +196,7 @@ def run_length(experiment: Mapping[str, Any], hparams: Mapping[str, Any]) -> Tra
 def settings_from_experiment(
     experiment: Mapping[str, Any], hparams: Mapping[str, Any], max_length: TrainUnit | None = None
 ) -> TrainSettings:
-    """The settings that an experiment config (plain data) asks for; Determined's defaults where it says nothing.
+    """Return the settings of an experiment config (plain data), with Determined's defaults.
 
     Raises ConfigError when neither it nor ``max_length`` says how long the run is.
     """
@@ -233,6 +226,6 @@ def settings_from_experiment(
 
 
 def _keep(storage: Mapping[str, Any]) -> Keep:
-    """Determined's numbers, but at least two latest ones: one may turn out to be damaged."""
+    """Return Determined's numbers, but at least two latest ones: one may turn out to be damaged."""
     best, latest = storage.get("save_trial_best", 1), storage.get("save_trial_latest", 2)
     return Keep(best=int(best), latest=max(int(latest), 2))

@@ -37,7 +37,8 @@ class ZeroTrial(ABC):
     def train_batch(
         self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> torch.Tensor | dict[str, Any]:
-        """One micro-batch: take it from ``dataloader_iter``, forward, ``engine.backward(loss)``, ``engine.step()``.
+        """Train one micro-batch: take it from ``dataloader_iter``, forward, ``engine.backward(loss)``,
+        ``engine.step()``.
 
         Called once per accumulation step (once per optimizer step under a pipeline or after
         ``context.disable_auto_grad_accumulation()``). ``batch_idx`` counts optimizer steps from the start of the
@@ -47,37 +48,41 @@ class ZeroTrial(ABC):
 
     @abstractmethod
     def build_training_data_loader(self) -> Any:
-        """A ``zero_trial`` DataLoader, or any iterable after ``context.disable_dataset_reproducibility_checks()``."""
+        """Return a ``zero_trial`` DataLoader, or any iterable after
+        ``context.disable_dataset_reproducibility_checks()``.
+        """
 
     def build_validation_data_loader(self) -> Any:
-        """As above, for one pass; None if nothing is validated."""
+        """Return the same for one validation pass; None if nothing is validated."""
         return None
 
     def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
-        """Metrics of one validation batch. Runs without gradients and with the engines in eval mode."""
+        """Return the metrics of one validation batch. Runs without gradients and with the engines in eval mode."""
         raise NotImplementedError
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Override instead of ``evaluate_batch`` to see the whole validation set, unsharded.
+        """Return the metrics of the whole validation set, unsharded; override it instead of ``evaluate_batch``.
 
         Every rank runs it (a sharded model needs all of them in its forward); rank 0's metrics count.
         """
         raise NotImplementedError
 
     def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """How validation metrics are joined: one Reducer for all, or by name (AVG for the rest)."""
+        """Return how validation metrics are reduced: one Reducer for all, or by name (AVG for the rest)."""
         return Reducer.AVG
 
     def build_callbacks(self) -> dict[str, TrialCallback]:
-        """Callbacks by name; the name finds the state again on resume."""
+        """Return callbacks by name; a resumed run finds their state by it."""
         return {}
 
     def summary(self) -> Mapping[str, Any]:
-        """Further figures for summary.json, asked on rank 0 at the end of the run (baselines, data fingerprint ...)."""
+        """Return further figures for summary.json (baselines, a data fingerprint); called on rank 0 at the end of the
+        run.
+        """
         return {}
 
     def get_batch_length(self, batch: Any) -> int:
-        """Samples in a batch: the first tensor's first dim, unless you know better."""
+        """Return the samples in a batch: the first tensor's first dimension, unless overridden."""
         if isinstance(batch, torch.Tensor):
             return len(batch)
         if isinstance(batch, Mapping):
@@ -85,14 +90,13 @@ class ZeroTrial(ABC):
         return self.get_batch_length(batch[0])
 
     def save(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective. Writes every engine below ``path``. Extend it for state of your own; call this one too."""
+        """Collective. Write every engine below ``path``. Extend it for state of your own, and call this one too."""
         for index, engine in enumerate(context.engines):
             engine.save_checkpoint(str(path), tag=f"model{index}", save_latest=False)
 
     def load(self, context: ZeroTrialContext, path: Path) -> None:
-        """Collective.
-
-        Reads every engine from ``path``; its weights only if ``context.weights_only`` (another trial's checkpoint).
+        """Collective. Read every engine from ``path``; only its weights if ``context.weights_only`` (another trial's
+        checkpoint).
         """
         for index, engine in enumerate(context.engines):
             options = {"load_module_only": True} if context.weights_only else {}
@@ -102,17 +106,15 @@ class ZeroTrial(ABC):
 
 
 def overrides(trial: ZeroTrial, method: str) -> bool:
-    """Whether the user's class has a ``method`` of its own."""
+    """Return whether the user's class overrides ``method``."""
     return getattr(type(trial), method) is not getattr(ZeroTrial, method)
 
 
-# Importing the user's trial class from the model's folder.
-
-
 def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTrial]:
-    """The class ``name`` of ``module``, with ``model_dir`` first on the search path. Raises ConfigError, naming the
-    trials that there are,
-    if it is none; what the module itself raises comes through.
+    """Import and return the class ``name`` of ``module``, with ``model_dir`` first on the search path.
+
+    Raises ConfigError, naming the trials that the module defines, if it is not a trial; errors of the module itself
+    pass.
     """
     sys.path.insert(0, str(model_dir))
     content = vars(importlib.import_module(module))
@@ -132,11 +134,8 @@ def import_trial_class(module: str, name: str, model_dir: Path) -> type[ZeroTria
     )
 
 
-# Every generator that user code draws from, set from one seed.
-
-
 def seed_everything(seed: int) -> None:
-    """Python's, torch's (all devices) and, if it is in use, numpy's generator.
+    """Seed the generators of Python, torch (all devices) and, if it is loaded, numpy.
 
     The same on every rank, before the trial is built.
     """
@@ -148,7 +147,7 @@ def seed_everything(seed: int) -> None:
 
 
 def fitted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` called with only as many of its positional arguments as it takes: ``evaluate_batch(iterator)`` is an
+    """Return ``method``, called with only as many positional arguments as it takes: ``evaluate_batch(iterator)`` is an
     older form.
     """
     parameters = inspect.signature(method).parameters.values()

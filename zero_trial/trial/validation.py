@@ -18,9 +18,9 @@ VALIDATION_LOADER = "build_validation_data_loader"
 
 
 class Validator:
-    """Validates whenever asked; the loader is built once.
+    """Validates one trial on one rank; the loader is built once.
 
-    ``most``: no more batches than that are taken, for a trial run.
+    ``most``: take at most so many batches, for a trial run.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Validator:
             self._open()
 
     def _open(self) -> None:
-        """Collective. Builds the loader and agrees on the number of batches."""
+        """Collective. Build the loader and agree on the number of batches."""
         mpu, context = self._context.mpu, self._context
         built: Any = self._trial.build_validation_data_loader() if mpu.should_build_data_loader or self._full else None
         if built is not None or mpu.should_build_data_loader:
@@ -69,7 +69,7 @@ class Validator:
         return self._batches
 
     def _join_micro_batches(self, accumulation: int) -> None:
-        """Under a pipeline one evaluation takes ``accumulation`` micro-batches."""
+        """Count evaluations under a pipeline: each takes ``accumulation`` micro-batches."""
         if self._batches < accumulation:
             raise ConfigError(
                 "the validation loader is too short for the pipeline",
@@ -82,7 +82,7 @@ class Validator:
         self._batches //= accumulation
 
     def run(self) -> dict[str, Any]:
-        """Collective. The metrics, the same on every rank."""
+        """Collective. Return the metrics, the same on every rank."""
         for callback in self._callbacks:
             callback.on_validation_start()
         engines = self._context.engines

@@ -1,4 +1,4 @@
-"""A folder with its seal is whole; any other bit, size or name is a fault that names the file."""
+"""A checkpoint with its checksums is whole; any other bit, size or name is a fault that names the file."""
 
 from __future__ import annotations
 
@@ -85,3 +85,18 @@ def test_a_manifest_of_somebody_elses_is_none_of_ours(folder: Path) -> None:
     (folder / "hub/weights.safetensors").write_bytes(b"theirs")
     assert "sha256" in add_checksums({}, folder)["files"]["hub/weights.safetensors"]
     assert manifests(folder) == [folder / "model0/manifest.json"]
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, AttributeError, ZeroDivisionError])
+@pytest.mark.parametrize("name", ["_compare", "_sum"])
+def test_an_error_of_this_package_is_not_a_damaged_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
+) -> None:
+    """Else a programming error would make a run pass over every checkpoint that it has."""
+
+    def broken(*_: object) -> None:
+        raise error("a mistake in the code")
+
+    monkeypatch.setattr(checkpoints, name, broken)
+    with pytest.raises(error, match="a mistake in the code"):
+        find_fault(folder)

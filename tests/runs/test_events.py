@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_trial.errors import Diverged, StorageError
-from zero_trial.runs.events import append_line, keep_lines, read_lines, write_json
+from zero_trial.runs.events import Tail, append_line, json_lines, keep_lines, read_lines, write_json
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import error_record
 
@@ -85,3 +85,39 @@ def test_lines_that_do_not_stay(tmp_path: Path) -> None:
     keep_lines(path, lambda line: line["step"] <= 2)
     append_line(path, {"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def test_only_whole_lines_and_each_once(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.lines() == []  # not there yet
+    append(path, "one\ntw")
+    assert tail.lines() == ["one"]
+    assert tail.lines() == []
+    append(path, "o\nthree\n")
+    assert tail.lines() == ["two", "three"]
+
+
+def test_the_rest_is_an_unfinished_line(tmp_path: Path):
+    path = tmp_path / "log"
+    append(path, "a\nb")
+    tail = Tail(path)
+    assert tail.lines() == ["a"]
+    assert tail.rest() == b"b"
+
+
+def test_what_was_there_before_can_be_passed_over(tmp_path: Path):
+    path = tmp_path / "log"
+    append(path, "old\n")
+    tail = Tail(path, skip_existing=True)
+    append(path, "new\n")
+    assert tail.lines() == ["new"]
+
+
+def test_lines_that_are_no_objects_are_passed_over():
+    assert json_lines(['{"a": 1}', "nonsense", "[1]", ""]) == [{"a": 1}]

@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5
     python benchmarks/offload.py --folder /mnt/nvme --parameters 50 --rounds 5 --params
-    python benchmarks/offload.py --parameters 1 --rounds 1     # quick
+    python benchmarks/offload.py --parameters 1 --rounds 1 --buffers 2     # quick: moves about 150 MB
 
 One rank trains a stack of square linear layers in bf16 with AdamW. `memory` and `nvme` are the time of `engine.step()` alone, with state in memory
 and in a file; `disk` is the same traffic through the same buffers with no update in between, and so the least that a step can take; `read` and
@@ -33,7 +33,7 @@ from zero_trial.sharding.offload.nvme_optimizer import SwappedStore
 from zero_trial.sharding.offload.nvme_params import SwappedShard
 from zero_trial.sharding.offload.swap_file import DiskTransfer, SwapFile
 
-WIDTH = 2048
+WIDTH = 2048  # of a layer, where that is not more than all parameters
 COLUMNS: list[record.Column] = [
     ("buffers", lambda row: str(row["buffers"])),
     ("elements each", lambda row: f"{row['elements']:,}"),
@@ -87,14 +87,14 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     """One row: medians over rounds."""
     here, away = engine(given, 0), engine(given, buffers)
     store = away.optimizer.store if away.optimizer is not None else None
-    if not isinstance(store, SwappedStore) or not isinstance(store.shelf, SwapFile):
+    if not isinstance(store, SwappedStore) or not isinstance(store.space, SwapFile):
         raise SystemExit("nothing was offloaded")
     ways: dict[str, Callable[[], float]] = {
         "memory": lambda: step(here),
         "nvme": lambda: step(away, store),
         "disk": lambda: traffic(store),
     }
-    file = store.shelf
+    file = store.space
     step(away, store)  # the first step makes the moments
     before = file.bytes_read + file.bytes_written
     step(away, store)
@@ -119,10 +119,21 @@ def measure(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     }
 
 
+def linear_layers(millions: float, least: int) -> nn.Sequential:
+    """Square linear layers in bf16 with about so many parameters; ``least``: layers at least."""
+    width = min(WIDTH, max(64, round((millions * 1e6 / least) ** 0.5) // 64 * 64))
+    count = max(least, round(millions * 1e6 / width**2))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(count)))
+
+
+def width_of(trained: zero_trial.Engine) -> int:
+    """The features of a sample."""
+    return int(trained.module[0].in_features)
+
+
 def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
     """State in memory where there are no buffers."""
-    layers = max(1, round(given.parameters * 1e6 / WIDTH**2))
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+    model = linear_layers(given.parameters, 1)
     zero: dict[str, Any] = {"stage": 1, "sub_group_size": given.sub_group}
     if buffers:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": given.folder, "buffer_count": buffers}
@@ -138,7 +149,7 @@ def engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
 
 def step(trained: zero_trial.Engine, store: SwappedStore | None = None) -> float:
     """Seconds of the update, until the last byte is on its way and, with a ``store``, there."""
-    trained.backward(trained(torch.ones(4, WIDTH)).float().square().mean())
+    trained.backward(trained(torch.ones(4, width_of(trained))).float().square().mean())
     start = time.perf_counter()
     trained.step()
     if store is not None:
@@ -149,8 +160,8 @@ def step(trained: zero_trial.Engine, store: SwappedStore | None = None) -> float
 def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any]:
     """One row: medians over rounds."""
     here, away = parameter_engine(given, 0), parameter_engine(given, buffers)
-    shards = [unit.offloaded for unit in away.sharded.groups if isinstance(unit.offloaded, SwappedShard)]
-    if not shards or not isinstance(file := shards[0].shelf.shelf, SwapFile):
+    shards = [group.offloaded for group in away.sharded.groups if isinstance(group.offloaded, SwappedShard)]
+    if not shards or not isinstance(file := shards[0].swapper.space, SwapFile):
         raise SystemExit("no parameters are in a file")
     order = [*reversed(shards), *shards]  # forward, and back
     passes(away, given.rows)  # the order of the blocks is known afterwards
@@ -173,15 +184,14 @@ def measure_parameters(given: argparse.Namespace, buffers: int) -> dict[str, Any
         **found,
         "nvme_by_memory": found["nvme"] / found["memory"],
         "shards": sum(shard.numel * shard.itemsize for shard in shards) / 2**20,
-        "ring": sum(buffer.numel() for buffer in shards[0].shelf.buffers) / 2**20,
+        "ring": sum(buffer.numel() for buffer in shards[0].swapper.buffers) / 2**20,
         "direct": file.direct,
     }
 
 
 def parameter_engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engine:
     """Parameters in memory where there are no buffers. There is no update: plain SGD has no state."""
-    layers = max(2, round(given.parameters * 1e6 / WIDTH**2))
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+    model = linear_layers(given.parameters, 2)
     zero: dict[str, Any] = {"stage": 3, "reshard_after": "forward", "param_persistence_threshold": 0}
     if buffers:
         zero["offload_param"] = {
@@ -204,7 +214,7 @@ def parameter_engine(given: argparse.Namespace, buffers: int) -> zero_trial.Engi
 def passes(trained: zero_trial.Engine, rows: int) -> float:
     """Seconds of a forward and a backward; the step that follows is not counted."""
     start = time.perf_counter()
-    trained.backward(trained(torch.ones(rows, WIDTH)).float().square().mean())
+    trained.backward(trained(torch.ones(rows, width_of(trained))).float().square().mean())
     seconds = time.perf_counter() - start
     trained.step()
     return seconds
@@ -236,17 +246,17 @@ def one_way(store: SwappedStore, name: str, nbytes: int) -> float:
     buffers = store.buffers
     size = buffers[0].numel() // 4096 * 4096
     offsets = range(0, nbytes, size)
-    scratch = SwapFile(store.shelf.folder if isinstance(store.shelf, SwapFile) else Path(), len(offsets) * size)
+    scratch = SwapFile(store.space.folder if isinstance(store.space, SwapFile) else Path(), len(offsets) * size)
     for offset in offsets:  # a block's first write costs more
         scratch.write(offset, buffers[0][:size]).wait()
-    tickets: list[DiskTransfer] = []
+    transfers: list[DiskTransfer] = []
     start = time.perf_counter()
     for number, offset in enumerate(offsets):
-        if len(tickets) == len(buffers):
-            tickets.pop(0).wait()
-        tickets.append(getattr(scratch, name)(offset, buffers[number % len(buffers)][:size]))
-    for ticket in tickets:
-        ticket.wait()
+        if len(transfers) == len(buffers):
+            transfers.pop(0).wait()
+        transfers.append(getattr(scratch, name)(offset, buffers[number % len(buffers)][:size]))
+    for transfer in transfers:
+        transfer.wait()
     seconds = time.perf_counter() - start
     scratch.close()
     return len(offsets) * size / seconds

@@ -66,7 +66,7 @@ def test_several_models_and_none(tmp_path: Path) -> None:
 def test_checkpoints_of_several_trials(tmp_path: Path) -> None:
     for step, name in ((1, "a"), (2, "b")):
         trial(tmp_path, step, trial_id=name)
-    with pytest.raises(ConfigError, match="checkpoints of 2 trials lie here"):
+    with pytest.raises(ConfigError, match="checkpoints of 2 trials are here"):
         choose_checkpoint(tmp_path)
     assert choose_checkpoint(tmp_path / "step-000001").step == 1
 
@@ -164,7 +164,7 @@ def test_of_several_trials_there_is_no_newest(tmp_path: Path, capsys: pytest.Cap
     for step, name in ((1, "31"), (2, "32")):
         trial(tmp_path, step, trial_id=name)
     assert main(["ckpt", "verify", str(tmp_path)]) == 2
-    assert "checkpoints of 2 trials lie here" in capsys.readouterr().err
+    assert "checkpoints of 2 trials are here" in capsys.readouterr().err
     assert main(["ckpt", "verify", str(tmp_path), "--all"]) == 0
 
 

@@ -35,10 +35,10 @@ def engine_of(stage: str, config: dict[str, Any], folder: str | None, state: str
     return build_engine(Case(Net, loss, groups=two_groups, config=PLAIN | config), zero_config)
 
 
-def shelf_of(engine: Any) -> ParamSwapper:
+def swapper_of(engine: Any) -> ParamSwapper:
     found = next(unit.offloaded for unit in engine.sharded.groups if unit.offloaded is not None)
     assert isinstance(found, SwappedShard)
-    return found.shelf
+    return found.swapper
 
 
 def away(engine: Any) -> list[Any]:
@@ -125,12 +125,12 @@ def test_bytes_per_step_and_in_memory(tmp_path: Path, precision: str, reads: int
     """Freed after each use, every unit is read for a forward, and every block again for its backward, in whole blocks of the disk; an update
     writes 2 bytes of a 16-bit parameter, and reads and writes 4 of an fp32 one, which is its own master."""
     engine = engine_of("zero3-free", PRECISIONS[precision], str(tmp_path))
-    units, shelf = away(engine), shelf_of(engine)
+    units, swapper = away(engine), swapper_of(engine)
     trained = sum(unit.layout.shard_numel for unit in units if unit.trainable)
     train(engine, range(2))
-    before = shelf.shelf.bytes_read, shelf.shelf.bytes_written
+    before = swapper.space.bytes_read, swapper.space.bytes_written
     train(engine, range(2, 4))
-    moved = shelf.shelf.bytes_read - before[0], shelf.shelf.bytes_written - before[1]
+    moved = swapper.space.bytes_read - before[0], swapper.space.bytes_written - before[1]
     again = [unit for unit in units if unit.block]
     assert (len(units), len(again)) == (5, 3)
     micro_batches = 2 * engine.gradient_accumulation_steps()
@@ -148,7 +148,7 @@ def read_bytes(units: list[Any]) -> int:
 
 
 def ring(engine: Any) -> int:
-    return sum(buffer.numel() for buffer in shelf_of(engine).buffers)
+    return sum(buffer.numel() for buffer in swapper_of(engine).buffers)
 
 
 def test_what_the_section_says(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_what_the_section_says(tmp_path: Path) -> None:
     for section in sections:
         engine = engine_of("zero3-free", {}, str(tmp_path), **section)
         engine(Turn(0, 0, 0).normal(4, 6))
-        shelf = shelf_of(engine)
-        found.append((shelf._most, len(shelf.buffers), shelf.buffers[0].numel()))
-        assert shelf.shelf.folder == tmp_path  # type: ignore[attr-defined]
+        swapper = swapper_of(engine)
+        found.append((swapper._most, len(swapper.buffers), swapper.buffers[0].numel()))
+        assert swapper.space.folder == tmp_path  # type: ignore[attr-defined]
     assert found == [(4096, 5, 4 * 4096), (9000, 1, 4 * 4096), (100_000_000, 2, 4 * 4096)], (
         "a quarter of 27,000 elements"
     )
@@ -282,8 +282,8 @@ def test_what_a_failed_disk_held_is_given_back(tmp_path: Path, monkeypatch: pyte
     train(engine, range(1))
     closed: list[bool] = []
     monkeypatch.setattr(engine.monitor, "close", lambda: closed.append(True))
-    descriptors = [shelf._cached for shelf in (shelf_of(engine).shelf, engine.optimizer.store.shelf)]
-    shelf_of(engine).trouble.remember(StorageError("no", where="/disk"))
+    descriptors = [file._cached for file in (swapper_of(engine).space, engine.optimizer.store.space)]
+    swapper_of(engine).failure.remember(StorageError("no", where="/disk"))
     with pytest.raises(StorageError, match="the disk has failed"):
         engine.destroy()
     assert closed == [True]
@@ -369,7 +369,7 @@ def test_a_pipeline_of_two_stages(ranks: Pools, tmp_path: Path) -> None:
 def test_a_forgotten_engine_gives_its_file_back(tmp_path: Path) -> None:
     engine = engine_of("zero3-free", {}, str(tmp_path), "nvme")
     train(engine, range(1))
-    descriptor = shelf_of(engine).shelf._cached  # type: ignore[attr-defined]
+    descriptor = swapper_of(engine).space._cached  # type: ignore[attr-defined]
     assert os.fstat(descriptor).st_size > 0
     watch = weakref.ref(engine)
     del engine

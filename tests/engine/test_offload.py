@@ -21,7 +21,7 @@ from tests.engine.offloaded import PLAIN, PRECISIONS, Net, differing, engine_of,
 from tests.support.dense import STAGES, Case, Turn, build_engine
 from tests.support.pipelines import batches, layers, make_engine
 from tests.support.pool import Pools
-from tests.support.strict_mover import StrictMover
+from tests.support.strict_copier import StrictCopier
 from zero_trial import zero
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.engine.offload_config import OffloadBackends, OffloadedState, OffloadPlan, open_swap_file, plan_offload
@@ -80,8 +80,8 @@ def test_one_rank_trains_the_same_bits(tmp_path: Path, stage: str) -> None:
 
 def spill_file(engine: Any) -> SwapFile:
     store = engine.optimizer.store
-    assert isinstance(store, SwappedStore) and isinstance(store.shelf, SwapFile)
-    return store.shelf
+    assert isinstance(store, SwappedStore) and isinstance(store.space, SwapFile)
+    return store.space
 
 
 @pytest.mark.parametrize(("precision", "each"), [("fp32", 8), ("bf16", 12)])
@@ -153,12 +153,12 @@ def test_a_part_of_the_state_goes_to_the_file(tmp_path: Path, stage: str, precis
             train(engine, range(2, 3))
             found[ratio] = file.bytes_written - before[1]
             assert file.bytes_read - before[0] == found[ratio]
-            staying = engine.persistent_bytes()["optimizer"] - sum(
+            resident_elements = engine.persistent_bytes()["optimizer"] - sum(
                 buffer.numel() for buffer in engine.optimizer.store.buffers
             )
             count = sum(unit.layout.shard_numel for unit in engine.sharded.groups if unit.trainable)
             moments = found[ratio] * 8 // each
-            assert staying == 8 * count - moments, "what is not in the file is in memory"
+            assert resident_elements == 8 * count - moments, "what is not in the file is in memory"
     assert all(trace[0] == traces[0][0] and differing(trace[1], traces[0][1]) == [] for trace in traces)
     assert found[0.0] == 0 and found[1.0] == each * count
     assert 0.2 * found[1.0] < found[0.5] <= 0.5 * found[1.0]
@@ -258,9 +258,9 @@ def test_parameters_stay_on_a_gpu() -> None:
 def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
     asked: list[tuple[str, bool]] = []
 
-    def mover(device: torch.device, pinned: bool) -> StrictMover:
+    def copier(device: torch.device, pinned: bool) -> StrictCopier:
         asked.append((device.type, pinned))
-        return StrictMover()
+        return StrictCopier()
 
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
     params = [torch.zeros(1 << 20)]
@@ -268,7 +268,7 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
         section = {"device": "cpu", "pin_memory": pinned, "buffer_count": 2}
         config = read_ds_config({"zero_optimization": {"stage": 1, "offload_optimizer": section}})
         made = plan_offload(
-            config, mesh, torch.device("cuda"), params, torch.float32, OffloadBackends(open_swap_file, mover)
+            config, mesh, torch.device("cuda"), params, torch.float32, OffloadBackends(open_swap_file, copier)
         )
         assert isinstance(made, OffloadedState) and made.most == 1 << 16
     assert asked == [("cuda", True), ("cuda", False)]
@@ -278,21 +278,21 @@ def test_a_gpu_gets_a_mover_and_pinned_buffers_where_asked() -> None:
 def test_sub_group_size_bounds_a_buffer(given: int, elements: int) -> None:
     zero_config = {"stage": 1, "sub_group_size": given, "offload_optimizer": {"device": "cpu", "buffer_count": 2}}
     mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=2))
-    places = OffloadBackends(open_swap_file, lambda device, pinned: StrictMover())
+    places = OffloadBackends(open_swap_file, lambda device, pinned: StrictCopier())
     config = read_ds_config({"zero_optimization": zero_config})
     made = plan_offload(config, mesh, torch.device("cuda"), [torch.zeros(1 << 20)], torch.float32, places)
     assert made.most == elements
 
 
 def staged(config: Any, mesh: Any, device: Any, params: Any, dtype: Any, places: Any, everything: Any) -> OffloadPlan:
-    """As on a GPU, with a mover that is as late as it may be."""
+    """As on a GPU, with a copier that is as late as it may be."""
     section = config.zero_optimization.offload_optimizer
     if section is None or section.device == "none":
         return OffloadPlan()
-    shelf = (
+    space = (
         open_swap_file(Path(section.nvme_path), 1 << 16, config.aio, "nvme_path") if section.device == "nvme" else None
     )
-    return OffloadedState(section, mesh, 4096, shelf, StrictMover())
+    return OffloadedState(section, mesh, 4096, space, StrictCopier())
 
 
 def run_staged(stage: str, precision: str, place: str, folder: str) -> None:

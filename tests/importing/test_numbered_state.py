@@ -39,7 +39,7 @@ def test_what_is_left_over_is_frozen() -> None:
 
 def test_two_ways_are_an_error_with_a_way_out() -> None:
     with pytest.raises(
-        CheckpointError, match=r"test: .*cannot be told from their shapes: got more than one way.*--names FILE"
+        CheckpointError, match=r"test: .*shapes do not tell which is which: got more than one way.*--names FILE"
     ):
         by_shape({"a": 1, "b": 1}, [[1]])
     with pytest.raises(CheckpointError, match="more than one way"):

@@ -84,12 +84,12 @@ class Inventory:
         return self.state.get("without_frozen") is True
 
     def in_part(self, part: int) -> tuple[StoredTensor, ...]:
-        """Parameters, then buffers."""
+        """List parameters, then buffers."""
         return tuple(held for held in (*self.params, *self.buffers) if held.part == part)
 
 
 def take_inventory(manifest: Manifest) -> Inventory:
-    """By name, numbers as numbers. Nothing is read but the manifest."""
+    """List what the manifest holds, by name, numbers as numbers. Nothing else is read."""
     state = manifest.state if isinstance(manifest.state, dict) else {}
     aliases = state.get("aliases")
     states: dict[tuple[int, str], dict[str, str]] = {}
@@ -119,7 +119,7 @@ def take_inventory(manifest: Manifest) -> Inventory:
 
 
 def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | None:
-    """As it was noted; older checkpoints have only the ds_config, which says it where it asks for 16 bits."""
+    """Return the noted dtype; older checkpoints have only the ds_config, which names it where it asks for 16 bits."""
     if not entry.dtype.startswith(("float", "bfloat")):
         return entry.dtype
     noted = state.get("dtypes")
@@ -161,7 +161,7 @@ class ExportItem:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """``shards``: the files' tensors, in the order in which they lie in them. ``aliases``: tied names, which are not written again."""
+    """``shards``: the files' tensors, in their order there. ``aliases``: tied names, which are not written again."""
 
     shards: tuple[tuple[ExportItem, ...], ...]
     aliases: Mapping[str, str]
@@ -226,8 +226,9 @@ def _item(held: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) 
 
 
 def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportItem, ...], ...]:
-    """In the model's order as long as a file has room. Within a file wide dtypes come first, so that every tensor begins at a multiple of
-    its element's size."""
+    """Fill files in the model's order up to ``limit`` bytes. Within a file wide dtypes come first, so that every tensor begins at a
+    multiple of its element's size.
+    """
     shards: list[list[ExportItem]] = [[]]
     room = limit
     for item in items:
@@ -241,7 +242,7 @@ def _cut(items: Iterable[ExportItem], limit: int | None) -> tuple[tuple[ExportIt
 
 
 def _took(params: Iterable[StoredTensor], weights: WeightSource) -> str:
-    """Which of two sets of weights these are, in words."""
+    """Say which of two sets of weights these are."""
     listed = list(params)
     masters = [held for held in listed if held.is_master]
     unknown = [held for held in listed if held.lives is None]
@@ -259,7 +260,7 @@ def _kinds(names: Iterable[str | None]) -> str:
 
 
 def exported_dtype(word: str) -> torch.dtype | None:
-    """``keep``, ``fp32``, ``bf16``, ``fp16`` or torch's name."""
+    """Parse ``keep``, ``fp32``, ``bf16``, ``fp16`` or torch's name."""
     short = {"keep": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if word in short:
         return short[word]
@@ -267,7 +268,7 @@ def exported_dtype(word: str) -> torch.dtype | None:
 
 
 def describe_dtypes(items: Iterable[ExportItem]) -> str:
-    """``float32, int64``, most frequent first."""
+    """Format as ``float32, int64``, most frequent first."""
     return _kinds(dtype_name(item.dtype) for item in items)
 
 
@@ -289,7 +290,7 @@ class Exported:
 
 
 def file_names(out: Path, shards: int) -> list[Path]:
-    """Where the shards go, and the index if there are several. Raises ConfigError if one of them, or something else in the way, is there."""
+    """Name the shards' files, and the index if there are several. Raises ConfigError if one of them, or something else in the way, exists."""
     if out.suffix == SUFFIX:
         if shards > 1:
             raise ConfigError(
@@ -316,8 +317,10 @@ def file_names(out: Path, shards: int) -> list[Path]:
 
 
 def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Progress | None = None) -> Exported:
-    """Writes every file beside its place and renames all at the end, the index last. Raises ConfigError and CheckpointError; then nothing
-    is left behind. ``progress`` gets the bytes as they are written."""
+    """Write every file beside its place and rename all at the end, the index last.
+
+    Raises ConfigError and CheckpointError, and leaves nothing behind then. ``progress`` gets the bytes as they are written.
+    """
     paths = file_names(out, len(plan.shards))
     folder, disk, overflowed = paths[0].parent, DurableFiles(), dict[str, int]()
     parts = [path.with_name(f".{path.name}.{os.getpid()}.part") for path in paths]
@@ -343,7 +346,7 @@ def write_export(stream: TensorStream, plan: ExportPlan, out: Path, progress: Pr
 
 
 def index_text(plan: ExportPlan, paths: Sequence[Path]) -> str:
-    """``model.safetensors.index.json``: which file has which tensor, and their bytes in all."""
+    """Make the text of ``model.safetensors.index.json``: which file has which tensor, and their bytes in all."""
     places = {item.name: path.name for path, shard in zip(paths, plan.shards, strict=False) for item in shard}
     return json.dumps({"metadata": {"total_size": plan.bytes}, "weight_map": places}, indent=2) + "\n"
 
@@ -381,7 +384,7 @@ def _shard_chunks(
 
 
 def _overflows(before: torch.Tensor, after: torch.Tensor) -> int:
-    """How many values were finite and are not any more."""
+    """Count the values that were finite and are not any more."""
     if before.dtype == after.dtype or not before.is_floating_point():
         return 0
     if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max or torch.isfinite(after.sum(dtype=torch.float64)):
@@ -419,7 +422,7 @@ class TensorStream:
             self._open.popitem()[1][0].close()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """The elements of ``name`` from first to last, in new 1-D tensors of its dtype and at most ``chunk_bytes``. Raises CheckpointError."""
+        """Yield the elements of ``name`` from first to last, in new 1-D tensors of its dtype and at most ``chunk_bytes``. Raises CheckpointError."""
         entry = self._reader.manifest.tensors[name]
         step = max(1, self._chunk_bytes // dtype_of(entry.dtype).itemsize)
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
@@ -441,7 +444,7 @@ class TensorStream:
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes ``tensors`` beside ``path`` and gives the file its name when it is on the disk: until then the old file, if any, stays.
+    """Write ``tensors`` beside ``path`` and give the file its name when it is on the disk: until then the old file, if any, stays.
 
     Raises OSError or SafetensorError, and leaves nothing behind then.
     """

@@ -33,7 +33,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None = None) -> list[FoundCheckpoint]:
-    """All whose manifest and file sizes are right, lowest step first; ``report`` gets a line for each that is not."""
+    """List those whose manifest and file sizes are right, lowest step first; ``report`` gets a line for each that is not."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -48,7 +48,7 @@ def list_checkpoints(directory: str | Path, report: Callable[[str], None] | None
 
 
 def latest_checkpoint(directory: str | Path, report: Callable[[str], None] | None = None) -> FoundCheckpoint | None:
-    """The one with the highest step whose every file has its SHA-256; None if there is none. ``report`` as above.
+    """Find the one with the highest step whose every file has its SHA-256; None if there is none. ``report`` as above.
 
     Reads all bytes of the newest (and of older ones only where newer ones are damaged): one rank does it, and tells.
     """
@@ -64,8 +64,7 @@ def latest_checkpoint(directory: str | Path, report: Callable[[str], None] | Non
 
 
 def checkpoint_folder(directory: str | Path, tag: str) -> Path:
-    """Where ``tag`` is: its folder, or the one that a replacement put aside and did not finish. Raises
-    CheckpointError."""
+    """Find the folder of ``tag``, or the one that an unfinished replacement put aside. Raises CheckpointError."""
     directory = Path(directory)
     folder = directory / check_tag(tag)
     if folder.is_dir():
@@ -134,7 +133,9 @@ class SavedCheckpoint:
         return self.fault is None and not self.leftover
 
     def facts(self, key: str) -> tuple[Any, ...]:
-        """What the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``, ``mesh``): each answer once, in the engines' order."""
+        """Collect what the manifests say of the ranks that wrote them (``ranks``, ``zero_stage``, ``mesh``): each
+        answer once, in the engines' order.
+        """
         said = [engine.manifest.world.get(key) for engine in self.engines if engine.manifest is not None]
         return tuple(value for index, value in enumerate(said) if value is not None and value not in said[:index])
 
@@ -153,16 +154,16 @@ class CheckpointFolder:
         return tuple(dict.fromkeys(one.trial for one in self.saved if one.trial))
 
     def latest(self, trial: str | None = None) -> SavedCheckpoint | None:
-        """The highest step that looks whole, of one trial or of all."""
+        """Return the highest step that looks whole, of one trial or of all."""
         return next((one for one in reversed(self.saved) if one.whole and trial in (None, one.trial)), None)
 
     def is_latest(self, saved: SavedCheckpoint) -> bool:
-        """Of its own trial, where there are several."""
+        """Return whether it is the latest, of its own trial where there are several."""
         return saved is self.latest(saved.trial if len(self.trials) > 1 else None)
 
 
 def inspect_folder(folder: Path) -> CheckpointFolder:
-    """Raises ConfigError if there is nothing in ``folder`` that could be a checkpoint, CheckpointError if it cannot be read."""
+    """List the checkpoints in a folder. Raises ConfigError if it holds none, CheckpointError if it cannot be read."""
     try:
         return _look_into(folder)
     except OSError as fault:
@@ -291,7 +292,7 @@ def _saved(
 
 @dataclass(frozen=True)
 class Damage:
-    """``tensors``: those with elements in ``file``, with the range where a part of one lies there."""
+    """``tensors``: those with elements in ``file``, with the range where only a part of one is there."""
 
     file: Path
     what: str
@@ -299,13 +300,13 @@ class Damage:
 
 
 def bytes_to_read(saved: SavedCheckpoint) -> int:
-    """What ``find_damage`` reads of a checkpoint that is whole."""
+    """Return how many bytes ``find_damage`` reads of a checkpoint that is whole."""
     manifests = [engine.manifest for engine in saved.engines if engine.manifest is not None]
     return sum(record.bytes for manifest in manifests for record in manifest.files.values())
 
 
 def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> list[Damage]:
-    """All that is wrong; nothing if every byte is as it was written. Reads each file of each engine once, in blocks of 4 MiB."""
+    """List all that is wrong; nothing if every byte is as it was written. Reads each file of each engine once, in blocks of 4 MiB."""
     found: list[Damage] = []
     for engine in saved.engines:
         if engine.manifest is None:
@@ -318,7 +319,7 @@ def find_damage(saved: SavedCheckpoint, progress: Progress | None = None) -> lis
 
 
 def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
-    """``param/head.weight`` for a tensor that lies in ``file`` alone, ``param/wte.weight[0:4096]`` for a part of one."""
+    """Name the tensors in ``file``: ``param/head.weight`` for one that is there alone, ``param/wte.weight[0:4096]`` for a part of one."""
     return tuple(
         name if (piece.start, piece.stop) == (0, entry.numel) else f"{name}[{piece.start}:{piece.stop}]"
         for name, entry in manifest.tensors.items()
@@ -328,7 +329,7 @@ def in_file(manifest: Manifest, file: str) -> tuple[str, ...]:
 
 
 def damaged_files(folder: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[Damage]:
-    """One engine's files that are not as they were written, found one after the other."""
+    """Yield one engine's files that are not as they were written."""
     for name, expected in sorted(manifest.files.items()):
         what = _fault(folder / name, expected, progress)
         if what is not None:
@@ -353,11 +354,11 @@ def _fault(path: Path, expected: FileRecord, progress: Progress | None) -> str |
 
 
 def choose_checkpoint(folder: Path) -> SavedCheckpoint:
-    """The checkpoint itself, or the latest that looks whole. Raises CheckpointError if it, or every one, is broken."""
+    """Return the checkpoint itself, or the latest that looks whole. Raises CheckpointError if it, or every one, is broken."""
     listing = inspect_folder(folder)
     if len(listing.trials) > 1:
         raise ConfigError(
-            f"checkpoints of {len(listing.trials)} trials lie here",
+            f"checkpoints of {len(listing.trials)} trials are here",
             where=str(listing.folder),
             expected="one checkpoint",
             fix=f"zero-trial ckpt ls {listing.folder} shows them; name one.",
@@ -375,7 +376,7 @@ def choose_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def only_engine(saved: SavedCheckpoint) -> EngineCheckpoint:
-    """The engine of a checkpoint that has one. Raises ConfigError naming them where there are several."""
+    """Return the engine of a checkpoint that has one. Raises ConfigError naming them where there are several."""
     if not saved.engines:
         raise ConfigError(
             "no engine has saved anything in this checkpoint",

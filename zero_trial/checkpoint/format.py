@@ -40,12 +40,12 @@ _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _SAFETENSORS}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``, ``bfloat16`` ...: what the manifest says."""
+    """Return the manifest's name of a dtype: ``float32``, ``bfloat16`` ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint holds."""
+    """Return the dtype of a manifest's name. Raises CheckpointError for a name that no checkpoint holds."""
     found = _NAMES.get(name)
     if found is None:
         raise CheckpointError("unknown dtype", got=repr(name), expected=", ".join(sorted(_NAMES)))
@@ -53,7 +53,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def safetensors_name(dtype: torch.dtype) -> str:
-    """``F32``, ``BF16`` ...: what the header of a safetensors file says."""
+    """Return the name in the header of a safetensors file: ``F32``, ``BF16`` ..."""
     found = _SAFETENSORS.get(dtype)
     if found is None:
         raise CheckpointError("this dtype cannot be stored", got=dtype_name(dtype), expected=", ".join(sorted(_NAMES)))
@@ -111,7 +111,7 @@ class StoredName(NamedTuple):
 
 
 def parse_stored_name(stored: str) -> StoredName:
-    """``part0of2/state/exp_avg/head.weight`` as its parts. A name of no known form belongs to the run."""
+    """Parse ``part0of2/state/exp_avg/head.weight``. A name of no known form belongs to the run."""
     part, parts, rest = 0, 1, stored
     found = _PART.fullmatch(stored)
     if found is not None:
@@ -127,7 +127,7 @@ def parse_stored_name(stored: str) -> StoredName:
 
 
 def natural_order(name: str) -> list[tuple[int, int, str]]:
-    """A key to sort names by, so that ``blocks.2`` comes before ``blocks.10``."""
+    """Return a key to sort names by, so that ``blocks.2`` comes before ``blocks.10``."""
     return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
 
 
@@ -152,7 +152,7 @@ class Slice:
         numel = prod(self.shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise CheckpointError(
-                "a slice lies outside its tensor",
+                "a slice is outside its tensor",
                 where=self.name,
                 got=f"elements {self.start} to {self.stop}",
                 expected=f"0 to {numel}, for shape {self.shape}",
@@ -176,13 +176,13 @@ class Slice:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Slice:
-        """All of a tensor; a copy is made only if it is not contiguous (then it is for saving, not for loading)."""
+        """Make the slice of all of a tensor; a copy is made only if it is not contiguous (then it is for saving, not for loading)."""
         detached = tensor.detach()
         return cls(name, tuple(tensor.shape), 0, tensor.numel(), detached.contiguous())
 
 
 def ranges(slices: Sequence[Slice]) -> dict[str, list[tuple[int, int]]]:
-    """name -> its ranges, in order, without empty ones."""
+    """Return name -> its ranges, in order, without empty ones."""
     out: dict[str, list[tuple[int, int]]] = {}
     for part in slices:
         if part.start < part.stop:
@@ -230,7 +230,7 @@ class TensorEntry:
 
 
 def shape_text(shape: Sequence[int], most: int = 16) -> str:
-    """``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions, for one line of text."""
+    """Format as ``2x3x4``, ``scalar``, or the first ``most`` sizes and the number of dimensions, for one line of text."""
     if len(shape) > most:
         return f"{'x'.join(map(str, shape[:most]))}x… ({len(shape)} dimensions)"
     return "x".join(map(str, shape)) or "scalar"
@@ -257,8 +257,10 @@ class Manifest:
     world: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Every element of every tensor is in exactly one piece, of a listed file. Raises CheckpointError naming the
-        first tensor and range where not."""
+        """Check that every element of every tensor is in exactly one piece, of a listed file.
+
+        Raises CheckpointError naming the first tensor and range where not.
+        """
         for name, entry in self.tensors.items():
             dtype_of(entry.dtype)
             check_coverage(name, entry)
@@ -267,7 +269,7 @@ class Manifest:
                     raise CheckpointError("a piece is in a file that is not listed", where=name, got=piece.file)
 
     def to_json(self) -> str:
-        """The text of manifest.json, sealed: equal manifests give equal text."""
+        """Write the text of manifest.json, sealed: equal manifests give equal text."""
         document = {
             "format": FORMAT,
             "step": self.step,
@@ -284,7 +286,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST_NAME) -> Manifest:
-        """The manifest that ``text`` holds, checked. Raises CheckpointError for anything that is not exactly that."""
+        """Read and check the manifest that ``text`` holds. Raises CheckpointError for anything that is not exactly that."""
         document = _parse(unseal(text, where), where)
         found = document.get("format")
         if found != FORMAT:
@@ -308,12 +310,12 @@ _SEAL = re.compile(r'\{"sha256": "([0-9a-f]{64})",\n')
 
 
 def seal(body: str) -> str:
-    """``body``, a JSON object, with the SHA-256 of its own text as first entry: a flipped bit anywhere is found."""
+    """Add the SHA-256 of ``body``, a JSON object, as its first entry: a flipped bit anywhere is found."""
     return f'{{"sha256": "{sha256(body.encode()).hexdigest()}",\n{body[1:]}\n'
 
 
 def unseal(text: str, where: str) -> str:
-    """The text that ``seal`` was given. Raises CheckpointError if it is another one now."""
+    """Return the text that ``seal`` was given. Raises CheckpointError if it has changed."""
     found = _SEAL.match(text)
     if found is None:
         raise CheckpointError("not a manifest", where=where, expected="its SHA-256 on the first line")
@@ -324,13 +326,12 @@ def unseal(text: str, where: str) -> str:
 
 
 def check_coverage(name: str, entry: TensorEntry) -> None:
-    """``entry``'s pieces cover [0, numel) exactly once. Raises CheckpointError with the first range that they do
-    not."""
+    """Check that ``entry``'s pieces cover [0, numel) exactly once. Raises CheckpointError with the first range that they do not."""
     end = 0
     for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.stop)):
         if piece.start >= piece.stop or piece.stop > entry.numel:
             raise CheckpointError(
-                "a piece lies outside its tensor",
+                "a piece is outside its tensor",
                 where=name,
                 got=f"elements {piece.start} to {piece.stop} in {piece.file}",
                 expected=f"a range within 0 to {entry.numel}, shape {shape_text(entry.shape)}",
@@ -356,7 +357,7 @@ def _hole(name: str, start: int, stop: int, entry: TensorEntry) -> CheckpointErr
 
 
 def same_tensor(name: str, entries: Iterable[TensorEntry]) -> TensorEntry:
-    """One entry from the entries of several ranks. Raises CheckpointError if they differ in dtype or shape."""
+    """Merge the entries of several ranks into one. Raises CheckpointError if they differ in dtype or shape."""
     listed = list(entries)
     kinds = {(entry.dtype, entry.shape) for entry in listed}
     if len(kinds) > 1:
@@ -399,7 +400,7 @@ def _text(value: Any) -> str:
 
 
 def _file_name(value: Any) -> str:
-    """A plain name of a safetensors file: never a path out of the folder, never a pickle."""
+    """Check a plain name of a safetensors file: never a path out of the folder, never a pickle."""
     if not isinstance(value, str) or not _FILE_NAME.fullmatch(value):
         raise ValueError(f"{value!r} is not a plain name that ends in .safetensors")
     return value

@@ -67,7 +67,7 @@ class CheckpointReader:
                 _VERIFIED[str(path.resolve())] = identity, found
 
     def require(self, wanted: Mapping[str, tuple[int, ...]], prefix: str = "", **allow: bool) -> None:
-        """The stored tensors whose names start with ``prefix`` are those of ``wanted`` (``match.require_match``)."""
+        """Require that the stored tensors whose names start with ``prefix`` are those of ``wanted`` (see :func:`require_match`)."""
         stored = {name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)}
         plain = {name.removeprefix(prefix): shape for name, shape in wanted.items()}
         require_match(stored, plain, where=str(self.folder), **allow)
@@ -90,7 +90,7 @@ class CheckpointReader:
                     target[copy.offset : copy.offset + len(data)].copy_(data)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A whole tensor, new."""
+        """Read a whole tensor, new."""
         entry = self.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError("not in the checkpoint", where=str(self.folder), got=name)
@@ -104,14 +104,14 @@ class CheckpointReader:
         require_match({n: s for n, s in stored.items() if n in wanted}, wanted, where=str(self.folder))
 
     def open_file(self, file: str) -> Any:
-        """A file of the checkpoint, to be read by ``read_range`` and closed (a context manager)."""
+        """Open a file of the checkpoint, to be read by ``read_range`` and closed (a context manager)."""
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as fault:
             raise CheckpointError("a file cannot be read", where=str(self.folder / file), got=str(fault)) from fault
 
     def read_range(self, entries: Any, key: str, start: int, stop: int, file: str) -> torch.Tensor:
-        """Elements [start, stop) of one entry of an open ``file``, new. Raises CheckpointError."""
+        """Read elements [start, stop) of one entry of an open ``file``, new. Raises CheckpointError."""
         try:
             data: torch.Tensor = entries.get_slice(key)[start:stop]
         except (SafetensorError, IndexError) as fault:
@@ -137,7 +137,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``, whatever became of the files that it lists. Raises CheckpointError."""
+    """Read the manifest in ``folder``, also where files that it lists are missing. Raises CheckpointError."""
     path = folder / MANIFEST_NAME
     try:
         text = path.read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def leads_outside(path: Path) -> bool:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Every file that the manifest lists is in the folder, with its size. Raises CheckpointError for the first that is not."""
+    """Check that every listed file is in the folder, with its size. Raises CheckpointError for the first that is not."""
     for name, record in manifest.files.items():
         path = folder / name
         if leads_outside(path):
@@ -175,7 +175,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = None) -> FileRecord:
-    """Size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``progress`` gets the size of each."""
+    """Return size and SHA-256 of an existing file, read in blocks of ``block`` bytes; ``progress`` gets the size of each."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(block):
@@ -211,7 +211,7 @@ class ReadCopy(NamedTuple):
 
 
 def plan_copies(tensors: Mapping[str, TensorEntry], wants: Iterable[ReadRequest]) -> list[ReadCopy]:
-    """Copies that fill every want, in the order of files and of elements in them, so that disks are read forwards.
+    """Plan copies that fill every want, in the order of files and of elements in them, so that disks are read forwards.
 
     ``tensors`` covers each element once (``Manifest.check``). A want looks at all pieces of its tensor.
     Raises CheckpointError for a want that is not in the checkpoint.
@@ -255,8 +255,9 @@ class TensorMismatch:
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def describe(self) -> str:
-        """``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte (50257, 768) vs (50304,
-        768)``"""
+        """Describe the difference: ``checkpoint has 48 tensors, model has 50. Missing: head.bias. Shape differs: wte (50257, 768) vs (50304,
+        768)``
+        """
         text = [f"checkpoint has {self.stored} tensors, model has {self.wanted}"]
         text += [f"Missing: {_shortened(self.missing)}"] if self.missing else []
         text += [f"Not in the model: {_shortened(self.extra)}"] if self.extra else []
@@ -266,7 +267,7 @@ class TensorMismatch:
 
 
 def compare_tensors(stored: Shapes, wanted: Shapes) -> TensorMismatch:
-    """All differences between the tensors of a checkpoint and those of a model."""
+    """List all differences between the tensors of a checkpoint and those of a model."""
     return TensorMismatch(
         len(stored),
         len(wanted),
@@ -283,7 +284,7 @@ def compare_tensors(stored: Shapes, wanted: Shapes) -> TensorMismatch:
 def require_match(
     stored: Shapes, wanted: Shapes, *, where: str, allow_missing: bool = False, allow_extra: bool = False
 ) -> None:
-    """Raises CheckpointError with every difference that is not allowed; another shape is never allowed."""
+    """Raise CheckpointError with every difference that is not allowed; another shape is never allowed."""
     difference = compare_tensors(stored, wanted)
     if difference.shapes or (difference.missing and not allow_missing) or (difference.extra and not allow_extra):
         raise CheckpointError(

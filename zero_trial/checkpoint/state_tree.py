@@ -24,7 +24,7 @@ from zero_trial.errors import CheckpointError
 
 
 def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The JSON for ``value``, and its tensors under names that start with ``prefix``: ``prefix/key/0``.
+    """Return the JSON for ``value``, and its tensors under names that start with ``prefix``: ``prefix/key/0``.
 
     Raises CheckpointError naming the place of a value that is not plain (an object, a function, a path ...).
     """
@@ -36,8 +36,7 @@ def encode_state(value: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
 
 
 def decode_state(document: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """What ``encode`` was given; ``fetch`` gives a tensor by name. Raises CheckpointError for a marker that is
-    unknown."""
+    """Return what ``encode_state`` was given; ``fetch`` gives a tensor by name. Raises CheckpointError for an unknown marker."""
     if isinstance(document, list):
         return [decode_state(item, fetch) for item in document]
     if not isinstance(document, dict):

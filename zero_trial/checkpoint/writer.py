@@ -97,7 +97,7 @@ def save_checkpoint(
 
 
 def check_tag(tag: str) -> str:
-    """A plain folder name that no temporary folder has. Raises CheckpointError."""
+    """Check that a tag is a plain folder name that no temporary folder has. Raises CheckpointError."""
     plain = (
         tag not in ("", ".", "..")
         and tag.isprintable()
@@ -116,7 +116,7 @@ def check_tag(tag: str) -> str:
 
 
 def begin(final: Path, disk: DurableFiles) -> Path:
-    """Step 1, rank 0: a new temporary folder; those that killed saves of the same tag left are removed.
+    """Step 1, rank 0: make a new temporary folder; remove those that killed saves of the same tag left.
 
     Raises CheckpointError if ``final`` is something else than a checkpoint, which replacing it would destroy.
     """
@@ -137,7 +137,7 @@ def begin(final: Path, disk: DurableFiles) -> Path:
 
 
 def write_rank(folder: Path, rank: int, slices: Sequence[Slice], rank_state: Any, disk: DurableFiles) -> dict[str, Any]:
-    """Step 2: this rank's file, and the report of it for rank 0, as JSON.
+    """Step 2: write this rank's file, and return the report of it for rank 0, as JSON.
 
     Any fault goes into the report instead of out of this function: a rank that raised here would leave the others
     waiting.
@@ -162,8 +162,7 @@ def write_rank(folder: Path, rank: int, slices: Sequence[Slice], rank_state: Any
 
 
 def merge(reports: Sequence[Mapping[str, Any]], step: int, state: Any, world: Mapping[str, Any]) -> Manifest:
-    """The manifest of all ranks' reports. Raises CheckpointError for a failed rank, or elements missing or stored
-    twice."""
+    """Merge the reports of all ranks into a manifest. Raises CheckpointError for a failed rank, or elements missing or stored twice."""
     faults = [report["fault"] for report in reports if "fault" in report]
     if faults:
         raise CheckpointError("writing failed", where="checkpoint", got="; ".join(faults))
@@ -192,7 +191,7 @@ def commit(
     world: Mapping[str, Any],
     disk: DurableFiles,
 ) -> str:
-    """Steps 3 and 4, rank 0. On any fault the temporary folder is removed and what was there before stays."""
+    """Take steps 3 and 4, on rank 0. On any fault the temporary folder is removed and what was there before stays."""
     try:
         manifest = merge(reports, step, state, world)
         require_files(folder, manifest)
@@ -205,7 +204,7 @@ def commit(
 
 
 def require_files(folder: Path, manifest: Manifest) -> None:
-    """Rank 0 sees every rank's file: otherwise the folder is not on a file system that all hosts share."""
+    """Require that rank 0 sees every rank's file: otherwise the folder is not on a file system that all hosts share."""
     for name, record in manifest.files.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != record.bytes:
@@ -219,13 +218,13 @@ def require_files(folder: Path, manifest: Manifest) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest, disk: DurableFiles) -> None:
-    """Step 3: the manifest is the last file, so a folder without one is not a checkpoint."""
+    """Step 3: write the manifest as the last file, so that a folder without one is not a checkpoint."""
     disk.write(folder / MANIFEST_NAME, [manifest.to_json().encode()])
     disk.sync_folder(folder)
 
 
 def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
-    """Step 4: the folder gets its name; an older checkpoint of that name steps aside first and goes last."""
+    """Step 4: give the folder its name; an older checkpoint of that name is renamed first and removed last."""
     replaced = final.with_name(folder.name.replace(TEMPORARY, REPLACED))
     if final.exists():
         disk.rename(final, replaced)
@@ -237,7 +236,7 @@ def publish(folder: Path, final: Path, disk: DurableFiles) -> None:
 
 
 def _agree(ranks: Ranks, label: str, act: Callable[[], str]) -> str:
-    """Rank 0 acts; every rank gets its result, or raises its error: none is left waiting for the next exchange."""
+    """Let rank 0 act; every rank gets its result, or raises its error, so that none waits for the next exchange."""
     outcome: dict[str, str] | None = None
     if ranks.index == 0:
         try:
@@ -262,12 +261,12 @@ CHUNK_BYTES = 1 << 24  # how much of a tensor on another device is brought to th
 
 
 def piece_key(part: Slice) -> str:
-    """The safetensors name of a slice, unique within a file: ``param/wte.weight[0:4096]``."""
+    """Return the safetensors name of a slice, unique within a file: ``param/wte.weight[0:4096]``."""
     return f"{part.name}[{part.start}:{part.stop}]"
 
 
 def shard_chunks(slices: Sequence[Slice]) -> Iterator[bytes | memoryview]:
-    """The file's bytes in order. ``slices``: not empty ones, names of their keys all different."""
+    """Yield the file's bytes in order. ``slices``: not empty ones, names of their keys all different."""
     yield _header(slices)
     for part in slices:
         yield from _tensor_chunks(part.flat)
@@ -305,12 +304,12 @@ _OWNER = re.compile(r"(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}")
 
 
 def temporary_name(tag: str) -> str:
-    """A new name for the folder in which this process writes ``tag``."""
+    """Return a new name for the folder in which this process writes ``tag``."""
     return f"{tag}{TEMPORARY}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether the save that made the temporary ``folder`` is over: its process is this one (which makes a new one now) or is no more."""
+    """Return whether the save that made the temporary ``folder`` is over: its process is this one (which makes a new one now) or has ended."""
     found = _OWNER.fullmatch(folder.name.partition(TEMPORARY)[2])
     if found is None:
         return True  # no running version of ours names folders like this
@@ -348,7 +347,7 @@ class DurableFiles:
         folder.mkdir(parents=True)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-        """A new file with the chunks, on the disk when this returns; its size and SHA-256, computed on the way."""
+        """Write a new file with the chunks and flush it; return its size and SHA-256, computed on the way."""
         digest, size = sha256(), 0
         with path.open("xb") as file:
             for chunk in chunks:
@@ -360,15 +359,15 @@ class DurableFiles:
         return FileRecord(size, digest.hexdigest())
 
     def sync_folder(self, folder: Path) -> None:
-        """The folder's list of names is on the disk when this returns."""
+        """Flush the folder's list of names to the disk."""
         sync_folder(folder)
 
     def rename(self, source: Path, destination: Path) -> None:
-        """Atomic; ``destination`` must not exist."""
+        """Rename atomically; ``destination`` must not exist."""
         if destination.exists():
             raise FileExistsError(f"{destination} exists")
         os.rename(source, destination)
 
     def remove_folder(self, folder: Path) -> None:
-        """With all that is in it; nothing happens if it does not exist."""
+        """Remove the folder with all that is in it, if it exists."""
         shutil.rmtree(folder, ignore_errors=True)

@@ -184,7 +184,7 @@ def build_engine(
         resolved.policy,
         resolved.sharding,
         pipeline.domains if pipeline is not None else (),
-        offload.house,
+        offload.on_group_built,
         outcome,
     )
     wrapped = _build_optimizer(sharded, outcome, optimizer, groups, settings, offload) if optimizes else None

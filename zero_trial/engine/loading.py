@@ -142,7 +142,7 @@ def _require_same_parts(engine: CheckpointedEngine, reader: CheckpointReader) ->
 
 
 def _take_counters(engine: CheckpointedEngine, state: Mapping[str, Any]) -> None:
-    """Counts of steps, loss scale and the order of reductions."""
+    """Restore the counts of steps, the loss scale and the order of reductions."""
     engine.restore_progress(state["counters"], state["loss_scaler"])
     engine.sharded.reducer.set_order(state["reduction_order"])
 

@@ -31,7 +31,7 @@ from zero_trial.sharding.offload.nvme_optimizer import (
     state_columns,
 )
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
-from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, slot_elements
+from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile, SwapSpace, buffer_elements
 from zero_trial.sharding.optimizer import ShardPiece, StateStore
 from zero_trial.sharding.param_group import ParamGroup
 from zero_trial.sharding.plan import plan_for_stage
@@ -46,68 +46,75 @@ T = TypeVar("T")
 
 
 def open_swap_file(folder: Path, nbytes: int, aio: AioSection, where: str) -> SwapSpace:
-    """A file of this rank's own. ``where``: the key that names the folder. Raises ConfigError, DoesNotFit."""
+    """Open a swap file of this rank's own. ``where``: the key that names the folder. Raises ConfigError, DoesNotFit."""
     return SwapFile(folder, nbytes, block_size=aio.block_size, depth=aio.queue_depth, where=where)
 
 
 @dataclass(frozen=True)
 class OffloadBackends:
-    """``shelf`` makes the place for that many bytes of state below a folder; ``mover`` the way between a device and the host."""
+    """``swap_file`` opens a file for that many bytes of state in a folder; ``copier`` gives the copies between a device and the host."""
 
-    shelf: Callable[[Path, int, AioSection, str], SwapSpace]
-    mover: Callable[[torch.device, bool], HostCopier]
+    swap_file: Callable[[Path, int, AioSection, str], SwapSpace]
+    copier: Callable[[torch.device, bool], HostCopier]
 
 
 REAL_BACKENDS = OffloadBackends(open_swap_file, copier_for)
 
 
 class OffloadPlan:
-    """What construction asks: who takes masters away, how long pieces may be, and which store they get. As it is, all stays where it is."""
+    """What construction asks: where masters go, how long pieces may be, and which store they get. In this class, all stays in place."""
 
     most: int | None = None  # elements of a piece
     piece: Callable[..., ShardPiece] = ShardPiece
 
-    def house(self, unit: ParamGroup) -> None:
-        """Hears of every unit as soon as it is built."""
+    def on_group_built(self, group: ParamGroup) -> None:
+        """Move what is offloaded of a group that has just been built."""
 
     def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
-        """The store for ``base`` over ``pieces``; None for the usual one. Collective over the world."""
+        """Return the store for ``base`` over ``pieces``; None for the usual one. Collective over the world."""
         return None
 
 
 class OffloadedState(OffloadPlan):
-    """Masters and moments live on a ``shelf``, or without one in the host's memory; parameters on ``shards``, if there are any; a ``mover`` where
-    parameters are on another device. ``budget``: elements whose state goes to the shelf, None for all of it."""
+    """Masters and moments are in a file or in the host's memory; parameters are in a file, in the host's memory or on a device.
+
+    Args:
+        buffer_numel: elements of a piece at most.
+        space: the file of masters and state; None for the host's memory.
+        copier: copies between the host and the device that has the parameters; None where that is the host.
+        shards: what moved parameters into a file; None where they stay.
+        budget: elements whose state goes to ``space``; None for all.
+    """
 
     def __init__(
         self,
         section: OffloadOptimizerSection | OffloadParamSection,
         mesh: Mesh,
-        slot_numel: int,
-        shelf: SwapSpace | None,
-        mover: HostCopier | None,
+        buffer_numel: int,
+        space: SwapSpace | None,
+        copier: HostCopier | None,
         shards: ParamSwapper | None = None,
         budget: int | None = None,
     ) -> None:
-        self.most: int = slot_numel
+        self.most: int = buffer_numel
         self._section = section
         self._mesh = mesh
         self._shards = shards
-        self._outbox = RoundedBuffers()
-        self._masters = MasterSwap(shelf, budget) if shelf is not None else None
-        self._desk = StagingBuffers(mover) if mover is not None else None
-        if self._desk is not None:
-            self.piece = functools.partial(StagedPiece, desk=self._desk)
+        self._rounded_buffers = RoundedBuffers()
+        self._masters = MasterSwap(space, budget) if space is not None else None
+        self._staging = StagingBuffers(copier) if copier is not None else None
+        if self._staging is not None:
+            self.piece = functools.partial(StagedPiece, staging=self._staging)
         elif shards is not None:
-            self.piece = functools.partial(SwappedPiece, outbox=self._outbox)
+            self.piece = functools.partial(SwappedPiece, rounded_buffers=self._rounded_buffers)
 
-    def house(self, unit: ParamGroup) -> None:
-        if self._desk is not None and unit.trainable:
-            master_to_host(unit)
+    def on_group_built(self, group: ParamGroup) -> None:
+        if self._staging is not None and group.trainable:
+            master_to_host(group)
         if self._masters is not None:
-            self._masters.take(unit)
+            self._masters.swap_out(group)
         if self._shards is not None:
-            self._shards.take(unit)
+            self._shards.swap_out(group)
 
     def store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece], elementwise: bool) -> StateStore | None:
         if not elementwise:
@@ -120,23 +127,23 @@ class OffloadedState(OffloadPlan):
             )
         store: StateStore | None = None
         if self._masters is not None or self._shards is not None:
-            store = _all_or_none(self._mesh, lambda: self._spilled(base, pieces), "room for optimizer state")
-        if self._desk is not None:
+            store = _all_or_none(self._mesh, lambda: self._swapped_store(base, pieces), "room for optimizer state")
+        if self._staging is not None:
             staged = [piece for piece in pieces if isinstance(piece, StagedPiece)]
-            store = StagedStore(staged, self._desk, store, buffers=self._section.buffer_count)
+            store = StagedStore(staged, self._staging, store, buffers=self._section.buffer_count)
         return store
 
-    def _spilled(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> SwappedStore:
+    def _swapped_store(self, base: torch.optim.Optimizer, pieces: Sequence[ShardPiece]) -> SwappedStore:
         dtypes = {piece.weight.dtype for piece in pieces} if self._masters is not None else ()
         return SwappedStore(
             self._masters,
             pieces,
             base.state,
             {dtype: state_columns(base, dtype) for dtype in dtypes},
-            slot_numel=self.most,
-            slots=self._section.buffer_count,
+            buffer_numel=self.most,
+            buffer_count=self._section.buffer_count,
             shards=self._shards,
-            outbox=self._outbox,
+            rounded_buffers=self._rounded_buffers,
         )
 
 
@@ -168,20 +175,22 @@ def plan_offload(
     if section is None or not away:
         if shards is None or zero.offload_param is None:
             return OffloadPlan()
-        slot = slot_elements(_elements(params, mesh), zero.sub_group_size, zero.offload_param.buffer_count)
-        return OffloadedState(zero.offload_param, mesh, slot, None, None, shards)
-    mover = places.mover(device, section.pin_memory) if device.type != "cpu" else None
+        most = buffer_elements(_elements(params, mesh), zero.sub_group_size, zero.offload_param.buffer_count)
+        return OffloadedState(zero.offload_param, mesh, most, None, None, shards)
+    copier = places.copier(device, section.pin_memory) if device.type != "cpu" else None
     elements = _elements(params, mesh)
-    shelf: SwapSpace | None = None
+    space: SwapSpace | None = None
     if section.device == "nvme":
-        lacking = [param for param in params if mover or not has_own_master(living_dtype(param.dtype, dtype))]
+        lacking = [param for param in params if copier or not has_own_master(living_dtype(param.dtype, dtype))]
         wanted = 4 * _elements(lacking, mesh) + (1 << 16)
         folder = Path(section.nvme_path or "").absolute()  # as the log and errors name it
         where = f"{_Z}.offload_optimizer.nvme_path"
-        shelf = _all_or_none(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for optimizer state")
-    slot_numel = slot_elements(elements, zero.sub_group_size, section.buffer_count)
-    budget = int(section.ratio * elements) if shelf is not None and mover is None and section.ratio < 1 else None
-    return OffloadedState(section, mesh, slot_numel, shelf, mover, shards, budget)
+        space = _all_or_none(
+            mesh, lambda: places.swap_file(folder, wanted, config.aio, where), "file for optimizer state"
+        )
+    buffer_numel = buffer_elements(elements, zero.sub_group_size, section.buffer_count)
+    budget = int(section.ratio * elements) if space is not None and copier is None and section.ratio < 1 else None
+    return OffloadedState(section, mesh, buffer_numel, space, copier, shards, budget)
 
 
 def _require_parameters_at_home(section: OffloadParamSection | None, device: torch.device) -> None:
@@ -209,8 +218,8 @@ def _plan_shards(
     wanted = sum(round_up(_elements([param], mesh) * width, BLOCK) for param, width in widths) + (1 << 16)
     folder = Path(section.nvme_path or "").absolute()
     where = f"{_Z}.offload_param.nvme_path"
-    shelf = _all_or_none(mesh, lambda: places.shelf(folder, wanted, config.aio, where), "file for parameters")
-    return ParamSwapper(shelf, most=section.buffer_size, count=section.buffer_count, keep=section.max_in_cpu)
+    space = _all_or_none(mesh, lambda: places.swap_file(folder, wanted, config.aio, where), "file for parameters")
+    return ParamSwapper(space, most=section.buffer_size, count=section.buffer_count, keep=section.max_in_cpu)
 
 
 def _elements(params: Sequence[torch.Tensor], mesh: Mesh) -> int:
@@ -242,11 +251,11 @@ def offload_line(engine: Engine) -> str | None:
         size = sum(buffer.numel() for buffer in store.host_buffers) / 2**20
         lines.append(f"offload: updates run on the CPU; {size:.1f} MiB of buffers between it and {engine.device}")
         store = store.behind
-    if isinstance(store, SwappedStore) and (place := _place_of(store.shelf, "masters and optimizer state")):
+    if isinstance(store, SwappedStore) and (place := _place_of(store.space, "masters and optimizer state")):
         lines.append(f"{place}; {len(store.buffers)} buffers of {store.buffers[0].numel() / 2**20:.1f} MiB")
         if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1 and not staged:
             lines[-1] += (
-                f"; state of {store.staying:,} elements stays in memory (ratio {zero.offload_optimizer.ratio:g})"
+                f"; state of {store.resident_elements:,} elements stays in memory (ratio {zero.offload_optimizer.ratio:g})"
             )
     if engine.device.type == "cpu" and zero.offload_param is not None and zero.offload_param.device == "nvme":
         lines.append(_of_parameters(engine))
@@ -257,13 +266,13 @@ def offload_line(engine: Engine) -> str | None:
 
 
 def _of_parameters(engine: Engine) -> str:
-    units = engine.sharded.groups
-    here = sum(unit.layout.shard_numel for unit in units if unit.offloaded is None)
-    away = [unit.offloaded for unit in units if isinstance(unit.offloaded, SwappedShard)]
+    groups = engine.sharded.groups
+    here = sum(group.layout.shard_numel for group in groups if group.offloaded is None)
+    away = [group.offloaded for group in groups if isinstance(group.offloaded, SwappedShard)]
     stay = f"{here:,} elements of this rank's shards stay in memory"
     if not away:
         return f"offload: all parameters stay in memory: max_in_cpu and stage3_param_persistence_threshold hold them; {stay}"
-    return f"{_place_of(away[0].shelf.shelf, 'parameters')}; {stay}"
+    return f"{_place_of(away[0].swapper.space, 'parameters')}; {stay}"
 
 
 def _place_of(file: SwapSpace | None, what: str) -> str | None:

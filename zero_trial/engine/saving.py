@@ -71,7 +71,7 @@ class CheckpointedEngine(Protocol):
 
 @contextmanager
 def state_at_hand(engine: CheckpointedEngine, label: str) -> Iterator[None]:
-    """Inside, masters and optimizer state can be read and written, wherever they live.
+    """Make masters and optimizer state readable and writable inside the block, wherever they live.
 
     Collective: a rank whose disk does not give them, or does not take them back, ends the block on every rank.
     """
@@ -111,7 +111,7 @@ class CheckpointNames:
         return mesh.data if mesh.pipe.size > 1 or self.parts > 1 else mesh.world
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The persistent buffers: those that a state dict would hold."""
+        """List the persistent buffers: those that a state dict would hold."""
         found = []
         for prefix, module in self._engine.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -120,13 +120,13 @@ class CheckpointNames:
         return found
 
     def aliases(self) -> dict[str, str]:
-        """Tied names of the whole model, or of this part of it. Collective over pipe."""
+        """Collect the tied names of the whole model, or of this part of it. Collective over pipe."""
         own = {alias: name for name, (_, names) in parameter_names(self._engine.module).items() for alias in names[1:]}
         stages = self._engine.mesh.pipe.gather_json(own, "tied names")
         return {alias: name for stage in stages for alias, name in stage.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """In which dtype the model computes with a parameter, for those that are not float32: masters do not tell. Collective over pipe."""
+        """Collect the dtype in which the model computes with a parameter, where it is not float32: masters do not tell. Collective over pipe."""
         named = parameter_names(self._engine.module).items()
         own = {name: dtype_name(param.dtype) for name, (param, _) in named if param.dtype != torch.float32}
         return {

@@ -28,7 +28,7 @@ State = Mapping[Any, Any]
 
 
 def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedState:
-    """Opens all files; tensors stay in them until they are written. Raises CheckpointError for what is not understood."""
+    """Open all files; tensors stay in them until they are written. Raises CheckpointError for what is not understood."""
     models = [_dict(TorchFile(path)) for path in folder.models]
     model = ModelStates(models, options, str(folder.models[0]))
     left_out = [f"{name}: not a tensor" for name in model.not_tensors]
@@ -57,7 +57,7 @@ def read_deepspeed(folder: DeepSpeedFolder, options: ImportOptions) -> ImportedS
 def _sharded(
     model: ModelStates, optimizers: Sequence[State], options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> tuple[int, list[list[Slice]]]:
-    """Stages 1 to 3: masters and moments from the flat buffers, everything else from the model's files."""
+    """Read stages 1 to 3: masters and moments from the flat buffers, everything else from the model's files."""
     stage = stage_of(optimizers[0])
     groups = flat_groups(model.first, optimizers, options, model.where)
     shapes = {run.name: run.shape for group in groups for run in group.runs}
@@ -96,7 +96,7 @@ def _note_optimizer(
     common: Mapping[str, float],
     left_out: list[str],
 ) -> None:
-    """``common``: numbers that hold for all groups that have none of their own."""
+    """Note the optimizer. ``common``: numbers that hold for all groups that have none of their own."""
     scalars: dict[str, dict[str, float]] = {}
     for group in groups:
         scalars.setdefault(str(group.group), dict(common)).update(group.scalars)
@@ -108,7 +108,7 @@ def _note_optimizer(
 
 
 def _whole(model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]) -> list[list[Slice]]:
-    """Stage 0: the optimizer is in the model's file. Without one there, the weights alone."""
+    """Read stage 0: the optimizer is in the model's file. Without one there, read the weights alone."""
     placeholders = {name for name, tensor in model.tensors.items() if tensor.numel == 0}
     if any(prod(shape) > 0 and name in placeholders for name, shape in model.frozen_shapes().items()):
         raise CheckpointError("this is a checkpoint of ZeRO stage 3 without its optimizer files", where=model.where)
@@ -148,7 +148,7 @@ def _state(model: ModelStates, left_out: list[str]) -> dict[str, Any]:
 
 
 def _ranks(content: State) -> int:
-    """How many ranks saved, where their number is not that of the files."""
+    """Return how many ranks saved, where their number is not that of the files."""
     found = content.get("dp_world_size")
     return found if type(found) is int and found > 0 else 1
 
@@ -177,7 +177,7 @@ COMMON = "optimizer_state.pt"
 def read_universal(
     zero: Path, model: ModelStates, options: ImportOptions, state: dict[str, Any], left_out: list[str]
 ) -> list[Slice]:
-    """Masters and moments of every trained parameter, whole; ``state`` gets what belongs to them. Raises CheckpointError."""
+    """Read masters and moments of every trained parameter, whole; ``state`` gets what belongs to them. Raises CheckpointError."""
     common = TorchFile(zero / COMMON).content if (zero / COMMON).is_file() else {}
     if not isinstance(common, dict):
         raise CheckpointError("not a dict", where=str(zero / COMMON), got=type(common).__name__)
@@ -210,13 +210,13 @@ def read_universal(
 
 
 def _folder(zero: Path, name: str, options: ImportOptions) -> Path:
-    """The folder has the name with its prefix, where it had one."""
+    """Return the folder, which has the name with its prefix, where it had one."""
     prefixed = zero / (options.strip + name)
     return prefixed if prefixed.is_dir() else zero / name
 
 
 def _steps(scalars: dict[str, dict[str, float]], inner: Any, home: list[int], state: Mapping[str, Any]) -> None:
-    """Stage 3 leaves the step in what is common to all parameters, or nowhere: then it is the number of steps that were applied."""
+    """Return the step. Stage 3 leaves it in what is common to all parameters, or nowhere: then it is the number of steps that were applied."""
     rows = inner.get("state", {}) if isinstance(inner, dict) else {}
     for index, group in enumerate(home):
         row = rows.get(index, {}) if isinstance(rows, dict) else {}

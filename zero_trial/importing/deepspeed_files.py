@@ -39,7 +39,7 @@ class DeepSpeedFolder:
 
 
 def find_deepspeed(source: Path, tag: str | None) -> DeepSpeedFolder | None:
-    """The checkpoint at ``source``: a folder of tags, or a tag's own. None if there is nothing of DeepSpeed there.
+    """Find the checkpoint at ``source``: a folder of tags, or a tag's own. None if there is nothing of DeepSpeed there.
 
     Raises CheckpointError for one that is not whole, is in parallel parts, or has an unknown tag.
     """
@@ -162,7 +162,7 @@ class ModelStates:
         return [name for name in self.tensors if name not in self.buffers and name not in self.aliases]
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what the optimizer does not have, where DeepSpeed says (stages 2 and 3)."""
+        """Return the shapes of what the optimizer does not have, where DeepSpeed says (stages 2 and 3)."""
         found = self.first.get("frozen_param_shapes")
         return (
             {
@@ -174,7 +174,7 @@ class ModelStates:
         )
 
     def weights(self, but: set[str], sharded: bool) -> list[list[Slice]]:
-        """Parameters that are not among ``but``, and buffers: one row per file of model states; ``sharded`` is stage 3.
+        """List parameters that are not among ``but``, and buffers: one row per file of model states; ``sharded`` is stage 3.
 
         Raises CheckpointError for a parameter of which there are no values.
         """
@@ -197,7 +197,7 @@ class ModelStates:
         return rows
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """The optimizer and the module mean the same tensors. Raises CheckpointError."""
+        """Check that the optimizer and the module mean the same tensors. Raises CheckpointError."""
         for name, shape in shapes.items():
             held = self.tensors.get(name)
             if held is None or (held.shape != shape and held.numel != 0):
@@ -207,7 +207,7 @@ class ModelStates:
                 )
 
     def _fragments(self, name: str, shape: tuple[int, ...], rows: list[list[Slice]]) -> None:
-        """A frozen parameter of stage 3: each rank's file has its part of it."""
+        """Read a frozen parameter of stage 3: each rank's file has its part of it."""
         numel = prod(shape)
         share = -(-numel // len(rows))
         if numel == 0:
@@ -232,7 +232,7 @@ class ModelStates:
         return fragment.tensor().reshape(-1)[:size].contiguous()
 
     def _aliases(self) -> dict[str, str]:
-        """Tied names: those that DeepSpeed lists, and at stages 0 to 2 those that lie on the same elements."""
+        """Find tied names: those that DeepSpeed lists, and at stages 0 to 2 those that share their elements."""
         shared = self.first.get("shared_params")
         found = (
             {self._options.own(str(alias)): self._options.own(str(name)) for alias, name in shared.items()}

@@ -86,7 +86,7 @@ class NotPlain(Exception):
 
 
 def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: int = 0) -> Any:
-    """``value`` with tensors read, if all of it can be saved without pickle. Raises NotPlain."""
+    """Return ``value`` with tensors read, if all of it can be saved without pickle. Raises NotPlain."""
     budget = [MOST_VALUES] if budget is None else budget
     budget[0] -= 1
     if budget[0] < 0:
@@ -110,7 +110,7 @@ def plain(value: Any, place: str = "", budget: list[int] | None = None, depth: i
 
 
 def _numpy_number(value: UnknownObject, place: str) -> int | float | bool:
-    """``numpy.float64(0.5)`` and its kin, as the number that it is."""
+    """Turn ``numpy.float64(0.5)`` and its kin into the number that it is."""
     dtype, data = value.args if len(value.args) == 2 else (None, None)
     code = dtype.args[0] if isinstance(dtype, UnknownObject) and dtype.args else None
     form = _NUMPY.get(code) if isinstance(code, str) else None
@@ -121,7 +121,7 @@ def _numpy_number(value: UnknownObject, place: str) -> int | float | bool:
 
 
 def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
-    """``plain``, or None and a line in ``left_out``."""
+    """Return ``plain``, or None and a line in ``left_out``."""
     try:
         return plain(value, place)
     except NotPlain as fault:
@@ -130,7 +130,7 @@ def plain_or_none(value: Any, place: str, left_out: list[str]) -> Any:
 
 
 def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """What the client had put into the file, without what cannot be saved."""
+    """Return what the client had put into the file, without what cannot be saved."""
     found = {}
     for key, value in model.items():
         if key not in OWN_KEYS:
@@ -142,7 +142,7 @@ def client_state(model: Mapping[str, Any], left_out: list[str]) -> dict[str, Any
 
 
 def counters(model: Mapping[str, Any]) -> dict[str, int]:
-    """DeepSpeed counts micro-batches nowhere; they follow from the steps and the accumulation that its configuration gives."""
+    """Compute the counters. DeepSpeed does not save micro-batches; they follow from the steps and its configuration's accumulation."""
     steps, config = _whole(model.get("global_steps")), model.get("ds_config")
     return {
         "global_steps": steps,
@@ -153,7 +153,7 @@ def counters(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """From a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic scale; a static one has none."""
+    """Read a scaler object (stages 1 to 3) or its numbers (stage 0): the counters of a dynamic scale; a static one has none."""
     scaler = optimizer.get("loss_scaler")
     numbers = scaler.state if isinstance(scaler, UnknownObject) and isinstance(scaler.state, dict) else dict(optimizer)
     scale = float(_number(numbers.get("cur_scale"), 1.0))
@@ -170,7 +170,7 @@ def loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[dict[str, Any]]:
-    """The optimizer groups' hyperparameters."""
+    """Return the optimizer groups' hyperparameters."""
     found = []
     for index, group in enumerate(groups):
         kept = {}
@@ -185,7 +185,7 @@ def group_settings(groups: Sequence[Mapping[str, Any]], left_out: list[str]) -> 
 
 
 def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
-    """``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none where ``inner`` is no such dict.
+    """Return ``param_groups`` of an optimizer's state dict, each with ``params`` as integers; none where ``inner`` is not such a dict.
 
     Raises CheckpointError for groups of another kind.
     """
@@ -199,13 +199,13 @@ def optimizer_groups(inner: Any, where: str) -> list[dict[Any, Any]]:
 
 
 def optimizer_state(inner: Any, where: str) -> dict[Any, dict[Any, Any]]:
-    """``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises CheckpointError for another structure."""
+    """Return ``state`` of an optimizer's state dict: parameter's number -> kind -> value. Raises CheckpointError for another structure."""
     rows = as_dict(inner.get("state", {}), f"{where}, state") if isinstance(inner, dict) else {}
     return {number: as_dict(row, f"{where}, state[{number!r:.20}]") for number, row in rows.items()}
 
 
 def identity(groups: Sequence[Mapping[str, Any]], config: Any) -> dict[str, Any] | None:
-    """Which optimizer this was, as an engine compares it."""
+    """Return which optimizer this was, as an engine compares it."""
     if not groups:
         return None
     shared = set(groups[0]).intersection(*groups)

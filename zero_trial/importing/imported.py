@@ -33,7 +33,7 @@ class ImportOptions:
     buffers: tuple[str, ...] = ()
 
     def own(self, name: str) -> str:
-        """A name of the source as the model has it."""
+        """Return a name of the source as the model has it."""
         return name.removeprefix(self.strip) if self.strip else name
 
 
@@ -54,17 +54,17 @@ class ImportedState:
         return int(self.state["counters"]["global_steps"])
 
     def names(self, wanted: Callable[[str], bool]) -> list[str]:
-        """The logical tensors whose names are wanted, each once."""
+        """List the logical tensors whose names are wanted, each once."""
         return sorted({part.name for shard in self.shards for part in shard if wanted(part.name)})
 
 
 def folder_name(folder: Path) -> str:
-    """A folder's own name, also of one that is given as ``.`` or ``..``."""
+    """Return a folder's own name, also of one that is given as ``.`` or ``..``."""
     return Path(os.path.abspath(folder)).name
 
 
 def fresh_state() -> dict[str, Any]:
-    """An engine's state before its first step: what weights alone come with."""
+    """Return an engine's state before its first step, for weights that come alone."""
     return {
         "counters": {"global_steps": 0, "global_samples": 0, "micro_steps": 0, "skipped_steps": 0},
         "loss_scaler": {"kind": "static", "scale": 1.0},
@@ -83,7 +83,7 @@ def fresh_state() -> dict[str, Any]:
 def write_imported(
     imported: ImportedState, directory: Path, tag: str | None = None, disk: DurableFiles | None = None
 ) -> Path:
-    """``<directory>/<tag>``: one file per shard, each tensor read from the source's memory map as it is written.
+    """Write ``<directory>/<tag>``: one file per shard, each tensor read from the source's memory map as it is written.
 
     There is no state of single ranks in it: their random generators are another program's. Raises CheckpointError, and leaves nothing behind;
     also where a checkpoint has that name: a run may have gone on from an earlier import of it.

@@ -47,7 +47,7 @@ class NumberedOptimizer:
         self.names = self._given(options.names) if options.names is not None else self._matched()
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """What is one number per group. Raises CheckpointError where the tensors of a group do not agree."""
+        """Collect what is one number per group. Raises CheckpointError where the tensors of a group do not agree."""
         found: dict[str, dict[str, float]] = {}
         for index, group in enumerate(self.groups):
             own: dict[str, float] = {}
@@ -68,7 +68,7 @@ class NumberedOptimizer:
         return found
 
     def slices(self) -> list[Slice]:
-        """Masters, where there are any, and moments."""
+        """Yield masters, where there are any, and moments."""
         found = []
         for index, row in enumerate(self.names):
             for name, place in row:
@@ -83,7 +83,7 @@ class NumberedOptimizer:
         return [as_tensor(value, place) for value in as_list(rows, place)]
 
     def _check_counts(self) -> None:
-        """Each group has its masters. Raises CheckpointError."""
+        """Check that each group has its masters. Raises CheckpointError."""
         counts = [len(group["params"]) for group in self.groups]
         if self._flat is not None and (len(self._flat) != len(counts) or 0 in counts):
             got, expected = f"{len(self._flat)} flat buffers", f"one for each of {len(counts)} groups of parameters"
@@ -97,7 +97,7 @@ class NumberedOptimizer:
         return self._flat is not None or self._masters is not None
 
     def _kinds(self) -> list[str]:
-        """Kinds of state with one value per element: those that are more than one number for some tensor."""
+        """List the kinds of state with one value per element: those that are more than one number for some tensor."""
         found = {
             str(kind)
             for state in self._state.values()
@@ -131,7 +131,7 @@ class NumberedOptimizer:
         return deal(self._model.parameters, self._ends(), self._fits, self._where)
 
     def _fits(self, name: str, group: int, place: int) -> int:
-        """After which place ``name`` would be done if it began at ``place``; -1 if it is another tensor that is there."""
+        """Return after which place ``name`` would be done if it began at ``place``; -1 if another tensor is there."""
         weight = self._model.tensors[name]
         if self._flat is not None:
             end = place + weight.numel
@@ -144,7 +144,7 @@ class NumberedOptimizer:
         return place + 1
 
     def _shape_at(self, group: int, place: int) -> tuple[int, ...] | None:
-        """The shape of the tensor at a place; None where it has no state: a parameter that had no gradient so far."""
+        """Return the shape of the tensor at a place; None where it has no state: a parameter that had no gradient so far."""
         if self._masters is not None:
             return self._masters[group][place].shape
         state = self._state.get(self.groups[group]["params"][place], {})
@@ -154,13 +154,13 @@ class NumberedOptimizer:
         return next(iter(shapes)) if len(shapes) == 1 else None
 
     def _same(self, weight: FileTensor, master: FileTensor, start: int) -> bool:
-        """A 16-bit parameter is its master, rounded."""
+        """Compare a 16-bit parameter with its master, rounded."""
         values = weight.tensor().reshape(-1)
         part = master.tensor().reshape(-1)[start : start + weight.numel]
         return torch.equal(part[:64].to(values.dtype), values[:64]) and torch.equal(part.to(values.dtype), values)
 
     def _given(self, names: Sequence[Sequence[str]]) -> list[list[tuple[str, int]]]:
-        """The names that the person gave. Raises CheckpointError where one cannot be what is there."""
+        """Check the names that the user gave. Raises CheckpointError where one cannot be what is there."""
         found: list[list[tuple[str, int]]] = []
         for group, end in enumerate(self._ends()):
             row, place = [], 0
@@ -191,7 +191,7 @@ MOST_STATES = 200_000
 
 
 def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> list[list[tuple[str, int]]]:
-    """For each group its parameters with their places, from place 0 to ``ends[group]``; parameters that are left over were not trained.
+    """Assign to each group its parameters with their places, from place 0 to ``ends[group]``; parameters that are left over were not trained.
 
     Raises CheckpointError where there is no way, or more than one.
     """
@@ -220,7 +220,7 @@ def deal(names: Sequence[str], ends: Sequence[int], fits: Fits, where: str) -> l
 def _trace(
     names: Sequence[str], ways: list[dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]]], end: tuple[int, ...]
 ) -> list[list[tuple[str, int]]]:
-    """The one way, backwards: a state that lies on it has one origin that lies on it, for there is one way in all."""
+    """Trace the one way backwards: a state on it has one origin on it, since there is one way in all."""
     found: list[list[tuple[str, int]]] = [[] for _ in end]
     state = end
     for name, step in zip(reversed(names), reversed(ways), strict=True):
@@ -233,7 +233,7 @@ def _trace(
 
 def _unclear(where: str, got: str) -> CheckpointError:
     return CheckpointError(
-        "the optimizer knows its parameters by number only, and which is which cannot be told from their shapes",
+        "the optimizer knows its parameters by number only, and their shapes do not tell which is which",
         where=where,
         got=got,
         fix="Give --names FILE, a JSON list of the parameters' names in each group, in the order of param_groups; or --no-optimizer.",

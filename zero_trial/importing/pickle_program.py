@@ -69,7 +69,7 @@ class PickledName(NamedTuple):
 
 
 class PersistentId(NamedTuple):
-    """Something that lies outside the program: torch's storages."""
+    """Something outside the program: torch's storages."""
 
     key: Any
 
@@ -92,7 +92,7 @@ class PickledCall:
 
 
 def read_program(stream: IO[bytes], where: str) -> Any:
-    """What the pickle at ``stream``'s position would build; the stream is behind it then.
+    """Read what the pickle at ``stream``'s position would build; the stream is behind it then.
 
     Raises CheckpointError for bytes that are no such program, and for one that names what no checkpoint needs and an attack does.
     """
@@ -168,7 +168,7 @@ class _Machine:
         return found
 
     def call(self, count: int) -> None:
-        """Target, arguments and, for three, keyword arguments, which are kept as one more argument."""
+        """Take target, arguments and, for three, keyword arguments, which are kept as one more argument."""
         target, args, *rest = self.take(count)
         if not isinstance(args, tuple):
             raise ValueError("arguments that are no tuple")
@@ -210,7 +210,7 @@ def _pairs(found: list[Any]) -> dict[Any, Any]:
 
 
 def require_key(value: Any) -> Any:
-    """``value``, which is to be hashed. Raises ValueError for nested tuples that would take for ever, or all of C's stack."""
+    """Return ``value``, which is to be hashed. Raises ValueError for nested tuples that would take unlimited time, or all of C's stack."""
     waiting, room = [value], LARGEST_KEY
     while waiting:
         found = waiting.pop()

@@ -20,7 +20,7 @@ from zero_trial.importing.torch_file import FileTensor, TorchFile
 
 
 def read_source(source: Path, tag: str | None, options: ImportOptions) -> ImportedState:
-    """The findings of the reader whose format this is. Raises CheckpointError for a path that is of none, or not there."""
+    """Return the findings of the reader whose format this is. Raises CheckpointError for a path of no known format, or a missing one."""
     if not source.exists():
         raise CheckpointError("there is no such file or folder", where=str(source))
     folder = find_deepspeed(source, tag)
@@ -57,14 +57,14 @@ BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
 
 
 def find_weights(source: Path) -> Path | None:
-    """The file of weights, or the index of several, at ``source``."""
+    """Find the file of weights, or the index of several, at ``source``."""
     if source.is_file():
         return source
     return next((source / name for name in NAMES if (source / name).is_file()), None) if source.is_dir() else None
 
 
 def read_weights(path: Path, options: ImportOptions) -> ImportedState:
-    """Every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does not say which. One row per file."""
+    """Read every tensor as a parameter or, by its dtype or name, a buffer: a file of weights does not say which. One row per file."""
     files = _listed(path) if path.name.endswith(".index.json") else {path: None}
     left_out: list[str] = []
     aliases: dict[str, str] = {}
@@ -103,12 +103,12 @@ def read_weights(path: Path, options: ImportOptions) -> ImportedState:
 
 
 def is_buffer(name: str, tensor: torch.Tensor, patterns: Iterable[str]) -> bool:
-    """What nobody can train, and what is called like a buffer."""
+    """Return whether a tensor cannot be trained, or is named like a buffer."""
     return not tensor.dtype.is_floating_point or any(fnmatchcase(name, pattern) for pattern in (*BUFFERS, *patterns))
 
 
 def _listed(index: Path) -> dict[Path, set[str] | None]:
-    """The files of an index, each with the names that are to be found there."""
+    """Yield the files of an index, each with the names that it should hold."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
@@ -172,6 +172,6 @@ def _from_safetensors(path: Path) -> dict[str, tuple[torch.Tensor, Any]]:
 def _tied(
     metadata: Mapping[str, str], found: Mapping[str, tuple[torch.Tensor, Any]]
 ) -> dict[str, tuple[torch.Tensor, Any]]:
-    """Other names of a tensor, as ``engine.save_16bit_model`` writes them into a file."""
+    """Return other names of a tensor, as ``engine.save_16bit_model`` writes them into a file."""
     pairs = {key.removeprefix("alias:"): name for key, name in metadata.items() if key.startswith("alias:")}
     return {alias: found[name] for alias, name in pairs.items() if name in found and alias not in found}

@@ -34,7 +34,7 @@ class FileStorage(NamedTuple):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor that still lies in its file: elements of ``storage`` from ``offset`` on, with these strides. Two that are equal are one."""
+    """A tensor that is still in its file: elements of ``storage`` from ``offset`` on, with these strides. Two that are equal are one."""
 
     file: str
     storage: FileStorage
@@ -49,11 +49,11 @@ class FileTensor:
         return prod(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """The values: a view of the file's memory map, which costs memory only while it is read."""
+        """Return the values: a view of the file's memory map, which costs memory only while it is read."""
         return self.read(self)
 
     def check(self) -> None:
-        """All elements lie in the storage, and each is its own. Raises CheckpointError."""
+        """Check that all elements are inside the storage, and each is its own. Raises CheckpointError."""
         room = self.storage.numel * self.storage.dtype.itemsize // self.dtype.itemsize
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         fine = min((self.offset, *self.shape, *self.strides)) >= 0 and len(self.shape) == len(self.strides)
@@ -84,42 +84,42 @@ class UnknownObject:
 
 
 def as_dict(value: Any, where: str) -> dict[Any, Any]:
-    """``value``, which must be a dict. Raises CheckpointError."""
+    """Return ``value``, which must be a dict. Raises CheckpointError."""
     if not isinstance(value, dict):
         raise unexpected(value, where, "a dict")
     return value
 
 
 def as_list(value: Any, where: str) -> list[Any]:
-    """``value``, which must be a list. Raises CheckpointError."""
+    """Return ``value``, which must be a list. Raises CheckpointError."""
     if not isinstance(value, list):
         raise unexpected(value, where, "a list")
     return value
 
 
 def as_integers(value: Any, where: str) -> list[int]:
-    """``value``, which must be a list or tuple of integers that are not negative and fit 64 bits. Raises CheckpointError."""
+    """Return ``value``, which must be a list or tuple of integers that are not negative and fit 64 bits. Raises CheckpointError."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
         raise unexpected(value, where, "integers")
     return list(value)
 
 
 def as_shape(value: Any, where: str) -> tuple[int, ...]:
-    """``value``, which must be a tensor's shape. Raises CheckpointError."""
+    """Return ``value``, which must be a tensor's shape. Raises CheckpointError."""
     if not isinstance(value, tuple) or len(value) > MOST_DIMENSIONS or prod(as_integers(value, where)) >= 2**63:
         raise unexpected(value, where, "a shape")
     return value
 
 
 def as_tensor(value: Any, where: str) -> FileTensor:
-    """``value``, which must be a tensor. Raises CheckpointError."""
+    """Return ``value``, which must be a tensor. Raises CheckpointError."""
     if not isinstance(value, FileTensor):
         raise unexpected(value, where, "a tensor")
     return value
 
 
 def unexpected(value: Any, where: str, expected: str) -> CheckpointError:
-    """The error for content of another kind than a checkpoint has at this place."""
+    """Make the error for content of another kind than a checkpoint has at this place."""
     got = value.path if isinstance(value, UnknownObject) else type(value).__name__
     return CheckpointError(
         "unexpected content",
@@ -151,7 +151,7 @@ class Resolver:
         self.storages: dict[str, FileStorage] = {}
 
     def resolve(self, value: Any) -> Any:
-        """``value`` without records. What the program used twice is one object in the result, too. Raises CheckpointError."""
+        """Return ``value`` without records. What the program used twice is one object in the result, too. Raises CheckpointError."""
         try:
             return self._resolve(value)
         except (RecursionError, TypeError, ValueError, IndexError, KeyError, AttributeError, MemoryError) as fault:
@@ -193,7 +193,7 @@ class Resolver:
         return require_key(self._resolve(value))
 
     def _copy(self, size: int) -> None:
-        """About ``size`` bytes are made of what the file may hold once and name at many places: a small file could ask for any number."""
+        """Count about ``size`` bytes made of what the file may hold once and name many times: a small file could ask for any amount."""
         self._copied += size
         if self._copied > MOST_COPIED:
             raise ValueError(f"more than {MOST_COPIED} bytes, repeated")
@@ -253,7 +253,7 @@ class Resolver:
         return self._storage(value.key)
 
     def _of_type(self, call: PickledCall) -> Any:
-        """A tensor that has attributes of its own, or a subclass of Tensor: the plain tensor."""
+        """Return the plain tensor of one that has attributes of its own, or is a subclass of Tensor."""
         target, _, args = call.args[:3]
         if not isinstance(args, tuple):
             raise ValueError("arguments that are no tuple")
@@ -261,7 +261,7 @@ class Resolver:
 
 
 class _OtherDtype(Exception):
-    """A tensor of a dtype that a checkpoint does not hold: quantized, complex128 ... It stands for itself, unread."""
+    """A tensor of a dtype that a checkpoint does not hold: quantized, complex128 ... It is kept as it is, unread."""
 
 
 def _whole(value: Any) -> int:
@@ -327,7 +327,7 @@ def _size(resolver: Resolver, call: PickledCall) -> tuple[Any, ...]:
 
 
 def _encoded(resolver: Resolver, call: PickledCall) -> bytes:
-    """How protocol 2 writes bytes."""
+    """Decode bytes as protocol 2 writes them."""
     if not isinstance(call.args[0], str):
         raise ValueError(f"bytes of a {type(call.args[0]).__name__}")
     resolver._copy(len(call.args[0]))
@@ -360,7 +360,7 @@ OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 class StorageBytes(NamedTuple):
-    """Where a storage's bytes lie in the file, and the CRC-32 that they should have (None: the format has none)."""
+    """Where a storage's bytes are in the file, and the CRC-32 that they should have (None: the format has none)."""
 
     start: int
     size: int
@@ -406,7 +406,7 @@ class TorchFile:
         return self._resolver.resolve(read_program(io.BytesIO(self._bytes(program, "data.pkl")), str(self.path)))
 
     def _place(self, entry: zipfile.ZipInfo) -> StorageBytes:
-        """Where an entry's bytes begin stands in front of them, not in the archive's list."""
+        """Return where an entry's bytes begin: the local header says it, not the archive's list."""
         header = self._map[entry.header_offset : entry.header_offset + 30]
         if (
             entry.compress_type != zipfile.ZIP_STORED

@@ -40,7 +40,7 @@ class FlatGroup:
     scalars: Mapping[str, float]
 
     def slices(self, rank: int, with_state: bool, where: str) -> Iterator[Slice]:
-        """What ``rank``'s buffers hold of the parameters, padding left out. Raises CheckpointError for a buffer that is too short."""
+        """Yield what ``rank``'s buffers hold of the parameters, padding left out. Raises CheckpointError for a buffer that is too short."""
         buffers = {"param": self.masters[rank]}
         if with_state:
             buffers |= {f"state/{kind}": of_ranks[rank] for kind, of_ranks in self.states.items()}
@@ -54,7 +54,7 @@ class FlatGroup:
 
 
 def stage_of(optimizer: State) -> int:
-    """The ZeRO stage that wrote this; DeepSpeed's bf16 optimizer does not say, and has stage 1's layout."""
+    """Return the ZeRO stage that wrote this; DeepSpeed's bf16 optimizer does not say, and has stage 1's layout."""
     found = optimizer.get("zero_stage", 1)
     if isinstance(found, UnknownObject):
         found = found.args[0] if found.args else None
@@ -64,7 +64,7 @@ def stage_of(optimizer: State) -> int:
 
 
 def flat_groups(model: State, optimizers: Sequence[State], options: ImportOptions, where: str) -> list[FlatGroup]:
-    """All buffers of all ranks, matched with the shapes that the model's file names. Raises CheckpointError where they do not match."""
+    """Read all buffers of all ranks, matched with the shapes that the model's file names. Raises CheckpointError where they do not match."""
     stage, ranks = stage_of(optimizers[0]), len(optimizers)
     counts = optimizers[0].get("partition_count", ranks)
     most = max(as_integers(counts, f"{where}, partition_count")) if isinstance(counts, list) and counts else counts
@@ -101,7 +101,7 @@ def flat_groups(model: State, optimizers: Sequence[State], options: ImportOption
 
 
 def shapes_of(model: State, options: ImportOptions, where: str) -> list[dict[str, tuple[int, ...]]]:
-    """The trained parameters by flat buffer, in the order in which they lie there."""
+    """Return the trained parameters by flat buffer, in their order there."""
     place = f"{where}, param_shapes"
     return [
         {options.own(str(name)): as_shape(shape, f"{place}, {name}") for name, shape in as_dict(part, place).items()}
@@ -110,13 +110,13 @@ def shapes_of(model: State, options: ImportOptions, where: str) -> list[dict[str
 
 
 def param_groups(optimizer: State, where: str) -> list[dict[Any, Any]]:
-    """The hyperparameters, by group; none in DeepSpeed's elastic form."""
+    """Return the hyperparameters, by group; none in DeepSpeed's elastic form."""
     key = "optimizer_state_dict" if stage_of(optimizer) == 3 else "base_optimizer_state"
     return optimizer_groups(optimizer.get(key), f"{where}, {key}")
 
 
 def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
-    """Stages 1 and 2: elements that are left free behind each parameter, by flat buffer."""
+    """Return, for stages 1 and 2, the elements that are left free behind each parameter, by flat buffer."""
     found, place = optimizer.get("param_alignment_paddings"), f"{where}, param_alignment_paddings"
     if not found:
         return None
@@ -129,7 +129,7 @@ def _gaps(optimizer: State, count: int, where: str) -> list[list[int]] | None:
 def _state(
     optimizers: Sequence[State], inner: str, index: int, where: str
 ) -> tuple[dict[str, list[FileTensor]], dict[str, float]]:
-    """State of one buffer: tensors by kind and rank, and what is one number."""
+    """Return the state of one buffer: tensors by kind and rank, and what is one number."""
     rows = [_state_of(optimizer.get(inner), index, f"{where}, {inner}") for optimizer in optimizers]
     if any(row.keys() != rows[0].keys() for row in rows):
         raise CheckpointError(
@@ -149,7 +149,7 @@ def _state(
 
 
 def one_number(kind: str, value: Any) -> dict[str, float]:
-    """``{kind: number}``, or nothing for what is no number."""
+    """Return ``{kind: number}``, or nothing for what is not a number."""
     if isinstance(value, FileTensor) and value.numel == 1:
         return {kind: float(value.tensor())}
     return {kind: float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else {}
@@ -162,7 +162,7 @@ def _state_of(inner: Any, index: int, where: str) -> State:
 
 
 def group_of_buffer(groups: Sequence[State], count: int) -> list[int]:
-    """A group of stage 3 may be cut into several buffers; ``params`` of the groups says which are whose."""
+    """Return the group of each buffer. A group of stage 3 may be cut into several; ``params`` of the groups says which."""
     home = {place: index for index, group in enumerate(groups) for place in group["params"]}
     return [home.get(index, index) for index in range(count)]
 
@@ -174,7 +174,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class FlatRange(NamedTuple):
-    """Elements [start, stop) of ``name`` lie in ``rank``'s flat buffer from ``offset`` on."""
+    """Elements [start, stop) of ``name`` are in ``rank``'s flat buffer from ``offset`` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -187,7 +187,7 @@ class FlatRange(NamedTuple):
 def whole_group_runs(
     shapes: Shapes, partition: int, ranks: int, gaps: Sequence[int] | None, where: str
 ) -> list[FlatRange]:
-    """Stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``: elements left free behind each parameter.
+    """Return the runs of stages 1 and 2: ``partition`` elements on each of ``ranks``; ``gaps``: elements left free behind each parameter.
 
     Raises CheckpointError where these parameters would not fill the buffer but for the padding that makes all partitions equal.
     """
@@ -204,7 +204,7 @@ def whole_group_runs(
 
 
 def each_parameter_runs(shapes: Shapes, partition: int, ranks: int, where: str) -> list[FlatRange]:
-    """Stage 3: a rank's buffer holds ``partition`` elements. Raises CheckpointError where these parameters do not fill it."""
+    """Return the runs of stage 3: a rank's buffer holds ``partition`` elements. Raises CheckpointError where these parameters do not fill it."""
     found: list[FlatRange] = []
     at = 0
     for name, shape in shapes.items():

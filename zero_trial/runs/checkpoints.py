@@ -35,7 +35,7 @@ _MANIFEST_START = b'{"sha256": "'  # how a manifest of the engine begins
 
 
 def named_step(path: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
+    """Return the step that a checkpoint's folder is named after; None for anything else (temporary folders among them).
 
     A folder gets this name when it is complete. If it has no ``metadata.json``, it has lost it since.
     """
@@ -44,17 +44,17 @@ def named_step(path: Path) -> int | None:
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step of a checkpoint that has its ``metadata.json``; None for anything else."""
+    """Return the step of a checkpoint that has its ``metadata.json``; None for anything else."""
     return named_step(path) if (path / METADATA).is_file() else None
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
+    """Return whether ``path`` is a folder that a save has written, also one that has lost some of its files since."""
     return path.is_dir() and ((path / METADATA).is_file() or (path / TRIAL_STATE).is_file() or bool(manifests(path)))
 
 
 def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | None:
-    """The checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
+    """Find the checkpoint with the highest step, damaged or not, without those of ``apart_from`` (absolute paths).
 
     There is no pointer file that could be torn.
     """
@@ -68,7 +68,7 @@ def latest_checkpoint(folder: Path, apart_from: Collection[str] = ()) -> Path | 
 def starting_point(
     run_dir: Path | None, resume: Path | None = None, warm_start: Path | None = None, apart_from: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The checkpoint to try first, its step, and the trial's id.
+    """Find the checkpoint to try first, its step, and the trial's id.
 
     Args:
         run_dir: the run's folder, if its own latest checkpoint counts before the two others.
@@ -89,7 +89,7 @@ def starting_point(
 
 
 def resumed_from(path: Path) -> dict[str, Any]:
-    """A checkpoint, its step, and the id of its trial.
+    """Return a checkpoint, its step, and the id of its trial.
 
     Of a damaged description the step in the folder's name is taken; ``find_fault`` says what is wrong with it.
     """
@@ -107,7 +107,7 @@ def resumed_from(path: Path) -> dict[str, Any]:
 
 
 def named_checkpoint(path: Path, apart_from: Collection[str] = ()) -> Path:
-    """``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
+    """Return ``path`` itself if it is a checkpoint, or the latest of a run's folder. Raises ConfigError if it is neither."""
     itself = named_step(path) is not None
     found = path if itself else latest_checkpoint(RunFolder(path).checkpoints, apart_from)
     if str(path.resolve()) in apart_from or (apart_from and found is None):
@@ -155,12 +155,12 @@ def sweep(folder: Path) -> None:
 
 
 def _other_name(path: Path, kind: str) -> Path:
-    """A name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
+    """Return a name that is not a checkpoint's: ``tmp`` for what is written or deleted, ``old`` for what a new one replaces."""
     return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}")
 
 
 def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """``metadata`` with the sizes and checksums of the files in ``folder``. Raises OSError."""
+    """Return ``metadata`` with the sizes and checksums of the files in ``folder``. Raises OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / METADATA)
     files = {path.relative_to(folder).as_posix(): _record(path) for path in paths}
     document = {**metadata, "files": files}
@@ -168,7 +168,7 @@ def add_checksums(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """What is wrong with a finished checkpoint, as far as its checksums tell; None if nothing.
+    """Describe what is wrong with a finished checkpoint, as far as its checksums tell; None if nothing is.
 
     Older versions wrote none: of their checkpoints nothing is known to be wrong.
     """
@@ -206,7 +206,7 @@ def _is_summed(path: Path, size: int) -> bool:
 
 
 def manifests(folder: Path) -> list[Path]:
-    """The manifests of the engines in a checkpoint. A trial may have a file of that name, too."""
+    """List the manifests of the engines in a checkpoint. A trial may have a file of that name, too."""
     return sorted(path for path in folder.rglob(MANIFEST) if _is_manifest(path))
 
 

@@ -31,12 +31,12 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, none of a missing file; a torn line (its writer was killed) is left out."""
+    """Read the records of a file of JSON lines. A missing file has none; a torn line (its writer was killed) is left out."""
     return json_lines(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.exists() else []
 
 
 def json_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The JSON objects among ``lines``. Anything else is passed over, since a reader must not end a run."""
+    """Return the JSON objects among ``lines``. Anything else is passed over, since a reader must not end a run."""
     found = []
     for line in lines:
         try:
@@ -91,12 +91,12 @@ class Tail:
         self._offset = path.stat().st_size if skip_existing and path.exists() else 0
 
     def lines(self) -> list[str]:
-        """The lines that were completed since the last call, without their ends."""
+        """Return the lines that were completed since the last call, without their ends."""
         text = self._new(whole_lines=True)
         return text.decode("utf-8", errors="replace").splitlines() if text else []
 
     def rest(self) -> bytes:
-        """Everything since the last call, an unfinished line too."""
+        """Return all bytes since the last call, an unfinished line too."""
         return self._new(whole_lines=False)
 
     def _new(self, *, whole_lines: bool) -> bytes:

@@ -107,20 +107,20 @@ class RunFolder:
         return self.logs / f"rank-{rank}.log"
 
     def error_files(self) -> list[Path]:
-        """The errors that ranks have left, in the order of the ranks."""
+        """List the errors that ranks have left, in the order of the ranks."""
         found = [path for path in self.errors.glob("rank-*.json") if path.stem.removeprefix("rank-").isdigit()]
         return sorted(found, key=lambda path: int(path.stem.removeprefix("rank-")))
 
     def has_run(self) -> bool:
-        """Whether a run has begun in this folder, whatever became of it."""
+        """Return whether a run has begun in this folder, however it ended."""
         return any(path.exists() for path in (self.config_lock, self.events, self.metrics, self.ranks, self.errors))
 
     def has_failed_ranks(self) -> bool:
-        """Whether a rank has left an error; a rank that was asked to stop, and has saved, has not failed."""
+        """Return whether a rank has left an error; a rank that was asked to stop, and has saved, has not failed."""
         return any(_field(path, "exit_code") != Preempted.exit_code for path in self.error_files())
 
     def status(self) -> RunStatus:
-        """How the run in this folder ended, as far as its files say; a file that cannot be read says nothing."""
+        """Return how the run in this folder ended, as far as its files say; a file that cannot be read counts as missing."""
         if self.error_files():
             return RunStatus.FAILED if self.has_failed_ranks() else RunStatus.PREEMPTED
         if self.summary.is_file():
@@ -130,7 +130,7 @@ class RunFolder:
 
 
 def _field(path: Path, name: str) -> object:
-    """One field of a JSON object; None where there is none, or the file cannot be read."""
+    """Return one field of a JSON object; None where it is missing, or the file cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

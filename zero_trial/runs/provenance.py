@@ -72,7 +72,7 @@ def write_lock(
 
 
 def locked_model_dir(experiment: ExperimentConfig) -> Path | None:
-    """The model's folder that a lock names, or None when the experiment is not a lock."""
+    """Return the model's folder that a lock names, or None when the experiment is not a lock."""
     section = experiment.data.get(LOCK_SECTION)
     if not isinstance(section, Mapping) or not isinstance(section.get("model_dir"), str) or experiment.folder is None:
         return None
@@ -80,7 +80,7 @@ def locked_model_dir(experiment: ExperimentConfig) -> Path | None:
 
 
 def _plain(value: Any) -> Any:
-    """Nested mappings and sequences as the dicts and lists that YAML can write."""
+    """Turn nested mappings and sequences into the dicts and lists that YAML can write."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,7 +121,7 @@ def add_start(
 
 
 def _earlier_starts(path: Path) -> list[Any]:
-    """The starts noted so far; none of a file that is missing or cannot be read."""
+    """Read the starts noted so far; none from a file that is missing or cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def _earlier_starts(path: Path) -> list[Any]:
 
 
 def code_of(folder: Path) -> dict[str, Any]:
-    """The source files below ``folder``: name -> the first 16 digits of its SHA-256, and one sum over all of them.
+    """Hash the source files below ``folder``: name -> the first 16 digits of its SHA-256, and one sum over all of them.
 
     Hidden folders and folders that hold no code (``runs``, unless it is a Python package) are left out. The order is the
     same on every machine.

@@ -76,7 +76,7 @@ class AgentRecord:
 
 
 def error_record(error: BaseException, rank: int, message: str, step: int | None = None) -> ErrorRecord:
-    """The record of ``error``, which ends this rank now."""
+    """Make the record of ``error``, which ends this rank now."""
     known = isinstance(error, ZeroTrialError)
     code = error.exit_code if isinstance(error, ZeroTrialError) else 1
     return ErrorRecord(rank, type(error).__name__, message, code, time.time(), step, known)
@@ -95,13 +95,13 @@ def write_error(run_dir: Path, record: ErrorRecord) -> None:
 
 
 def read_ranks(run_dir: Path) -> list[RankRecord]:
-    """Records of the ranks that have started so far, in the order of the ranks."""
+    """Read the records of the ranks that have started so far, in the order of the ranks."""
     found = (RankRecord(**data) for data in _read_all(RunFolder(run_dir).ranks.glob("rank-*.json")))
     return sorted(found, key=lambda record: record.rank)
 
 
 def read_errors(run_dir: Path) -> list[ErrorRecord]:
-    """Errors left so far, in the order of the ranks; a missing field gets the value that says nothing."""
+    """Read the errors left so far, in the order of the ranks; a missing field gets its default."""
     found = (_error(data) for data in _read_all(RunFolder(run_dir).error_files()))
     return sorted(found, key=lambda record: record.rank)
 
@@ -112,7 +112,7 @@ def write_agent(path: Path, record: AgentRecord) -> None:
 
 
 def read_agent(path: Path) -> AgentRecord:
-    """The record of an agent; an empty one where it has written none, or it cannot be read."""
+    """Read the record of an agent; an empty one where it has written none, or it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return AgentRecord(bool(found["closing"]), tuple(RankExit(**failure) for failure in found["failures"]))
@@ -121,7 +121,7 @@ def read_agent(path: Path) -> AgentRecord:
 
 
 def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of summary.json that measure the same quantity in another way, by what is before its name.
+    """Find the figures of summary.json that measure the same quantity in another way, by what is before its name.
 
     ``unigram_bits_per_byte`` is a baseline of ``val_bits_per_byte``, and ``chance_accuracy`` one of ``accuracy``.
     """

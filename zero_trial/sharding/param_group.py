@@ -120,6 +120,24 @@ class ParamGroup:
         else:
             self.reshard()
 
+    def replace_master(self, master: torch.Tensor) -> None:
+        """Keep the master in ``master`` from now on: the same values elsewhere, or NaN while they are in a file."""
+        self.master = master
+
+    def replace_shard(self, shard: torch.Tensor) -> None:
+        """Keep the shard in ``shard`` from now on, and the master, too, where it is the shard itself."""
+        if self.master is self.shard:
+            self.master = shard
+        self.shard = shard
+
+    def set_offloaded(self, shard: OffloadedShard) -> None:
+        """Take the shard's values from ``shard`` from now on."""
+        self.offloaded = shard
+
+    def set_materialized(self, materialized: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let ``materialized`` bring master and shard into memory for the length of a block."""
+        self.materialized = materialized
+
     def _fill(
         self, read: Callable[[nn.Parameter], torch.Tensor], agree: Callable[[torch.Tensor], None] | None
     ) -> torch.Tensor:

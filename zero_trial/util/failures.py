@@ -12,7 +12,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame outside of Python, installed packages and this package; None where there is none."""
+    """Return the innermost frame outside of Python, installed packages and this package; None where there is none."""
     theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     return theirs[-1] if theirs else None
 
@@ -24,7 +24,7 @@ def _is_users(filename: str) -> bool:
 
 
 def user_line(error: BaseException) -> str | None:
-    """``model_def.py:24 in train_batch: loss = self.engine(x)``; None where no frame is the user's."""
+    """Return ``model_def.py:24 in train_batch: loss = self.engine(x)``; None where no frame is the user's."""
     frame = user_frame(error)
     if frame is None:
         return None
@@ -36,7 +36,7 @@ def user_line(error: BaseException) -> str | None:
 
 
 def with_user_line(message: str, error: BaseException) -> str:
-    """``message`` with the line in brackets: behind it, or below where it has several lines."""
+    """Add that line to ``message`` in brackets: behind it, or below where it has several lines."""
     line = user_line(error)
     if line is None:
         return message

@@ -28,7 +28,7 @@ def strip_control(text: str) -> str:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """About ``digits`` significant digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for None."""
+    """Format with about ``digits`` significant digits: 0.00391, 2.798, 13128, 1.2e-05; a dash for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -47,7 +47,7 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 
 def format_count(value: float) -> str:
-    """A count in three digits with its thousands: 667.6k, 1.2M."""
+    """Format a count in three digits with its thousands: 667.6k, 1.2M."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{format_number(value / limit, 3 if abs(value) < 100 * limit else 4)}{letter}"
@@ -55,7 +55,7 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(value: float | None) -> str:
-    """Bytes in binary units; a dash for None."""
+    """Format bytes in binary units; a dash for None."""
     if value is None:
         return "–"
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -65,7 +65,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """54 s, 3 min 20 s, 1 h 04 min; a dash for None."""
+    """Format as 54 s, 3 min 20 s or 1 h 04 min; a dash for None."""
     if seconds is None:
         return "–"
     whole = round(seconds)
@@ -77,7 +77,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A configuration's value as one would write it in JSON."""
+    """Format a configuration's value as one would write it in JSON."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
@@ -90,12 +90,12 @@ def format_value(value: Any) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Seconds as 00:12 or 1:02:03."""
+    """Format seconds as 00:12 or 1:02:03."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes:02d}:{whole % 60:02d}"
 
 
 def format_metric(value: object) -> str:
-    """A metric's value in four significant digits, or as it is when it is no number."""
+    """Format a metric's value in four significant digits, or as it is when it is not a number."""
     return f"{value:.4g}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)

@@ -1,4 +1,12 @@
-"""Copies between the device that computes and the host's memory, beside what the device is doing."""
+"""Updates on the host for parameters on a device: gradients come down piece by piece, new values go up, through a few buffers.
+
+    buffer 0   gradient 0 down | update 0 on the CPU | values 0 up | gradient 2 down ...
+    buffer 1        gradient 1 down    | wait        | update 1 on the CPU | values 1 up
+                                                        time -->
+
+Traffic per step of a shard of n elements: a gradient down (2 or 4 bytes each) and a parameter up (2 or 4 bytes each). Host memory: the
+buffers, never a second copy of the model; masters and moments are where the store behind keeps them.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +21,38 @@ import torch
 from zero_trial.sharding.optimizer import DeviceStore, ShardPiece, StateStore
 from zero_trial.sharding.param_group import ParamGroup
 
-# Waits on the host until the copy is done.
+# Waits on the host until a copy is done.
 Wait = Callable[[], None]
 
 
 class HostCopier(Protocol):
-    """One direction each way. ``down`` and ``up`` start a copy and return what waits for it; tensors of both sides must stay until then."""
+    """Copies between device and host. ``down`` and ``up`` start a copy and return what waits for it; both tensors must stay until then."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory to copy to and from, (nbytes,) uint8."""
+        """Return host memory to copy to and from, (nbytes,) uint8."""
         ...
 
     def begin(self) -> None:
-        """Copies that are started from now on see what the device has been given to do until now."""
+        """Order the copies that follow after the work that the device has been given until now."""
         ...
 
     def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        """From the device to the host."""
+        """Copy from the device to the host."""
         ...
 
     def up(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
-        """From the host to the device. What the device is given to do afterwards sees the result."""
+        """Copy from the host to the device. Work that the device is given afterwards sees the result."""
         ...
 
 
 class BlockingCopier:
-    """Copies at once: for a device that is the host, and for rehearsals."""
+    """Copies at once: for a device that is the host, and for dry runs."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is under way."""
 
     def down(self, source: torch.Tensor, into: torch.Tensor) -> Wait:
         into.copy_(source)
@@ -56,7 +64,7 @@ class BlockingCopier:
 
 
 class StreamCopier:
-    """A stream for each direction. ``pinned``: buffers that the device copies by itself; from others every copy holds the host up."""
+    """Copies on a stream for each direction. ``pinned``: the device copies its buffers by itself; copies of other buffers block the host."""
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device = device
@@ -90,7 +98,7 @@ class StreamCopier:
 
 
 def copier_for(device: torch.device, pinned: bool) -> HostCopier:
-    """The way between ``device`` and the host."""
+    """Return the copier between ``device`` and the host."""
     return StreamCopier(device, pinned=pinned) if device.type == "cuda" else BlockingCopier()
 
 
@@ -98,25 +106,14 @@ def _nothing() -> None:
     return None
 
 
-# Updates on the host for parameters on a device: gradients come down piece by piece, new values go up, and both pass through a few buffers.
-#
-#     buffer 0   gradient 0 down | update 0 on the CPU | values 0 up | gradient 2 down ...
-#     buffer 1        gradient 1 down    | wait        | update 1 on the CPU | values 1 up
-#                                                         time -->
-#
-# Traffic per step of a shard of n elements: a gradient down (2 or 4 bytes) and a parameter up (2 or 4 bytes). Host
-# memory: the buffers, never a second
-# copy of the model; masters and moments lie where the store behind keeps them.
-
-
 def master_to_host(group: ParamGroup) -> None:
-    """The group's master lives in the host's memory from now on, beside the shard on the device, also where the shard is as wide."""
-    group.master = group.master.detach().to("cpu", copy=True)
+    """Move the group's master to the host's memory, beside the shard on the device, also where the shard has the same dtype."""
+    group.replace_master(group.master.detach().to("cpu", copy=True))
 
 
 @dataclass
 class _Buffer:
-    """Room for one piece's gradient and its new values."""
+    """Host memory for one piece's gradient and its new values."""
 
     gradient: torch.Tensor
     out: torch.Tensor
@@ -124,47 +121,47 @@ class _Buffer:
 
 
 class StagingBuffers:
-    """The buffers, and which piece lies in which."""
+    """The buffers, and which piece is in which."""
 
-    def __init__(self, mover: HostCopier) -> None:
-        self.mover = mover
+    def __init__(self, copier: HostCopier) -> None:
+        self.copier = copier
         self.free: deque[_Buffer] = deque()
         self._of: dict[int, _Buffer] = {}
 
-    def furnish(self, pieces: Sequence[ShardPiece], count: int) -> None:
-        """``count`` buffers in which every one of ``pieces`` has room."""
+    def allocate(self, pieces: Sequence[ShardPiece], count: int) -> None:
+        """Add ``count`` buffers, each large enough for any of ``pieces``."""
         down = max((piece.numel * piece.grad_buffer.shard.element_size() for piece in pieces), default=0)
         up = max((piece.numel * piece.group.shard.element_size() for piece in pieces), default=0)
         for _ in range(count if pieces else 0):
-            self.free.append(_Buffer(self.mover.buffer(down), self.mover.buffer(up), _at_once))
+            self.free.append(_Buffer(self.copier.buffer(down), self.copier.buffer(up), _nothing))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [area for buffer in (*self.free, *self._of.values()) for area in (buffer.gradient, buffer.out)]
 
     def fetch(self, piece: StagedPiece) -> None:
-        """Starts to bring the piece's gradient down."""
+        """Start to copy the piece's gradient down."""
         self.free[0].wait()  # its last values have gone up
         buffer = self.free.popleft()
         self._of[id(piece)] = buffer
-        buffer.wait = self.mover.down(piece.gradient_on_device, self.gradient(piece))
+        buffer.wait = self.copier.down(piece.gradient_on_device, self.gradient(piece))
 
-    def arrived(self, piece: StagedPiece) -> None:
-        """Returns when the gradient is there."""
+    def wait_for(self, piece: StagedPiece) -> None:
+        """Wait until the piece's gradient is on the host."""
         self._of[id(piece)].wait()
 
     def send(self, piece: StagedPiece) -> None:
-        """Starts to bring the piece's new values up; its buffer is the next piece's."""
+        """Start to copy the piece's new values up, and free its buffer for the next piece."""
         out = self.out(piece)
         buffer = self._of.pop(id(piece))
-        buffer.wait = self.mover.up(out, piece.values_on_device)
+        buffer.wait = self.copier.up(out, piece.values_on_device)
         self.free.append(buffer)
 
     def clear(self) -> None:
-        """All buffers are free, also where a step was broken off."""
+        """Free all buffers, also those of a step that was broken off."""
         for buffer in self._of.values():
             buffer.wait()
-            buffer.wait = _at_once
+            buffer.wait = _nothing
             self.free.append(buffer)
         self._of.clear()
 
@@ -177,18 +174,18 @@ class StagingBuffers:
 
 @dataclass(frozen=True)
 class StagedPiece(ShardPiece):
-    """A piece whose weight is on the host and whose group is on a device; gradient and new values are in the desk's buffers during its update."""
+    """A piece whose weight is on the host and whose group is on a device; gradient and new values are in staging buffers during its update."""
 
-    desk: StagingBuffers
+    staging: StagingBuffers
 
     @property
     def reduced(self) -> torch.Tensor:
-        return self.desk.gradient(self)
+        return self.staging.gradient(self)
 
     @property
     def rounded(self) -> torch.Tensor | None:
         """None where nothing is rounded: updates make copies of 16 bits only."""
-        return None if self.group.shard.dtype == self.weight.dtype else self.desk.out(self)
+        return None if self.group.shard.dtype == self.weight.dtype else self.staging.out(self)
 
     @property
     def gradient_on_device(self) -> torch.Tensor:
@@ -200,24 +197,24 @@ class StagedPiece(ShardPiece):
 
 
 class StagedStore:
-    """The :class:`StateStore` of staged ``pieces``. ``behind`` keeps masters and state: host memory, or a store of its own in the same order."""
+    """The :class:`StateStore` of staged ``pieces``. ``behind`` keeps masters and state, in the same order; None: host memory."""
 
     def __init__(
-        self, pieces: Sequence[StagedPiece], desk: StagingBuffers, behind: StateStore | None, *, buffers: int
+        self, pieces: Sequence[StagedPiece], staging: StagingBuffers, behind: StateStore | None, *, buffers: int
     ) -> None:
         self._pieces = list(pieces)
-        self._desk = desk
+        self._staging = staging
         self.behind = behind if behind is not None else DeviceStore(self._pieces)
         self._in_memory = behind is None
         self._coming: deque[StagedPiece] = deque()
-        desk.furnish(self._pieces, buffers)
+        staging.allocate(self._pieces, buffers)
 
     def expect(self) -> None:
         self.behind.expect()
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
-        self._desk.clear()
-        self._desk.mover.begin()
+        self._staging.clear()
+        self._staging.copier.begin()
         self._coming = deque(self._pieces)
         if self._in_memory:
             yield from ([piece] for piece in self._pieces)
@@ -225,23 +222,23 @@ class StagedStore:
             yield from self.behind.batches()
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """The batch's gradients are on the host when this returns, and its weights and state wherever the update runs."""
-        while self._coming and self._desk.free:
-            self._desk.fetch(self._coming.popleft())
+        """Bring the batch's gradients to the host, and its weights and state to where the update runs."""
+        while self._coming and self._staging.free:
+            self._staging.fetch(self._coming.popleft())
         self.behind.borrow(batch)
         for piece in batch:
             if isinstance(piece, StagedPiece):
-                self._desk.arrived(piece)
+                self._staging.wait_for(piece)
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """The new values are on their way to the device, which waits for them."""
+        """Start to copy the new values to the device, which waits for them."""
         staged = [piece for piece in batch if isinstance(piece, StagedPiece)]
         for piece in staged:
             if not rounded or piece.rounded is None:
-                self._desk.out(piece).copy_(piece.weight.detach())
+                self._staging.out(piece).copy_(piece.weight.detach())
         self.behind.give_back(batch, True)
         for piece in staged:
-            self._desk.send(piece)
+            self._staging.send(piece)
         return True
 
     def lent(self) -> AbstractContextManager[None]:
@@ -251,27 +248,23 @@ class StagedStore:
         return self.behind.zeros(piece, kind)
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
-        """None: what is counted is the device's memory."""
+        """Return 0: only the device's memory is counted."""
         return 0
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """None on the device."""
+        """No buffers on the device."""
         return ()
 
     def close(self) -> None:
-        self._desk.clear()
+        self._staging.clear()
         self.behind.close()
 
     @property
     def host_buffers(self) -> Sequence[torch.Tensor]:
-        """The desk's, and those of the store behind."""
-        return [*self._desk.buffers, *self.behind.buffers]
+        """The staging buffers, and those of the store behind."""
+        return [*self._staging.buffers, *self.behind.buffers]
 
 
 def _view(area: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return area[: numel * dtype.itemsize].view(dtype)
-
-
-def _at_once() -> None:
-    return None

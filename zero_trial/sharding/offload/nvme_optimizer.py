@@ -1,4 +1,18 @@
-"""Which state an optimizer will keep with one value per element, found out by a step of its twin on a parameter of a few zeros."""
+"""Masters and optimizer state in a file between updates: pieces go through a ring of buffers, read ahead of the update, written behind it.
+
+    backward   read piece 0, 1, 2
+    buffer 0   update 0 | write 0        | read piece 3 ...
+    buffer 1             update 1 | write 1
+    buffer 2                       update 2 | write 2
+                                          time -->
+
+Traffic per step of a rank with n elements: what is in the file, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters
+(master and two moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step reads masters only: there are
+no moments yet. Where parameters are in a file, too (:mod:`zero_trial.sharding.offload.nvme_params`), an update writes 2 n more bytes of
+16-bit ones, or reads and writes 4 n of fp32 ones.
+
+Memory: the ring, at most a quarter of what is in the file (:func:`zero_trial.sharding.offload.swap_file.buffer_elements`).
+"""
 
 from __future__ import annotations
 
@@ -21,12 +35,11 @@ from zero_trial.sharding.optimizer import ShardPiece
 from zero_trial.sharding.param_group import ParamGroup, absent, give_freed_memory_back, is_absent
 
 _PROBE = 96  # elements: no count or factor of a state is so long
-
-
 _OWN = ("step", "zero_grad")  # schedulers put wrappers of these on the object, which would step the real one
-
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+MASTER = "master"
+ROUNDED = "rounded"  # the 16-bit copy: an update writes it and never reads it
 
 
 @dataclass(frozen=True)
@@ -38,9 +51,10 @@ class StateColumn:
 
 
 def state_columns(base: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> list[StateColumn]:
-    """The columns of all groups of ``base`` for weights in ``dtype``, in the order in which it makes them; ``base`` stays as it is.
+    """Find the columns of all groups of an elementwise optimizer for weights in ``dtype``, in the order in which it makes them.
 
-    It must be elementwise. The step is a real one also where a rehearsal imagines its tensors: optimizers read their counts of steps.
+    A twin of ``base`` makes one step on a few zeros; ``base`` stays as it is. The step is a real one also in a dry run on fake
+    tensors, since optimizers read their counts of steps.
     """
     with _disable_current_modes():
         return _columns_of_twin(base, dtype)
@@ -68,34 +82,40 @@ def _columns_of_twin(base: torch.optim.Optimizer, dtype: torch.dtype) -> list[St
     return [StateColumn(kind, dtype) for kind, dtype in found.items()]
 
 
-# Takes each group's master away as soon as the group is built, so that the masters of a model are never in memory together.
-
-
 class MasterSwap:
-    """Masters on a ``shelf``, and which groups have their optimizer state there too: those whose shards have ``budget`` elements together (None:
-    all). A group goes as a whole, so that what stays may be more than was asked for, never less."""
+    """Moves masters into ``space``, and decides whose optimizer state is kept there, too.
 
-    def __init__(self, shelf: SwapSpace, budget: int | None = None) -> None:
-        self.shelf = shelf
-        self.offsets: dict[int, int] = {}  # by id of the group
+    Args:
+        space: the file.
+        budget: elements whose state goes to the file; None for all. A group goes as a whole, so more than was asked for may stay
+            in memory, never less.
+    """
+
+    def __init__(self, space: SwapSpace, budget: int | None = None) -> None:
+        self.space = space
+        self.offsets: dict[int, int] = {}  # bytes, by id of the group
         self._budget = budget
         self._chosen: set[int] = set()
 
-    def take(self, group: ParamGroup) -> None:
-        """The group's master goes to the file, and reads as NaN. Groups without one of their own (fp32, frozen) stay as they are."""
+    def swap_out(self, group: ParamGroup) -> None:
+        """Write the group's master to the file; it reads as NaN afterwards. Groups without one of their own (fp32, frozen) stay.
+
+        It is called as soon as a group is built, so that the masters of a model are never in memory together.
+        """
         if not self._chooses(group):
             return
         self._chosen.add(id(group))
         master = group.master
         if master is group.shard:
             return
-        offset = self.offsets[id(group)] = self.shelf.reserve(master.numel() * master.element_size())
-        self.shelf.write(offset, master).wait()
-        group.master = absent(master.shape, master.dtype, master.device)
+        offset = self.offsets[id(group)] = self.space.reserve(master.numel() * master.element_size())
+        self.space.write(offset, master).wait()
+        group.replace_master(absent(master.shape, master.dtype, master.device))
         del master
         give_freed_memory_back()
 
     def keeps_state_of(self, group: ParamGroup) -> bool:
+        """Return whether the group's optimizer state lives in the file."""
         return id(group) in self._chosen
 
     def _chooses(self, group: ParamGroup) -> bool:
@@ -109,60 +129,51 @@ class MasterSwap:
         return True
 
 
-# Where an update's new 16-bit values lie until they are on their way to a file.
-
-
 class RoundedBuffers:
-    """Room for the new values of each piece that is being updated."""
+    """Where the new 16-bit values of each piece are while it is updated, until they are on their way to a file."""
 
     def __init__(self) -> None:
         self._of: dict[int, torch.Tensor] = {}
 
-    def open(self, piece: ShardPiece, room: torch.Tensor) -> None:
-        """``room`` (numel,) takes the piece's new values from now on."""
-        self._of[id(piece)] = room
+    def assign(self, piece: ShardPiece, buffer: torch.Tensor) -> None:
+        """Let ``buffer`` (numel,) take the piece's new values from now on."""
+        self._of[id(piece)] = buffer
 
-    def take(self, piece: ShardPiece) -> torch.Tensor:
-        """The room, which is the piece's no more."""
+    def release(self, piece: ShardPiece) -> torch.Tensor:
+        """Return the piece's buffer and forget it."""
         return self._of.pop(id(piece))
 
     def clear(self) -> None:
-        """Of a step that was broken off."""
+        """Forget the buffers of a step that was broken off."""
         self._of.clear()
 
-    def room(self, piece: ShardPiece) -> torch.Tensor | None:
-        """None for a piece whose values are not rounded, or that is not being updated."""
+    def of(self, piece: ShardPiece) -> torch.Tensor | None:
+        """Return the piece's buffer; None where its values are not rounded, or it is not being updated."""
         return self._of.get(id(piece))
 
 
 @dataclass(frozen=True)
 class SwappedPiece(ShardPiece):
-    """A piece of a group whose shard may lie in a file; then new values go to the outbox."""
+    """A piece of a group whose shard may be in a file; then its new values go to ``rounded_buffers``."""
 
-    outbox: RoundedBuffers
+    rounded_buffers: RoundedBuffers
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        """In the outbox during the piece's update, or in the shard, where that is in memory."""
-        return super().rounded if self.group.offloaded is None else self.outbox.room(self)
-
-
-# Where each piece's part of each column is: in a file, and in whichever buffer the piece is in.
-
-
-MASTER = "master"
-
-
-ROUNDED = "rounded"  # the 16-bit copy: an update writes it and never reads it
+        """The buffer for new 16-bit values during the piece's update, or the shard, where that is in memory."""
+        return super().rounded if self.group.offloaded is None else self.rounded_buffers.of(self)
 
 
 @dataclass(frozen=True)
 class SwapSlot:
-    """``numel`` elements of one column."""
+    """Where ``numel`` elements of one column are: in a file, and in whichever buffer their piece is in.
 
-    shelf: SwapSpace
-    offset: int  # bytes, in the file
-    start: int  # bytes, in the buffer; the same remainder by BLOCK as in the file
+    ``offset`` (in the file) and ``start`` (in the buffer) are bytes, with the same remainder by BLOCK.
+    """
+
+    space: SwapSpace
+    offset: int
+    start: int
     dtype: torch.dtype
     numel: int
 
@@ -176,7 +187,7 @@ class SwapSlot:
         return area[start : start + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
-# Where a column of a group's shard begins: which file, at which byte, and how wide it is.
+# Where a column of a group's shard begins: which file, at which byte, and its dtype.
 Region = tuple[SwapSpace, int, torch.dtype]
 
 
@@ -186,53 +197,32 @@ def regions_of(
     masters: MasterSwap | None,
     shards: ParamSwapper | None,
 ) -> dict[str, Region]:
-    """Everything of the group's that lies in a file, by kind; room for its state is reserved.
+    """Return all of the group that is in a file, by kind, and reserve room for its state.
 
     A shard that is its own master is the column MASTER; else MASTER and ROUNDED are two, in whatever file each is.
     """
     found: dict[str, Region] = {}
-    wide = group.master.dtype
-    home = shards.offset_of(group) if shards is not None else None
+    master_dtype = group.master.dtype
     if masters is not None and id(group) in masters.offsets:
-        found[MASTER] = masters.shelf, masters.offsets[id(group)], wide
-    if shards is not None and home is not None:
+        found[MASTER] = masters.space, masters.offsets[id(group)], master_dtype
+    if shards is not None and (offset := shards.offset_of(group)) is not None:
         kind = MASTER if group.master is group.shard else ROUNDED
-        found[kind] = shards.shelf, home, group.dtype
+        found[kind] = shards.space, offset, group.dtype
     if masters is not None and masters.keeps_state_of(group):
-        for column in columns.get(wide, ()):
-            offset = masters.shelf.reserve(group.layout.shard_numel * column.dtype.itemsize)
-            found[column.kind] = masters.shelf, offset, column.dtype
+        for column in columns.get(master_dtype, ()):
+            offset = masters.space.reserve(group.layout.shard_numel * column.dtype.itemsize)
+            found[column.kind] = masters.space, offset, column.dtype
     return found
 
 
-def places_of(piece: ShardPiece, regions: Mapping[str, Region], slot_numel: int) -> tuple[dict[str, SwapSlot], int]:
-    """The piece's places by kind, and the bytes of a buffer for pieces of ``slot_numel`` elements at most."""
-    places, start = {}, 0
-    for kind, (shelf, begin, dtype) in regions.items():
+def slots_of(piece: ShardPiece, regions: Mapping[str, Region], buffer_numel: int) -> tuple[dict[str, SwapSlot], int]:
+    """Return the piece's slots by kind, and the bytes of a buffer for pieces of ``buffer_numel`` elements at most."""
+    slots, start = {}, 0
+    for kind, (space, begin, dtype) in regions.items():
         offset = begin + piece.low * dtype.itemsize
-        places[kind] = SwapSlot(shelf, offset, start + offset % BLOCK, dtype, piece.numel)
-        start += room_for(slot_numel, dtype)
-    return places, start
-
-
-def room_for(numel: int, dtype: torch.dtype) -> int:
-    """Bytes for that many elements, wherever in a block they begin."""
-    return round_up(numel * dtype.itemsize, BLOCK) + BLOCK
-
-
-# Masters and moments in a file between updates: pieces go through a ring of buffers, read ahead of the update and written behind it.
-#
-#     backward   read piece 0, 1, 2
-#     buffer 0   update 0 | write 0        | read piece 3 ...
-#     buffer 1             update 1 | write 1
-#     buffer 2                       update 2 | write 2
-#                                           time -->
-#
-# Traffic per step of a rank with n elements: what is spilled, once in each direction; for Adam 2 x 12 n bytes with 16-bit parameters (master and two
-# moments), 2 x 8 n with fp32 parameters, which are their own masters and stay. The first step reads masters only: there are no moments yet.
-# Where parameters are in a file, too (:mod:`zero_trial.sharding.offload.nvme_params`), an update writes 2 n more
-# bytes of 16-bit ones, or reads and writes 4 n
-# of fp32 ones. Memory: the ring, which is at most a quarter of what is spilled (:func:`zero_trial.sharding.offload.swap_file.slot_elements`).
+        slots[kind] = SwapSlot(space, offset, start + offset % BLOCK, dtype, piece.numel)
+        start += round_up(buffer_numel * dtype.itemsize, BLOCK) + BLOCK  # wherever in a block they begin
+    return slots, start
 
 
 @dataclass
@@ -240,16 +230,23 @@ class _Loaded:
     """A piece whose tensors are in a buffer, or on the way there."""
 
     piece: ShardPiece
-    slot: torch.Tensor
-    tickets: list[DiskTransfer] = field(default_factory=list)
+    buffer: torch.Tensor
+    transfers: list[DiskTransfer] = field(default_factory=list)
 
 
 class SwappedStore:
-    """The :class:`StateStore` of pieces whose masters (those on ``masters``) and state ``columns`` (by the weight's dtype) live on its shelf,
-    and whose parameters, where they are on ``shards``, live on theirs; new 16-bit values leave through ``outbox``.
+    """The :class:`StateStore` of pieces whose masters and state are in a file, and their parameters where those are swapped, too.
 
     Pieces go one by one, in their order, in every step. Between steps their tensors keep shape and dtype and read as NaN; inside
-    :meth:`lent` they are whole. State that is in no column stays in memory. One of ``masters`` and ``shards`` must be there.
+    :meth:`lent` they can be read and written. State that is in no column stays in memory.
+
+    Args:
+        masters, shards: what moved masters and parameters away; at least one of them.
+        state: the optimizer's, by weight.
+        columns: of the optimizer, by the weight's dtype.
+        buffer_numel: elements of a piece at most.
+        buffer_count: buffers in the ring.
+        rounded_buffers: where the new 16-bit values of swapped parameters are until they are written.
     """
 
     def __init__(
@@ -259,54 +256,59 @@ class SwappedStore:
         state: Mapping[torch.Tensor, dict[str, Any]],
         columns: Mapping[torch.dtype, Sequence[StateColumn]],
         *,
-        slot_numel: int,
-        slots: int,
+        buffer_numel: int,
+        buffer_count: int,
         shards: ParamSwapper | None = None,
-        outbox: RoundedBuffers | None = None,
+        rounded_buffers: RoundedBuffers | None = None,
     ) -> None:
+        space = masters.space if masters is not None else shards.space if shards is not None else None
+        if space is None:
+            raise StorageError("there is no file for offloaded state", where="SwappedStore")
         self._masters = masters
         self._shards = shards
-        self._outbox = outbox if outbox is not None else RoundedBuffers()
-        self._trouble = shards.trouble if shards is not None else DiskFailure()
+        self._rounded_buffers = rounded_buffers if rounded_buffers is not None else RoundedBuffers()
+        self._failure = shards.failure if shards is not None else DiskFailure()
         self._pieces = list(pieces)
         self._state = state
         self._groups = list({id(piece.group): piece.group for piece in pieces}.values())
         regions = {id(group): regions_of(group, columns, masters, shards) for group in self._groups}
-        found = {id(piece): places_of(piece, regions[id(piece.group)], slot_numel) for piece in self._pieces}
-        self._outs = {key: out for key, (places, _) in found.items() if (out := places.pop(ROUNDED, None)) is not None}
-        self._places = {key: places for key, (places, _) in found.items()}
+        found = {id(piece): slots_of(piece, regions[id(piece.group)], buffer_numel) for piece in self._pieces}
+        self._rounded = {
+            key: slot for key, (slots, _) in found.items() if (slot := slots.pop(ROUNDED, None)) is not None
+        }
+        self._slots = {key: slots for key, (slots, _) in found.items()}
         self._written: dict[int, list[DiskTransfer]] = {}  # by id of the piece: its writes that may be under way
         # (id of the piece, kind) that the file holds
-        self._stored = {(key, MASTER) for key, places in self._places.items() if MASTER in places}
+        self._stored = {(key, MASTER) for key, slots in self._slots.items() if MASTER in slots}
         size = max((size for _, size in found.values()), default=0)
-        self._free = deque(self._some_shelf.buffer(size) for _ in range(slots))
+        self._free = deque(space.buffer(size) for _ in range(buffer_count))
         self._loaded: deque[_Loaded] = deque()
         self._writing: deque[tuple[torch.Tensor, list[DiskTransfer]]] = deque()
         self._coming: deque[ShardPiece] = deque()
         self._expected = False  # what is loaded is for the step that comes
         self._under_way = False  # a step has begun, and has not ended
         self._area: torch.Tensor | None = None
-        self._opening = MappedAccess(
-            masters.shelf.mapped if masters is not None else nullcontext,
-            self._trouble,
+        self._access = MappedAccess(
+            masters.space.mapped if masters is not None else nullcontext,
+            self._failure,
             self._drain,
-            self._lay_open,
-            self._put_away,
+            self._map,
+            self._unmap,
         )
-        self.buffer_bytes = sum(slot.numel() for slot in self._free)
+        self.buffer_bytes = sum(buffer.numel() for buffer in self._free)
         for group in self._groups:
             if MASTER in regions[id(group)] or ROUNDED in regions[id(group)]:
-                group.materialized = self.lent
+                group.set_materialized(self.lent)
         with self.lent():  # an optimizer that makes its state when it is built
             pass
 
     @property
-    def shelf(self) -> SwapSpace | None:
-        """That of masters and state; None where only parameters are in a file."""
-        return self._masters.shelf if self._masters is not None else None
+    def space(self) -> SwapSpace | None:
+        """The file of masters and state; None where only parameters are in a file."""
+        return self._masters.space if self._masters is not None else None
 
     @property
-    def staying(self) -> int:
+    def resident_elements(self) -> int:
         """Elements whose optimizer state is in memory."""
         masters = self._masters
         return sum(piece.numel for piece in self._pieces if masters is None or not masters.keeps_state_of(piece.group))
@@ -314,29 +316,21 @@ class SwappedStore:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The ring, between steps."""
-        return [*self._free, *(left.slot for left in self._loaded), *(slot for slot, _ in self._writing)]
-
-    @property
-    def _some_shelf(self) -> SwapSpace:
-        if self._masters is not None:
-            return self._masters.shelf
-        if self._shards is not None:
-            return self._shards.shelf
-        raise StorageError("there is no file for offloaded state", where="SpillStore")
+        return [*self._free, *(left.buffer for left in self._loaded), *(buffer for buffer, _ in self._writing)]
 
     # --- one step -------------------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """A step is coming: reads what it needs first, into the buffers that there are. A step that is skipped leaves that to the next one."""
+        """Read what the coming step needs first, into the buffers that there are. After a skipped step it is still there for the next."""
         if self._under_way:  # it was broken off
             self._drain()
-        if not self._expected and self._trouble.first is None:
+        if not self._expected and self._failure.first is None:
             self._expected = True
             self._coming = deque(self._pieces)
             self._read_ahead()
 
     def batches(self) -> Iterator[Sequence[ShardPiece]]:
-        self._trouble.require_none()
+        self._failure.require_none()
         if self._under_way:
             self._drain()
         if not self._expected:
@@ -347,140 +341,147 @@ class SwappedStore:
         self._under_way = False
 
     def borrow(self, batch: Sequence[ShardPiece]) -> None:
-        """The batch's tensors are in a buffer when this returns; the next ones are on their way. Raises StorageError."""
+        """Bring the batch's tensors into a buffer and start to read the next ones. Raises StorageError."""
         self._read_ahead()
         now = self._loaded[0]
-        self._trouble.wait(now.tickets)
-        for kind, place in self._places[id(now.piece)].items():
+        self._failure.wait(now.transfers)
+        for kind, slot in self._slots[id(now.piece)].items():
             if self._keeps(now.piece, kind):
-                self._tensor(now.piece, kind).data = place.of_buffer(now.slot)
-        if (out := self._outs.get(id(now.piece))) is not None:
-            self._outbox.open(now.piece, out.of_buffer(now.slot))
+                self._tensor(now.piece, kind).data = slot.of_buffer(now.buffer)
+        if (rounded := self._rounded.get(id(now.piece))) is not None:
+            self._rounded_buffers.assign(now.piece, rounded.of_buffer(now.buffer))
 
     def give_back(self, batch: Sequence[ShardPiece], rounded: bool) -> bool:
-        """Starts to write what the update changed; whether the 16-bit copies are up to date now."""
+        """Start to write what the update changed; return whether the 16-bit copies are up to date now."""
         now = self._loaded.popleft()
         piece = now.piece
         if not rounded and piece.rounded is not None:
             piece.rounded.copy_(piece.weight.detach())  # later the master is away
             rounded = True
-        kinds = [kind for kind in self._places[id(piece)] if self._has(piece, kind)]
+        kinds = [kind for kind in self._slots[id(piece)] if self._has(piece, kind)]
         is_new = any((id(piece), kind) not in self._stored for kind in kinds)
-        tickets, of_shard = [], []
+        transfers, of_shard = [], []
         for kind in kinds:
-            place = self._places[id(piece)][kind]
-            tickets.append(place.shelf.write(place.offset, self._put(piece, kind, place.of_buffer(now.slot))))
+            slot = self._slots[id(piece)][kind]
+            transfers.append(slot.space.write(slot.offset, self._put(piece, kind, slot.of_buffer(now.buffer))))
             if kind == MASTER and piece.group.master is piece.group.shard:
-                of_shard.append(tickets[-1])
-        if (out := self._outs.get(id(piece))) is not None:
-            tickets.append(out.shelf.write(out.offset, self._outbox.take(piece)))
-            of_shard.append(tickets[-1])
+                of_shard.append(transfers[-1])
+        if (slot_of_rounded := self._rounded.get(id(piece))) is not None:
+            source = self._rounded_buffers.release(piece)
+            transfers.append(slot_of_rounded.space.write(slot_of_rounded.offset, source))
+            of_shard.append(transfers[-1])
         if self._shards is not None and of_shard:
-            self._shards.wrote(piece.group, of_shard)
+            self._shards.add_writes(piece.group, of_shard)
         if is_new:  # the optimizer made its state outside of the buffer, in memory that has just been freed
             give_freed_memory_back()
-        self._written[id(piece)] = tickets
-        self._writing.append((now.slot, tickets))
+        self._written[id(piece)] = transfers
+        self._writing.append((now.buffer, transfers))
         return rounded
 
     def _read_ahead(self) -> None:
-        """Reads as many pieces as there are free buffers; waits for a buffer that is being written only if nothing else is left."""
+        """Read as many pieces as there are free buffers; wait for a buffer that is being written only if nothing else is left."""
         while self._coming:
             if not self._free and self._writing and (not self._loaded or _done(self._writing[0][1])):
-                self._trouble.wait(self._writing[0][1])  # which may be interrupted
+                self._failure.wait(self._writing[0][1])  # which may be interrupted
                 self._free.append(self._writing.popleft()[0])
             if not self._free:
                 return
             # What the step before wrote must be there before it is read.
-            self._trouble.wait(self._written.get(id(self._coming[0]), []))
+            self._failure.wait(self._written.get(id(self._coming[0]), []))
             self._read(self._coming.popleft(), self._free.popleft())
 
-    def _read(self, piece: ShardPiece, slot: torch.Tensor) -> None:
+    def _read(self, piece: ShardPiece, buffer: torch.Tensor) -> None:
         self._written.pop(id(piece), None)
-        loaded = _Loaded(piece, slot)
-        for kind, place in self._places[id(piece)].items():
+        loaded = _Loaded(piece, buffer)
+        for kind, slot in self._slots[id(piece)].items():
             if self._keeps(piece, kind):
-                loaded.tickets.append(place.shelf.read(place.offset, place.of_buffer(slot)))
+                loaded.transfers.append(slot.space.read(slot.offset, slot.of_buffer(buffer)))
         self._loaded.append(loaded)
 
     def wait(self) -> None:
-        """Returns when all that was given back is on the disk; nothing needs that but a clock."""
-        for _, tickets in self._writing:
-            self._trouble.wait(tickets)
+        """Return when all that was given back is on the disk. Only a measurement needs it."""
+        for _, transfers in self._writing:
+            self._failure.wait(transfers)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, all masters and all state are whole, and parameters that are in a file; to read and to write, in pages that the kernel may
-        drop. May be nested. Raises StorageError, also if the disk has failed before."""
-        if not self._opening.is_open:
-            self._trouble.require_none()
-            self._drain()  # before the shards open, which waits for their writes only
-        with self._shards.lent() if self._shards is not None else nullcontext(), self._opening():
+        """Make all masters, all state and swapped parameters readable and writable inside the block, in pages that the kernel may drop.
+
+        May be nested. Raises StorageError, also if the disk has failed before.
+        """
+        if not self._access.is_open:
+            self._failure.require_none()
+            self._drain()  # before the shards are mapped, which waits for their writes only
+        with self._shards.lent() if self._shards is not None else nullcontext(), self._access():
             yield
 
     def zeros(self, piece: ShardPiece, kind: str) -> torch.Tensor | None:
-        """State of zeros for a piece, where it will be kept; None if there is no such column. Only inside :meth:`lent`."""
-        place = self._places[id(piece)].get(kind)
-        return None if place is None else self._in_file(place).zero_()
+        """Return state of zeros for a piece, where it will be kept; None if there is no such column. Only inside :meth:`lent`."""
+        slot = self._slots[id(piece)].get(kind)
+        return None if slot is None else self._in_file(slot).zero_()
 
     def resident_bytes(self, value: torch.Tensor, kind: str) -> int:
-        """Bytes of memory that a state tensor takes between steps."""
+        """Return the bytes of memory that a state tensor takes between steps."""
         return 0 if is_absent(value) else value.numel() * value.element_size()
 
     def close(self) -> None:
-        """Waits for what is under way and gives the disk's space back; masters and state read as NaN from now on."""
+        """Wait for what is under way and give the disk's space back; masters and state read as NaN from now on."""
         try:
             self._drain()
         except StorageError:
-            pass  # nobody needs any more what did not get there
+            pass  # what was not written is not needed any more
         finally:
             for keeper in (self._masters, self._shards):
                 if keeper is not None:
-                    keeper.shelf.close()
+                    keeper.space.close()
 
     def _drain(self) -> None:
-        """Nothing is under way afterwards, and all buffers are free."""
+        """Wait until nothing is under way and all buffers are free."""
         self._coming.clear()
         self._expected = self._under_way = False
-        under_way = [(left.slot, left.tickets) for left in self._loaded]  # read ahead, or of a step that was broken off
+        under_way = [
+            (left.buffer, left.transfers) for left in self._loaded
+        ]  # read ahead, or of a step that was broken off
         under_way += self._writing
-        self._trouble.wait([ticket for _, tickets in under_way for ticket in tickets])
-        self._free.extend(slot for slot, _ in under_way)
+        self._failure.wait([transfer for _, transfers in under_way for transfer in transfers])
+        self._free.extend(buffer for buffer, _ in under_way)
         self._loaded.clear()
         self._writing.clear()
         self._written.clear()
-        self._outbox.clear()
+        self._rounded_buffers.clear()
 
-    def _in_file(self, place: SwapSlot) -> torch.Tensor:
+    def _in_file(self, slot: SwapSlot) -> torch.Tensor:
         shards = self._shards
-        area = shards.area if shards is not None and place.shelf is shards.shelf else self._area
+        area = shards.area if shards is not None and slot.space is shards.space else self._area
         if area is None:
-            raise StorageError("offloaded state is not at hand", where="SpillStore", expected="inside lent()")
-        return place.of_file(area)
+            raise StorageError(
+                "offloaded state is not mapped into memory", where="SwappedStore", expected="inside lent()"
+            )
+        return slot.of_file(area)
 
-    def _lay_open(self, area: torch.Tensor | None) -> None:
+    def _map(self, area: torch.Tensor | None) -> None:
         self._area = area
         for group in self._groups:
             if self._masters is not None and area is not None and id(group) in self._masters.offsets:
                 start, dtype = self._masters.offsets[id(group)], group.master.dtype
-                group.master = area[start : start + dtype.itemsize * group.layout.shard_numel].view(dtype)
+                group.replace_master(area[start : start + dtype.itemsize * group.layout.shard_numel].view(dtype))
         for piece in self._pieces:
-            for kind, place in self._places[id(piece)].items():
+            for kind, slot in self._slots[id(piece)].items():
                 if self._keeps(piece, kind):
-                    self._tensor(piece, kind).data = self._in_file(place)
+                    self._tensor(piece, kind).data = self._in_file(slot)
 
-    def _put_away(self, area: torch.Tensor | None) -> None:
-        """State may have been made, replaced or forgotten since it was laid open."""
+    def _unmap(self, area: torch.Tensor | None) -> None:
+        """Put everything back; state may have been made, replaced or cleared since it was mapped."""
         self._stored.clear()
         for piece in self._pieces:
-            for kind, place in self._places[id(piece)].items():
+            for kind, slot in self._slots[id(piece)].items():
                 if self._has(piece, kind):
-                    self._put(piece, kind, self._in_file(place))
+                    self._put(piece, kind, self._in_file(slot))
         for group in self._groups:
             if self._masters is not None and id(group) in self._masters.offsets:
-                group.master = absent((group.layout.shard_numel,), group.master.dtype, group.master.device)
+                group.replace_master(absent((group.layout.shard_numel,), group.master.dtype, group.master.device))
         self._area = None
 
     # --- one tensor -----------------------------------------------------------------------------------------------
@@ -490,7 +491,7 @@ class SwappedStore:
         return tensor
 
     def _keeps(self, piece: ShardPiece, kind: str) -> bool:
-        """Whether the file holds it, and somebody still wants it: state may be cleared between steps."""
+        """Return whether the file holds it and it is still wanted: state may be cleared between steps."""
         return (id(piece), kind) in self._stored and self._has(piece, kind)
 
     def _has(self, piece: ShardPiece, kind: str) -> bool:
@@ -500,28 +501,28 @@ class SwappedStore:
         return (
             torch.is_tensor(value)
             and value.shape == piece.weight.shape
-            and value.dtype == self._places[id(piece)][kind].dtype
+            and value.dtype == self._slots[id(piece)][kind].dtype
         )
 
-    def _put(self, piece: ShardPiece, kind: str, place: torch.Tensor) -> torch.Tensor:
-        """The tensor's values are in ``place``, and it holds nothing itself any more. Returns ``place``."""
+    def _put(self, piece: ShardPiece, kind: str, target: torch.Tensor) -> torch.Tensor:
+        """Copy the tensor's values into ``target``, unless they are there, free the tensor's own memory, and return ``target``."""
         tensor = self._tensor(piece, kind)
         held = tensor.detach()
-        if not _same_memory(held, place):
-            place.copy_(held)
-        tensor.data = self._nothing(tuple(held.shape), held.dtype, held.device)
+        if not _same_memory(held, target):
+            target.copy_(held)
+        tensor.data = self._absent(tuple(held.shape), held.dtype, held.device)
         self._stored.add((id(piece), kind))
-        return place
+        return target
 
     @functools.cached_property
-    def _nothing(self) -> Any:
+    def _absent(self) -> Any:
         return functools.cache(absent)
 
 
-def _done(tickets: Sequence[DiskTransfer]) -> bool:
-    return all(ticket.done() for ticket in tickets)
+def _done(transfers: Sequence[DiskTransfer]) -> bool:
+    return all(transfer.done() for transfer in transfers)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compared by storage, because imagined tensors have no addresses."""
+    """Compare by storage, because fake tensors have no addresses."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()

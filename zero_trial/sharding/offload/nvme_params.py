@@ -25,7 +25,7 @@ from zero_trial.sharding.offload.swap_file import (
     DiskTransfer,
     MappedAccess,
     SwapSpace,
-    slot_elements,
+    buffer_elements,
 )
 from zero_trial.sharding.param_group import ParamGroup, absent, give_freed_memory_back
 from zero_trial.sharding.plan import Lifetime
@@ -38,34 +38,34 @@ class _Part:
     low: int
     high: int
     buffer: torch.Tensor
-    ticket: DiskTransfer | None = None  # None before it is read, and where it is to be read again
+    transfer: DiskTransfer | None = None  # None before it is read, and where it is to be read again
 
 
 @dataclass(eq=False)
 class SwappedShard:
     """One group's shard in the file, from ``offset`` bytes on. See :class:`zero_trial.sharding.param_group.OffloadedShard`."""
 
-    shelf: ParamSwapper
+    swapper: ParamSwapper
     group: ParamGroup
     offset: int
     parts: deque[_Part] = field(default_factory=deque)  # that are read ahead
     written: list[DiskTransfer] = field(default_factory=list)  # writes that may be under way
 
     def expect(self) -> bool:
-        return self.shelf.expect(self)
+        return self.swapper.expect(self)
 
     def fetch(self, into: torch.Tensor) -> None:
-        self.shelf.fetch(self, into)
+        self.swapper.fetch(self, into)
 
     def forget(self) -> None:
-        self.shelf.forget(self)
+        self.swapper.forget(self)
 
     def close(self) -> None:
-        self.shelf.close()
+        self.swapper.close()
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        return self.shelf.buffers
+        return self.swapper.buffers
 
     @property
     def numel(self) -> int:
@@ -75,26 +75,22 @@ class SwappedShard:
     def itemsize(self) -> int:
         return self.group.dtype.itemsize
 
-    def put(self, values: torch.Tensor) -> None:
-        """The group's shard is ``values``, and so is its master where that is the same."""
-        if self.group.master is self.group.shard:
-            self.group.master = values
-        self.group.shard = values
-
-    def put_away(self) -> None:
-        self.put(absent((self.numel,), self.group.dtype, self.group.shard.device))
-
 
 class ParamSwapper:
-    """The shards of a rank's groups on ``shelf``, but for ``keep`` elements that stay in memory.
+    """Keeps the shards of a rank's groups in a file.
 
-    ``count`` buffers of at most ``most`` elements, and none larger than the largest shard; together at most a quarter of what is in the file.
     Uses must come in the same order on all ranks of a group's axis.
+
+    Args:
+        space: the file.
+        most: elements of a buffer at most; none is larger than the largest shard.
+        count: buffers; together they hold at most a quarter of what is in the file.
+        keep: elements that stay in memory.
     """
 
-    def __init__(self, shelf: SwapSpace, *, most: int, count: int, keep: int = 0) -> None:
-        self.shelf = shelf
-        self.trouble = DiskFailure()
+    def __init__(self, space: SwapSpace, *, most: int, count: int, keep: int = 0) -> None:
+        self.space = space
+        self.failure = DiskFailure()
         self.kept = 0  # elements that stay in memory
         self._most = most
         self._count = count
@@ -102,33 +98,37 @@ class ParamSwapper:
         self._shards: dict[int, SwappedShard] = {}  # by id of the group
         self._expected: list[SwappedShard] = []  # those with parts, in the order in which they were expected
         self._free: deque[torch.Tensor] | None = None  # None until all shards are known
-        self._slot = 0  # elements of a buffer
+        self._buffer_numel = 0
         self._area: torch.Tensor | None = None
-        self._opening = MappedAccess(self.shelf.mapped, self.trouble, self._settle, self._lay_open, self._put_away)
+        self._access = MappedAccess(space.mapped, self.failure, self._wait_for_all, self._map, self._unmap)
 
-    def take(self, group: ParamGroup) -> None:
-        """The group's shard goes to the file and reads as NaN; so does its master where that is the same. Groups that always live stay."""
+    def swap_out(self, group: ParamGroup) -> None:
+        """Write the group's shard to the file; it reads as NaN afterwards, and so does its master where that is the same.
+
+        Groups that always live stay in memory.
+        """
         if group.plan.params is Lifetime.ALWAYS:
             return
         if self.kept + group.layout.shard_numel <= self._keep:
             self.kept += group.layout.shard_numel
             return
-        offset = self.shelf.reserve(group.shard.numel() * group.shard.element_size())
-        self.shelf.write(offset, group.shard).wait()
+        offset = self.space.reserve(group.shard.numel() * group.shard.element_size())
+        self.space.write(offset, group.shard).wait()
         shard = self._shards[id(group)] = SwappedShard(self, group, offset)
-        group.offloaded, group.materialized = shard, self.lent
-        shard.put_away()
+        group.set_offloaded(shard)
+        group.set_materialized(self.lent)
+        self._remove_values(shard)
         give_freed_memory_back()
 
     def offset_of(self, group: ParamGroup) -> int | None:
-        """Where the group's shard begins in the file, in bytes; None if it is in memory."""
+        """Return where the group's shard begins in the file, in bytes; None if it is in memory."""
         shard = self._shards.get(id(group))
         return shard.offset if shard is not None else None
 
-    def wrote(self, group: ParamGroup, tickets: Sequence[DiskTransfer]) -> None:
-        """Writes to the group's shard are under way."""
+    def add_writes(self, group: ParamGroup, transfers: Sequence[DiskTransfer]) -> None:
+        """Note writes to the group's shard that are under way."""
         shard = self._shards[id(group)]
-        shard.written = [ticket for ticket in shard.written if not ticket.done()] + list(tickets)
+        shard.written = [transfer for transfer in shard.written if not transfer.done()] + list(transfers)
 
     @property
     def numel(self) -> int:
@@ -141,8 +141,8 @@ class ParamSwapper:
         return [*(self._free or ()), *(part.buffer for shard in self._shards.values() for part in shard.parts)]
 
     def lent(self) -> AbstractContextManager[None]:
-        """Inside, all shards are whole, to read and to write, in pages that the kernel may drop; only between steps. May be nested."""
-        return self._opening()
+        """Make all shards readable and writable inside the block, in pages that the kernel may drop; only between steps. May be nested."""
+        return self._access()
 
     @property
     def area(self) -> torch.Tensor | None:
@@ -150,117 +150,121 @@ class ParamSwapper:
         return self._area
 
     def close(self) -> None:
-        """Gives the disk's space back; transfers under way come to their end first."""
-        self.shelf.close()
+        """Give the disk's space back, when transfers under way are done."""
+        self.space.close()
 
     # --- one shard ------------------------------------------------------------------------------------------------
 
     def expect(self, shard: SwappedShard) -> bool:
-        """It is needed soon: reads as much of it as there are free buffers. Whether it was expected before."""
-        if self._opening.is_open or self.trouble.first is not None:
+        """Read as much of a shard that is needed soon as there are free buffers; return whether it was expected before."""
+        if self._access.is_open or self.failure.first is not None:
             return False
         before = bool(shard.parts)
         self._start(shard, 0)
         return before
 
     def fetch(self, shard: SwappedShard, into: torch.Tensor) -> None:
-        """Its values are in ``into`` (n,) when this returns. Raises StorageError."""
-        if self._opening.is_open:
+        """Read the shard's values into ``into`` (n,) and wait for them. Raises StorageError."""
+        if self._access.is_open:
             into.copy_(shard.group.shard)
             return
-        self.trouble.require_none()
+        self.failure.require_none()
         if shard.parts and shard.parts[0].low:  # a fetch was broken off
             self.forget(shard)
         done = 0
         while done < shard.numel:
             self._start(shard, done)
             if not shard.parts:
-                self._take_one_back()
+                self._reclaim_buffer()
                 continue
             part = shard.parts[0]
-            self._arrived([part])  # which may be interrupted
+            self._wait_for([part])  # which may be interrupted
             into[part.low : part.high].copy_(_values(part, shard))
             done = part.high
             self._release(shard.parts.popleft())
         self._expected = [other for other in self._expected if other is not shard]
 
     def forget(self, shard: SwappedShard) -> None:
-        """What was read ahead is not needed, or about to be out of date."""
-        self._arrived(shard.parts)
+        """Drop what was read ahead: it is not needed, or about to be out of date."""
+        self._wait_for(shard.parts)
         while shard.parts:
             self._release(shard.parts.popleft())
         self._expected = [other for other in self._expected if other is not shard]
 
     def _start(self, shard: SwappedShard, done: int) -> None:
-        """Reads what follows the parts that there are, from element ``done`` on if there are none, as far as there are free buffers."""
-        free = self._furnished()
+        """Read what follows the parts that there are, or follows element ``done`` if there are none, as far as there are free buffers."""
+        free = self._free_buffers()
         for part in shard.parts:
-            if part.ticket is None:
+            if part.transfer is None:
                 self._read(shard, part)
         low = shard.parts[-1].high if shard.parts else done
         if low < shard.numel and free and shard not in self._expected:
-            self.trouble.wait(shard.written)
+            self.failure.wait(shard.written)
             shard.written.clear()
             self._expected.append(shard)
         while low < shard.numel and free:
-            high = min(low + self._slot, shard.numel)
+            high = min(low + self._buffer_numel, shard.numel)
             shard.parts.append(_Part(low, high, free.popleft()))
             self._read(shard, shard.parts[-1])
             low = high
 
     def _read(self, shard: SwappedShard, part: _Part) -> None:
         # The file has whole blocks, and they come past the page cache.
-        room = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
-        part.ticket = self.shelf.read(shard.offset + part.low * shard.itemsize, room)
+        target = part.buffer[: round_up((part.high - part.low) * shard.itemsize, BLOCK)]
+        part.transfer = self.space.read(shard.offset + part.low * shard.itemsize, target)
 
-    def _arrived(self, parts: Iterable[_Part]) -> None:
-        self.trouble.wait([part.ticket for part in parts if part.ticket is not None])
+    def _wait_for(self, parts: Iterable[_Part]) -> None:
+        self.failure.wait([part.transfer for part in parts if part.transfer is not None])
 
-    def _take_one_back(self) -> None:
-        """A buffer from the shard that is needed last. There is one: whoever asks has none, and none is free."""
+    def _reclaim_buffer(self) -> None:
+        """Free a buffer of the shard that is needed last. There is one: the caller has none, and none is free."""
         victim = next(shard for shard in reversed(self._expected) if shard.parts)
-        self._arrived([victim.parts[-1]])
+        self._wait_for([victim.parts[-1]])
         self._release(victim.parts.pop())
 
     def _release(self, part: _Part) -> None:
-        self._furnished().append(part.buffer)
+        self._free_buffers().append(part.buffer)
 
-    def _furnished(self) -> deque[torch.Tensor]:
-        """The free buffers. They are made when the first of them is needed: then all shards are known."""
+    def _free_buffers(self) -> deque[torch.Tensor]:
+        """Return the free buffers. They are made when the first of them is needed: then all shards are known."""
         if self._free is None:
-            largest = max((shard.numel for shard in self._shards.values()), default=0)
-            wanted = min(self._most, round_up(largest, CUT))
-            self._slot = slot_elements(self.numel, wanted, self._count, wanted)
-            self._free = deque(self.shelf.buffer(self._slot_bytes) for _ in range(self._count))
+            shards = self._shards.values()
+            wanted = min(self._most, round_up(max((shard.numel for shard in shards), default=0), CUT))
+            self._buffer_numel = buffer_elements(self.numel, wanted, self._count, wanted)
+            nbytes = self._buffer_numel * max((shard.itemsize for shard in shards), default=0)
+            self._free = deque(self.space.buffer(nbytes) for _ in range(self._count))
         return self._free
-
-    @property
-    def _slot_bytes(self) -> int:
-        return self._slot * max((shard.itemsize for shard in self._shards.values()), default=0)
 
     # --- all of them ----------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """What was read ahead is read again when it is needed. It keeps its buffers: a rank may look into its shards alone, and what
-        :meth:`expect` answers must stay the same on all ranks."""
+    def _wait_for_all(self) -> None:
+        """Wait for all transfers. What was read ahead is read again when it is needed.
+
+        It keeps its buffers: a rank may look into its shards alone, and what :meth:`expect` answers must stay the same on all
+        ranks.
+        """
         for shard in self._shards.values():
-            self._arrived(shard.parts)
+            self._wait_for(shard.parts)
             for part in shard.parts:
-                part.ticket = None
-            self.trouble.wait(shard.written)
+                part.transfer = None
+            self.failure.wait(shard.written)
             shard.written.clear()
 
-    def _lay_open(self, area: torch.Tensor | None) -> None:
+    def _map(self, area: torch.Tensor | None) -> None:
         self._area = area
         if area is None:
             return
         for shard in self._shards.values():
-            shard.put(area[shard.offset : shard.offset + shard.numel * shard.itemsize].view(shard.group.dtype))
+            values = area[shard.offset : shard.offset + shard.numel * shard.itemsize]
+            shard.group.replace_shard(values.view(shard.group.dtype))
 
-    def _put_away(self, area: torch.Tensor | None) -> None:
+    def _unmap(self, area: torch.Tensor | None) -> None:
         for shard in self._shards.values():
-            shard.put_away()
+            self._remove_values(shard)
         self._area = None
+
+    def _remove_values(self, shard: SwappedShard) -> None:
+        shard.group.replace_shard(absent((shard.numel,), shard.group.dtype, shard.group.shard.device))
 
 
 def _values(part: _Part, shard: SwappedShard) -> torch.Tensor:

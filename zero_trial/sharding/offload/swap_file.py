@@ -1,4 +1,4 @@
-"""One rank's file for state that does not fit into memory: unnamed, allocated in advance, read and written past the page cache where that works.
+"""One rank's swap file for state that does not fit into memory: unnamed, allocated in advance, past the page cache where that works.
 
 requests   a transfer is cut into blocks; ``depth`` threads pread and pwrite them (the calls release the interpreter lock)
 direct     whole 4096-byte blocks go with O_DIRECT where the file system has it; what begins or ends inside a block goes through the page cache
@@ -25,27 +25,28 @@ from zero_trial.errors import ConfigError, DoesNotFit, StorageError
 from zero_trial.sharding.layout import round_up
 from zero_trial.util.text import format_bytes
 
-BLOCK = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of, on every disk we know of
-
+BLOCK = 4096  # O_DIRECT takes offsets, lengths and addresses that are multiples of it, on every disk we know of
+CUT = BLOCK  # elements: pieces are cut at multiples of it, so that for every dtype cuts are between blocks of the disk
+MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32; disks reach their best rate with less
 
 Transfer = Callable[[int, memoryview, int], int]
 
 
 class DiskTransfer:
-    """A transfer under way. Nobody may write to the tensor, or read it, until :meth:`wait` has returned."""
+    """A transfer under way. The tensor must be neither written nor read until :meth:`wait` has returned."""
 
     def __init__(self, where: str, futures: list[Future[None]], memory: list[torch.Tensor] | None = None) -> None:
         self._where = where
         self._futures = futures
-        # The threads hold it too, so that the memory outlives a ticket that is dropped. They let go of it a little after the transfer, which
-        # would leave what is freed next to what comes after it: who has waited finds it free.
+        # The threads hold it, too, so that the memory outlives a transfer that is dropped. They let go of it a little later than the transfer
+        # ends, which would leave freed memory beside what is allocated next: after a wait it is free.
         self._memory = memory if memory is not None else []
 
     def done(self) -> bool:
         return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
-        """Returns when all of it is there. Raises StorageError if the disk failed."""
+        """Wait until all of it is transferred. Raises StorageError if the disk failed."""
         faults = [fault for future in self._futures if (fault := future.exception()) is not None]
         self._futures = []
         self._memory.clear()
@@ -59,7 +60,7 @@ class DiskTransfer:
 
 
 class SwapSpace(Protocol):
-    """Where a store puts bytes: a file, or in a rehearsal nothing at all."""
+    """Where a store puts bytes: a file, or nothing in a dry run."""
 
     bytes_read: int
     bytes_written: int
@@ -112,35 +113,35 @@ class SwapFile:
 
     @property
     def size(self) -> int:
-        """Bytes that are allocated."""
+        """Bytes that are allocated on the disk."""
         return self._size
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of ``nbytes`` (rounded up to whole blocks) that nobody else has; the file grows where it must."""
+        """Reserve ``nbytes`` (rounded up to whole blocks) and return their offset; the file grows where it must."""
         offset = self._end
         self._end += round_up(nbytes, BLOCK)
         self._allocate(self._end)
         return offset
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory that transfers can go to past the page cache: (nbytes,) uint8 of zeros, at the start of a page."""
+        """Return memory that transfers can reach past the page cache: (nbytes,) uint8 of zeros, at the start of a page."""
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
 
     def read(self, offset: int, into: torch.Tensor) -> DiskTransfer:
-        """Starts to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
+        """Start to fill ``into`` (contiguous, on the host) with the bytes from ``offset`` on."""
         self.bytes_read += into.numel() * into.element_size()
         return self._start(offset, into, _pread)
 
     def write(self, offset: int, source: torch.Tensor) -> DiskTransfer:
-        """Starts to write ``source`` (contiguous, on the host) at ``offset``."""
+        """Start to write ``source`` (contiguous, on the host) at ``offset``."""
         self.bytes_written += source.numel() * source.element_size()
         return self._start(offset, source, _pwrite)
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:
-        """The whole file as (size,) uint8, to read and to write inside the block; no transfer may be under way.
+        """Map the whole file as (size,) uint8, to read and to write inside the block; no transfer may be under way.
 
-        The kernel brings in pages as they are touched and may drop them again: this is no memory of the process's own.
+        The kernel loads pages as they are touched and may drop them again, so they do not count as the process's own memory.
         """
         self._require_open()
         try:
@@ -167,11 +168,11 @@ class SwapFile:
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Gives the space back. Transfers must be waited for before."""
+        """Give the disk space back. Transfers must be waited for before."""
         self._finalizer()
 
     def _require_open(self) -> None:
-        """The numbers of closed descriptors may be another file's by now."""
+        """Refuse a closed file: the numbers of its descriptors may be another file's by now."""
         if not self._finalizer.alive:
             raise StorageError(
                 "offloaded state is gone",
@@ -181,7 +182,7 @@ class SwapFile:
             )
 
     def _allocate(self, nbytes: int) -> None:
-        """Makes the file at least so large, with blocks on the disk: afterwards no write can find it full."""
+        """Make the file at least so large, with blocks on the disk: afterwards no write can find it full."""
         self._require_open()
         wanted = round_up(nbytes, BLOCK)
         if wanted <= self._size:
@@ -203,7 +204,7 @@ class SwapFile:
         self._size = wanted
 
     def _direct_works(self) -> bool:
-        """One block there and back. Some file systems open a file with O_DIRECT and refuse to transfer."""
+        """Write and read one block: some file systems open a file with O_DIRECT and then refuse to transfer."""
         if self._direct is None or self._size < BLOCK:
             return self._direct is not None
         try:
@@ -222,7 +223,7 @@ class SwapFile:
         return DiskTransfer(str(self.folder), futures, held)
 
     def _requests(self, offset: int, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(descriptor, low, high) of the blocks of one transfer: the middle direct where that is possible, the edges not."""
+        """Yield (descriptor, low, high) of the blocks of one transfer: the middle direct where that is possible, the edges not."""
         low, high = min(round_up(offset, BLOCK) - offset, nbytes), nbytes
         if self._direct is None or (address + low) % BLOCK:
             yield from ((self._cached, *span) for span in _spans(0, nbytes, self._block))
@@ -233,13 +234,8 @@ class SwapFile:
         yield from ((self._cached, *span) for span in _spans(high, nbytes, BLOCK))
 
 
-def free_bytes(folder: Path) -> int:
-    """What the disk of ``folder`` has left for this user."""
-    return _free(folder)
-
-
 def _open(folder: Path, direct: bool, where: str) -> tuple[int, int | None]:
-    """Two descriptors of one unnamed file: through the page cache, and past it (None where that is not possible)."""
+    """Open one unnamed file twice: through the page cache, and past it (None where that is not possible)."""
     path = folder / f"zero_trial-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     if not os.path.isdir(folder):  # Path.is_dir raises where it may not look
         fix = "Make it, or name another one."
@@ -278,7 +274,7 @@ def _pwrite(fd: int, memory: memoryview, offset: int) -> int:
 
 
 def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: list[torch.Tensor]) -> None:
-    """Repeats a call that did only part of its work; none of it is the end of the file or of the disk. ``held`` keeps the memory alive."""
+    """Repeat a call that did only part of its work; no progress is an error. ``held`` keeps the memory alive."""
     done = 0
     while done < len(memory):
         now = transfer(fd, memory[done:], offset + done)
@@ -288,7 +284,7 @@ def _all_of(transfer: Transfer, fd: int, memory: memoryview, offset: int, held: 
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own memory."""
+    """Return the tensor's own memory."""
     size = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
@@ -298,36 +294,26 @@ def _free(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-# How what lies in a file is cut into what a buffer holds. Pure.
-
-
-CUT = BLOCK  # elements: pieces are cut at multiples of it, so that for every dtype cuts lie between blocks of the disk
-
-
-MOST = 1 << 22  # elements of a buffer: 16 MiB of fp32, where disks have long reached their best
-
-
-def slot_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
-    """Elements per buffer: at most ``wanted`` and ``most``, and so few that ``count`` buffers hold no more than a quarter of ``total``;
-    CUT at least."""
+def buffer_elements(total: int, wanted: int, count: int, most: int = MOST) -> int:
+    """Return the elements of a buffer: at least CUT, else at most ``wanted`` and ``most``, and a quarter of ``total`` in ``count`` buffers."""
     return max(min(wanted, most, total // (4 * count)) // CUT, 1) * CUT
 
 
-# The first failure of a disk, after which nothing that lives there is used again.
-
-
 class DiskFailure:
-    """Shared by all whose values lie in a rank's files: half a step in one of them is half a step for all."""
+    """The first failure of a disk, after which nothing that lives there is used again.
+
+    All stores of a rank share it: half a step in one of its files is half a step in all.
+    """
 
     def __init__(self) -> None:
         self.first: StorageError | None = None
 
-    def wait(self, tickets: Sequence[DiskTransfer]) -> None:
-        """For all of them. Raises StorageError, and remembers it: what did not reach the disk, or a step that ended there, is not to be mended."""
+    def wait(self, transfers: Sequence[DiskTransfer]) -> None:
+        """Wait for all of them. Raises StorageError, and remembers it: values that did not reach the disk are lost."""
         fault: StorageError | None = None
-        for ticket in tickets:
+        for transfer in transfers:
             try:
-                ticket.wait()
+                transfer.wait()
             except StorageError as found:
                 fault = fault or found
         if fault is not None:
@@ -338,7 +324,7 @@ class DiskFailure:
         self.first = self.first or fault
 
     def require_none(self) -> None:
-        """A checkpoint of half a step, or a step from it, would be wrong without a word."""
+        """Raise StorageError after a failure: a checkpoint of half a step, or a step from it, would be silently wrong."""
         if self.first is not None:
             raise StorageError(
                 "the disk has failed, and offloaded state is lost",
@@ -348,26 +334,30 @@ class DiskFailure:
             ) from self.first
 
 
-# The time in which everything that lies in a file can be seen and edited, in pages of a mapping; nested openings share the outermost one.
-
-
 class MappedAccess:
-    """``mapped()`` gives the file's bytes, or None where there is no file. ``before()`` waits for all transfers, ``open_(area)`` and
-    ``shut(area)`` put tensors over the area and take them away again."""
+    """Lets everything in a file be read and edited inside a block, in pages of a mapping; nested blocks share the outermost one.
+
+    Args:
+        mapped: gives the file's bytes inside a block; None where there is no file.
+        failure: of the disk.
+        drain: waits for all transfers.
+        map_: puts tensors over the bytes.
+        unmap: takes them away again.
+    """
 
     def __init__(
         self,
         mapped: Callable[[], AbstractContextManager[torch.Tensor | None]],
-        trouble: DiskFailure,
-        before: Callable[[], None],
-        open_: Callable[[torch.Tensor | None], None],
-        shut: Callable[[torch.Tensor | None], None],
+        failure: DiskFailure,
+        drain: Callable[[], None],
+        map_: Callable[[torch.Tensor | None], None],
+        unmap: Callable[[torch.Tensor | None], None],
     ) -> None:
         self._mapped = mapped
-        self._trouble = trouble
-        self._before = before
-        self._open = open_
-        self._shut = shut
+        self._failure = failure
+        self._drain = drain
+        self._map = map_
+        self._unmap = unmap
         self._depth = 0
 
     @property
@@ -376,7 +366,7 @@ class MappedAccess:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Raises StorageError, also if the disk has failed before."""
+        """Enter the block. Raises StorageError, also if the disk has failed before."""
         self._depth += 1
         try:
             if self._depth > 1:
@@ -384,18 +374,18 @@ class MappedAccess:
                 return
             edited = False
             try:
-                self._trouble.require_none()
-                self._before()
+                self._failure.require_none()
+                self._drain()
                 with self._mapped() as area:
-                    self._open(area)
+                    self._map(area)
                     try:
                         yield
                     finally:
-                        self._shut(area)
+                        self._unmap(area)
                         edited = True
             except StorageError as fault:
                 if edited:  # what was edited may not have reached the disk
-                    self._trouble.remember(fault)
+                    self._failure.remember(fault)
                 raise
         finally:
             self._depth -= 1

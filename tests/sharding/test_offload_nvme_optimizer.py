@@ -10,14 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.sharding.late_shelf import LateShelf, LateTicket
+from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
 from zero_trial.errors import StorageError
-from zero_trial.ops.optimizers import FusedAdam
-from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, StateColumn, SwappedStore, state_columns
-from zero_trial.sharding.offload.swap_file import CUT, SwapFile
-from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces
+from zero_trial.ops.optimizers import FusedAdam, Lion
+from zero_trial.sharding.offload.nvme_optimizer import (
+    MASTER,
+    ROUNDED,
+    MasterSwap,
+    RoundedBuffers,
+    StateColumn,
+    SwappedPiece,
+    SwappedStore,
+    regions_of,
+    slots_of,
+    state_columns,
+)
+from zero_trial.sharding.offload.nvme_params import ParamSwapper
+from zero_trial.sharding.offload.swap_file import BLOCK, CUT, SwapFile
+from zero_trial.sharding.optimizer import ShardedOptimizer, ShardPiece, cut_pieces
 from zero_trial.sharding.param_group import ParamGroup, ParamPublisher, is_absent
 
 SIZES = [(3 * CUT + 100,), (7,), (2 * CUT, 2)]
@@ -43,20 +57,20 @@ class Training:
         self,
         build: Any,
         dtype: torch.dtype,
-        folder: Path | LateShelf | None = None,
+        folder: Path | LateSwapFile | None = None,
         *,
-        slots: int = 3,
+        buffers: int = 3,
         opt_groups: int = 1,
     ) -> None:
         self.groups = groups(dtype, opt_groups)
         self.grad_buffers = [make_grad_buffer(group)[0] for group in self.groups]
         self.file: Any = None
         if folder is not None:
-            late = isinstance(folder, LateShelf)
+            late = isinstance(folder, LateSwapFile)
             self.file = folder if late else SwapFile(folder, 1 << 16, block_size=1 << 14)
             masters = MasterSwap(self.file)
             for group in self.groups:
-                masters.take(group)
+                masters.swap_out(group)
         pieces = cut_pieces(self.grad_buffers, whole_tensors=False, most=CUT if folder is not None else None)
         self.base = build(
             [
@@ -70,7 +84,7 @@ class Training:
         store = None
         if self.file is not None:
             columns = {torch.float32: state_columns(self.base)}
-            store = SwappedStore(masters, pieces, self.base.state, columns, slot_numel=CUT, slots=slots)
+            store = SwappedStore(masters, pieces, self.base.state, columns, buffer_numel=CUT, buffer_count=buffers)
         self.store = store
         self.optimizer = ShardedOptimizer(self.base, pieces, store=store)
 
@@ -123,24 +137,24 @@ def test_the_same_bits_as_in_memory(tmp_path: Path, name: str, dtype: torch.dtyp
     assert len(away.optimizer.pieces) == (16 if opt_groups == 1 else 18)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4, 40])
-def test_any_number_of_buffers(tmp_path: Path, slots: int) -> None:
+@pytest.mark.parametrize("buffers", [1, 2, 4, 40])
+def test_any_number_of_buffers(tmp_path: Path, buffers: int) -> None:
     here = Training(BUILDS["fused"], torch.bfloat16)
-    away = Training(BUILDS["fused"], torch.bfloat16, tmp_path, slots=slots)
+    away = Training(BUILDS["fused"], torch.bfloat16, tmp_path, buffers=buffers)
     for number in range(3):
         here.step(number)
         away.step(number)
-        assert away.store is not None and len(away.store.buffers) == slots
+        assert away.store is not None and len(away.store.buffers) == buffers
     assert equal(here.values(), away.values())
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 40])
+@pytest.mark.parametrize("buffers", [1, 2, 3, 40])
 @pytest.mark.parametrize("name", ["fused", "torch"])
-def test_nothing_is_used_before_it_is_there(name: str, slots: int) -> None:
+def test_nothing_is_used_before_it_is_there(name: str, buffers: int) -> None:
     """With a disk that is as late as it may be: what was written is waited for before it is read, and before its buffer is used again."""
     here, away = (
         Training(BUILDS[name], torch.bfloat16),
-        Training(BUILDS[name], torch.bfloat16, LateShelf(), slots=slots),
+        Training(BUILDS[name], torch.bfloat16, LateSwapFile(), buffers=buffers),
     )
     for number in range(4):
         here.step(number)
@@ -165,7 +179,7 @@ def test_what_a_step_reads_and_writes(tmp_path: Path, dtype: torch.dtype, master
 
 
 def test_between_steps_nothing_but_the_buffers_is_in_memory(tmp_path: Path) -> None:
-    away = Training(BUILDS["torch"], torch.bfloat16, tmp_path, slots=2)
+    away = Training(BUILDS["torch"], torch.bfloat16, tmp_path, buffers=2)
     away.step(0)
     assert all(is_absent(group.master) and group.master.isnan().all() for group in away.groups)
     states = [value for state in away.base.state.values() for value in state.values() if value.dim()]
@@ -235,10 +249,13 @@ def test_a_step_that_is_broken_off_can_be_looked_at_and_repeated(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["fused", "torch"])
-@pytest.mark.parametrize("slots", [1, 3])
-def test_a_step_that_is_broken_off_is_followed_by_a_whole_one(tmp_path: Path, slots: int, name: str) -> None:
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_step_that_is_broken_off_is_followed_by_a_whole_one(tmp_path: Path, buffers: int, name: str) -> None:
     """An exception, or Ctrl-C, between borrow and give_back: nothing that was read ahead for the old step is taken for the new one's."""
-    here, away = Training(BUILDS[name], torch.bfloat16), Training(BUILDS[name], torch.bfloat16, tmp_path, slots=slots)
+    here, away = (
+        Training(BUILDS[name], torch.bfloat16),
+        Training(BUILDS[name], torch.bfloat16, tmp_path, buffers=buffers),
+    )
     for training in (here, away):
         training.step(0)
     assert away.store is not None
@@ -249,21 +266,21 @@ def test_a_step_that_is_broken_off_is_followed_by_a_whole_one(tmp_path: Path, sl
     assert equal(here.values(), away.values())
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("buffers", [1, 2])
 def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffers: int
 ) -> None:
     here = Training(BUILDS["fused"], torch.bfloat16)
-    away = Training(BUILDS["fused"], torch.bfloat16, LateShelf(), slots=slots)
+    away = Training(BUILDS["fused"], torch.bfloat16, LateSwapFile(), buffers=buffers)
     for training in (here, away):
         training.step(0)
-    once = LateTicket.wait
+    once = LateTransfer.wait
 
-    def interrupt(ticket: LateTicket) -> None:
-        monkeypatch.setattr(LateTicket, "wait", once)
+    def interrupt(transfer: LateTransfer) -> None:
+        monkeypatch.setattr(LateTransfer, "wait", once)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LateTicket, "wait", interrupt)
+    monkeypatch.setattr(LateTransfer, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         away.step(1)
     for training in (here, away):
@@ -272,12 +289,12 @@ def test_a_wait_that_is_interrupted_loses_no_buffer_and_no_order(
 
 
 @pytest.mark.parametrize("between", ["nothing", "skipped", "looked at", "edited", "broken off", "cleared"])
-@pytest.mark.parametrize("slots", [1, 3])
-def test_what_is_read_ahead_of_a_step(tmp_path: Path, slots: int, between: str) -> None:
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_what_is_read_ahead_of_a_step(tmp_path: Path, buffers: int, between: str) -> None:
     """It is read once, also where the step is skipped; what is edited or forgotten meanwhile is not taken from before."""
     here, away = (
         Training(BUILDS["torch"], torch.bfloat16),
-        Training(BUILDS["torch"], torch.bfloat16, tmp_path, slots=slots),
+        Training(BUILDS["torch"], torch.bfloat16, tmp_path, buffers=buffers),
     )
     each = [12 * piece.numel for piece in away.optimizer.pieces]
     for training in (here, away):
@@ -289,7 +306,7 @@ def test_what_is_read_ahead_of_a_step(tmp_path: Path, slots: int, between: str) 
         if between == "skipped":
             training.optimizer.expect()
         if training.file is not None:
-            assert training.file.bytes_read - before == sum(each[:slots])
+            assert training.file.bytes_read - before == sum(each[:buffers])
         if between in ("looked at", "edited"):
             with training.optimizer.lent():
                 training.groups[0].master.add_(1.0 if between == "edited" else 0.0)
@@ -357,11 +374,11 @@ def test_columns_of_one_byte(tmp_path: Path) -> None:
     file = SwapFile(tmp_path, 1 << 16)
     masters = MasterSwap(file)
     for group in away.groups:
-        masters.take(group)
+        masters.swap_out(group)
     pieces = cut_pieces(away.grad_buffers, whole_tensors=False, most=CUT)
     state: dict[torch.Tensor, dict[str, Any]] = {piece.weight: {} for piece in pieces}
     store = SwappedStore(
-        masters, pieces, state, {torch.float32: [StateColumn("q", torch.uint8)]}, slot_numel=CUT, slots=2
+        masters, pieces, state, {torch.float32: [StateColumn("q", torch.uint8)]}, buffer_numel=CUT, buffer_count=2
     )
     for number in range(3):
         for batch in store.batches():
@@ -374,3 +391,198 @@ def test_columns_of_one_byte(tmp_path: Path) -> None:
     with store.lent():
         assert all((state[piece.weight]["q"] == 9).all() for piece in pieces)
     store.close()
+
+
+def group(numel: int, dtype: torch.dtype = torch.bfloat16, trainable: bool = True) -> ParamGroup:
+    return make_group(parameters([(numel,)]), dtype=dtype, trainable=trainable)
+
+
+def test_a_master_goes_and_an_fp32_parameter_stays(tmp_path: Path) -> None:
+    masters = MasterSwap(SwapFile(tmp_path))
+    narrow, wide, frozen = group(64), group(64, torch.float32), group(64, trainable=False)
+    values = narrow.master.clone()
+    for each in (narrow, wide, frozen):
+        masters.swap_out(each)
+    assert is_absent(narrow.master) and wide.master is wide.shard and frozen.master is frozen.shard
+    assert list(masters.offsets) == [id(narrow)]
+    assert [masters.keeps_state_of(each) for each in (narrow, wide, frozen)] == [True, True, False]
+    back = torch.empty_like(values)
+    masters.space.read(masters.offsets[id(narrow)], back).wait()
+    assert torch.equal(back, values)
+
+
+@pytest.mark.parametrize(
+    ("budget", "chosen"), [(None, [0, 1, 2]), (0, []), (96, [0, 2]), (127, [0, 2]), (160, [0, 1]), (1000, [0, 1, 2])]
+)
+def test_groups_go_while_they_fit(tmp_path: Path, budget: int | None, chosen: list[int]) -> None:
+    masters = MasterSwap(SwapFile(tmp_path), budget)
+    groups = [group(64), group(96), group(32)]
+    for each in groups:
+        masters.swap_out(each)
+    assert [index for index, each in enumerate(groups) if masters.keeps_state_of(each)] == chosen
+    assert [index for index, each in enumerate(groups) if is_absent(each.master)] == chosen
+
+
+def test_what_is_not_trained_takes_nothing_of_the_budget(tmp_path: Path) -> None:
+    masters = MasterSwap(SwapFile(tmp_path), 64)
+    masters.swap_out(group(64, trainable=False))
+    trained = group(64)
+    masters.swap_out(trained)
+    assert masters.keeps_state_of(trained)
+
+
+def piece_of(rounded_buffers: RoundedBuffers, away: Any = None) -> SwappedPiece:
+    group = make_group(parameters([(64,)]), dtype=torch.bfloat16)
+    group.offloaded = away
+    return SwappedPiece(
+        group, make_grad_buffer(group)[0], 0, 32, 64, nn.Parameter(group.master[32:64]), rounded_buffers
+    )
+
+
+def test_new_values_lie_in_the_outbox_during_the_update() -> None:
+    rounded_buffers = RoundedBuffers()
+    piece, other = piece_of(rounded_buffers, away=object()), piece_of(rounded_buffers, away=object())
+    assert piece.rounded is None
+    buffer = torch.zeros(32, dtype=torch.bfloat16)
+    rounded_buffers.assign(piece, buffer)
+    assert piece.rounded is buffer and other.rounded is None
+    assert rounded_buffers.release(piece) is buffer and piece.rounded is None
+    with pytest.raises(KeyError):
+        rounded_buffers.release(piece)
+
+
+def test_a_shard_in_memory_takes_them_itself() -> None:
+    piece = piece_of(RoundedBuffers())
+    rounded = piece.rounded
+    assert rounded is not None and rounded.data_ptr() == piece.group.shard[32:].data_ptr()
+
+
+def test_a_step_that_was_broken_off_leaves_nothing() -> None:
+    rounded_buffers = RoundedBuffers()
+    piece = piece_of(rounded_buffers, away=object())
+    rounded_buffers.assign(piece, torch.zeros(32))
+    rounded_buffers.clear()
+    assert piece.rounded is None
+
+
+COLUMNS = {torch.float32: [StateColumn("exp_avg", torch.float32), StateColumn("exp_avg_sq", torch.float32)]}
+
+
+def regions(
+    dtype: torch.dtype, *, state: bool, params: bool, budget: int | None = None
+) -> tuple[ParamGroup, dict[str, Any], list[Any]]:
+    """Of a group of 5000 elements; with the spaces of state and of parameters."""
+    group = make_group(parameters([(5000,)]), stage=3, dtype=dtype)
+    masters = MasterSwap(LateSwapFile(), budget) if state else None
+    shards = ParamSwapper(LateSwapFile(), most=CUT, count=1) if params else None
+    for keeper in (masters, shards):
+        if keeper is not None:
+            keeper.swap_out(group)
+    spaces = [keeper.space if keeper is not None else None for keeper in (masters, shards)]
+    return group, regions_of(group, COLUMNS if state else {}, masters, shards), spaces
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state", "params", "expected"),
+    [
+        (torch.bfloat16, True, False, {MASTER: 0, "exp_avg": 0, "exp_avg_sq": 0}),
+        (torch.bfloat16, False, True, {ROUNDED: 1}),
+        (torch.bfloat16, True, True, {MASTER: 0, ROUNDED: 1, "exp_avg": 0, "exp_avg_sq": 0}),
+        (torch.float32, True, False, {"exp_avg": 0, "exp_avg_sq": 0}),
+        (torch.float32, False, True, {MASTER: 1}),
+        (torch.float32, True, True, {MASTER: 1, "exp_avg": 0, "exp_avg_sq": 0}),
+    ],
+)
+def test_what_is_in_which_file(dtype: torch.dtype, state: bool, params: bool, expected: dict[str, int]) -> None:
+    """0 is the file of masters and state, 1 that of parameters: an fp32 parameter is its own master."""
+    _, found, spaces = regions(dtype, state=state, params=params)
+    assert {kind: spaces.index(space) for kind, (space, _, _) in found.items()} == expected
+    assert all(offset % BLOCK == 0 for _, offset, _ in found.values())
+    assert {kind: width for kind, (_, _, width) in found.items() if kind in (MASTER, ROUNDED)} == {
+        kind: (torch.float32 if kind == MASTER else dtype) for kind in expected if kind in (MASTER, ROUNDED)
+    }
+
+
+def test_state_beyond_the_budget_is_in_no_file() -> None:
+    assert regions(torch.bfloat16, state=True, params=False, budget=100)[1] == {}
+
+
+def test_a_piece_that_begins_inside_a_block() -> None:
+    """Files and buffers agree about where in a block it begins, so that the middle of a transfer goes past the page cache."""
+    group, found, _ = regions(torch.bfloat16, state=True, params=True)
+    piece = ShardPiece(group, make_grad_buffer(group)[0], 0, 100, 4500, nn.Parameter(torch.zeros(4400)))
+    slots, size = slots_of(piece, found, 2 * CUT)
+    assert all(slot.offset % BLOCK == slot.start % BLOCK == 100 * slot.dtype.itemsize for slot in slots.values())
+    ends = [slot.start + slot.numel * slot.dtype.itemsize for slot in slots.values()]
+    starts = [slot.start for slot in slots.values()]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)) and ends[-1] <= size
+    assert size == 3 * (8 * CUT + BLOCK) + (4 * CUT + BLOCK)
+    area = torch.arange(size, dtype=torch.uint8)
+    slot = slots[ROUNDED]
+    assert slot.of_buffer(area).numel() == 4400 and slot.of_buffer(area).dtype == torch.bfloat16
+    assert torch.equal(slot.of_buffer(area).view(torch.uint8), area[slot.start : slot.start + 8800])
+
+
+def weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(7))]
+
+
+@pytest.mark.parametrize(
+    ("build", "kinds"),
+    [
+        (torch.optim.AdamW, ["exp_avg", "exp_avg_sq"]),
+        (lambda params: torch.optim.Adam(params, amsgrad=True), ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+        (lambda params: torch.optim.AdamW(params, fused=True), ["exp_avg", "exp_avg_sq"]),
+        (lambda params: torch.optim.SGD(params, momentum=0.9), ["momentum_buffer"]),
+        (torch.optim.SGD, []),
+        (torch.optim.Adagrad, ["sum"]),
+        (FusedAdam, ["exp_avg", "exp_avg_sq"]),
+        (Lion, ["exp_avg"]),
+    ],
+)
+def test_the_state_that_an_optimizer_will_have(build: Any, kinds: list[str]) -> None:
+    base = build(weights())
+    state, values = (
+        dict(base.state),
+        [weight.clone() for opt_group in base.param_groups for weight in opt_group["params"]],
+    )
+    assert state_columns(base) == [StateColumn(kind, torch.float32) for kind in kinds]
+    assert dict(base.state) == state, "nothing is left behind"
+    after = [weight for opt_group in base.param_groups for weight in opt_group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(after, values, strict=True))
+
+
+def test_groups_may_differ() -> None:
+    one, two = weights()
+    base = torch.optim.SGD([{"params": [one], "momentum": 0.0}, {"params": [two], "momentum": 0.9}], lr=0.1)
+    assert state_columns(base) == [StateColumn("momentum_buffer", torch.float32)]
+
+
+def test_nobody_hears_of_it_and_the_schedule_does_not_move() -> None:
+    base = torch.optim.AdamW(weights())
+    schedule = torch.optim.lr_scheduler.StepLR(base, 1)
+    heard: list[Any] = []
+    base.register_step_post_hook(lambda *_: heard.append(1))
+    state_columns(base)
+    assert heard == [] and schedule.last_epoch == 0 and getattr(base, "_opt_called", False) is False
+
+
+def test_state_of_another_width() -> None:
+    class Small(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            for opt_group in self.param_groups:
+                for weight in opt_group["params"]:
+                    self.state[weight] = {"q": torch.zeros_like(weight, dtype=torch.uint8), "rows": torch.zeros(3)}
+
+    assert state_columns(Small(weights())) == [StateColumn("q", torch.uint8)]
+
+
+@pytest.mark.parametrize("build", [FusedAdam, torch.optim.AdamW])
+def test_a_rehearsal_with_imagined_tensors_finds_them_too(build: Any) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        base = build(weights())
+        assert [column.kind for column in state_columns(base)] == ["exp_avg", "exp_avg_sq"]
+    assert not base.state

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +14,16 @@ import pytest
 import torch
 
 from zero_trial.errors import ConfigError, DoesNotFit, StorageError
-from zero_trial.sharding.offload.swap_file import BLOCK, SwapFile
+from zero_trial.sharding.offload.swap_file import (
+    BLOCK,
+    CUT,
+    MOST,
+    DiskFailure,
+    DiskTransfer,
+    MappedAccess,
+    SwapFile,
+    buffer_elements,
+)
 
 
 def numbers(count: int, seed: int = 0) -> torch.Tensor:
@@ -125,9 +135,9 @@ def test_a_fault_in_the_middle_is_raised_by_who_waits(tmp_path: Path, monkeypatc
         return once(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    ticket = file.read(0, into)
+    transfer = file.read(0, into)
     with pytest.raises(StorageError) as error:
-        ticket.wait()
+        transfer.wait()
     assert str(error.value) == (
         f"{tmp_path}: offloaded state could not be read or written: got [Errno 5] Input/output error. "
         "Mend the disk or name another one in nvme_path, and go on from the last checkpoint."
@@ -185,3 +195,116 @@ def test_a_closed_file_is_never_mistaken_for_another(tmp_path: Path) -> None:
     old.close()
     with new.mapped() as area:
         assert torch.equal(area[: 1 << 16], numbers(1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("total", "sub_group", "count", "elements"),
+    [
+        (1 << 30, 10**9, 4, MOST),
+        (1 << 30, 100_000, 4, 24 * CUT),
+        (1 << 20, 10**9, 2, 1 << 17),
+        (1 << 20, 10**9, 4, 1 << 16),
+        (1000, 10**9, 4, CUT),
+        (1000, 1, 1, CUT),
+    ],
+)
+def test_buffers_hold_a_quarter_at_most(total: int, sub_group: int, count: int, elements: int) -> None:
+    assert buffer_elements(total, sub_group, count) == elements
+
+
+def test_another_limit() -> None:
+    """Parameters have buffers for whole shards."""
+    assert buffer_elements(1 << 30, 6 * MOST, 4, 6 * MOST) == 6 * MOST
+    assert buffer_elements(24 * MOST, 6 * MOST, 4, 6 * MOST) == 24 * MOST // 16
+
+
+class Log:
+    """An access that writes down what it is asked for; ``fails`` at the end of the mapping."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.said: list[str] = []
+        self.failure = DiskFailure()
+        self.fails = fails
+        self.access = MappedAccess(
+            self.mapped,
+            self.failure,
+            lambda: self.said.append("before"),
+            lambda area: self.said.append(f"open {0 if area is None else area.numel()}"),
+            lambda area: self.said.append("shut"),
+        )
+
+    @contextmanager
+    def mapped(self) -> Iterator[torch.Tensor]:
+        self.said.append("map")
+        yield torch.zeros(8, dtype=torch.uint8)
+        self.said.append("unmap")
+        if self.fails:
+            raise StorageError("full")
+
+
+def test_nested_ones_share_the_outermost() -> None:
+    log = Log()
+    with log.access(), log.access():
+        assert log.access.is_open
+        assert log.said == ["before", "map", "open 8"]
+    assert log.said == ["before", "map", "open 8", "shut", "unmap"] and not log.access.is_open
+    with log.access():
+        pass
+    assert log.said.count("map") == 2
+
+
+def test_it_shuts_when_the_block_raises() -> None:
+    log = Log()
+    with pytest.raises(KeyError), log.access():
+        raise KeyError
+    assert log.said[-1] == "shut" and not log.access.is_open
+    log.failure.require_none()
+
+
+def test_edits_that_may_be_lost_are_trouble() -> None:
+    log = Log(fails=True)
+    with pytest.raises(StorageError, match="full"), log.access():
+        pass
+    with pytest.raises(StorageError, match="is lost"), log.access():
+        log.said.append("never")
+    assert "never" not in log.said and not log.access.is_open
+
+
+def test_a_fault_before_anything_was_edited_is_none() -> None:
+    log = Log()
+    log.access._drain = lambda: (_ for _ in ()).throw(StorageError("soon"))  # type: ignore[assignment]
+    with pytest.raises(StorageError, match="soon"), log.access():
+        pass
+    log.failure.require_none()
+
+
+def transfer(fault: OSError | None = None) -> DiskTransfer:
+    future: Future[None] = Future()
+    if fault is None:
+        future.set_result(None)
+    else:
+        future.set_exception(fault)
+    return DiskTransfer("/disk", [future])
+
+
+def test_the_first_failure_is_remembered() -> None:
+    failure = DiskFailure()
+    failure.wait([transfer(), transfer()])
+    failure.require_none()
+    with pytest.raises(StorageError, match="/disk: offloaded state could not be read or written: got one"):
+        failure.wait([transfer(), transfer(OSError("one")), transfer(OSError("two"))])
+    with pytest.raises(StorageError):
+        failure.wait([transfer(OSError("three"))])
+    for _ in range(2):
+        with pytest.raises(StorageError) as error:
+            failure.require_none()
+        assert str(error.value).startswith("/disk: the disk has failed, and offloaded state is lost: got one")
+        assert "go on from the last checkpoint in a new engine" in str(error.value)
+
+
+def test_all_are_waited_for() -> None:
+    """Also those behind one that failed: their memory is free afterwards."""
+    last = transfer()
+    with pytest.raises(StorageError):
+        DiskFailure().wait([transfer(OSError("one")), last])
+    assert last._futures == []

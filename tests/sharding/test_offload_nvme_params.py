@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.late_shelf import LateShelf, LateTicket
+from tests.sharding.late_swap_file import LateSwapFile, LateTransfer
 from tests.sharding.parts import make_group, parameters
 from zero_trial.errors import StorageError
 from zero_trial.sharding.offload.nvme_params import ParamSwapper, SwappedShard
@@ -18,7 +18,7 @@ from zero_trial.sharding.param_group import ParamGroup, is_absent
 SIZES = (2 * CUT + 100, 10, 3 * CUT, CUT)
 
 
-class Shelves:
+class SwappedGroups:
     """Groups of SIZES whose shards lie on a disk that is as late as it may be, and what they were."""
 
     def __init__(self, *, count: int = 2, most: int = CUT, dtype: torch.dtype = torch.bfloat16, keep: int = 0) -> None:
@@ -27,10 +27,10 @@ class Shelves:
             for seed, size in enumerate(SIZES)
         ]
         self.values = [group.shard.clone() for group in self.groups]
-        self.disk = LateShelf()
-        self.shelf = ParamSwapper(self.disk, most=most, count=count, keep=keep)
+        self.disk = LateSwapFile()
+        self.swapper = ParamSwapper(self.disk, most=most, count=count, keep=keep)
         for group in self.groups:
-            self.shelf.take(group)
+            self.swapper.swap_out(group)
 
     def gather(self, index: int) -> bool:
         """Whether the group's full copy is what its shard was; it is freed again."""
@@ -52,56 +52,56 @@ def shard_of(group: ParamGroup) -> SwappedShard:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_shards_leave_memory_and_are_gathered_from_the_file(dtype: torch.dtype) -> None:
-    shelves = Shelves(dtype=dtype)
-    for group in shelves.groups:
+    away = SwappedGroups(dtype=dtype)
+    for group in away.groups:
         assert is_absent(group.shard) and group.shard.isnan().all()
         assert (group.master is group.shard) == (dtype == torch.float32 or not group.trainable)
-    assert [shelves.gather(index) for index in (2, 0, 1, 3, 0)] == [True] * 5
-    assert shelves.shelf.numel == sum(group.layout.shard_numel for group in shelves.groups)
+    assert [away.gather(index) for index in (2, 0, 1, 3, 0)] == [True] * 5
+    assert away.swapper.numel == sum(group.layout.shard_numel for group in away.groups)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 12])
 @pytest.mark.parametrize("ahead", [(), (0,), (0, 1, 2, 3), (3, 2), (1, 1, 2)])
 def test_any_number_of_buffers_and_any_order(count: int, ahead: tuple[int, ...]) -> None:
     """Buffers that others have read ahead into are taken back where there is no other."""
-    shelves = Shelves(count=count)
+    away = SwappedGroups(count=count)
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
         for index in ahead:
-            shelves.groups[index].expect()
-        assert [shelves.gather(index) for index in order] == [True] * 4
-    assert len(shelves.shelf.buffers) == count
-    assert not any(shelves.parts(index) for index in range(4))
+            away.groups[index].expect()
+        assert [away.gather(index) for index in order] == [True] * 4
+    assert len(away.swapper.buffers) == count
+    assert not any(away.parts(index) for index in range(4))
 
 
 def test_reading_ahead_goes_as_far_as_there_are_buffers() -> None:
-    shelves = Shelves(count=4)
-    assert [group.expect() for group in shelves.groups] == [False] * 4
-    assert [shelves.parts(index) for index in range(4)] == [
+    away = SwappedGroups(count=4)
+    assert [group.expect() for group in away.groups] == [False] * 4
+    assert [away.parts(index) for index in range(4)] == [
         [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 2 * CUT + 128)],
         [(0, 32)],
         [],
         [],
     ]
-    assert [group.expect() for group in shelves.groups] == [True, True, False, False], "time to gather"
-    assert shelves.gather(0)
-    assert not shelves.groups[2].expect() and shelves.parts(2) == [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 3 * CUT)]
+    assert [group.expect() for group in away.groups] == [True, True, False, False], "time to gather"
+    assert away.gather(0)
+    assert not away.groups[2].expect() and away.parts(2) == [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 3 * CUT)]
 
 
 def test_whoever_takes_back_takes_from_the_last() -> None:
-    shelves = Shelves(count=4)
-    shelves.groups[1].expect()
-    shelves.groups[2].expect()
-    assert shelves.gather(0)
-    assert shelves.parts(1) == [(0, 32)] and shelves.parts(2) == [(0, CUT), (CUT, 2 * CUT)]
+    away = SwappedGroups(count=4)
+    away.groups[1].expect()
+    away.groups[2].expect()
+    assert away.gather(0)
+    assert away.parts(1) == [(0, 32)] and away.parts(2) == [(0, CUT), (CUT, 2 * CUT)]
 
 
 def test_each_gather_reads_whole_blocks_once() -> None:
-    shelves = Shelves()
+    away = SwappedGroups()
     read: list[int] = []
-    once = shelves.disk.read
-    shelves.disk.read = lambda offset, into: (read.append(into.numel()), once(offset, into))[1]  # type: ignore[method-assign]
-    shelves.groups[0].expect()
-    shelves.gather(0)
+    once = away.disk.read
+    away.disk.read = lambda offset, into: (read.append(into.numel()), once(offset, into))[1]  # type: ignore[method-assign]
+    away.groups[0].expect()
+    away.gather(0)
     assert sum(read) == 2 * 2 * CUT + 4096
 
 
@@ -109,41 +109,41 @@ def test_each_gather_reads_whole_blocks_once() -> None:
     ("most", "count", "elements"), [(CUT, 2, CUT), (10**9, 1, 3 * CUT), (10**9, 5, CUT), (2 * CUT, 1, 2 * CUT)]
 )
 def test_buffers_hold_no_more_than_the_largest_shard_or_a_quarter(most: int, count: int, elements: int) -> None:
-    shelves = Shelves(most=most, count=count)
+    away = SwappedGroups(most=most, count=count)
     for seed in range(4, 12):  # more of the same
         group = make_group(parameters([(3 * CUT,)], seed=seed), stage=3, dtype=torch.bfloat16)
-        shelves.shelf.take(group)
-        shelves.groups.append(group)
-    assert shelves.shelf.buffers == [] and shelves.gather(0)
-    assert [buffer.numel() for buffer in shelves.shelf.buffers] == [2 * elements] * count
+        away.swapper.swap_out(group)
+        away.groups.append(group)
+    assert away.swapper.buffers == [] and away.gather(0)
+    assert [buffer.numel() for buffer in away.swapper.buffers] == [2 * elements] * count
 
 
 def test_new_values_are_waited_for_before_they_are_read() -> None:
-    shelves = Shelves()
-    group, new = shelves.groups[0], torch.full_like(shelves.values[0], 3.0)
+    away = SwappedGroups()
+    group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
     group.wait_before_writing()
-    shelves.shelf.wrote(group, [shelves.disk.write(shelves.shelf.offset_of(group), new)])
-    shelves.values[0] = new
-    assert shelves.gather(0)
+    away.swapper.add_writes(group, [away.disk.write(away.swapper.offset_of(group), new)])
+    away.values[0] = new
+    assert away.gather(0)
 
 
 def test_what_was_read_ahead_is_forgotten_before_an_update() -> None:
-    shelves = Shelves()
-    group, new = shelves.groups[0], torch.full_like(shelves.values[0], 3.0)
+    away = SwappedGroups()
+    group, new = away.groups[0], torch.full_like(away.values[0], 3.0)
     group.expect()
     group.wait_before_writing()
-    shelves.disk.write(shelves.shelf.offset_of(group), new).wait()
-    shelves.values[0] = new
-    assert shelves.gather(0)
+    away.disk.write(away.swapper.offset_of(group), new).wait()
+    away.values[0] = new
+    assert away.gather(0)
 
 
 def test_lent_shards_can_be_edited_and_nested() -> None:
-    shelves = Shelves()
-    group = shelves.groups[3]
+    away = SwappedGroups()
+    group = away.groups[3]
     group.expect()
-    with shelves.shelf.lent(), group.materialized():
+    with away.swapper.lent(), group.materialized():
         assert group.master is group.shard
-        assert all(torch.equal(each.shard, value) for each, value in zip(shelves.groups, shelves.values, strict=True))
+        assert all(torch.equal(each.shard, value) for each, value in zip(away.groups, away.values, strict=True))
         group.shard[:3] = 7.0
         assert not group.expect()
         group.unshard_async()
@@ -151,76 +151,76 @@ def test_lent_shards_can_be_edited_and_nested() -> None:
         group.finish_unshard()
         group.reshard()
     assert is_absent(group.shard) and group.master is group.shard
-    shelves.values[3][:3] = 7.0
-    assert shelves.gather(3)
+    away.values[3][:3] = 7.0
+    assert away.gather(3)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_rank_that_looks_into_its_shards_answers_as_those_that_do_not(count: int) -> None:
     """What was read ahead is read again, with its edits, and keeps its buffers: the answers of expect() decide over collectives."""
-    looking, other = Shelves(count=count), Shelves(count=count)
+    looking, other = SwappedGroups(count=count), SwappedGroups(count=count)
     answers: list[list[Any]] = [[], []]
-    for found, shelves in zip(answers, (looking, other), strict=True):
+    for found, away in zip(answers, (looking, other), strict=True):
         for turn in range(3):
-            found += [group.expect() for group in shelves.groups]
-            if shelves is looking:
-                with looking.shelf.lent():
+            found += [group.expect() for group in away.groups]
+            if away is looking:
+                with looking.swapper.lent():
                     looking.groups[0].shard[turn] = 7.0
                 looking.values[0][turn] = 7.0
-            found += [shelves.parts(index) for index in range(4)]
-            found += [shelves.gather(index) for index in ((), (2, 0), (1, 3, 0))[turn]]
-        assert len(shelves.shelf.buffers) == count
+            found += [away.parts(index) for index in range(4)]
+            found += [away.gather(index) for index in ((), (2, 0), (1, 3, 0))[turn]]
+        assert len(away.swapper.buffers) == count
     assert answers[0] == answers[1] and False not in answers[0][-3:]
 
 
 def test_some_stay_in_memory() -> None:
-    shelves = Shelves(keep=CUT + 32)
-    assert [group.offloaded is None for group in shelves.groups] == [False, True, False, True]
-    assert shelves.shelf.kept == CUT + 32
-    assert shelves.shelf.offset_of(shelves.groups[1]) is None
-    assert [shelves.gather(index) for index in range(4)] == [True] * 4
+    away = SwappedGroups(keep=CUT + 32)
+    assert [group.offloaded is None for group in away.groups] == [False, True, False, True]
+    assert away.swapper.kept == CUT + 32
+    assert away.swapper.offset_of(away.groups[1]) is None
+    assert [away.gather(index) for index in range(4)] == [True] * 4
 
 
 def test_groups_that_always_live_stay() -> None:
     group = make_group(parameters([(100,)]), stage=2, dtype=torch.bfloat16)
-    ParamSwapper(LateShelf(), most=CUT, count=1).take(group)
+    ParamSwapper(LateSwapFile(), most=CUT, count=1).swap_out(group)
     assert group.offloaded is None and not is_absent(group.shard)
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int, fault: Callable[[], BaseException]) -> None:
     """The wait after so many ends in a fault, the next ones do not."""
-    once, seen = LateTicket.wait, []
+    once, seen = LateTransfer.wait, []
 
-    def wait(ticket: Any) -> None:
-        seen.append(ticket)
+    def wait(transfer: Any) -> None:
+        seen.append(transfer)
         if len(seen) == after + 1:
             raise fault()
-        once(ticket)
+        once(transfer)
 
-    monkeypatch.setattr(LateTicket, "wait", wait)
+    monkeypatch.setattr(LateTransfer, "wait", wait)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_fetch_that_is_interrupted_loses_no_buffer(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    shelves = Shelves()
+    away = SwappedGroups()
     interrupted(monkeypatch, after, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        shelves.gather(0)
-    fresh = torch.zeros_like(shelves.values[0])
-    shard_of(shelves.groups[0]).fetch(fresh)
-    assert torch.equal(fresh, shelves.values[0]), "all of it, and not what was left"
-    assert [shelves.gather(index) for index in (0, 2, 0)] == [True] * 3
-    assert len(shelves.shelf.buffers) == 2
+        away.gather(0)
+    fresh = torch.zeros_like(away.values[0])
+    shard_of(away.groups[0]).fetch(fresh)
+    assert torch.equal(fresh, away.values[0]), "all of it, and not what was left"
+    assert [away.gather(index) for index in (0, 2, 0)] == [True] * 3
+    assert len(away.swapper.buffers) == 2
 
 
 def test_a_disk_that_fails_gives_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    shelves = Shelves()
+    away = SwappedGroups()
     interrupted(monkeypatch, 1, lambda: StorageError("no", where="/disk"))
     with pytest.raises(StorageError, match="no"):
-        shelves.gather(0)
+        away.gather(0)
     for _ in range(2):
-        assert not shelves.groups[1].expect()
+        assert not away.groups[1].expect()
         with pytest.raises(StorageError, match="the disk has failed, and offloaded state is lost"):
-            shelves.gather(1)
-        with pytest.raises(StorageError, match="the disk has failed"), shelves.shelf.lent():
+            away.gather(1)
+        with pytest.raises(StorageError, match="the disk has failed"), away.swapper.lent():
             pass

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class LateTicket:
+class LateTransfer:
     """Done when it is waited for, and not before."""
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -24,7 +24,7 @@ class LateTicket:
             act()
 
 
-class LateShelf:
+class LateSwapFile:
     """Reads see the file as it was when they began and arrive when they are waited for; writes take what is there when they are waited for."""
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class LateShelf:
         bits = into.view(torch.uint8)
         seen = self._area[offset : offset + bits.numel()].clone()
         bits.fill_(255)
-        return LateTicket(lambda: bits.copy_(seen))
+        return LateTransfer(lambda: bits.copy_(seen))
 
     def write(self, offset: int, source: torch.Tensor) -> Any:
         bits = source.view(torch.uint8)
-        return LateTicket(lambda: self._area[offset : offset + bits.numel()].copy_(bits))
+        return LateTransfer(lambda: self._area[offset : offset + bits.numel()].copy_(bits))
 
     @contextmanager
     def mapped(self) -> Iterator[torch.Tensor]:

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 from tests.sharding.parts import make_grad_buffer, make_group, parameters, run_update
-from tests.support.strict_mover import StrictMover
+from tests.support.strict_copier import StrictCopier
 from zero_trial.ops.optimizers import FusedAdam
-from zero_trial.sharding.offload.host import StagedPiece, StagedStore, StagingBuffers, master_to_host
+from zero_trial.sharding.offload.host import (
+    BlockingCopier,
+    HostCopier,
+    StagedPiece,
+    StagedStore,
+    StagingBuffers,
+    StreamCopier,
+    copier_for,
+    master_to_host,
+)
 from zero_trial.sharding.offload.nvme_optimizer import MasterSwap, SwappedStore, state_columns
 from zero_trial.sharding.offload.swap_file import CUT, SwapFile
 from zero_trial.sharding.optimizer import ShardedOptimizer, cut_pieces
@@ -22,15 +31,15 @@ BUILDS: dict[str, Any] = {"fused": FusedAdam, "torch": torch.optim.AdamW}
 
 
 class Training:
-    """Three steps on two groups; ``buffers``: of a desk between the groups and masters of their own; ``folder``: masters behind it in a file."""
+    """Three steps on two groups; ``buffers``: of a staging between the groups and masters of their own; ``folder``: masters behind it in a file."""
 
     def __init__(self, build: Any, dtype: torch.dtype, *, buffers: int = 0, folder: Path | None = None) -> None:
         self.groups = [
             make_group(parameters([(2 * CUT + 77,), (50,)], seed=seed), stage=2, dtype=dtype) for seed in (1, 2)
         ]
         grad_buffers = [make_grad_buffer(group)[0] for group in self.groups]
-        self.mover = StrictMover()
-        desk = StagingBuffers(self.mover)
+        self.copier = StrictCopier()
+        staging = StagingBuffers(self.copier)
         behind = None
         if buffers:
             for group in self.groups:
@@ -38,15 +47,15 @@ class Training:
         if folder is not None:
             masters = MasterSwap(SwapFile(folder, 1 << 16))
             for group in self.groups:
-                masters.take(group)
-        make = functools.partial(StagedPiece, desk=desk) if buffers else None
+                masters.swap_out(group)
+        make = functools.partial(StagedPiece, staging=staging) if buffers else None
         given = {"most": CUT, "make": make} if make else {}
         pieces = cut_pieces(grad_buffers, whole_tensors=False, **given)
         base = build([piece.weight for piece in pieces], lr=0.01)
         if folder is not None:
             columns = {torch.float32: state_columns(base)}
-            behind = SwappedStore(masters, pieces, base.state, columns, slot_numel=CUT, slots=2)
-        store = StagedStore(pieces, desk, behind, buffers=buffers) if buffers else None  # type: ignore[arg-type]
+            behind = SwappedStore(masters, pieces, base.state, columns, buffer_numel=CUT, buffer_count=2)
+        store = StagedStore(pieces, staging, behind, buffers=buffers) if buffers else None  # type: ignore[arg-type]
         self.store = store
         self.optimizer = ShardedOptimizer(base, pieces, store=store)
         for number in range(3):
@@ -76,11 +85,11 @@ def test_the_same_bits_through_a_desk(tmp_path: Path, name: str, dtype: torch.dt
     assert len(there.values()) == 6
     assert all(torch.equal(a, b) for a, b in zip(here.values(), there.values(), strict=True))
     pieces = len(there.optimizer.pieces)
-    assert pieces == 6 and (there.mover.begun, there.mover.downs, there.mover.ups) == (3, 3 * pieces, 3 * pieces)
+    assert pieces == 6 and (there.copier.begun, there.copier.downs, there.copier.ups) == (3, 3 * pieces, 3 * pieces)
     store = there.store
     assert store is not None and store.buffers == () and there.optimizer.persistent_bytes() == 0
-    desk = [buffer.numel() for buffer in store.host_buffers][: 2 * buffers]
-    assert desk == [CUT * dtype.itemsize] * (2 * buffers), "a gradient and a piece of new values each"
+    staging = [buffer.numel() for buffer in store.host_buffers][: 2 * buffers]
+    assert staging == [CUT * dtype.itemsize] * (2 * buffers), "a gradient and a piece of new values each"
 
 
 def test_masters_leave_the_device_also_where_they_are_the_shard() -> None:
@@ -103,3 +112,37 @@ def test_a_step_that_is_broken_off_leaves_the_desk_usable() -> None:
         run_update(training.optimizer, 1.0, stop)
     run_update(training.optimizer, 1.0)
     assert training.store is not None and len(training.store.host_buffers) == 4
+
+
+def test_where_the_device_is_the_host() -> None:
+    copier = copier_for(torch.device("cpu"), True)
+    assert (
+        isinstance(copier, BlockingCopier) and copier.buffer(7).shape == (7,) and copier.buffer(7).dtype == torch.uint8
+    )
+    copier.begin()
+    source, into = torch.arange(4.0), torch.zeros(4)
+    copier.down(source, into)()
+    assert torch.equal(source, into)
+    copier.up(source + 1, into)()
+    assert torch.equal(source + 1, into)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_beside_the_devices_work(pinned: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    copier: HostCopier = copier_for(device, pinned)
+    assert isinstance(copier, StreamCopier) and copier.buffer(64).is_pinned() is pinned
+    on_host = copier.buffer(4 << 20).view(torch.float32)
+    for number in range(5):
+        made = torch.arange(1 << 20, device=device, dtype=torch.float32) + number
+        copier.begin()
+        copier.down(made, on_host)()
+        assert torch.equal(on_host, made.cpu())
+        on_host.mul_(2)
+        back = torch.empty_like(made)
+        wait = copier.up(on_host, back)
+        doubled = back + 0  # given to the device after the copy, so it sees it
+        wait()
+        assert torch.equal(doubled, made * 2)

@@ -48,10 +48,10 @@ def test_other_things_in_the_folder_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "b.tmp-123").mkdir()
     broken = save(tmp_path, "c", 5) / "manifest.json"
     broken.write_text("{")
-    told: list[str] = []
-    assert [found.tag for found in list_checkpoints(tmp_path, told.append)] == ["a"]
-    assert len(told) == 1
-    assert str(broken) in told[0]
+    reports: list[str] = []
+    assert [found.tag for found in list_checkpoints(tmp_path, reports.append)] == ["a"]
+    assert len(reports) == 1
+    assert str(broken) in reports[0]
 
 
 def test_a_tag_that_is_being_replaced_is_found_in_its_old_folder(tmp_path: Path) -> None:

@@ -224,12 +224,12 @@ def test_damage_falls_back_to_the_older_one(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
-    told: list[str] = []
-    found = latest_checkpoint(tmp_path, told.append)
+    reports: list[str] = []
+    found = latest_checkpoint(tmp_path, reports.append)
     assert found is not None
     assert found.step == 1
-    assert len(told) == 1
-    assert "step-2" in told[0]
+    assert len(reports) == 1
+    assert "step-2" in reports[0]
 
 
 def test_a_pickle_in_place_of_a_file_is_never_executed(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_same_content_gives_same_files(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
-def test_elements_that_nobody_gives_or_two_give_are_named_on_every_rank(tmp_path: Path) -> None:
+def test_missing_and_doubled_elements_are_named_on_every_rank(tmp_path: Path) -> None:
     hole = on_ranks(2, lambda r: save_checkpoint(tmp_path, "a", part_of(r.index, 3), step=1, ranks=r))
     twice = on_ranks(2, lambda r: save_checkpoint(tmp_path, "a", part_of(0, 1), step=1, ranks=r))
     for errors, message in ((hole, "no piece for 16 to 24"), (twice, "elements 0 to 24 again")):

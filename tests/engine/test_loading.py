@@ -52,7 +52,9 @@ def test_a_tag_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, tag="b")
 
 
-def test_a_damaged_newest_is_passed_over_in_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
     engine.save_checkpoint(tmp_path, tag="a")
     engine.global_steps = 1
@@ -77,7 +79,7 @@ def test_a_checkpoint_in_place_of_its_folder_is_refused(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "a")
 
 
-def test_where_nothing_is_whole_nobody_starts_afresh(tmp_path: Path) -> None:
+def test_where_no_checkpoint_is_whole_loading_fails(tmp_path: Path) -> None:
     engine, *_ = zero_trial.initialize(model=nn.Linear(2, 2), config=CONFIG)
     engine.save_checkpoint(tmp_path, tag="a")
     (tmp_path / "a" / "manifest.json").write_text("{}")

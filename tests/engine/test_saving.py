@@ -467,7 +467,7 @@ class Pipe:
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("takes_host_tensors", [True, False])
 def test_where_the_tensors_of_a_model_for_others_travel(stages: int, takes_host_tensors: bool) -> None:
-    """NCCL alone takes nothing of the host's; one stage has nobody to send to."""
+    """NCCL alone takes nothing of the host's; one stage sends nothing."""
     pipe = Pipe(stages, takes_host_tensors, {"there": ["float32", [2, 3], True], "away": ["bfloat16", [2], False]})
     engine: Any = SimpleNamespace(mesh=SimpleNamespace(pipe=pipe), device=torch.device("meta"))
     own = {"here": torch.ones(2, 3).t()}
@@ -477,7 +477,7 @@ def test_where_the_tensors_of_a_model_for_others_travel(stages: int, takes_host_
 
 
 def alone(folder: str) -> str:
-    """Rank 1 never calls save_checkpoint, and says so to nobody."""
+    """Rank 1 never calls save_checkpoint, without an error of its own."""
     engine = engine_of("zero1", {"comm_timeout_seconds": 30.0})
     train(engine, range(2))
     engine.mesh.world.timeout = 1.5

@@ -223,7 +223,7 @@ def test_what_many_places_share_is_not_made_anew_without_end(monkeypatch: pytest
             resolve([one() for _ in range(1000)])
 
 
-def test_a_foreign_object_is_short_in_words() -> None:
+def test_a_foreign_object_has_a_short_text() -> None:
     assert repr(resolve(called("some.where", "Kind", twice_itself()))) == "<some.where.Kind>"
 
 

@@ -79,7 +79,7 @@ def test_without_a_seal_nothing_is_known_to_be_wrong(tmp_path: Path) -> None:
     assert find_fault(tmp_path) is None
 
 
-def test_a_manifest_of_somebody_elses_is_none_of_ours(folder: Path) -> None:
+def test_a_manifest_of_another_program_is_not_ours(folder: Path) -> None:
     (folder / "hub").mkdir()
     (folder / "hub/manifest.json").write_text('{"name": "model"}')
     (folder / "hub/weights.safetensors").write_bytes(b"theirs")

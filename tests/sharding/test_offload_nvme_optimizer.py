@@ -558,7 +558,7 @@ def test_groups_may_differ() -> None:
     assert state_columns(base) == [StateColumn("momentum_buffer", torch.float32)]
 
 
-def test_nobody_hears_of_it_and_the_schedule_does_not_move() -> None:
+def test_the_probe_calls_no_hook_and_moves_no_schedule() -> None:
     base = torch.optim.AdamW(weights())
     schedule = torch.optim.lr_scheduler.StepLR(base, 1)
     heard: list[Any] = []

@@ -87,7 +87,7 @@ def test_reading_ahead_goes_as_far_as_there_are_buffers() -> None:
     assert not away.groups[2].expect() and away.parts(2) == [(0, CUT), (CUT, 2 * CUT), (2 * CUT, 3 * CUT)]
 
 
-def test_whoever_takes_back_takes_from_the_last() -> None:
+def test_buffers_are_reclaimed_from_the_shard_needed_last() -> None:
     away = SwappedGroups(count=4)
     away.groups[1].expect()
     away.groups[2].expect()

@@ -185,7 +185,7 @@ def _chosen(listing: CheckpointFolder, everything: bool) -> Sequence[SavedCheckp
         )
     if not everything and len(listing.trials) > 1:
         raise ConfigError(
-            f"checkpoints of {len(listing.trials)} trials lie here",
+            f"checkpoints of {len(listing.trials)} trials are here",
             where=str(listing.folder),
             fix="Name one, or verify them with --all.",
         )

@@ -381,9 +381,9 @@ def called_early(stage: str, how: str) -> None:
     engine = build_engine(Case(Net, loss), STAGES[stage] | {"overlap_comm": True})
     engine.backward(loss(engine, Turn(0, 0, engine.global_rank)))
     engine.step()
-    assert engine.sharded.publisher._under_way
+    assert engine.sharded.publisher.under_way
     nn.Linear(1, 1)(torch.ones(1))  # someone else's module
-    assert engine.sharded.publisher._under_way
+    assert engine.sharded.publisher.under_way
     if how == "part":
         engine.module.blocks[0][2](torch.ones(2, WIDTH))
     elif how == "state":
@@ -392,7 +392,7 @@ def called_early(stage: str, how: str) -> None:
         engine.module_state_dict()
     else:
         engine(torch.ones(2, 5))
-    assert not engine.sharded.publisher._under_way
+    assert not engine.sharded.publisher.under_way
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 

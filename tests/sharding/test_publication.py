@@ -138,7 +138,7 @@ class Exchange:
 
 def test_what_is_under_way_arrives_once() -> None:
     publisher, exchange = ParamPublisher(nn.Linear(2, 2), ()), Exchange()
-    publisher._under_way.append(exchange)  # type: ignore[arg-type]
+    publisher.under_way.append(exchange)  # type: ignore[arg-type]
     assert publisher.wait_result() == [exchange]
     assert not publisher.wait_result()
     assert exchange.asked == ["result"]
@@ -147,7 +147,7 @@ def test_what_is_under_way_arrives_once() -> None:
 def test_a_forward_of_any_part_of_the_module_waits_and_of_other_modules_does_not() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     publisher, exchange = ParamPublisher(module, ()), Exchange()
-    publisher._under_way.append(exchange)  # type: ignore[arg-type]
+    publisher.under_way.append(exchange)  # type: ignore[arg-type]
     publisher.wait_at_next_forward()
     publisher.wait_at_next_forward()
     nn.Linear(2, 2)(torch.ones(1, 2))

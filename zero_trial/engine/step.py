@@ -198,11 +198,11 @@ class StepOutcome(StepStatus):
             return
         result, unscale = self._result, self.gradient_multiplier()
         with trace_range("norm"):
-            square_sum, late = self._sum_over_ranks(model, reducer.late_groups()).tolist()
-            if late:  # on some rank: all learn it here
+            total, late = self._sum_over_ranks(model, reducer.late_groups())
+            if late.item():  # on some rank: all learn it here
                 reducer.reduce_late()
-                square_sum = self._sum_over_ranks(model).item()
-        change = self._decide(square_sum, unscale, step)
+                total = self._sum_over_ranks(model)
+        change = self._decide(total.item(), unscale, step)
         if result.applied and result.norm is not None:
             factor = 1.0 if change.overflow else clip_factor(result.norm, self._config.clip)
             update_and_publish(model, optimizer, unscale * factor, defer_wait=self._config.defer_publish)

@@ -195,7 +195,7 @@ def _optimizer_of(param: torch.Tensor) -> StateShards:
 
 
 class StateShards(Protocol):
-    """What the safe_get_* functions ask of an optimizer."""
+    """The part of an optimizer that the safe_get_* functions use."""
 
     def state_shard(self, group: ParamGroup, kind: str) -> torch.Tensor | None: ...
 
@@ -203,7 +203,7 @@ class StateShards(Protocol):
 
 
 class TrainedParams(Protocol):
-    """What the safe_get_* functions ask of a sharded model."""
+    """The part of a sharded model that the safe_get_* functions use."""
 
     def gradient_multiplier(self) -> float: ...
 
@@ -358,7 +358,7 @@ class FullParams:
     def _free_gathered(self, keep: Collection[ParamGroup]) -> None:
         """Free the groups that were gathered here, except ``keep`` and those whose entries are not copied yet.
 
-        What was loaded into them goes to the shards before.
+        Values that were loaded into them are copied to the shards before.
         """
         keep = [*keep, *(group for _, groups in self._uncopied for group in groups)]
         loaded = _ids(self._scope) if self._loading and self._scope is not None else None

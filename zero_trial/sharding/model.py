@@ -140,7 +140,8 @@ class ShardedModel:
 
         Every rank must call it at the same place, between a step's collectives and the next step's.
         """
-        self.publisher.wait_result()
+        if self.publisher.under_way:
+            self.publisher.wait_result()
         for group in self._freed:
             group.finish_unshard()
         for group in self.groups:

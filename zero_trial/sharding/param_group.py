@@ -95,7 +95,7 @@ class ParamGroup:
         self.comm = comm
         low, high = layout.shard_range(comm.index)
         always = plan.params is Lifetime.ALWAYS
-        # What is sent again and again is a buffer that peers can read in place; what comes and goes is ordinary memory.
+        # Values that are sent in every step are in a buffer that peers can read in place; memory that is freed is ordinary.
         self.full = (
             comm.buffer(layout.numel, dtype, device)
             if always
@@ -311,7 +311,7 @@ class ParamPublisher:
         self._pieces_left: dict[int, int] = {}  # by id of the group
         self._unrounded: set[int] = set()
         self._lend = True
-        self._under_way: list[Pending] = []  # in the order in which they were sent
+        self.under_way: list[Pending] = []  # in the order in which they were sent
         self._hook: Any = None
 
     def begin(self, pieces: Sequence[Updated] = (), *, lend: bool = True) -> None:
@@ -345,7 +345,7 @@ class ParamPublisher:
         """Publish the groups that no step changes: their values were replaced (a checkpoint was read). Collective over shard."""
         for group in self._groups:
             if not group.trainable and (pending := group.publish()) is not None:
-                self._under_way.append(pending)
+                self.under_way.append(pending)
 
     def _publish(self, group: ParamGroup) -> None:
         if not group.trainable:
@@ -354,7 +354,7 @@ class ParamPublisher:
         with trace_range("publish"):
             rounded = id(group) in self._pieces_left and id(group) not in self._unrounded
             if (pending := group.publish(rounded=rounded, lend=self._lend)) is not None:
-                self._under_way.append(pending)
+                self.under_way.append(pending)
 
     def wait(self) -> None:
         """Wait until every parameter that always lives is whole here and on the other ranks of the shard axis, which must come as far."""
@@ -365,9 +365,9 @@ class ParamPublisher:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if not self._under_way:
+        if not self.under_way:
             return ()
-        pendings, self._under_way = self._under_way, []
+        pendings, self.under_way = self.under_way, []
         for pending in pendings:
             pending.wait_result()
         return pendings
@@ -378,7 +378,7 @@ class ParamPublisher:
         One rank alone may call that, so it waits for the result alone: what was published with ``lend=False`` may be edited then. The hook
         is torch's global one, because any part may be called first; it is removed after that call.
         """
-        if self._under_way and self._hook is None:
+        if self.under_way and self._hook is None:
             parts, this = {id(part) for part in self._module.modules()}, weakref.ref(self)
 
             def before_forward(module: nn.Module, _: object) -> None:

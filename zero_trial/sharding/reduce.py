@@ -62,7 +62,7 @@ class NonFiniteGradient:
 
 
 class _ReducePhase(Enum):
-    """What a reduction waits for next."""
+    """The exchange that a reduction waits for next."""
 
     SCATTER = "the sum over shard"
     REDUCE = "the sum over replica"
@@ -83,6 +83,17 @@ class _Reduction:
     square_sum: torch.Tensor | None = None  # of this rank's slice of the sum over replicas, where it was computed
     # replica index -> first position that is not finite, in its slice
     bad_replicas: dict[int, int] = field(default_factory=dict)
+
+    def start_sum_over(self, replica: AxisComm, *, on_host: bool) -> None:
+        """Start the sum over ``replica``; on the host, its squares and bad positions are recorded before its inputs are overwritten."""
+        label = self.grad_buffer.group.name
+        self.reduce = replica.all_reduce(self.out, label, self._look if on_host else None)
+
+    def _look(self, total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
+        self.square_sum = square_sum(total)
+        if not math.isfinite(self.square_sum.item()):
+            found = {index: first_nonfinite(part) for index, part in contributions.items()}
+            self.bad_replicas = {index: position for index, position in found.items() if position is not None}
 
 
 class GradReducer:
@@ -308,7 +319,7 @@ class GradReducer:
         if phase is _ReducePhase.SCATTER:
             reduction.scatter.wait_result(keep=True)
             if self._replica.size > 1:
-                self._start_sum_of_replicas(reduction)
+                reduction.start_sum_over(self._replica, on_host=self._on_host)
                 following = _ReducePhase.REDUCE
         elif phase is _ReducePhase.REDUCE:
             reduction.reduce.start_next()
@@ -321,19 +332,6 @@ class GradReducer:
         else:
             self._store(reduction)
             self._under_way -= 1
-
-    def _start_sum_of_replicas(self, reduction: _Reduction) -> None:
-        """Start the sum over ``replica``; on CPU, record its squares and the first bad positions before its inputs are overwritten."""
-
-        def look(total: torch.Tensor, contributions: Mapping[int, torch.Tensor]) -> None:
-            if not self._on_host:
-                return
-            reduction.square_sum = square_sum(total)
-            if not math.isfinite(reduction.square_sum.item()):
-                found = {index: first_nonfinite(part) for index, part in contributions.items()}
-                reduction.bad_replicas = {index: position for index, position in found.items() if position is not None}
-
-        reduction.reduce = self._replica.all_reduce(reduction.out, reduction.grad_buffer.group.name, look)
 
     def _store(self, reduction: _Reduction) -> None:
         """Write the sum into the shard, or add it to an earlier one; free the full buffer."""

@@ -14,9 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.contenders import Workload
 from benchmarks.record import Column, number, save
 from benchmarks.rounds import Job, run_rounds
-from benchmarks.workload import Workload
 
 CONTENDERS = ["bare", "ddp", "fsdp2", *(f"{kind}-{stage}" for stage in range(4) for kind in ("deepspeed", "ours"))]
 NOTE = """Medians over interleaved rounds, each in fresh processes; means over ranks. "Above bare" is the process CPU

@@ -59,12 +59,12 @@ def damaged(desk: Desk, name: str, kind: str, how: str) -> Result:
     run = desk.copy(desk.unbroken(Plan()))
     path = newest(run) / name
     damage(path, how, desk)
-    told: list[str] = []
+    lines: list[str] = []
     begin = time.monotonic()
     try:
-        start: dict[str, Any] = agree_on_start(JsonDistributed(), run, note=told.append)
+        start: dict[str, Any] = agree_on_start(JsonDistributed(), run, note=lines.append)
         why = "" if start["step"] == OLDER else f"{name} {how}: starts from step {start['step']}"
-        said = any(f"step-{NEWEST:06d}" in line for line in told)
+        said = any(f"step-{NEWEST:06d}" in line for line in lines)
         why = why or ("" if said or (how == "gone" and name == "metadata.json") else f"{name} {how}: nothing is said")
     except (ZeroTrialError, ValueError, KeyError, OSError) as error:
         why = f"{name} {how}: {type(error).__name__}: {error}"

@@ -117,7 +117,7 @@ def never_started(desk: Desk, count: int) -> Iterator[Result]:
 
 
 def hold(folder: str) -> str:
-    """Holds a run's folder until it is killed; a second one is told who does."""
+    """Hold a run's folder until killed; a second process gets the holder's name."""
     from zero_trial.errors import ConfigError
     from zero_trial.runs.layout import lock_run
 

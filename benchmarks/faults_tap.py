@@ -19,12 +19,12 @@ _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 class Tap:
-    """``told(name)`` hears of each moment; at number ``at`` (from 0) ``end()`` is called. Only files whose path holds ``mark`` count."""
+    """Calls ``report(name)`` at each moment, and ``end()`` at number ``at`` (from 0). Only files whose path holds ``mark`` count."""
 
-    def __init__(self, mark: str, at: int | None, told: Callable[[str], None], end: Callable[[], None]) -> None:
+    def __init__(self, mark: str, at: int | None, report: Callable[[str], None], end: Callable[[], None]) -> None:
         self._mark = mark
         self._at = at
-        self._told = told
+        self._report = report
         self._end = end
         self._count = 0
         self._inside = False
@@ -33,12 +33,12 @@ class Tap:
         self._flushed: Callable[[int], None] = os.fsync
 
     def install(self) -> None:
-        """For the rest of this process."""
-        sys.addaudithook(self._hear)
+        """Watch this process from now on."""
+        sys.addaudithook(self._audit)
         os.fsync = self._fsync
         writer.sha256 = self._digest  # type: ignore[assignment]
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._inside:
             return
         if event in _CHANGES:
@@ -54,11 +54,11 @@ class Tap:
         self._flushed(handle)
 
     def _digest(self, data: bytes | None = None) -> Any:
-        """Tap the sums that a file is written under; a sum of something that is there already is no moment."""
+        """Tap the sums that a file is written under; a sum of something that exists already is not a moment."""
         return _Digest(self._part) if data is None else hashlib.sha256(data)
 
     def _part(self) -> None:
-        """Something is in the file: half of it, for all that a reader knows."""
+        """Note that something is in the file: half of it, as far as a reader knows."""
         fresh, self._fresh = self._fresh, False
         if fresh:
             self._moment("write", f"{self._mark}.tmp-/file")
@@ -70,23 +70,23 @@ class Tap:
             return
         self._inside, self._done = True, last
         if self._at is None:
-            self._told(f"{what} {_plain(text, self._mark)}")
+            self._report(f"{what} {_plain(text, self._mark)}")
         elif self._count == self._at:
-            self._told(f"{what} {_plain(text, self._mark)}")
+            self._report(f"{what} {_plain(text, self._mark)}")
             self._end()
         self._count += 1
         self._inside = False
 
 
 class _Digest:
-    """A SHA-256 that tells before it takes a part."""
+    """A SHA-256 that reports before it takes a part."""
 
-    def __init__(self, told: Callable[[], None]) -> None:
+    def __init__(self, report: Callable[[], None]) -> None:
         self._sum = hashlib.sha256()
-        self._told = told
+        self._report = report
 
     def update(self, data: Any) -> None:
-        self._told()
+        self._report()
         self._sum.update(data)
 
     def hexdigest(self) -> str:
@@ -94,7 +94,7 @@ class _Digest:
 
 
 def _plain(text: str, mark: str) -> str:
-    """The path from the folder with the mark on, without what is random in it."""
+    """Return the path from the marked folder on, without its random parts."""
     if mark not in text:
         return text.rsplit("/", 1)[-1]
     head, *rest = text[text.index(mark) :].split("/")
@@ -104,7 +104,7 @@ def _plain(text: str, mark: str) -> str:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL to all, this process last."""
+    """Send SIGKILL to all, this process last."""
     others = [pid for pid in pids if pid != os.getpid()]
     for pid in others:
         try:

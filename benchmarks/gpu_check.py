@@ -124,7 +124,7 @@ def memory(check: Check) -> dict[str, Any]:
 
 
 def sanitized(ended: processes.Ended) -> dict[str, Any]:
-    """A verdict only where the tool gave one: a GPU that it does not know, or too little time, is no fault of the kernels."""
+    """A verdict only where the tool gave one: a GPU that it does not know, or too little time, is not a fault of the kernels."""
     counts = [int(number) for number in re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", ended.said)]
     if not counts or any(said in ended.said for said in NO_SANITIZER):
         return {"ok": None, "said": [ended.why(), *ended.tail(4)]}

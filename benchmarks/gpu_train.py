@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.contenders import BETAS, CLIP, DECAY, EPS, LR, ds_config
-from benchmarks.workload import Workload
+from benchmarks.contenders import BETAS, CLIP, DECAY, EPS, LR, Workload, ds_config
 from zero_trial.engine import flop_count
 
 WARMUP, ROUNDS, STEPS = 4, 3, 5  # steps that are not measured; rounds that are, and steps in each

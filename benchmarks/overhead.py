@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.contenders import Workload
 from benchmarks.engine import CONTENDERS, above_bare
 from benchmarks.record import Column, number, save
 from benchmarks.rounds import Job, run_rounds
-from benchmarks.workload import Workload
 
 NOTE = """Microseconds per parameter tensor per optimizer step above a bare forward and backward, on a model of small
 linear layers in blocks of ten. "wall" is step time, "CPU" is process CPU time (all threads), "main thread" is the CPU time of the

@@ -106,7 +106,7 @@ def rows(
     env: Mapping[str, str] | None = None,
     silence: float = float("inf"),
 ) -> list[Row]:
-    """One row per name, each with its ``name``, from a program that is told the names and prints a row when it is done with one.
+    """One row per name, each with its ``name``, from a program that gets the names and prints a row when it is done with one.
 
     Where it crashes or falls silent, the name that it was at gets a row with ``why``, and it is started again with those that follow.
     """

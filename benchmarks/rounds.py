@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.contenders import missing
-from benchmarks.workload import Workload
+from benchmarks.contenders import Workload, missing
 
 WORKER = Path(__file__).with_name("worker.py")
 

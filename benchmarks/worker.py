@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.contenders import prepare
-from benchmarks.workload import Workload
+from benchmarks.contenders import Workload, prepare
 
 
 def main() -> None:

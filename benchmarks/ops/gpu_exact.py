@@ -219,7 +219,7 @@ def graph(device: torch.device, sizes: Sequence[int]) -> Iterator[Row]:
                     OPS.adam_many_(p, g, m, v, [], None, None, *columns, 1.0, True)
                     return
                 total.copy_(OPS.square_sum(g[0]))
-                # Nobody else writes fp32 copies: the kernel is loaded here.
+                # Nothing else writes fp32 copies: the kernel is loaded here.
                 out = torch.empty_like(p[0]) if what == "first use" else None
                 OPS.adam_(p[0], g[0], m[0], v[0], out, None, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0, True)
 
@@ -275,7 +275,7 @@ def alive(device: torch.device) -> bool:
 
 
 def not_native(device: torch.device) -> Row:
-    """Kernels that could not be had ran as plain torch: equal or not, that is no proof."""
+    """List the kernels that could not be loaded: they ran as plain torch, so equal results prove nothing."""
     backend = cuda_backend().cuda
     refused = {} if backend is None else {kernel.name: why for kernel, why in backend.refused.items()}
     if device.type == "cuda" and backend is None:

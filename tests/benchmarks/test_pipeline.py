@@ -1,14 +1,16 @@
-"""The pipelines' benchmark: what is compared does the same work, and theory is that of the schedules."""
+"""The pipeline benchmark's layers, contenders and rows; and one cell of the oracle's matrix."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from benchmarks import pipeline_oracle
 from benchmarks.pipeline import WORKER, PipelineJob, row_of, theory
-from benchmarks.pipeline_contenders import missing
-from benchmarks.pipeline_work import ROWS, WIDTH, Layer, Times, batches, layers
+from benchmarks.pipeline_oracle import TOLERANCE, Case, run
+from benchmarks.pipeline_worker import ROWS, WIDTH, Layer, Times, batches, layers, missing
 from benchmarks.rounds import run_once
+from tests.support.pool import Pools
 from zero_trial.pipeline.channel import to_payload
 from zero_trial.pipeline.stage import SplitBackward, StageBoundary
 
@@ -44,7 +46,7 @@ def test_a_row_compares_with_its_own_ideal_and_with_1f1b() -> None:
 
 def test_layers_wait_where_they_are_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("benchmarks.pipeline_work.time.sleep", waits.append)
+    monkeypatch.setattr("benchmarks.pipeline_worker.time.sleep", waits.append)
     layer = Layer(Times(1, 2, 3))
     anchor = torch.zeros((), requires_grad=True)
     gate = StageBoundary(to_payload(torch.ones(ROWS, WIDTH).requires_grad_())[1], anchor)
@@ -68,6 +70,22 @@ def test_ours_and_torchs_do_the_same_work() -> None:
 
 
 def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.pipeline_contenders.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.pipeline_worker.importlib.util.find_spec", lambda name: None)
     assert "not installed" in (missing("deepspeed") or "")
     assert missing("torch-1f1b") is None
+
+
+def test_one_cell(ranks: Pools) -> None:
+    found = run(Case("zb_h1", stages=2, shards=1, zero=2, micro_batches=4), 3, ranks, {})
+    assert found["difference"] <= TOLERANCE and found["ties"] and found["loss_difference"] < 1e-6
+
+
+def test_another_reference_is_far_off(ranks: Pools) -> None:
+    """The dense run of two data-parallel lines is none for a pipeline that sees one of them."""
+    known: dict[object, object] = {}
+    run(Case("1f1b", 2, 1, 0, 1), 3, ranks, known)
+    (key,) = known
+    known[key] = pipeline_oracle.train_dense(pipeline_oracle.layers(pipeline_oracle.BLOCKS), 3, 1, 2)
+    found = run(Case("1f1b", 2, 1, 0, 1), 3, ranks, known)
+    assert found["difference"] > 100 * TOLERANCE
+    assert found["loss_difference"] > 1e-3

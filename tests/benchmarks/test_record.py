@@ -1,4 +1,4 @@
-"""What a benchmark writes: a table, facts about machine and versions, and a command without paths."""
+"""What a benchmark writes: a table, facts about machine and versions, and a command without paths; README's figures are made from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record
+from benchmarks import figures, record
 
 
 def test_save_writes_table_and_facts(
@@ -27,3 +27,20 @@ def test_save_writes_table_and_facts(
     assert facts["versions"]["torch"]
     assert facts["machine"]["cores"] > 0
     assert facts["rows"] == [{"name": "ddp", "wall_ms": 1.26}]
+
+
+def test_readme_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+    assert figures.main() == 0
+
+
+def test_another_figure_is_found_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = figures.README.read_text()
+    other = tmp_path / "README.md"
+    other.write_text(text.replace("ns per parameter", "hours per parameter", 1))
+    monkeypatch.setattr(figures, "README", other)
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+    assert figures.main() == 1
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    assert figures.main() == 0
+    assert other.read_text() == text

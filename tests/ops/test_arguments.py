@@ -111,9 +111,9 @@ def test_both_are_named(emulator: Emulator, first: int, second: int) -> None:
     tensors[first], tensors[second] = room[20 : 20 + n], room[11 : 11 + n]
     low = [x.bfloat16() if k == 4 and x.untyped_storage().nbytes() < 400 else x for k, x in enumerate(tensors)]
     for adam_, tried in ((CUDA["adam_"], tensors), *(((ops.adam_, low),) if second < 4 else ())):
-        with pytest.raises(ConfigError) as said:
+        with pytest.raises(ConfigError) as error:
             adam_(*tried, None, *STEPS["adam_"](1, 1.0))
-        assert f"the {NAMES[second]} and the {NAMES[first]} overlap" in str(said.value)
+        assert f"the {NAMES[second]} and the {NAMES[first]} overlap" in str(error.value)
     tensors[second] = room[10 : 10 + n]
     with emulator.watching(*tensors):
         CUDA["adam_"](*tensors, None, *STEPS["adam_"](1, 1.0))

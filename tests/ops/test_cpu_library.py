@@ -34,7 +34,7 @@ def test_the_reference_can_be_asked_for(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # nothing was tried
 
 
-def test_without_a_compiler_it_is_plain_torch_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_it_is_plain_torch_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="zero_trial"):
         chosen = cpu_library.choose(without_compiler(tmp_path))
     assert chosen.native is None
@@ -132,17 +132,17 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(tmp_path: Path, monkey
 
 
 def runs(pid: int) -> bool:
-    """A killed process may wait for whoever collects it."""
+    """A killed process may be a zombie until its parent collects it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-@pytest.mark.parametrize(("makes", "said"), [("exit 0", "made no library"), (GARBAGE, "file too short|invalid ELF")])
-def test_a_compiler_that_makes_nothing_of_use(tmp_path: Path, makes: str, said: str) -> None:
+@pytest.mark.parametrize(("makes", "output"), [("exit 0", "made no library"), (GARBAGE, "file too short|invalid ELF")])
+def test_a_compiler_that_makes_nothing_of_use(tmp_path: Path, makes: str, output: str) -> None:
     """What cannot be loaded does not stay, and the next process builds it again."""
-    with pytest.raises(KernelUnavailable, match=said):
+    with pytest.raises(KernelUnavailable, match=output):
         cpu_library.load(environ(tmp_path, script(tmp_path, makes)))
     assert [path.suffix for path in (tmp_path / "zero_trial").iterdir()] == [".lock"]
 
@@ -173,7 +173,7 @@ def quick_compiler(folder: Path, built: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", ["not a folder", "read-only", "writable by others", "full", "noexec", "no locks"])
-def test_a_cache_that_cannot_be_written_is_done_without_and_said(
+def test_without_a_writable_cache_the_library_is_built_in_every_process(
     tmp_path: Path, built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Also where there is a library already, but a broken one."""
@@ -303,11 +303,11 @@ def test_processes_that_come_together_build_once(tmp_path: Path, built: Path) ->
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     try:
-        said = [process.communicate(timeout=120)[0].strip() for process in started]
+        output = [process.communicate(timeout=120)[0].strip() for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
-    assert said[0] == said[1] and said[0] in ("0", "1", "2")
+    assert output[0] == output[1] and output[0] in ("0", "1", "2")
     assert len((tmp_path / "count").read_text().split()) == len(cpu_library.objects(platform.machine())) + 1
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]

@@ -203,6 +203,6 @@ def test_a_kernel_that_does_not_compile_is_said_once(
         CUDA["adam_"](p, randn(30), m, v, None, None, *STEPS["adam_"](1, 1.0))
         torch.testing.assert_close(p, want)
         p, m, v = randn(30), torch.zeros(30), torch.zeros(30)
-    said = [record.message for record in caplog.records]
-    assert len(said) == 1 and "zt_update(op=ZtAdam,gradient=0,out=-1)" in said[0] and "no such thing" in said[0]
+    output = [record.message for record in caplog.records]
+    assert len(output) == 1 and "zt_update(op=ZtAdam,gradient=0,out=-1)" in output[0] and "no such thing" in output[0]
     assert "plain torch for 1 kernels" in cuda_runtime.CudaBackend(backend).describe()

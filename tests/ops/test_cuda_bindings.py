@@ -55,7 +55,7 @@ def test_no_driver() -> None:
         open_driver(("libnone.so", "libnil.so"))
 
 
-def test_what_is_no_driver_is_said(tmp_path: Path, emulator: Emulator) -> None:
+def test_what_is_not_a_driver_is_refused(tmp_path: Path, emulator: Emulator) -> None:
     """A library of that name without the functions, as a stub may be."""
     source = tmp_path / "stub.c"
     source.write_text("int cuInit(unsigned flags) { return 0; }")

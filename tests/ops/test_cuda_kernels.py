@@ -89,11 +89,11 @@ def test_no_stack_no_spills_and_registers_within_the_budget(
     for (kernel, arch), image in images.items():
         file = tmp_path / "kernel.cubin"
         file.write_bytes(image)
-        said = subprocess.run(
+        output = subprocess.run(
             [cuobjdump, "-res-usage", str(file)], capture_output=True, text=True, timeout=60, check=True
         )
-        found = re.search(rf"Function {kernel.entry}:\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said.stdout, re.DOTALL)
-        assert found is not None, said.stdout
+        found = re.search(rf"Function {kernel.entry}:\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", output.stdout, re.DOTALL)
+        assert found is not None, output.stdout
         registers, stack, local = map(int, found.groups())
         most = cubins.budget_of(kernel, BUDGETS)["registers"]
         if registers > most or stack or local:
@@ -109,7 +109,7 @@ def test_sixteen_bytes_at_a_time(images: dict[tuple[Kernel, int], bytes], cuobjd
         return f"{kernel.name} sm_{arch}: {'; '.join(over)}" if over else ""
 
     with ThreadPoolExecutor(2) as pool:
-        assert [said for said in pool.map(check, [job for job in DISASSEMBLED if job in images]) if said] == []
+        assert [output for output in pool.map(check, [job for job in DISASSEMBLED if job in images]) if output] == []
 
 
 def test_the_budget_is_kept_by_something_that_can_fail() -> None:
@@ -118,7 +118,7 @@ def test_the_budget_is_kept_by_something_that_can_fail() -> None:
     good = cubins.Usage(registers=62, stack=0, spills=0, loads16=6, loads8=2, stores16=6, stores8=2)
     assert cubins.over_budget(kernel, good, budget) == []
     bad = cubins.Usage(registers=65, stack=8, spills=2, loads16=0, loads8=0, stores16=6, stores8=0)
-    assert [said.split()[0] for said in cubins.over_budget(kernel, bad, budget)] == [
+    assert [output.split()[0] for output in cubins.over_budget(kernel, bad, budget)] == [
         *("registers", "stack", "spills", "loads16", "loads8", "stores8")
     ]
 

@@ -138,7 +138,7 @@ def test_streams_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_runtime.stream_of()(where) == 81
 
 
-X = torch.device("cpu")  # of the emulator, where nothing else is said
+X = torch.device("cpu")  # of the emulator, unless a test says otherwise
 
 
 def test_a_full_gpu_makes_room_once(emulator: Emulator) -> None:
@@ -182,7 +182,7 @@ def test_what_is_refused_in_every_form_is_said_of_the_best_one(gpus: Gpus) -> No
     assert backend.refused[cuda_runtime.sums()].endswith(
         "no kernel image is available for execution on the device (209)"
     )
-    gpus.emulator.library.refuse_loads(999, 1)  # another error is no matter of the image
+    gpus.emulator.library.refuse_loads(999, 1)  # another error does not depend on the image
     assert not backend.has(cuda_runtime.step_control(), torch.device("cuda", 0))
     assert backend.has(cuda_runtime.copy(1, 1, True), torch.device("cuda", 0))
 

@@ -228,7 +228,7 @@ def test_tensors_of_another_device_stay_out_of_the_launch(emulator: Emulator, fi
 def test_what_a_cuda_graph_captures_reads_nothing_of_the_hosts_later(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No table is uploaded: a replay would read what lies there by then."""
+    """No table is uploaded: a replay would read what is in that memory by then."""
     backend = emulated_cuda.install(emulator, monkeypatch)
     backend.capturing = lambda where: True
     monkeypatch.setattr(arguments, "upload", lambda *_: pytest.fail("a table"))

@@ -26,11 +26,11 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.cache_folder({})
 
 
-@pytest.mark.parametrize(("mode", "said"), [(0o700, ""), (0o755, ""), (0o775, "mode 775"), (0o1777, "mode 1777")])
-def test_a_folder_that_others_can_write_keeps_nothing(tmp_path: Path, mode: int, said: str) -> None:
+@pytest.mark.parametrize(("mode", "error"), [(0o700, ""), (0o755, ""), (0o775, "mode 775"), (0o1777, "mode 1777")])
+def test_a_folder_that_others_can_write_keeps_nothing(tmp_path: Path, mode: int, error: str) -> None:
     tmp_path.chmod(mode)
     found = cache.why_not(tmp_path)
-    assert (said in found) if said else not found
+    assert (error in found) if error else not found
 
 
 def test_a_folder_of_another_user_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -438,7 +438,7 @@ def test_plain_torch_works_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(p, want.p) and torch.equal(v, want.v)
 
 
-# --- what nobody can compute, and where processes and threads differ --------------------------------------------------
+# --- what no implementation computes, and where processes and threads differ --------------------------------------------------
 
 
 def tensors(n: int = 70, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -38,9 +38,9 @@ def test_what_was_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert {line["name"] for line in said["ops"]} >= set(SCHEMAS)
-    assert all(line["cpu"] and line["cuda"] for line in said["ops"])
+    output = json.loads(capsys.readouterr().out)
+    assert {line["name"] for line in output["ops"]} >= set(SCHEMAS)
+    assert all(line["cpu"] and line["cuda"] for line in output["ops"])
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:

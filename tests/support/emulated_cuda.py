@@ -100,7 +100,7 @@ def run(*command: str) -> None:
 
 
 def make(folder: Path) -> Emulator:
-    """Skips where there is no compiler."""
+    """Make the emulator; skip without a compiler."""
     try:
         (compiler,) = cpu_library.find_compiler({"PATH": __import__("os").environ["PATH"]})
     except KernelUnavailable as trouble:

@@ -1,4 +1,4 @@
-"""A core.Context in this process that notes what it is told, as Determined's on-cluster one would be used."""
+"""A core.Context in this process that records its calls, used as Determined's on-cluster one would be."""
 
 from __future__ import annotations
 

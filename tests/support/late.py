@@ -1,4 +1,4 @@
-"""The late verdict on a CPU: an engine that uses it, and proof that nobody reads what would be on the device."""
+"""The deferred step outcome on a CPU: an engine that uses it, and proof that the host reads nothing that would be on the device."""
 
 from __future__ import annotations
 

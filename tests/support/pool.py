@@ -111,6 +111,7 @@ def take_place(rank: int, size: int, port: int) -> None:
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> None:
     take_place(rank, size, port)
+    import numpy
     import torch
 
     from tests.support import strict_backend
@@ -128,7 +129,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, strict: bool) -> N
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.stderr)
         try:
             _fresh_logger()
+            # As in a fresh process: no outcome depends on the bodies that ran here before.
             random.seed(0)
+            numpy.random.seed(0)
             torch.manual_seed(0)
             answer = (True, body(*args, **kwargs))
         except BaseException:

@@ -48,7 +48,7 @@ if root:
 
 @dataclass
 class Asked:
-    """What the master was told about one trial, in order."""
+    """What was reported to the master about one trial, in order."""
 
     reports: list[tuple[str, int | None, dict[str, Any]]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)

@@ -101,7 +101,7 @@ def test_subclasses_get_really_multiplied_gradients() -> None:
     assert torch.equal(p.grad, torch.full((2,), 0.5))
 
 
-# --- told by the device -----------------------------------------------------------------------------------------------
+# Scalars that are read from the device.
 
 GATED: dict[str, Build] = {
     "FusedAdam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
@@ -144,27 +144,27 @@ def device_step(optimizer: torch.optim.Optimizer, params: list[Any], gradients: 
 
 @pytest.mark.parametrize("name", GATED)
 def test_the_device_gives_the_factor_and_may_skip(name: str) -> None:
-    """Steps 0, 2 and 3 are bad: afterwards nothing tells that they were tried, neither weights nor state nor counts."""
+    """Steps 0, 2 and 3 are bad: afterwards nothing shows that they were tried, neither weights nor state nor counts."""
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.randn(3))]
     plain = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    told, optimizer = GATED[name](ours), GATED[name](plain)
-    assert supports_device_scalars(told)
+    gated, optimizer = GATED[name](ours), GATED[name](plain)
+    assert supports_device_scalars(gated)
     for step in range(6):
         gradients = [torch.randn_like(p) for p in plain]
         bad = step in (0, 2, 3)
         if not bad:
             host_step(optimizer, plain, gradients)
         spoilt = [g / (0.0 if bad else 1.0) for g in gradients]
-        device_step(told, ours, spoilt, bad)
+        device_step(gated, ours, spoilt, bad)
         for a, b in zip(ours, plain, strict=True):
             assert torch.equal(a, b)
-            mine, theirs = told.state.get(a, {}), optimizer.state.get(b, {})
+            mine, theirs = gated.state.get(a, {}), optimizer.state.get(b, {})
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[key], theirs[key]) for key in mine), (step, mine, theirs)
 
 
-def test_who_must_be_told_by_the_host():
+def test_which_optimizers_need_the_host():
     piece = [torch.nn.Parameter(torch.ones(2))]
     for build in (CASES["foreach AdamW"], CASES["RMSprop"], CASES["Lion"]):
         assert not supports_device_scalars(build(piece))

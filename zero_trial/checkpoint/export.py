@@ -47,8 +47,13 @@ from zero_trial.util.files import replacing
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A parameter or a buffer. ``stored``: its name in the manifest; ``lives``: the dtype in which the model computes with it, None where
-    the checkpoint does not say; ``states``: optimizer state of its own, name -> dtype.
+    """A stored parameter or buffer.
+
+    Attributes:
+        name: as the model has it.
+        stored: its name in the manifest.
+        lives: the dtype in which the model computes with it; None where the checkpoint does not say.
+        states: its optimizer state: name -> dtype.
     """
 
     name: str
@@ -66,7 +71,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Inventory:
-    """``aliases``: tied name -> the name that is stored. ``parts``: more than 1 where the model is parallel itself: then names repeat."""
+    """What a checkpoint holds, by name.
+
+    Attributes:
+        aliases: tied name -> the name that is stored.
+        parts: more than 1 where the model is parallel itself; then names repeat.
+    """
 
     params: tuple[StoredTensor, ...]
     buffers: tuple[StoredTensor, ...]
@@ -138,7 +148,7 @@ def _lives(state: Mapping[str, Any], name: str, entry: TensorEntry) -> str | Non
 
 
 class WeightSource(Enum):
-    """``MASTERS``: what the optimizer updates, where that is something of its own. ``MODEL``: what forward computes with."""
+    """Which values of a weight to export: its master in the optimizer, where there is one, or what forward computes with."""
 
     MASTERS = "masters"
     MODEL = "model"
@@ -161,7 +171,13 @@ class ExportItem:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """``shards``: the files' tensors, in their order there. ``aliases``: tied names, which are not written again."""
+    """What an export writes.
+
+    Attributes:
+        shards: the tensors of each file, in their order there.
+        aliases: tied names, which are not written again.
+        took: which weights these are, for the user.
+    """
 
     shards: tuple[tuple[ExportItem, ...], ...]
     aliases: Mapping[str, str]
@@ -185,7 +201,11 @@ def plan_export(
     shard_bytes: int | None = None,
     where: str = "export",
 ) -> ExportPlan:
-    """``dtype``: of all floating tensors; None leaves each as it is. ``shard_bytes``: a file holds at most so much, or one tensor.
+    """Plan the files of an export.
+
+    Args:
+        dtype: of all floating tensors; None leaves each as it is.
+        shard_bytes: a file holds at most so much, or one tensor.
 
     Raises ConfigError for a model of several parallel parts unless one ``part`` is named, CheckpointError where there is nothing to write.
     """
@@ -283,7 +303,12 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, the index last; ``overflowed``: values of a tensor that were finite and are not in its new dtype."""
+    """The files that were written.
+
+    Attributes:
+        files: the index last.
+        overflowed: by tensor, values that were finite and are not in its new dtype.
+    """
 
     files: dict[Path, int]  # bytes
     overflowed: dict[str, int] = field(default_factory=dict)

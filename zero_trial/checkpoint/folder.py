@@ -112,10 +112,13 @@ class EngineCheckpoint:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One checkpoint. ``fault``: the first thing that is wrong with it, as far as manifests and sizes tell; no byte of a tensor is read.
+    """One checkpoint, as far as manifests and file sizes tell; no byte of a tensor is read.
 
-    ``leftover``: a save that did not finish, or what a newer one has replaced: no loader looks at it. ``saved``: seconds since the epoch.
-    ``trial``: whose it is ("" where it does not say); None for an engine's own.
+    Attributes:
+        saved: when, in seconds since the epoch.
+        fault: the first thing that is wrong with it.
+        leftover: a save that did not finish, or what a newer one has replaced; no loader reads it.
+        trial: its trial's id ("" where it does not say); None for an engine's own checkpoint.
     """
 
     folder: Path
@@ -142,7 +145,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """All of a folder's, lowest step first. ``single``: the folder is a checkpoint itself."""
+    """All checkpoints of a folder, lowest step first. ``single``: the folder is a checkpoint itself."""
 
     folder: Path
     saved: tuple[SavedCheckpoint, ...]
@@ -292,7 +295,7 @@ def _saved(
 
 @dataclass(frozen=True)
 class Damage:
-    """``tensors``: those with elements in ``file``, with the range where only a part of one is there."""
+    """A damaged file. ``tensors``: those with elements in it, with the range where only a part of one is there."""
 
     file: Path
     what: str

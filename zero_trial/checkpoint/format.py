@@ -246,8 +246,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``state`` is the JSON that belongs to the run, ``rank_state[i]`` what rank i of the writers added; ``world``
-    informs."""
+    """The table of contents of a checkpoint.
+
+    Attributes:
+        state: JSON of the run.
+        rank_state: JSON of each rank that wrote it, by rank.
+        world: the ranks that wrote it, for information.
+    """
 
     step: int
     tensors: Mapping[str, TensorEntry]

@@ -190,7 +190,7 @@ def read_digest(path: Path, block: int = 1 << 22, progress: Progress | None = No
 
 
 class ReadRequest(NamedTuple):
-    """Elements [start, stop) of ``name`` are wanted; ``target`` is the caller's number for where they go."""
+    """Elements [start, stop) of the stored tensor ``name``, to be read; ``target`` is the caller's number for where they go."""
 
     name: str
     start: int
@@ -246,7 +246,14 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class TensorMismatch:
-    """``missing``: wanted, not stored. ``extra``: stored, not wanted. ``shapes``: name -> (stored, wanted)."""
+    """The differences between the tensors of a checkpoint and those of a model.
+
+    Attributes:
+        stored, wanted: how many tensors there are on either side.
+        missing: names that are wanted and not stored.
+        extra: names that are stored and not wanted.
+        shapes: name -> (stored shape, wanted shape), where they differ.
+    """
 
     stored: int
     wanted: int

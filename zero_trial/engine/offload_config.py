@@ -148,7 +148,7 @@ class OffloadedState(OffloadPlan):
 
 
 def offloads(config: DsConfig) -> bool:
-    """Whether optimizer state is to be updated on the CPU."""
+    """Return whether optimizer state is to be updated on the CPU."""
     section = config.zero_optimization.offload_optimizer
     return section is not None and section.device != "none"
 
@@ -162,10 +162,15 @@ def plan_offload(
     places: OffloadBackends = REAL_BACKENDS,
     everything: Sequence[torch.Tensor] = (),
 ) -> OffloadPlan:
-    """What ``config`` wants for the training of ``params`` on ``device``, with ``dtype`` asked for, in a model of the parameters ``everything``.
-    Makes this rank's files where there are to be some.
+    """Plan where state lives, and open this rank's files. Collective over the world.
 
-    Collective over the world. Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be used.
+    Args:
+        params: those that are trained.
+        dtype: in which the model is to compute.
+        places: the files and copiers; a dry run has others.
+        everything: all parameters of the model.
+
+    Raises ConfigError, and on every rank DoesNotFit or StorageError if any rank's disk cannot be used.
     """
     zero = config.zero_optimization
     section = zero.offload_optimizer
@@ -206,7 +211,7 @@ def _require_parameters_at_home(section: OffloadParamSection | None, device: tor
 def _plan_shards(
     config: DsConfig, mesh: Mesh, params: Sequence[torch.Tensor], dtype: torch.dtype, places: OffloadBackends
 ) -> ParamSwapper | None:
-    """The place of parameters on NVMe; None where they are not wanted there, always live, or all fit into ``max_in_cpu``."""
+    """Open the file of parameters on NVMe; None where they are not wanted there, always live, or all fit into ``max_in_cpu``."""
     zero = config.zero_optimization
     section = zero.offload_param
     if section is None or section.device != "nvme" or not plan_for_stage(zero.stage).frees_parameters:
@@ -223,12 +228,12 @@ def _plan_shards(
 
 
 def _elements(params: Sequence[torch.Tensor], mesh: Mesh) -> int:
-    """What the shards of ``params`` have together at most, padding included."""
+    """Return how many elements the shards of ``params`` have together at most, padding included."""
     return sum(round_up(param.numel(), ALIGN) for param in params) // mesh.shard.size
 
 
 def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
-    """What ``act`` returns; where it fails on one rank, the others raise StorageError."""
+    """Return what ``act`` returns; where it fails on one rank, the others raise StorageError."""
     sentence = "another rank has no place for its state"
     return fail_together(mesh.world, act, label, lambda fault: StorageError(sentence, where=label, got=fault))
 
@@ -237,7 +242,7 @@ def _all_or_none(mesh: Mesh, act: Callable[[], T], label: str) -> T:
 
 
 def offload_line(engine: Engine) -> str | None:
-    """For rank 0; None where there was no such wish."""
+    """Describe for the log of rank 0 what is offloaded; None where nothing was asked for."""
     zero, store = engine.config.zero_optimization, engine.optimizer.store if engine.optimizer is not None else None
     lines = []
     if engine.device.type == "cpu":

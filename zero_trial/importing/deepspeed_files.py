@@ -30,7 +30,7 @@ _OTHER = {
 
 @dataclass(frozen=True)
 class DeepSpeedFolder:
-    """``models`` and ``optimizers`` by data-parallel rank; ``universal`` where DeepSpeed's own converter has been at work."""
+    """The files of a DeepSpeed checkpoint, by data-parallel rank; ``universal``: the folder that DeepSpeed's own converter has written."""
 
     path: Path
     models: tuple[Path, ...]
@@ -131,7 +131,11 @@ State = Mapping[Any, Any]
 
 
 class ModelStates:
-    """``contents``: the file's content, at stage 3 one per rank. Names are the model's own: prefixes are stripped as was wished."""
+    """The weights and settings in DeepSpeed's files of model states. Names are the model's own, without the prefix to strip.
+
+    Args:
+        contents: of the file; at stage 3 of each rank's file.
+    """
 
     def __init__(self, contents: Sequence[State], options: ImportOptions, where: str) -> None:
         self.where = where

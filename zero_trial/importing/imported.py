@@ -25,7 +25,13 @@ from zero_trial.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the person asked for. ``names``: the parameters of each optimizer group; ``buffers``: patterns of names that are buffers."""
+    """What the user asked for.
+
+    Attributes:
+        strip: a prefix to remove from all names.
+        names: the parameters of each optimizer group.
+        buffers: patterns of names that are buffers.
+    """
 
     with_optimizer: bool = True
     strip: str = ""
@@ -39,7 +45,13 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class ImportedState:
-    """``shards``: one row of slices per file to write; ``state``: an engine's, with tensors; ``left_out``: a line for each thing that is lost."""
+    """A foreign checkpoint in the form of an engine's.
+
+    Attributes:
+        shards: a row of slices for each file to write.
+        state: an engine's, with tensors.
+        left_out: a line for each thing that is lost.
+    """
 
     kind: str
     tag: str

@@ -25,7 +25,11 @@ State = Mapping[Any, Any]
 
 
 class NumberedOptimizer:
-    """``optimizer``: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and may flatten each group into one."""
+    """The state of an optimizer that knows its parameters by number.
+
+    Args:
+        optimizer: torch's state dict, or DeepSpeed's with 16-bit parameters, which adds masters and may flatten each group into one.
+    """
 
     def __init__(self, optimizer: State, model: ModelStates, options: ImportOptions) -> None:
         self._where = f"{model.where}, optimizer"

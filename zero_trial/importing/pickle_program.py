@@ -75,7 +75,7 @@ class PersistentId(NamedTuple):
 
 
 class PickledCall:
-    """``target(*args)``, not called; ``state``, ``items`` and ``pairs`` are what the program would put into the result."""
+    """A call ``target(*args)`` that was not made; ``state``, ``items`` and ``pairs`` are what the program would put into its result."""
 
     __slots__ = ("args", "items", "pairs", "state", "target")
 

@@ -368,9 +368,9 @@ class StorageBytes(NamedTuple):
 
 
 class TorchFile:
-    """``path``, opened; ``content`` is what ``torch.load`` would have returned, with :class:`Stored` for tensors.
+    """A file of ``torch.save``. ``content`` is what ``torch.load`` would have returned, with :class:`FileTensor` for tensors.
 
-    Opening reads the structure only. A storage's bytes are compared with their CRC-32 when the first tensor of it is asked for. Raises
+    Opening reads the structure only. A storage's bytes are compared with their CRC-32 when its first tensor is read. Raises
     CheckpointError for everything that is not such a file.
     """
 

@@ -31,7 +31,7 @@ State = Mapping[Any, Any]
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by rank; ``group``: whose hyperparameters."""
+    """One flat buffer of the optimizer on all ranks: its masters and each kind of its state, by rank. ``group``: the one with its hyperparameters."""
 
     group: int
     runs: Sequence[FlatRange]

@@ -32,7 +32,7 @@ from zero_trial.master.http.request import (
     whole,
 )
 from zero_trial.master.http.response import Response, StreamingResponse, failure
-from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, tasks, trials, users
+from zero_trial.master.http.routes import checkpoints, experiments, logs, machine, trials, users
 from zero_trial.master.http.server import MAX_CONNECTIONS, HttpServer, ReadBody, Timeouts
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, ServiceError, Unsupported
 
@@ -252,7 +252,7 @@ class Server:
 
 def all_routes() -> Iterator[Route]:
     """Yield every route that is answered; their order does not matter."""
-    for part in (experiments, trials, checkpoints, logs, tasks, machine, users):
+    for part in (experiments, trials, checkpoints, logs, machine, users):
         yield from part.ROUTES
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero_trial.master.core import context_archive
-from zero_trial.master.core.machine import POOL
+from zero_trial.master.core.master import POOL
 from zero_trial.master.http.request import AuthLevel, Request, Route, real, whole
 from zero_trial.master.http.response import Dict, Response, maybe_when, ok, when
 from zero_trial.master.http.routes.trials import trial_json

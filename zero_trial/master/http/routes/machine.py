@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zero_trial.master.core.machine import POOL
+from zero_trial.master.core.master import POOL
 from zero_trial.master.http.request import AuthLevel, Request, Route, real, whole
 from zero_trial.master.http.response import Dict, Response, ok, when
 from zero_trial.master.http.routes.experiments import PROJECT_ID, WORKSPACE, WORKSPACE_ID

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -466,3 +467,14 @@ class PermissionDenied(ServiceError):
 
 class Unsupported(ServiceError):
     """Determined can do this, this master cannot (501); the message says what to do instead."""
+
+
+def parse_time(text: str, name: str) -> float:
+    """Return an RFC 3339 time in seconds since the epoch. Raises Invalid."""
+    try:
+        seconds = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60]) from None
+    if not EARLIEST <= seconds <= LATEST:
+        raise Invalid(f"{name} must be a time in the years 1 to 9999 of UTC", got=repr(text)[:60])
+    return seconds

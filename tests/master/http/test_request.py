@@ -18,7 +18,6 @@ from zero_trial.master.http.request import (
     Reader,
     Request,
     Waits,
-    moment,
     parse_head,
     parse_query,
     real,
@@ -26,7 +25,7 @@ from zero_trial.master.http.request import (
     whole,
 )
 from zero_trial.master.http.response import when
-from zero_trial.master.records import Invalid, PermissionDenied, User
+from zero_trial.master.records import Invalid, PermissionDenied, User, parse_time
 
 
 def test_a_head_is_a_method_a_path_a_query_and_headers() -> None:
@@ -262,20 +261,20 @@ def test_a_number_is_finite(value: Any) -> None:
 
 def test_a_moment_is_rfc_3339() -> None:
     assert (
-        moment("1970-01-01T00:00:01Z", "timestampAfter")
-        == moment("1970-01-01T01:00:01.000+01:00", "timestampAfter")
+        parse_time("1970-01-01T00:00:01Z", "timestampAfter")
+        == parse_time("1970-01-01T01:00:01.000+01:00", "timestampAfter")
         == 1.0
     )
     with pytest.raises(Invalid, match="timestampAfter must be a time"):
-        moment("yesterday", "timestampAfter")
+        parse_time("yesterday", "timestampAfter")
 
 
 @pytest.mark.parametrize("text", ["9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+00:01"])
 def test_a_moment_can_be_written_in_utc(text: str) -> None:
     with pytest.raises(Invalid, match="years 1 to 9999"):
-        moment(text, "reportTime")
+        parse_time(text, "reportTime")
     for edge in ("9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"):
-        assert when(moment(edge, "reportTime")) == edge.replace("Z", ".000Z")
+        assert when(parse_time(edge, "reportTime")) == edge.replace("Z", ".000Z")
 
 
 def test_a_body_is_an_object_or_nothing() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 from zero_trial.master import logs
@@ -14,8 +13,6 @@ from zero_trial.master.core import lifecycle
 from zero_trial.master.core.state import MasterState
 from zero_trial.master.core.transaction import Transaction, Validated, transaction
 from zero_trial.master.records import (
-    EARLIEST,
-    LATEST,
     Allocation,
     AllocationState,
     Checkpoint,
@@ -31,6 +28,7 @@ from zero_trial.master.records import (
     Trial,
     Workload,
     existing,
+    parse_time,
 )
 from zero_trial.master.store import checkpoints, experiments, metrics, trials
 
@@ -352,10 +350,5 @@ class TaskService:
             except (TypeError, ValueError, OverflowError) as error:
                 raise Invalid("not a whole number", where="rankId", got=repr(line["rankId"])[:60]) from error
         stamp = line.get("timestamp")
-        try:
-            at = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).timestamp() if stamp else self._state.clock()
-        except (ValueError, OverflowError) as error:
-            raise Invalid("not a time", where="timestamp", got=repr(stamp)[:60]) from error
-        if not EARLIEST <= at <= LATEST:
-            raise Invalid("not a time in the years 1 to 9999 of UTC", where="timestamp", got=repr(stamp)[:60])
+        at = parse_time(str(stamp), "timestamp") if stamp else self._state.clock()
         return logs.entry(str(line.get("log", "")).rstrip("\n"), at, str(line.get("stdtype") or "stdout"), **more)

@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, unquote
 
 from zero_trial.master.core import Master
 from zero_trial.master.core.accounts import Principal, require_own
-from zero_trial.master.records import EARLIEST, LATEST, Invalid, PermissionDenied
+from zero_trial.master.records import Invalid, PermissionDenied, parse_time
 
 if TYPE_CHECKING:
     from zero_trial.master.http.response import Response, StreamingResponse
@@ -322,7 +321,7 @@ class Request:
     def query_time(self, name: str) -> float | None:
         """Return a time of the query string (RFC 3339) in seconds since the epoch. Raises Invalid."""
         text = self.first(name)
-        return moment(text, name) if text else None
+        return parse_time(text, name) if text else None
 
     def query_all(self, name: str) -> list[str]:
         """Return every value of a field that may come more than once."""
@@ -409,17 +408,6 @@ def real(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise Invalid(f"{name} must be a number", got=repr(value)[:60])
     return number
-
-
-def moment(text: str, name: str) -> float:
-    """Return an RFC 3339 time in seconds since the epoch. Raises Invalid."""
-    try:
-        seconds = datetime.fromisoformat(text.strip().replace("Z", "+00:00").replace("z", "+00:00")).timestamp()
-    except (ValueError, OverflowError):
-        raise Invalid(f"{name} must be a time such as 2026-01-31T12:00:00Z", got=repr(text)[:60]) from None
-    if not EARLIEST <= seconds <= LATEST:
-        raise Invalid(f"{name} must be a time in the years 1 to 9999 of UTC", got=repr(text)[:60])
-    return seconds
 
 
 # -- the declaration of a route

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_trial.master.http.request import AuthLevel, Request, Route, moment
+from zero_trial.master.http.request import AuthLevel, Request, Route
 from zero_trial.master.http.response import Dict, Response, StreamingResponse, ok, pack, when
-from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, PermissionDenied
+from zero_trial.master.records import Checkpoint, CheckpointState, Invalid, PermissionDenied, parse_time
 from zero_trial.master.store.experiments import smaller_is_better
 from zero_trial.master.store.metrics import number_of
 
@@ -116,7 +116,7 @@ def report(request: Request) -> Response:
             experiment_id=None,
             task_id=str(body["taskId"]),
             allocation_id=str(body["allocationId"]),
-            reported=moment(reported, "reportTime") if isinstance(reported, str) and reported else 0.0,
+            reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else 0.0,
             metadata=metadata,
             resources=_sizes(resources),
         )

@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from zero_trial.master.http.request import AuthLevel, BadRequest, Request, Route, moment, real, whole
+from zero_trial.master.http.request import AuthLevel, BadRequest, Request, Route, real, whole
 from zero_trial.master.http.response import Dict, Response, StreamingResponse, lines, maybe_when, ok, when
 from zero_trial.master.http.routes.checkpoints import checkpoint_workload_json
-from zero_trial.master.records import Allocation, AllocationState, Invalid, MetricReport, Task, Trial, Workload
+from zero_trial.master.records import (
+    Allocation,
+    AllocationState,
+    Invalid,
+    MetricReport,
+    Task,
+    Trial,
+    Workload,
+    parse_time,
+)
 
 ROOT = "/api/v1/trials"
 _PER_LINE = 1000  # metric reports that are sent in one line of a stream
@@ -92,7 +101,7 @@ def report_metrics(request: Request) -> Response:
         steps_completed=None if steps is None else whole(steps, "stepsCompleted"),
         metrics=averages,
         batch_metrics=batches,
-        reported=moment(reported, "reportTime") if isinstance(reported, str) and reported else None,
+        reported=parse_time(reported, "reportTime") if isinstance(reported, str) and reported else None,
     )
     return Response()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -22,6 +23,17 @@ from zero_trial.master.directory import MasterDirectory
 from zero_trial.master.records import Allocation, AllocationState, LogQuery
 
 
+class Errors(logging.Handler):
+    """Puts what the agent logs as an error into a queue."""
+
+    def __init__(self, said: queue.Queue[tuple[Any, ...]]) -> None:
+        super().__init__(logging.ERROR)
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.put(("error", record.getMessage()))
+
+
 class Field:
     """A home, agents on it one after the other, and what they say."""
 
@@ -32,12 +44,12 @@ class Field:
         self.patch = monkeypatch
         self.number = 0
         monkeypatch.setattr(subject, "WATCH_SECONDS", 0.01)
+        monkeypatch.setattr(subject.log, "handlers", [Errors(self.said)])
         self.agent = self.open()
 
     def open(self, on_exited: Callable[[str, processes.Exit], None] | None = None) -> Agent:
         self.agent = Agent(
             self.home,
-            on_error=lambda message: self.said.put(("error", message)),
             grace=0.3,
             host_env=os.environ,
         )

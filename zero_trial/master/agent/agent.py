@@ -8,6 +8,7 @@ order of the calls, another looks for allocations that have ended.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import shutil
@@ -28,6 +29,8 @@ from zero_trial.master import logs
 from zero_trial.master.agent import processes, storage
 from zero_trial.master.agent.environment import MARK, Ports, StartOrder, environment, free_ports
 from zero_trial.master.directory import MasterDirectory
+
+log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL of a trial's processes."""
@@ -79,13 +82,11 @@ class Agent:
         self,
         directory: MasterDirectory,
         *,
-        on_error: Callable[[str], None] = lambda message: None,
         python: str = sys.executable,
         grace: float = GRACE_SECONDS,
         host_env: Mapping[str, str],
     ) -> None:
         self._directory = directory
-        self._on_error = on_error
         self._python = python
         self._grace = grace
         self._host_env = host_env
@@ -136,7 +137,7 @@ class Agent:
             try:
                 work()
             except Exception as error:  # a fault of one allocation (a full disk) must not end the work for all others
-                self._on_error(f"an order could not be carried out: {type(error).__name__}: {error}")
+                log.error("an order could not be carried out: %s: %s", type(error).__name__, error)
 
     def _start(self, order: StartOrder) -> None:
         name = order.allocation.id
@@ -146,8 +147,8 @@ class Agent:
         try:
             self._spawn(order, folder)
         except (OSError, ValueError, ZeroTrialError) as error:  # ValueError: a path with a NUL in it
-            log = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
-            logs.append(log, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
+            path = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
+            logs.append(path, [logs.entry(f"cannot start the trial: {error}", time.time(), "stderr", l="ERROR")])
             if processes.acquire_lease(folder, None):
                 processes.record_exit(folder, processes.Exit(127, time.time(), why=f"it could not be started: {error}"))
 
@@ -161,8 +162,8 @@ class Agent:
         ports = free_ports(avoid)
         host = {**self._host_env, "TMPDIR": str(storage.make_scratch(folder, self._host_env))}
         env = environment(order, ports, run_root, host, self._python)
-        log = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
-        run = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(log), "grace": self._grace}
+        output = logs.path_of(self._directory.trial_logs(order.allocation.trial_id), order.allocation.run_id)
+        run = {"command": steps(order.has_hook), "cwd": str(work), "env": env, "log": str(output), "grace": self._grace}
         with (folder / "supervisor.log").open("ab") as errors:
             child = subprocess.Popen(
                 [self._python, "-m", "zero_trial.master.shepherd", str(folder)],
@@ -207,7 +208,7 @@ class Agent:
                     fault = f"allocation {name}: {type(error).__name__}: {error}"
                     if fault not in reported:
                         reported.add(fault)
-                        self._on_error(fault)
+                        log.error("%s", fault)
 
     def _look(
         self,

@@ -184,7 +184,7 @@ class Master:
         grace: float = GRACE_SECONDS,
     ) -> Master:
         """Make the master of this machine. ``host_env``: what trials may see of the environment."""
-        return cls(directory, devices, Agent(directory, on_error=log.error, grace=grace, host_env=host_env))
+        return cls(directory, devices, Agent(directory, grace=grace, host_env=host_env))
 
     def begin(self, master_url: str) -> None:
         """Take over what an earlier master left, give out slots, and start the background threads."""

@@ -107,7 +107,7 @@ class CheckpointService:
             for uuid in uuids:
                 _require_deletable(tx.connection, uuid)
             checkpoints.mark_deleted(tx.connection, uuids)
-            tx.garbage = True
+            tx.collect_garbage()
 
     def remove_files(self, uuids: Sequence[str], globs: Sequence[str]) -> None:
         """Delete the files of these checkpoints that match a glob; without globs, delete the

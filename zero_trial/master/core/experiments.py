@@ -246,7 +246,7 @@ class ExperimentService:
             saved = checkpoints.of_experiment(tx.connection, experiment_id)
             require_not_in_use(tx.connection, (item.uuid for item in saved))
             experiments.change(tx.connection, experiment_id, state=ExperimentState.DELETING)
-            tx.garbage = True
+            tx.collect_garbage()
 
     def _set_ended(self, experiment_id: int, **columns: Any) -> None:
         with transaction(self._state) as tx:
@@ -280,9 +280,9 @@ class ExperimentService:
                 columns["labels"] = list(patch.labels)
             if patch.gc_policy is not None and found.state.final:
                 columns["collect"] = 1
-                tx.garbage = True
+                tx.collect_garbage()
             experiments.change(tx.connection, experiment_id, **columns)
-            tx.queue_changed = True
+            tx.reschedule()
         return self.get(experiment_id)
 
     def resume_ended(self, experiment_id: int, override_config: str) -> Created:

@@ -100,7 +100,7 @@ class MachineService:
             raise NotFound(f"slot {number} not found")
         with transaction(self._state) as tx:
             accounts.enable_slot(tx.connection, number, enabled)
-            tx.queue_changed = True
+            tx.reschedule()
         return self.slots()[number]
 
     def jobs(self) -> list[Job]:
@@ -197,18 +197,16 @@ class Master:
     def take_over(self, master_url: str) -> None:
         """Start again what an earlier master ordered and did not see start; then give out slots."""
         state = self.state
-        state.master_url = master_url
+        state.begin_serving(master_url)
         with transaction(state) as tx:
-            state.serving = True
             for run in trials.allocations(tx.connection):
                 if run.state is AllocationState.QUEUED:
                     continue
                 if state.agent.adopt(run.id) is LeaseState.NONE:
                     tx.order_start(run)
                 if trials.killing(tx.connection, run.id):
-                    name = run.id
-                    tx.orders.append(lambda name=name: state.agent.kill(name))  # type: ignore[misc]
-            tx.queue_changed = True
+                    tx.order_kill(run.id)
+            tx.reschedule()
         state.has_garbage.set()
 
     # -- reports of the agent and the clock
@@ -230,7 +228,7 @@ class Master:
                 return
             why = f": {ended.why}" if ended.why else ""
             level = "INFO" if ended.code == 0 else "ERROR"
-            tx.notes.append((run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why}"))
+            tx.note(run.trial_id, level, f"run {run.run_id} ended with exit code {ended.code}{why}")
             tx.trial(run.trial_id, lifecycle.Exited(ended.code, ended.why, killed=ended.killed))
 
     def tick(self) -> None:
@@ -243,7 +241,7 @@ class Master:
                 if fresh is None or fresh.state is AllocationState.TERMINATED:
                     continue
                 trials.change_allocation(tx.connection, run.id, deadline=None)
-                tx.notes.append((run.trial_id, "WARNING", f"run {run.run_id} did not end in time"))
+                tx.note(run.trial_id, "WARNING", f"run {run.run_id} did not end in time")
                 tx.trial(run.trial_id, lifecycle.Overdue())
 
     def _tick_on(self) -> None:
@@ -259,7 +257,7 @@ class Master:
         """End all running allocations and wait until they are gone; the next master runs them again
         from their checkpoints.
         """
-        self.state.serving = False
+        self.state.stop_serving()
         with transaction(self.state) as tx:
             for run in trials.allocations(tx.connection):
                 if run.state is not AllocationState.QUEUED:
@@ -280,7 +278,7 @@ class Master:
         state = self.state
         state.agent.close()
         self.garbage_collector.close()
-        state.serving = False
+        state.stop_serving()
         state.closed.set()
         with state.signaled:
             state.signaled.notify_all()

@@ -65,11 +65,20 @@ class MasterState:
         self.searches: dict[int, LiveSearch] = {}
         self.master_url = ""
         self.agent_id = "this-machine"
-        self.serving = False  # slots are given out
+        self.serving = False  # slots are assigned
         self.closed = threading.Event()
         self.began = clock()
         self.info = self._identity()
         self._contexts: dict[int, Context] = {}
+
+    def begin_serving(self, master_url: str) -> None:
+        """Let slots be assigned; ``master_url`` is the address that trials get."""
+        self.master_url = master_url
+        self.serving = True
+
+    def stop_serving(self) -> None:
+        """Assign no slots from now on."""
+        self.serving = False
 
     def log_to_trial(self, trial_id: int, line: str, level: str = "INFO") -> None:
         """Append a line of the master's own to a trial's log."""

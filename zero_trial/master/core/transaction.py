@@ -148,6 +148,20 @@ class Transaction:
         """Queue an event for the search, which gets it before the commit."""
         self._search_events.append(event)
 
+    def note(self, trial_id: int, level: str, line: str) -> None:
+        """Write a line to a trial's log with the commit."""
+        self.notes.append((trial_id, level, line))
+
+    def collect_garbage(self) -> None:
+        """Wake the garbage collector after the commit: checkpoints or experiments are to be
+        deleted.
+        """
+        self.garbage = True
+
+    def reschedule(self) -> None:
+        """Assign free slots before the commit: the queue or the slots have changed."""
+        self.queue_changed = True
+
     def finish(self) -> None:
         """Pass events to the searches until nothing more follows, then assign free slots."""
         while self._search_events:
@@ -213,16 +227,15 @@ class Transaction:
         elif effect is lifecycle.TrialEffect.WATCH:
             trials.change_allocation(self.connection, run.id, deadline=self.now + EARLY_EXIT_SECONDS)
         elif effect is lifecycle.TrialEffect.KILL:
-            name = run.id
-            self.orders.append(lambda: self._state.agent.kill(name))
-            self.notes.append((trial_id, "WARNING", "the master ends this run"))
+            self.order_kill(run.id)
+            self.note(trial_id, "WARNING", "the master ends this run")
 
     def _end_trial(self, trial_id: int, life: TrialLife) -> None:
         trials.change(self.connection, trial_id, ended=self.now)
         trial = self.trial_of(trial_id)
         if life.state is not TrialState.COMPLETED or life.reason:
             level = "ERROR" if life.state is TrialState.ERROR else "INFO"
-            self.notes.append((trial_id, level, f"trial {trial_id} is {life.state.value}: {life.reason}"))
+            self.note(trial_id, level, f"trial {trial_id} is {life.state.value}: {life.reason}")
         self.search(Ended(trial, lifecycle.exit_reason(life)))
         self._end_if_no_trial_is_left(trial.experiment_id)
 
@@ -244,7 +257,7 @@ class Transaction:
         progress = {"progress": 1.0} if state is ExperimentState.COMPLETED else {}
         experiments.change(self.connection, experiment_id, ended=self.now, collect=1, **progress)
         self._state.forget(experiment_id)
-        self.garbage = True
+        self.collect_garbage()
 
     def _end_if_no_trial_is_left(self, experiment_id: int) -> None:
         """End an experiment that is stopping with its last trial."""
@@ -295,7 +308,7 @@ class Transaction:
                 container_id=str(uuid.uuid4()),
             ),
         )
-        self.queue_changed = True
+        self.reschedule()
 
     def _end_run(self, run: Allocation, code: int | None) -> None:
         """Release what a run holds.
@@ -312,7 +325,12 @@ class Transaction:
             deadline=None,
         )
         accounts.drop_tokens_of(self.connection, run.id)
-        self.queue_changed = self.signal = True
+        self.signal = True
+        self.reschedule()
+
+    def order_kill(self, allocation_id: str) -> None:
+        """Order the end of an allocation's processes."""
+        self.orders.append(lambda: self._state.agent.kill(allocation_id))
 
     def order_start(self, run: Allocation) -> None:
         """Order the start of an allocation that has its slots, with a token of its own."""
@@ -462,7 +480,7 @@ class Transaction:
             pruned=1,
             reason=f"pruned before launch: {why}",
         )
-        self.notes.append((trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}"))
+        self.note(trial_id, "ERROR", f"pruned before launch, these hyperparameters cannot be trained: {why}")
         live.pruned += 1
         if live.pruned >= MAX_PRUNED:
             self.give_up(experiment_id, f"{live.pruned} points in a row cannot be trained, the last one because: {why}")

@@ -63,7 +63,7 @@ def append(path: Path, entries: Iterable[bytes]) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """One trial's folder of logs and what its lines are signed with."""
+    """The folder of one trial's logs, and the ids that its lines carry."""
 
     folder: Path
     trial_id: int
@@ -120,7 +120,7 @@ def _newest_first(source: Source, ends: Mapping[Path, int]) -> Iterator[LogLine]
 
 
 class _Tail:
-    """Reads what is new in all files of a trial, lines that are not yet whole left for later."""
+    """Reads what is new in all files of a trial; incomplete lines are left for later."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -146,7 +146,7 @@ class _Tail:
 
 
 class _Reader:
-    """Makes lines of what is in one file."""
+    """Converts the lines of one file."""
 
     def __init__(self, source: Source, path: Path) -> None:
         self._source = source

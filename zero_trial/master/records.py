@@ -441,7 +441,7 @@ class ServiceError(ZeroTrialError):
 
 
 class NotFound(ServiceError):
-    """The thing that was asked for does not exist (404)."""
+    """The requested thing does not exist (404)."""
 
 
 def existing(record: T | None, name: str) -> T:

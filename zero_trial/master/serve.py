@@ -27,8 +27,9 @@ _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How the master is to run. ``port`` None: the port that it had before, or a free one; 0: a
-    free one.
+    """Options of one run of the master.
+
+    ``port`` None means its last port, or a free one; 0 means a free one.
     """
 
     directory: MasterDirectory

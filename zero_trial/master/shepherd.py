@@ -40,7 +40,9 @@ _DRAIN_SECONDS = 2.0  # after the last process, for what is still in the pipes
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What to run, where, with which environment, and how long it has to end after SIGTERM."""
+    """An order to run a command: working directory, environment, log file, and seconds to end after
+    SIGTERM.
+    """
 
     command: tuple[str, ...]
     cwd: str
@@ -117,7 +119,7 @@ class AllocationSupervisor:
         self._child: int | None = None
         self._status: int | None = None  # of the main child, as an exit code
         self._kill_at: float | None = None
-        self._stopping = False  # a signal has asked for the end
+        self._stopping = False  # a signal has arrived that ends the run
         self._streams: list[Lines] = []
         self._open = 0
         self._listen()

@@ -62,14 +62,14 @@ def names(routes: list[Route]) -> list[str]:
 
 
 def test_only_the_version_and_a_login_are_answered_without_a_token() -> None:
-    assert names([route for route in ROUTES if route.level is AuthLevel.ANYBODY]) == [
+    assert names([route for route in ROUTES if route.level is AuthLevel.PUBLIC]) == [
         "GET /info",
         "GET /api/v1/master",
         "POST /api/v1/auth/login",
     ]
 
 
-CLOSED = [route for route in ROUTES if route.level is not AuthLevel.ANYBODY]
+CLOSED = [route for route in ROUTES if route.level is not AuthLevel.PUBLIC]
 
 
 def test_without_a_good_token_no_other_route_answers(ask: Ask, world: World) -> None:
@@ -304,7 +304,7 @@ def test_few_logins_are_checked_at_once(world: World) -> None:
         peak.append(leave.wait(30))
         return Response()
 
-    app = Application(world, Router([Route("POST", "/login", check, AuthLevel.ANYBODY)]), port=1, waits=1)
+    app = Application(world, Router([Route("POST", "/login", check, AuthLevel.PUBLIC)]), port=1, waits=1)
     head = parse_head(b"POST /login HTTP/1.1\r\nHost: 127.0.0.1:1")
     threads = [threading.Thread(target=app, args=(head, lambda limit: b"")) for _ in range(8)]
     for thread in threads:
@@ -362,7 +362,7 @@ def test_only_a_submission_may_be_large_and_only_a_login_is_read_from_anybody() 
         CONTEXT_BODY
     }
     assert all(
-        route.limit <= 16 * 1024 for route in ROUTES if route.level is AuthLevel.ANYBODY and route.method == "POST"
+        route.limit <= 16 * 1024 for route in ROUTES if route.level is AuthLevel.PUBLIC and route.method == "POST"
     )
 
 

@@ -41,14 +41,14 @@ KILLED = 128 + signal.SIGKILL
 
 
 class LeaseState(Enum):
-    """What a restarted master finds of an allocation."""
+    """The state of an allocation's lease, as a restarted master finds it."""
 
     NONE = "none"  # it was never started
     RUNNING = "running"  # it runs, or has ended unseen: the watch will find out
 
 
 class AgentApi(Protocol):
-    """What the core needs of an agent."""
+    """The agent as the core uses it; tests have one without processes."""
 
     def begin(self, on_started: Callable[[str], None], on_exited: Callable[[str, processes.Exit], None]) -> None:
         """Begin to work. The callbacks are called from any thread, once for each allocation."""
@@ -68,7 +68,7 @@ class AgentApi(Protocol):
 
 @dataclass
 class _Watched:
-    """An allocation whose end is awaited."""
+    """An allocation whose end the agent waits for."""
 
     child: subprocess.Popen[bytes] | None = None  # if this process is its parent
     kill_after: float | None = None  # when its supervisor itself is killed, monotonic
@@ -76,7 +76,7 @@ class _Watched:
 
 
 class Agent:
-    """The one agent of this machine."""
+    """The only agent of this machine."""
 
     def __init__(
         self,

@@ -85,8 +85,9 @@ def _gpus(env: Mapping[str, str], files: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StartOrder:
-    """One allocation to start. ``token`` is in the clear: it goes into the environment of the trial
-    and nowhere else.
+    """An order to start one allocation.
+
+    ``token`` is not hashed: it goes into the environment of the trial and nowhere else.
     """
 
     allocation: Allocation

@@ -31,7 +31,7 @@ _EXIT_FILE = "exit.json"
 
 @dataclass(frozen=True)
 class Identity:
-    """One process for good: a pid is used again, a pid with its start time is not.
+    """A process, identified beyond the reuse of pids.
 
     ``start`` is the boot and the clock tick at which it started, as ``boot:tick``; empty where
     there is no /proc.

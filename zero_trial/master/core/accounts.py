@@ -105,8 +105,8 @@ def require_own(allocation: Allocation, **asked: object) -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What the local user needs for ``det``: the token for ``DET_USER_TOKEN``, the password for
-    ``det user login``.
+    """The credentials of the local user: the password for ``det user login``, the token for
+    ``DET_USER_TOKEN``.
     """
 
     user: str
@@ -115,7 +115,7 @@ class Credentials:
 
 
 class AccountService:
-    """Users and tokens. The store keeps only digests of tokens and salted hashes of passwords."""
+    """Operations on users and tokens."""
 
     def __init__(self, state: MasterState) -> None:
         self._state = state

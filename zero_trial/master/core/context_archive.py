@@ -167,7 +167,7 @@ def _integer(value: Any, default: int) -> int:
 
 @dataclass(frozen=True)
 class Context:
-    """What the master itself reads of a context directory."""
+    """The part of a context directory that the master itself reads."""
 
     files: Mapping[str, bytes]
     has_hook: bool

@@ -28,7 +28,7 @@ from zero_trial.master.search.searcher import ExitReason
 
 
 class RunStage(Enum):
-    """Whether the trial has an allocation, and how far it is."""
+    """The stage of a trial's run."""
 
     NONE = "none"
     QUEUED = "queued"
@@ -52,7 +52,7 @@ class TrialLife:
 
 @dataclass(frozen=True)
 class StartTrial:
-    """The trial was created in an active experiment, or its experiment goes on."""
+    """The trial was created in an active experiment, or its experiment was activated."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Placed:
-    """Its run was given slots."""
+    """Its run got slots."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,10 @@ class Overdue:
 
 @dataclass(frozen=True)
 class Exited:
-    """Its run is over. ``why`` describes an exit that is no exit code; ``killed``: its supervisor
-    was asked to end it.
+    """Its run has ended.
+
+    ``why`` describes an end that is not an exit code; ``killed``: its supervisor was asked to end
+    it.
     """
 
     code: int
@@ -131,7 +133,7 @@ TrialEvent: TypeAlias = (
 
 
 class TrialEffect(Enum):
-    """What the caller has to do, in this order."""
+    """An effect on a trial that the caller carries out, in this order."""
 
     REQUEST = "request"  # put a new run into the queue
     WITHDRAW = "withdraw"  # take the queued run out of it
@@ -298,7 +300,7 @@ class KillExperiment:
 
 @dataclass(frozen=True)
 class SearchOver:
-    """The search has ended; ``failed``: no trial came to anything."""
+    """The search has ended; ``failed``: no trial completed."""
 
     failed: bool
 
@@ -314,7 +316,7 @@ ExperimentEvent: TypeAlias = (
 
 
 class ExperimentEffect(Enum):
-    """What the caller has to do to all trials, or to the experiment itself."""
+    """An effect on all trials, or on the experiment itself, that the caller carries out."""
 
     START_TRIALS = "start_trials"
     PAUSE_TRIALS = "pause_trials"

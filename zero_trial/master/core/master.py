@@ -152,8 +152,10 @@ def _job(experiment: Experiment, runs: list[Allocation], order: list[int]) -> Jo
 
 
 class Master:
-    """Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared
-    and locked.
+    """All services of one machine's master, and its background threads.
+
+    Call ``begin`` once the address is known and ``close`` at the end. ``directory`` is prepared and
+    locked.
     """
 
     def __init__(

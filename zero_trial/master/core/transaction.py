@@ -58,7 +58,7 @@ class Validated:
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial is over."""
+    """A trial has ended."""
 
     trial: Trial
     reason: ExitReason
@@ -66,7 +66,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Begun:
-    """The search begins."""
+    """The search of an experiment begins."""
 
     experiment_id: int
 

@@ -114,7 +114,7 @@ class Router:
 
 
 class Application:
-    """Answers requests to one master; called from many threads at once."""
+    """Answers requests to one master; many threads call it at once."""
 
     def __init__(self, master: Master, router: Router, *, port: int, waits: int) -> None:
         self._master = master
@@ -167,7 +167,7 @@ class Application:
             content = read_body(found.route.limit)
             query = parse_query(head.query_text)
             request = Request(self._master, head, found.args, numbers, query, content, principal, self._waits)
-            with self._logins if found.route.level is AuthLevel.ANYBODY and head.method == "POST" else nullcontext():
+            with self._logins if found.route.level is AuthLevel.PUBLIC and head.method == "POST" else nullcontext():
                 return found.route.action(request)
 
     def _foreign(self, head: RequestHead) -> Response | None:
@@ -185,7 +185,7 @@ class Application:
 
     def _principal(self, head: RequestHead, found: RouteMatch | None) -> Principal | None:
         level = found.route.level if found is not None else AuthLevel.BOTH
-        if level is AuthLevel.ANYBODY:
+        if level is AuthLevel.PUBLIC:
             return _ANONYMOUS
         user = head.bearer(USER_HEADER) if level is not AuthLevel.TASK else None
         task = head.bearer(TASK_HEADER)

@@ -420,7 +420,7 @@ SMALL_BODY = 8 * 1024 * 1024  # bytes
 class AuthLevel(Enum):
     """The tokens that a route takes."""
 
-    ANYBODY = "anybody"  # no token is needed
+    PUBLIC = "public"  # no token is needed
     USER = "user"
     TASK = "task"
     BOTH = "both"

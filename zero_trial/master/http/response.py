@@ -47,8 +47,8 @@ class Response:
 
 @dataclass(frozen=True)
 class StreamingResponse:
-    """A body in pieces. An empty piece carries nothing: it is a moment to see whether anybody still
-    reads.
+    """A body in pieces. An empty piece sends nothing; the server then checks whether the client is
+    still connected.
     """
 
     pieces: Generator[bytes, None, None]

@@ -175,9 +175,7 @@ class Connection:
 
 
 class _Body:
-    """Reads a request's body when the handler asks for it, and remembers whether all of it was
-    taken.
-    """
+    """Reads a request's body when the handler needs it, and records whether all of it was read."""
 
     def __init__(self, reader: Reader, sock: socket.socket, head: RequestHead) -> None:
         self._reader = reader
@@ -196,10 +194,10 @@ class _Body:
 
 
 class HttpServer:
-    """Listens from the moment that it is made; answers once ``start`` was called; ``with`` does
-    both and closes at the end.
+    """The listening socket and its connections.
 
-    ``port`` 0 takes a free one. Raises ZeroTrialError if the port is taken.
+    It listens from its construction and answers after ``start``; ``with`` closes it. ``port`` 0
+    takes a free one. Raises ZeroTrialError if the port is taken.
     """
 
     def __init__(self, *, port: int = 0, limit: int = MAX_CONNECTIONS, timeouts: Timeouts | None = None) -> None:

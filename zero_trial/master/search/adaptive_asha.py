@@ -21,7 +21,7 @@ from zero_trial.master.search.searcher import Action, Draws, ExitReason, MetricM
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers of ``searcher`` that the brackets follow from; ``max_time`` in units of the time
+    """The keys of ``searcher`` that determine the brackets; ``max_time`` in units of the time
     metric.
     """
 
@@ -36,7 +36,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class BracketShare:
-    """One bracket's part."""
+    """The share of one bracket: its rungs, its trials, and how many of them run at a time."""
 
     rungs: int
     max_trials: int
@@ -101,8 +101,10 @@ WORST = sys.float_info.max
 
 @dataclass
 class Rung:
-    """``units``: how much training a trial needs to be measured here. ``entries``: (metric, request
-    id), smallest metric first.
+    """A rung with its measured trials.
+
+    ``units`` is the training that a trial needs to be measured here; ``entries`` are (metric,
+    request id), smallest metric first.
     """
 
     units: int
@@ -120,8 +122,9 @@ class Rung:
 
 @dataclass
 class Bracket:
-    """A ladder whose top rung is the whole training; ``position`` is the rung each of its trials
-    has to pass next.
+    """A ladder of rungs whose top is the whole training.
+
+    ``position`` is the rung that each of its trials has to pass next.
     """
 
     rungs: list[Rung]
@@ -199,11 +202,11 @@ class Bracket:
 
 
 class AdaptiveAsha(Searcher):
-    """A trial runs until its validation says that it is not among the best 1/divisor of its rung,
-    or has reached the top.
+    """Asynchronous successive halving with several brackets.
 
-    A trial belongs to the bracket that created it. ``metric`` and ``time_metric`` are both looked
-    up in the validation metrics. Not a number counts as the worst value there is.
+    A trial runs until its validation is not among the best 1/divisor of its rung, or has reached
+    the top. It belongs to the bracket that created it. ``metric`` and ``time_metric`` are both read
+    from the validation metrics. NaN counts as the worst value.
     """
 
     kind = "adaptive_asha"

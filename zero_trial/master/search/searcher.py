@@ -49,8 +49,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The search is over: no trial is left and none will be created. ``failed``: no trial came to
-    anything.
+    """The search is over: no trial is left and none will be created. ``failed``: no trial completed
+    or was canceled.
     """
 
     failed: bool
@@ -61,7 +61,9 @@ Action: TypeAlias = Create | Stop | Shutdown
 
 @dataclass
 class Draws:
-    """``drawn`` streams have been taken of the search that was seeded with ``seed``."""
+    """The random streams of a search: ``drawn`` of them have been taken since it was seeded with
+    ``seed``.
+    """
 
     seed: int
     drawn: int = 0
@@ -84,7 +86,9 @@ _OPEN = (RUNNING, STOPPING)
 
 @dataclass
 class SearchTrials:
-    """``states``: by request id, in the order of creation, ``running``, ``stopping`` or the value
+    """The trials of a search and their states.
+
+    ``states`` maps request ids, in the order of creation, to ``running``, ``stopping`` or the value
     of an ExitReason.
     """
 

@@ -63,7 +63,7 @@ class GridSearch(Searcher):
     """Every point of the grid once, from the last to the first, at most ``max_concurrent`` at a
     time (0: all).
 
-    A point that is invalid is gone; nothing replaces it.
+    An invalid point is not replaced.
     """
 
     kind = "grid"

@@ -51,7 +51,9 @@ Invalid = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True)
 class Setup:
-    """How trials are played: ``length`` units of ``unit`` each, measured every ``period`` of them."""
+    """The settings of a simulation: trials have ``length`` units of ``unit``, and are measured
+    every ``period`` of them.
+    """
 
     metric: str
     unit: str
@@ -64,7 +66,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class RungCount:
-    """One rung: how many trials came to it, and how many of them it stopped."""
+    """The count of one rung: trials that reached it, and trials that were stopped there."""
 
     bracket: int
     units: int
@@ -74,9 +76,10 @@ class RungCount:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of a simulated search. ``spent`` and ``whole`` are units over all valid trials: as
-    the search went, and had all run to their end; ``elapsed`` is how long it took with every trial
-    in a place of its own.
+    """The result of a simulated search.
+
+    ``spent`` and ``whole`` are units over all valid trials: as the search went, and had all run to
+    their end; ``elapsed`` is the time it took with every trial on a machine of its own.
     """
 
     trials: int

@@ -419,9 +419,9 @@ _AGENT = "/api/v1/agents/{agentId}"
 _SLOT = f"{_AGENT}/slots/{{slotId:int}}"
 
 ROUTES = (
-    Route("GET", "/info", info, AuthLevel.ANYBODY),
+    Route("GET", "/info", info, AuthLevel.PUBLIC),
     # Clients ask for this before they log in, as they may on a real master; it has no more than /info.
-    Route("GET", "/api/v1/master", master, AuthLevel.ANYBODY),
+    Route("GET", "/api/v1/master", master, AuthLevel.PUBLIC),
     Route("GET", "/api/v1/master/config", master_config),
     Route("GET", "/api/v1/agents", agents),
     Route("GET", _AGENT, agent),

@@ -11,7 +11,7 @@ from zero_trial.master.http.response import Dict, Response, ok
 from zero_trial.master.records import Conflict, Invalid, NotFound, PermissionDenied, Unsupported, User
 
 ROOT = "/api/v1/users"
-_SMALL = 16 * 1024  # bytes; a login is read from anybody
+_SMALL = 16 * 1024  # bytes; a login is read without a token
 
 
 def login(request: Request) -> Response:
@@ -149,7 +149,7 @@ def user_json(record: User) -> Dict:
 
 
 ROUTES = (
-    Route("POST", "/api/v1/auth/login", login, AuthLevel.ANYBODY, limit=_SMALL),
+    Route("POST", "/api/v1/auth/login", login, AuthLevel.PUBLIC, limit=_SMALL),
     Route("POST", "/api/v1/auth/logout", logout),
     Route("GET", "/api/v1/auth/user", me),
     Route("GET", "/api/v1/me", me),

@@ -27,7 +27,9 @@ Sum = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 
 class Transport:
-    """Starts collectives on one axis. Each verb returns the works to wait for, and what remains to be done after them.
+    """Starts collectives on one axis.
+
+    Each verb returns the works to wait for, and what remains to be done after them.
 
     ``tag`` marks the messages of this collective, the same on every rank.
     """
@@ -37,7 +39,10 @@ class Transport:
     broadcasts = False  # it has a :meth:`broadcast` of its own, better than the control channel's
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, tag: int) -> tuple[Works, Finish]:
-        """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part. Finishes with :class:`Received` where it has that."""
+        """Sum ``full`` (n,) over the ranks into ``out`` (n/N,), this rank's part.
+
+        Finishes with :class:`Received` where it has that.
+        """
         raise NotImplementedError
 
     def all_gather(
@@ -45,7 +50,8 @@ class Transport:
     ) -> tuple[Works, Finish]:
         """Put every rank's ``shard`` (n/N,) into ``full`` (n,), in rank order.
 
-        ``again``: the second half of an all-reduce, whose first half had the same source. ``lend``: peers may read ``shard`` in place.
+        ``again``: the second half of an all-reduce, whose first half had the same source. ``lend``:
+        peers may read ``shard`` in place.
         """
         raise NotImplementedError
 
@@ -54,12 +60,14 @@ class Transport:
         raise NotImplementedError
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of zeros on the host, from which this transport sends at the least cost."""
+        """Return a flat tensor of zeros on the host, from which this transport sends at the least
+        cost.
+        """
         return torch.zeros(numel, dtype=dtype) if self.tensors is None else self.tensors.empty(numel, dtype)
 
     @property
     def reads_in_place(self) -> bool:
-        """Peers read a :meth:`buffer` in place."""
+        """Say whether peers read a :meth:`buffer` in place."""
         return self.tensors is not None
 
 
@@ -86,8 +94,9 @@ class NativeTransport(Transport):
 class DirectTransport(Transport):
     """Point-to-point exchange between all ranks of an axis.
 
-    Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N; reduce_scatter
-    holds n (N-1)/N elements of received contributions until ``add`` has made the sum.
+    Price per rank and collective of n elements on N ranks: sends and receives n (N-1)/N;
+    reduce_scatter holds n (N-1)/N elements of received contributions until ``add`` has made the
+    sum.
     """
 
     name = "gloo"
@@ -132,14 +141,19 @@ class DirectTransport(Transport):
 
 
 def peers_from(index: int, size: int) -> list[int]:
-    """Return the other ranks' axis indices, beginning with the right-hand neighbour, so that not all ranks send to rank 0 first."""
+    """Return the other ranks' axis indices, beginning with the right-hand neighbour, so that not
+    all ranks send to rank 0 first.
+    """
     return [(index + distance) % size for distance in range(1, size)]
 
 
 def nothing() -> None:
-    """Nothing remains to be done."""
+    """Do nothing: this collective is finished when its works are."""
 
 
 def moves_host_tensors(group: Any) -> bool:
-    """Say whether ``group`` (None: the world) has a backend for tensors on the host. ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none."""
+    """Say whether ``group`` (None: the world) has a backend for tensors on the host.
+
+    ``cpu:gloo,cuda:nccl`` has one, ``nccl`` has none.
+    """
     return "cpu:" in dist.get_backend_config(group)

@@ -62,8 +62,9 @@ class Traffic:
 class CommCounters:
     """Sums of traffic since the last :meth:`reset`, by (kind, axis).
 
-    An entry counts what this rank has to send in the best algorithm, so that the formulas of the ZeRO
-    paper can be compared with it directly. With n elements in the whole buffer and N ranks on the axis:
+    An entry counts what this rank has to send in the best algorithm, so that the formulas of the
+    ZeRO paper can be compared with it directly. With n elements in the whole buffer and N ranks on
+    the axis:
 
         reduce_scatter, all_gather    n (N-1)/N
         all_reduce                  2 n (N-1)/N
@@ -75,12 +76,14 @@ class CommCounters:
         self._table: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)
 
     def add(self, kind: str, axis: str, elements: int, itemsize: int) -> None:
+        """Count one collective that sends ``elements`` of ``itemsize`` bytes."""
         entry = self._table[kind, axis]
         entry.calls += 1
         entry.elements += elements
         entry.bytes += elements * itemsize
 
     def get(self, kind: str, axis: str) -> Traffic:
+        """Return the traffic of one kind of collective on one axis."""
         return self._table.get((kind, axis), Traffic())
 
     def total(self, *kinds: str, min_elements: int = 0) -> Traffic:
@@ -98,6 +101,7 @@ class CommCounters:
         return {f"{kind}/{axis}": vars(entry).copy() for (kind, axis), entry in sorted(self._table.items())}
 
     def reset(self) -> None:
+        """Forget all traffic so far."""
         self._table.clear()
 
 
@@ -107,7 +111,10 @@ CHUNK = 1 << 17  # elements: what torch adds in between stays in a core's cache,
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Make the :data:`Sum` of flat tensors in plain torch. Reads and writes the partial sum once for every part after the second."""
+    """Make the :data:`Sum` of flat tensors in plain torch.
+
+    Reads and writes the partial sum once for every part after the second.
+    """
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)  # one rounding in any dtype
         return
@@ -138,9 +145,9 @@ _FAILED_CALLS: list[Callable[[], Any]] = []
 class ControlChannel:
     """Sums, broadcasts and gathers of control values on one axis.
 
-    On the host they go through a block of memory that the ranks share, where they have one, else through
-    the group's backend. Each call returns when it is done; values on a device are there for what is
-    launched next on it. ``device``: where values must be so that the backend can move them.
+    On the host they go through a block of memory that the ranks share, where they have one, else
+    through the group's backend. Each call returns when it is done; values on a device are there for
+    what is launched next on it. ``device``: where values must be so that the backend can move them.
     """
 
     def __init__(self, axis: str, group: Any, watch: Watchdog, device: torch.device) -> None:
@@ -158,7 +165,9 @@ class ControlChannel:
         self.shared_bytes = CONTROL_CAPACITY if block is not None else 0
 
     def all_reduce(self, values: torch.Tensor, label: str, op: str) -> None:
-        """Replace ``values`` by their ``sum``, ``max`` or ``min`` over the ranks: in rank order in shared memory, else in the backend's order."""
+        """Replace ``values`` by their ``sum``, ``max`` or ``min`` over the ranks: in rank order in
+        shared memory, else in the backend's order.
+        """
         rows = self._exchange("all_reduce", label, values)
         if rows is None:
             reduce_op = _REDUCE_OPS[op]
@@ -201,7 +210,9 @@ class ControlChannel:
         return [json.loads(bytes(row[:n].cpu().tolist())) for row, n in zip(rows, sizes, strict=True)]
 
     def _exchange(self, kind: str, label: str, values: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return every rank's ``values``, flat, in rank order; None where they do not go through the shared block."""
+        """Return every rank's ``values``, flat, in rank order; None where they do not go through
+        the shared block.
+        """
         if self._shared is None or not values.is_cpu or not 0 < values.nbytes <= self.shared_bytes:
             return None
         name = f"{kind}({label}) over {self._axis}"
@@ -239,7 +250,8 @@ class ControlChannel:
 
 
 class AxisComm:
-    """One axis of the mesh as this rank sees it: its size, this rank's index on it, and the collectives along it.
+    """One axis of the mesh as this rank sees it: its size, this rank's index on it, and the
+    collectives along it.
 
     Args:
         name: of the axis, in counters and errors.
@@ -287,7 +299,6 @@ class AxisComm:
         self._control = control or ControlChannel(name, group, self.watch, self.control_device)
         self._channels: RingChannels | None = None
         self._sequence = 0
-        # (from index, to index) -> a group for messages that way alone; the axis's own group carries all others.
         self.directions: dict[tuple[int, int], Any] = {}
 
     def share_memory(
@@ -297,10 +308,11 @@ class AxisComm:
         exchange: SharedHandleExchange | None,
         tensors: SharedTensorPool | None = None,
     ) -> None:
-        """From now on move tensors on the host through ``memory``, and control values through ``control``: all ranks are on this host.
+        """From now on move tensors on the host through ``memory``, and control values through
+        ``control``: all ranks are on this host.
 
-        ``exchange`` carries handles to them, by default as messages; ``tensors`` holds buffers that peers
-        read in place. All ranks must call it alike.
+        ``exchange`` carries handles to them, by default as messages; ``tensors`` holds buffers that
+        peers read in place. All ranks must call it alike.
         """
         handles = exchange if exchange is not None else MessageHandleExchange(self.group, self.ranks)
         self._host_transport = SharedTransport(self.index, self.size, memory, handles, self._direct, self.add, tensors)
@@ -308,12 +320,12 @@ class AxisComm:
 
     @property
     def transport(self) -> str:
-        """How tensors on the host travel here: ``shared memory`` or ``gloo``."""
+        """Return how the ranks exchange tensors on the host: ``shared memory`` or ``gloo``."""
         return self._host_transport.name
 
     @property
     def timeout(self) -> float:
-        """Seconds that a wait may take."""
+        """Return how many seconds a wait may take."""
         return self.watch.timeout
 
     @timeout.setter
@@ -322,7 +334,8 @@ class AxisComm:
 
     @staticmethod
     def on_host(values: torch.Tensor) -> bool:
-        """Say whether a collective of ``values`` is done when its wait returns, so that reading them costs nothing.
+        """Say whether a collective of ``values`` is done when its wait returns, so that reading
+        them costs nothing.
 
         On a device it is only ordered before what is launched there next.
         """
@@ -333,9 +346,9 @@ class AxisComm:
     def buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor of zeros for what this rank will often send. Local.
 
-        Where CPU ranks share memory, peers read it in place: a collective on it, or on any part of it,
-        saves the copy out. It is an ordinary tensor but for its storage, which cannot be resized, and
-        which processes forked later share instead of getting a copy.
+        Where CPU ranks share memory, peers read it in place: a collective on it, or on any part of
+        it, saves the copy out. It is an ordinary tensor but for its storage, which cannot be
+        resized, and which processes forked later share instead of getting a copy.
         """
         if device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -348,23 +361,25 @@ class AxisComm:
     def has_readers(self, tensor: torch.Tensor) -> bool:
         """Say whether peers still read there, so that :meth:`wait_for_readers` would wait."""
         pool = self._host_transport.tensors
-        home = pool.find(tensor) if pool is not None and tensor.is_cpu else None
-        return home is not None and home.has_readers
+        shared = pool.find(tensor) if pool is not None and tensor.is_cpu else None
+        return shared is not None and shared.has_readers
 
     def wait_for_readers(self, tensor: torch.Tensor) -> None:
-        """The reader fence: return when no peer reads the buffer that holds ``tensor``, which may then be overwritten.
+        """Return when no peer reads the buffer that holds ``tensor``: the reader fence.
 
-        Returns at once for any other tensor. Needs the peers to wait for the collective that it was given
-        to; raises MeshError where they do not.
+        Then it may be overwritten.
+
+        Returns at once for any other tensor. Needs the peers to wait for the collective that it was
+        given to; raises MeshError where they do not.
         """
         pool = self._host_transport.tensors
-        home = pool.find(tensor) if pool is not None and tensor.is_cpu else None
-        if home is None or not home.has_readers:
+        shared = pool.find(tensor) if pool is not None and tensor.is_cpu else None
+        if shared is None or not shared.has_readers:
             return
         name = f"the readers of a buffer over {self.name}"
         self.heartbeat.waiting(name, self.ranks)
         try:
-            home.wait_for_readers(self.watch.timeout)
+            shared.wait_for_readers(self.watch.timeout)
         except RuntimeError as error:
             self.watch.fail(name, error)
         self.heartbeat.leave()
@@ -372,16 +387,20 @@ class AxisComm:
     # --- tensors ------------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, label: str) -> Pending:
-        """Sum ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that part of ``full``. Moves n (N-1)/N elements."""
+        """Sum ``full`` (n,) over the axis; ``out`` (n/N,) gets this rank's part and may be that
+        part of ``full``. Moves n (N-1)/N elements.
+        """
         if self.size == 1:
             return _copied(full, out)
         self.counters.add("reduce_scatter", self.name, full.numel() * (self.size - 1) // self.size, full.element_size())
         return self._start("reduce_scatter", full, out, label)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, *, lend: bool = True) -> Pending:
-        """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this rank's part of ``full``. Moves n (N-1)/N.
+        """Put every rank's ``shard`` (n/N,) in rank order into ``full`` (n,); ``shard`` may be this
+        rank's part of ``full``. Moves n (N-1)/N.
 
-        ``lend=False``: peers read no buffer in place here, so that ``shard`` may be written as soon as the result is there. Costs a copy.
+        ``lend=False``: peers read no buffer in place here, so that ``shard`` may be written as soon
+        as the result is there. Costs a copy.
         """
         if self.size == 1:
             return _copied(shard, full)
@@ -389,10 +408,12 @@ class AxisComm:
         return self._start("all_gather", full, shard, label, lend=lend)
 
     def all_reduce(self, full: torch.Tensor, label: str, look: Look | None = None) -> Pending:
-        """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with their bits. Moves 2n (N-1)/N.
+        """Sum ``full`` (n,), n divisible by N, in place: a reduce-scatter and an all-gather, with
+        their bits. Moves 2n (N-1)/N.
 
-        ``look(sum, contributions)`` is called with this rank's part of the sum and, on CPU, with what each
-        peer (by axis index) put in, before the sum is passed on, which overwrites all of them.
+        ``look(sum, contributions)`` is called with this rank's part of the sum and, on CPU, with
+        what each peer (by axis index) put in, before the sum is passed on, which overwrites all of
+        them.
         """
         if self.size == 1:
             return DONE
@@ -409,7 +430,9 @@ class AxisComm:
         return self._start("all_reduce", full, own, label, then=pass_on)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Overwrite ``tensor`` (any dtype, any strides) with that of axis index ``source``, and wait."""
+        """Overwrite ``tensor`` (any dtype, any strides) with that of axis index ``source``, and
+        wait.
+        """
         if self.size == 1 or tensor.numel() == 0:
             return
         for dim, stride in enumerate(tensor.stride()):
@@ -438,7 +461,10 @@ class AxisComm:
         lend: bool = True,
         source: int = 0,
     ) -> Pending:
-        """Start a collective; ``then`` starts the one that follows when the first is done, and is that one (``again``)."""
+        """Start a collective.
+
+        ``then`` starts the second half when the first is done, as a collective with ``again``.
+        """
         name = f"{kind}({label}) over {self.name}"
         self.heartbeat.enter(name, self.ranks)
         self._sequence += 1
@@ -468,13 +494,19 @@ class AxisComm:
     # --- control values -----------------------------------------------------------------------------------------
 
     def all_reduce_small(self, values: torch.Tensor, label: str, op: str = "sum") -> None:
-        """Replace a few numbers by their sum, max or min, and wait. Sums are in rank order in shared memory; gloo's ring is fixed, too."""
+        """Replace a few numbers by their sum, max or min, and wait.
+
+        Sums are in rank order in shared memory; gloo's ring is fixed, too.
+        """
         if self.size > 1:
             self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
             self._control.all_reduce(values, label, op)
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank. For rare, small things."""
+        """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank.
+
+        For rare, small things.
+        """
         if self.size == 1:
             return [value]
         self.counters.add("all_reduce", self.name, self.size, 8)  # the lengths
@@ -488,11 +520,21 @@ class AxisComm:
     # --- messages between two ranks -----------------------------------------------------------------------------
 
     def use_ring_channels(self, channels: RingChannels | None) -> None:
-        """From now on send messages on the host through ``channels``, or through the backend again (None). All ranks must call it alike."""
+        """From now on send messages on the host through ``channels``, or through the backend again
+        (None). All ranks must call it alike.
+        """
         self._channels = channels
 
+    def use_direction_groups(self, groups: Mapping[tuple[int, int], Any]) -> None:
+        """From now on send messages from one axis index to another by the group of that pair.
+
+        The axis's own group carries all others.
+        """
+        self.directions |= groups
+
     def send(self, values: torch.Tensor, to: int, label: str, tag: int, *, counted: bool = True) -> Message:
-        """Start to send ``values`` (n,), contiguous, to axis index ``to``, which must :meth:`receive` as many of the same dtype and ``tag``.
+        """Start to send ``values`` (n,), contiguous, to axis index ``to``, which must
+        :meth:`receive` as many of the same dtype and ``tag``.
 
         Messages between two ranks are received in the order of the sends. Moves n elements;
         ``counted=False`` leaves the counting to the caller.
@@ -502,7 +544,9 @@ class AxisComm:
         return self._start_message("send", values, to, label, tag)
 
     def receive(self, values: torch.Tensor, source: int, label: str, tag: int) -> Message:
-        """Ask for what axis index ``source`` sends next; ``values`` (n,) is filled when :meth:`Message.wait` returns."""
+        """Ask for what axis index ``source`` sends next; ``values`` (n,) is filled when
+        :meth:`Message.wait` returns.
+        """
         return self._start_message("receive", values, source, label, tag)
 
     def _start_message(self, kind: str, values: torch.Tensor, peer: int, label: str, tag: int) -> Message:
@@ -532,7 +576,10 @@ def message_tag(sequence: int, name: str) -> int:
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor) -> Pending:
-    """The collective of one rank. Compared by storage, because tensors of a dry run have no addresses."""
+    """Copy ``source`` into ``target``: the collective of one rank.
+
+    Compares storages, because tensors of a dry run have no addresses.
+    """
     same = source.untyped_storage()._cdata == target.untyped_storage()._cdata
     if not same or source.storage_offset() != target.storage_offset():
         target.copy_(source)

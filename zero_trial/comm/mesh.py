@@ -70,7 +70,10 @@ class MeshShape:
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one. Sorted, so that all ranks build them alike."""
+        """Return all groups of ranks that differ only on ``axes``; every rank is in exactly one.
+
+        Sorted, so that all ranks build them alike.
+        """
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -145,7 +148,9 @@ _COMBINED = {"data": ("replica", "shard"), "world": AXES}
 
 
 class Mesh:
-    """This rank's axes: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the combined ``mesh.data`` and ``mesh.world``."""
+    """This rank's axes: ``mesh.shard``, ``mesh.replica``, ``mesh.pipe``, ``mesh.model``, and the
+    combined ``mesh.data`` and ``mesh.world``.
+    """
 
     def __init__(
         self,
@@ -176,7 +181,9 @@ def build_mesh(
     shared_memory: bool = True,
     add: Sum = sum_in_order,
 ) -> Mesh:
-    """Build the mesh of ``shape`` for this rank. Collective over the world the first time that a shape is asked for.
+    """Build the mesh of ``shape`` for this rank.
+
+    Collective over the world the first time that a shape is asked for.
 
     Args:
         timeout: seconds that a wait may take.
@@ -200,14 +207,15 @@ def build_mesh(
     if shared_memory:
         for axis in axes.values():
             share_memory_if_possible(axis)
-    counters.reset()  # what it took to build the mesh is no traffic of its user's
+    counters.reset()  # building the mesh is not its user's traffic
     travel = ", ".join(f"{name} {axis.size}: {axis.transport}" for name, axis in axes.items() if axis.size > 1)
     log.debug("mesh of rank %d at %s; tensors on the host over %s", rank, shape.coordinates(rank), travel or "no axis")
     return Mesh(shape, rank, axes, counters, heartbeat)
 
 
 def part_of_pipe(mesh: Mesh, stages: tuple[int, ...], name: str) -> AxisComm | None:
-    """Return a communicator between the ranks ``stages`` of this rank's pipeline, for what only they share; None on other ranks.
+    """Return a communicator between the ranks ``stages`` of this rank's pipeline, for what only
+    they share; None on other ranks.
 
     All ranks of the world must call it alike: torch builds groups together.
     """
@@ -231,11 +239,13 @@ def mesh_around(
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     add: Sum = sum_in_order,
 ) -> Mesh:
-    """Build a mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group): its ranks are on the shard axis.
+    """Build a mesh around a client's data-parallel group (an ``mpu`` with get_data_parallel_group):
+    its ranks are on the shard axis.
 
-    ``model_group`` (get_model_parallel_group) makes the model axis; without it the client handles that
-    axis, and ``model_size`` only enters the shape, so that batch arithmetic is right. Each data-parallel
-    group of the client is taken for a part of the model of its own. Collective over the world.
+    ``model_group`` (get_model_parallel_group) makes the model axis; without it the client handles
+    that axis, and ``model_size`` only enters the shape, so that batch arithmetic is right. Each
+    data-parallel group of the client is taken for a part of the model of its own. Collective over
+    the world.
     """
     rank, world = (dist.get_rank(), world_size()) if is_distributed() else (0, 1)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank,)
@@ -258,7 +268,9 @@ def mesh_around(
 
 
 def _own_group(shape: MeshShape, axes: tuple[str, ...], rank: int, timeout: float) -> tuple[tuple[int, ...], Any]:
-    """Return the ranks and the process group of this rank's line along ``axes``; all ranks build all groups, in the same order."""
+    """Return the ranks and the process group of this rank's line along ``axes``; all ranks build
+    all groups, in the same order.
+    """
     mine: tuple[int, ...] = (rank,)
     own: Any = None
     for ranks in shape.groups(*axes):
@@ -276,8 +288,8 @@ def _group(ranks: tuple[int, ...], timeout: float) -> Any:
 def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int, ...], timeout: float) -> Any:
     """Return the group of ``ranks`` from ``known``, made the first time. Collective over the world.
 
-    ``timeout`` (seconds) is the group's own, too: NCCL's watchdog bounds a collective on a device by it,
-    since the host does not wait for that collective.
+    ``timeout`` (seconds) is the group's own, too: NCCL's watchdog bounds a collective on a device
+    by it, since the host does not wait for that collective.
     """
     if (ranks, timeout) not in known:
         known[ranks, timeout] = dist.new_group(sorted(ranks), timeout=timedelta(seconds=timeout))
@@ -288,22 +300,28 @@ def _made_once(known: dict[tuple[tuple[int, ...], float], Any], ranks: tuple[int
 
 
 def directed_pairs(shape: MeshShape, hops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (from rank, to rank) for each hop between two pipeline stages, in every pipeline of the mesh. Pure; the same on all ranks."""
+    """Return (from rank, to rank) for each hop between two pipeline stages, in every pipeline of
+    the mesh. Pure; the same on all ranks.
+    """
     return [(line[source], line[target]) for line in shape.groups("pipe") for source, target in hops]
 
 
 def open_direction_groups(mesh: Mesh, hops: Sequence[tuple[int, int]]) -> None:
-    """Give messages along ``mesh.pipe`` a communicator of their own for each of ``hops`` (from stage, to stage).
+    """Give messages along ``mesh.pipe`` a communicator of their own for each of ``hops`` (from
+    stage, to stage).
 
     NCCL runs what is enqueued on a communicator in one order. Two ranks that each send before they
-    receive would deadlock on one that they share; with one for each direction there are only sends on one
-    end and receives on the other, in the same order.
+    receive would deadlock on one that they share; with one for each direction there are only sends
+    on one end and receives on the other, in the same order.
 
-    Collective over the world: all ranks must name the same hops. A communicator that is not used costs nothing but its name.
+    Collective over the world: all ranks must name the same hops. A communicator that is not used
+    costs nothing but its name.
     """
     known = _DIRECTED_GROUPS.setdefault(dist.group.WORLD, {})
     stage_of = {rank: stage for stage, rank in enumerate(mesh.pipe.ranks)}
+    groups: dict[tuple[int, int], Any] = {}
     for pair in directed_pairs(mesh.shape, hops):
         group = _made_once(known, pair, mesh.pipe.timeout)
         if all(rank in stage_of for rank in pair):
-            mesh.pipe.directions[stage_of[pair[0]], stage_of[pair[1]]] = group
+            groups[stage_of[pair[0]], stage_of[pair[1]]] = group
+    mesh.pipe.use_direction_groups(groups)

@@ -65,8 +65,8 @@ _VARIABLE_SETS = (
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
     """Read the rank variables, from ``os.environ`` unless a mapping is given.
 
-    Raises MeshError for a variable that is set but is not an integer, and for a rank outside the world:
-    with a guess of 1, a job would train N independent models without an error.
+    Raises MeshError for a variable that is set but is not an integer, and for a rank outside the
+    world: with a guess of 1, a job would train N independent models without an error.
     """
     source = os.environ if environ is None else environ
     for rank_name, size_name, local_name, local_size_name in _VARIABLE_SETS:
@@ -75,7 +75,7 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv:
         rank, size = _integer(source, rank_name), _integer(source, size_name)
         if not 0 <= rank < size:
             raise MeshError(
-                "the rank lies outside the world",
+                "the rank is outside the world",
                 where=f"{rank_name}={rank}, {size_name}={size}",
                 expected=f"0 <= rank < {size}",
             )
@@ -95,23 +95,31 @@ def _integer(source: Mapping[str, str], name: str) -> int:
 
 
 def is_cluster_trial(environ: Mapping[str, str] | None = None) -> bool:
-    """Say whether a Determined master has started this process for a trial, and not for a shell or a notebook."""
+    """Say whether a Determined master has started this process for a trial, and not for a shell or
+    a notebook.
+    """
     source = os.environ if environ is None else environ
     return source.get("DET_TASK_TYPE") == "TRIAL" and "DET_ALLOCATION_ID" in source
 
 
 def launcher_run_dir(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the run's folder, if ``zero-trial launch`` has started this process and keeps its logs in one."""
+    """Return the run's folder, if ``zero-trial launch`` has started this process and keeps its logs
+    in one.
+    """
     return (os.environ if environ is None else environ).get("ZERO_TRIAL_RUN_DIR")
 
 
 def launcher_error_file(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the file in which torch.distributed.run looks for a failed rank's error, if it has started this process."""
+    """Return the file in which torch.distributed.run looks for a failed rank's error, if it has
+    started this process.
+    """
     return (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
 
 
 def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where another process does, or it is a file."""
+    """Return host and port where rank 0 keeps the store of the meeting place ``method``; None where
+    another process does, or it is a file.
+    """
     source = os.environ if environ is None else environ
     if method.startswith("tcp://"):
         place = urlsplit(method)
@@ -123,7 +131,9 @@ def own_store_address(method: str, environ: Mapping[str, str] | None = None) -> 
 
 
 def meeting_place(distributed_port: int, environ: Mapping[str, str] | None = None) -> str:
-    """Return ``env://`` if the launcher named the meeting place, else MASTER_ADDR or this host at ``distributed_port`` (MPI and SLURM set none)."""
+    """Return ``env://`` if the launcher named the meeting place, else MASTER_ADDR or this host at
+    ``distributed_port`` (MPI and SLURM set none).
+    """
     source = os.environ if environ is None else environ
     if "MASTER_ADDR" in source and "MASTER_PORT" in source:
         return "env://"
@@ -149,7 +159,8 @@ def init_distributed(
 ) -> RankEnv:
     """Start torch.distributed if it is not running, and return this rank's place.
 
-    Collective: all ranks of the launcher must call it. Raises MeshError, naming the missing ranks, when they do not arrive in time.
+    Collective: all ranks of the launcher must call it. Raises MeshError, naming the missing ranks,
+    when they do not arrive in time.
 
     Args:
         dist_backend: default: NCCL for CUDA with gloo for the host, or gloo alone.
@@ -214,12 +225,17 @@ def world_size() -> int:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank in the world and the world's size; (0, 1) when there is no process group."""
+    """Return this process's rank in the world and the world's size; (0, 1) when there is no process
+    group.
+    """
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def agree_on(numbers: Sequence[float]) -> list[float]:
-    """Return rank 0's ``numbers`` on every rank, which must pass equally many. Collective over the world."""
+    """Return rank 0's ``numbers`` on every rank, which must pass equally many.
+
+    Collective over the world.
+    """
     if world_size() == 1:
         return list(numbers)
     device = "cpu" if moves_host_tensors(None) else "cuda"
@@ -258,10 +274,12 @@ LINGER_SECONDS = 1.0  # rank 0, whose store goes with it, stays so long for the 
 
 
 def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """Sign in at ``method``, and return the store once all ranks have. Raises MeshError that names those that have not within ``limit``.
+    """Sign in at ``method``, and return the store once all ranks have.
 
-    Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all are
-    there: the store serves N ranks with N keys, not N².
+    Raises MeshError that names those that have not within ``limit``.
+
+    Collective. Rank 0 alone waits for every rank's key, and the others for rank 0's word that all
+    are there: the store serves N ranks with N keys, not N².
     """
     try:
         store = open_store(method, env, limit)
@@ -286,7 +304,8 @@ def arrive(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
 def _wait_for(store: Any, keys: list[str], world_size: int, limit: datetime.timedelta) -> None:
     """Return when ``keys`` are there. Raises RuntimeError after ``limit``.
 
-    Asks again and again, because a wait in the store that times out prints lines of the library's own, and cannot be interrupted.
+    Asks again and again, because a wait in the store that times out prints lines of the library's
+    own, and cannot be interrupted.
     """
     deadline, nap = time.monotonic() + limit.total_seconds(), 0.002
     while not store.check(keys):
@@ -297,7 +316,9 @@ def _wait_for(store: Any, keys: list[str], world_size: int, limit: datetime.time
 
 
 def open_store(method: str, env: RankEnv, limit: datetime.timedelta) -> Any:
-    """Open the store of the meeting place ``method``. Waits for the rank that keeps it, and for no other.
+    """Open the store of the meeting place ``method``.
+
+    Waits for the rank that keeps it, and for no other.
 
     Raises RuntimeError or ValueError where it cannot be opened.
     """
@@ -335,11 +356,14 @@ def rendezvous_error(env: RankEnv, error: Exception, missing: list[int]) -> Mesh
 def fail_together(
     world: AxisComm, act: Callable[[], T], label: str, others: Callable[[str], ZeroTrialError] | None = None
 ) -> T:
-    """Return what ``act`` returns on this rank; if it fails on any rank, raise on every rank. Collective over ``world``.
+    """Return what ``act`` returns on this rank; if it fails on any rank, raise on every rank.
 
-    Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed raises its own error instead, and the other
-    ranks raise ``others(fault)``. An error that is not a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged.
-    A MeshError passes at once, because the ranks can no longer be asked.
+    Collective over ``world``.
+
+    Every rank raises a CheckpointError with the first fault. With ``others`` a rank that failed
+    raises its own error instead, and the other ranks raise ``others(fault)``. An error that is not
+    a ZeroTrialError or OSError is a mistake in a program: its own rank raises it unchanged. A
+    MeshError passes at once, because the ranks can no longer be asked.
     """
     try:
         result = act()
@@ -373,7 +397,8 @@ CLAIM_KEY = "zero_trial/claim/"
 
 
 class ExitNotice:
-    """An agreed early end: what the ranks have claimed, by way of the process group's ``store`` (None for a world of one).
+    """An agreed early end: what the ranks have claimed, by way of the process group's ``store``
+    (None for a world of one).
 
     rank 1   claim("early exit") -> True      a key in the store, so it is seen before rank 1's connections close
     rank 0   in a collective with rank 1      its watch sees the key within a second and ends the process in order
@@ -388,7 +413,10 @@ class ExitNotice:
         self._thread: threading.Thread | None = None
 
     def claim(self, name: str) -> bool:
-        """Claim ``name``; return whether this rank is the first. Where the store is gone, each rank is."""
+        """Claim ``name``; return whether this rank is the first.
+
+        Where the store is gone, each rank is.
+        """
         if name in self._own:
             return False
         self._own.add(name)
@@ -411,7 +439,8 @@ class ExitNotice:
     def watch(self, name: str, leave: Callable[[], None] | None = None) -> None:
         """From now on call ``leave()``, on a thread, soon after another rank has claimed ``name``.
 
-        By default it ends this process with code 0: the main thread may be stuck in a collective that never ends.
+        By default it ends this process with code 0: the main thread may be stuck in a collective
+        that never ends.
         """
         if self._store is None or self._thread is not None:
             return

@@ -41,7 +41,10 @@ _KEY = "zero_trial/position/"
 
 
 class RankPosition(NamedTuple):
-    """One rank's place in the sequence of collectives. A tuple: the hot path makes four of them per collective."""
+    """One rank's place in the sequence of collectives.
+
+    A tuple: the hot path makes four of them per collective.
+    """
 
     step: int = 0
     sequence: int = 0
@@ -114,7 +117,8 @@ class Heartbeat:
         self.step = step
 
     def report_error(self, error: str) -> None:
-        """Publish at once why this rank raises outside of a collective, so that ranks that wait for it can name the reason.
+        """Publish at once why this rank raises outside of a collective, so that ranks that wait for
+        it can name the reason.
 
         It writes to the store: for errors only. The rank may end before the thread would publish.
         """
@@ -124,7 +128,8 @@ class Heartbeat:
                 self._store.set(f"{_KEY}{self.rank}", json.dumps(self._now._asdict()))
 
     def positions(self, ranks: Iterable[int] | None = None) -> dict[int, RankPosition | None]:
-        """Return the last published position of ``ranks`` (default: all); None for a rank that never published.
+        """Return the last published position of ``ranks`` (default: all); None for a rank that
+        never published.
 
         Where the store is gone, only this rank's own position is known.
         """
@@ -167,7 +172,9 @@ class Heartbeat:
                 return
 
     def _publish(self, now: RankPosition, clock: float) -> None:
-        """Publish a change, if it is this rank's turn: soon where it stands still or has failed, else at its interval."""
+        """Publish a change, if it is this rank's turn: soon where the rank has stopped moving or
+        has failed, else at its interval.
+        """
         if now is self._published:
             return
         still = time.time() - now.since >= STILL_SECONDS
@@ -177,7 +184,9 @@ class Heartbeat:
         self._published, self._published_at = now, clock
 
     def _report_slow_wait(self, now: RankPosition) -> None:
-        """Warn about a wait that takes long, naming the ranks that are behind; of all that wait, one rank warns."""
+        """Warn about a wait that takes long, naming the ranks that are behind; of all that wait,
+        one rank warns.
+        """
         if self._slow is not None and now != self._slow:
             text = "rank %d goes on: %s took %.0f s"
             log.warning(text, self.rank, self._slow.operation, time.time() - self._slow.since)
@@ -213,10 +222,12 @@ class Watchdog:
         self.timeout = timeout
 
     def wait(self, work: Any, name: str, among: tuple[int, ...] | None = None, *, on_host: bool = True) -> None:
-        """Wait for ``work`` (of torch.distributed, or with the same interface). Raises MeshError about ``among``, by default all ranks.
+        """Wait for ``work`` (of torch.distributed, or with the same interface).
 
-        ``on_host``: its tensors are in the host's memory, and the work is done when this returns. Otherwise
-        what this rank launches next on the device runs after it, and the host goes on.
+        Raises MeshError about ``among``, by default all ranks.
+
+        ``on_host``: its tensors are in the host's memory, and the work is done when this returns.
+        Otherwise what this rank launches next on the device runs after it, and the host goes on.
         """
         self.heartbeat.waiting(name, among or self.ranks)
         try:
@@ -240,7 +251,9 @@ Finish = Callable[[], Any]
 
 
 class Received(dict[int, torch.Tensor]):
-    """What each peer (by axis index) contributed to a reduce-scatter, readable until :meth:`release`."""
+    """What each peer (by axis index) contributed to a reduce-scatter, readable until
+    :meth:`release`.
+    """
 
     def __init__(self, parts: dict[int, torch.Tensor], release: Callable[[], None] | None = None) -> None:
         super().__init__(parts)
@@ -258,15 +271,18 @@ _NOTHING_RECEIVED = Received({})
 
 
 class Pending:
-    """A collective under way. It owns the buffers until :meth:`wait` returns; before that neither input nor output may be touched.
+    """A collective under way.
+
+    It owns the buffers until :meth:`wait` returns; before that neither input nor output may be
+    touched.
 
     On CPU, peers may read the input in place (:meth:`AxisComm.buffer`). So there are two ends:
 
         wait_result   the result is there; peers may still be reading the input
         wait          and they have read it: it may be overwritten
 
-    ``wait`` thus needs the other ranks to come as far as ``wait_result`` of the same collective. This
-    cannot deadlock as long as ranks wait in the order in which they started, or call
+    ``wait`` thus needs the other ranks to come as far as ``wait_result`` of the same collective.
+    This cannot deadlock as long as ranks wait in the order in which they started, or call
     :meth:`wait_result` on everything before they call ``wait`` on any (:func:`wait_all`). A caller
     that cannot promise that calls ``wait_result``, and :meth:`AxisComm.wait_for_readers` before it
     overwrites the input, at a point that every rank passes after the result is there.
@@ -302,7 +318,8 @@ class Pending:
         self.received = _NOTHING_RECEIVED  # what peers contributed to a sum on CPU, if it was asked for
 
     def start_next(self, *, keep: bool = False) -> None:
-        """Finish the part under way and start what follows it (the gather half of an all-reduce), without waiting for that.
+        """Finish the part under way and start what follows it (the gather half of an all-reduce),
+        without waiting for that.
 
         A later call after a MeshError waits again, or raises again.
         """
@@ -338,7 +355,10 @@ class Pending:
             self._next = None
 
     def wait(self) -> None:
-        """Return when the result is there, and input and output are the caller's again. May be called again."""
+        """Return when the result is there, and input and output are the caller's again.
+
+        May be called again.
+        """
         if self._finish is not None or self._next is not None:
             self.wait_result()
         source, self._source = self._source, None
@@ -354,7 +374,9 @@ DONE = Pending(None, "", [], None)
 
 
 def wait_all(pendings: Sequence[Pending]) -> None:
-    """Wait for several collectives: start the second halves of all, wait for the results of all, and then for their readers."""
+    """Wait for several collectives: start the second halves of all, wait for the results of all,
+    and then for their readers.
+    """
     for pending in pendings:
         pending.start_next()
     for pending in pendings:
@@ -365,7 +387,9 @@ def wait_all(pendings: Sequence[Pending]) -> None:
 
 @dataclass(eq=False)
 class Message:
-    """A tensor on its way between two ranks. It owns the buffer until :meth:`wait` returns; before that it may not be touched.
+    """A tensor on its way between two ranks.
+
+    It owns the buffer until :meth:`wait` returns; before that it may not be touched.
 
     Args:
         work: what to wait for.
@@ -384,11 +408,14 @@ class Message:
 
     @property
     def done(self) -> bool:
-        """It has been received, or sent. Does not wait."""
+        """Say whether it has been received, or sent. Does not wait."""
         return self.work is None or bool(self.work.is_completed())
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, once it has been received or sent. May be called again. Raises MeshError, naming the other rank, if it is not."""
+        """Return the tensor, once it has been received or sent.
+
+        May be called again. Raises MeshError, naming the other rank, if it is not.
+        """
         if self.work is not None:
             self.watch.wait(self.work, self.label, self.among, on_host=self.on_host)
             self.work = None
@@ -434,7 +461,9 @@ def printable(error: Exception) -> str:
 
 
 def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
-    """Return what a broken connection means, and what to do: the peer ended, or had given up before this rank came."""
+    """Return what a broken connection means, and what to do: the peer ended, or had given up before
+    this rank came.
+    """
     gone = [rank for rank in positions if rank != own and not gave_up(positions, rank, own)]
     if gone:
         return (
@@ -449,7 +478,9 @@ def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
 
 
 def absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
-    """Return what a timeout, or a mismatch of collectives, means, and what to do; None for an error of another kind."""
+    """Return what a timeout, or a mismatch of collectives, means, and what to do; None for an error
+    of another kind.
+    """
     others = listing(positions, own)
     order = f"The ranks disagree about what comes next: {others}. Every rank must make the same collective calls in the same order."
     if ELSEWHERE in text:
@@ -478,13 +509,18 @@ def too_many_mapped(error: MappingRefused, here: str) -> MeshError:
 
 
 def gave_up(positions: Positions, rank: int, own: int) -> bool:
-    """Say whether ``rank`` raised an error of its own at a collective that ``own`` had not entered before."""
+    """Say whether ``rank`` raised an error of its own at a collective that ``own`` had not entered
+    before.
+    """
     at, mine = positions[rank], positions[own]
     return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
 
 
 def differing(positions: Positions, own: int) -> list[int]:
-    """Return the ranks whose last collective has the number of ``own``'s and another name. A rank that is further on has passed this one."""
+    """Return the ranks whose last collective has the number of ``own``'s and another name.
+
+    A rank that is further on has passed this one.
+    """
     mine = positions[own]
     if mine is None:
         return []
@@ -503,12 +539,12 @@ def behind(positions: Positions, own: int) -> list[int]:
 
 
 def names(ranks: Iterable[int]) -> str:
-    """``rank 1, rank 2``; of many ranks the first ones and how many more there are."""
+    """Return ``rank 1, rank 2``; of many ranks the first ones and how many more there are."""
     return _first_ones([f"rank {rank}" for rank in ranks], ", ")
 
 
 def listing(positions: Positions, own: int, only: list[int] | None = None) -> str:
-    """``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other ranks."""
+    """Return ``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other ranks."""
     chosen = only if only is not None else [rank for rank in positions if rank != own]
     texts = []
     for rank in chosen:

@@ -1,4 +1,4 @@
-"""Probing whether all ranks of an axis can map each other's memory: tried, not guessed from host names."""
+"""Find out whether all ranks of an axis can map each other's memory: tried, not guessed from host names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ log = logging.getLogger("zero_trial")
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The blocks that the ranks of one axis share, for control values and for handles; None where this machine cannot have them."""
+    """The blocks that the ranks of one axis share, for control values and for handles; None where
+    this machine cannot have them.
+    """
 
     control: SharedControlBlock | None = None
     exchange: SharedHandleExchange | None = None
@@ -51,9 +53,12 @@ _ANSWERS: WeakKeyDictionary[Any, dict[tuple[int, ...], _Blocks | None]] = WeakKe
 
 
 def share_memory_if_possible(comm: AxisComm) -> bool:
-    """Let ``comm`` use shared memory if every rank can read every other's. Collective over the axis the first time that it is asked.
+    """Let ``comm`` use shared memory if every rank can read every other's.
 
-    Each rank writes a random number into a segment; a peer that reads another number, or nothing, is on another host or in another container.
+    Collective over the axis the first time that it is asked.
+
+    Each rank writes a random number into a segment; a peer that reads another number, or nothing,
+    is on another host or in another container.
     """
     if comm.size == 1 or not comm.takes_host_tensors:
         return False
@@ -66,13 +71,16 @@ def share_memory_if_possible(comm: AxisComm) -> bool:
     blocks = answers[comm.ranks]
     if blocks is None:
         return False
-    tensors.ranks = max(tensors.ranks, comm.size)
+    tensors.share_with(comm.size)
     comm.share_memory(memory, blocks.control, blocks.exchange, tensors)
     return True
 
 
 def use_ring_channels_if_possible(comm: AxisComm) -> bool:
-    """Let messages between two ranks of ``comm`` go through shared memory, if all of them share it. Collective over the axis, each time."""
+    """Let messages between two ranks of ``comm`` go through shared memory, if all of them share it.
+
+    Collective over the axis, each time.
+    """
     if comm.transport != "shared memory":
         return False
     channels = open_ring_channels(comm, _MEMORIES.setdefault(dist.group.WORLD, SharedMemory()))
@@ -109,7 +117,10 @@ def _probe(comm: AxisComm, memory: SharedMemory) -> _Blocks | None:
 
 
 def _block(nbytes: int) -> int:
-    """Make an anonymous file of ``nbytes`` zeros. It stays open: peers reach it by its descriptor's number."""
+    """Make an anonymous file of ``nbytes`` zeros.
+
+    It stays open: peers reach it by its descriptor's number.
+    """
     descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
     return descriptor
@@ -142,9 +153,12 @@ def _reads(memory: SharedMemory, row: list[int]) -> bool:
 
 
 def open_ring_channels(comm: AxisComm, memory: SharedMemory) -> RingChannels | None:
-    """Open ring buffers along ``comm``, all of whose ranks can read each other's memory. Collective over it.
+    """Open ring buffers along ``comm``, all of whose ranks can read each other's memory.
 
-    None where this machine cannot have them. They have no name in any folder; descriptors are closed once every rank has opened them.
+    Collective over it.
+
+    None where this machine cannot have them. They have no name in any folder; descriptors are
+    closed once every rank has opened them.
     """
     others = [index for index in range(comm.size) if index != comm.index]
     bell = Doorbell()

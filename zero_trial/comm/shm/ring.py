@@ -32,7 +32,10 @@ class Doorbell:
         weakref.finalize(self, _close, self._read, self.descriptor)
 
     def wait(self, process: int, seconds: float) -> bool:
-        """Wait until it rings, the process of the pid descriptor ``process`` ends, or time is up. Return whether that process has ended."""
+        """Wait until it rings, the process of the pid descriptor ``process`` ends, or time is up.
+
+        Return whether that process has ended.
+        """
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
         poll.register(process, select.POLLIN)
@@ -76,7 +79,9 @@ class RingBuffer:
         return self._numbers[self._start(number) // 8] == number
 
     def facts(self, number: int) -> tuple[int, int, SegmentHandle]:
-        """Return the tag of a message that is there, its size in bytes, and where they are if they are many."""
+        """Return the tag of a message that is there, its size in bytes, and where they are if they
+        are many.
+        """
         _, tag, size, *place = _FACTS.unpack_from(self._block, self._start(number))
         return tag, size, SegmentHandle(*place)
 
@@ -94,12 +99,14 @@ class RingBuffer:
 
 
 class RingChannels:
-    """This rank's rings to and from the others of an axis. ``bells`` are the others' doorbells, ``processes`` their pid descriptors.
+    """This rank's rings to and from the others of an axis.
 
-    A sender writes a message's number last, then rings the reader's bell: a byte in a pipe, which wakes it
-    within microseconds, where a process that naps may sleep a millisecond too long. The kernel wakes a
-    rank that waits for one that has ended. Price: one copy out and one copy in. A send does not wait,
-    unless the reader is SLOTS messages behind.
+    ``bells`` are the others' doorbells, ``processes`` their pid descriptors.
+
+    A sender writes a message's number last, then rings the reader's bell: a byte in a pipe, which
+    wakes it within microseconds, where a process that naps may sleep a millisecond too long. The
+    kernel wakes a rank that waits for one that has ended. Price: one copy out and one copy in. A
+    send does not wait, unless the reader is SLOTS messages behind.
     """
 
     def __init__(
@@ -124,7 +131,10 @@ class RingChannels:
         weakref.finalize(self, _close, *bells.values(), *processes.values())
 
     def send(self, values: torch.Tensor, to: int, tag: int) -> RingSend:
-        """Copy ``values`` into the ring; they may change afterwards. Raises RuntimeError where the reader is gone or far behind."""
+        """Copy ``values`` into the ring; they may change afterwards.
+
+        Raises RuntimeError where the reader is gone or far behind.
+        """
         ring, raw = self._out[to], values.reshape(-1).view(torch.uint8)
         self._sent[to] += 1
         number = self._sent[to]
@@ -142,12 +152,17 @@ class RingChannels:
         return RingSend()
 
     def receive(self, values: torch.Tensor, source: int, tag: int) -> RingReceive:
-        """Return the next message of ``source``, to be copied into ``values`` when it is waited for."""
+        """Return the next message of ``source``, to be copied into ``values`` when it is waited
+        for.
+        """
         self._asked[source] += 1
         return RingReceive(self, self._in[source], self._asked[source], values, source, tag)
 
     def take(self, receipt: RingReceive) -> None:
-        """Copy a message that is there. Raises RuntimeError where it is not the one that was asked for."""
+        """Copy a message that is there.
+
+        Raises RuntimeError where it is not the one that was asked for.
+        """
         ring, number = receipt.ring, receipt.number
         tag, size, handle = ring.facts(number)
         raw = receipt.values.view(-1).view(torch.uint8)
@@ -161,7 +176,11 @@ class RingChannels:
         ring.done(number)
 
     def wait_until(self, ready: Callable[[], bool], index: int, seconds: float) -> None:
-        """Return when ``ready()``. Raises RuntimeError when axis index ``index`` has ended (``closed``) or time is up (``timed out``)."""
+        """Return when ``ready()``.
+
+        Raises RuntimeError when axis index ``index`` has ended (``closed``) or time is up (``timed
+        out``).
+        """
         deadline = time.monotonic() + seconds
         while not ready():
             ended = self._bell.wait(self._processes[index], deadline - time.monotonic())
@@ -184,7 +203,9 @@ class RingSend:
 
 
 class RingReceive:
-    """A message that was asked for; waited for like a work of torch.distributed, in the order of asking."""
+    """A message that was asked for; waited for like a work of torch.distributed, in the order of
+    asking.
+    """
 
     def __init__(
         self, channels: RingChannels, ring: RingBuffer, number: int, values: torch.Tensor, source: int, tag: int

@@ -75,16 +75,19 @@ def max_map_count(file: str = "/proc/sys/vm/max_map_count") -> int:
 class MappingBudget:
     """Counts the segments that this process maps: its own and its peers'.
 
-    The kernel counts mappings, not bytes. Each segment is one in its owner and one in every rank that
-    reads it. Segments leave a quarter of the limit to libraries, stacks and allocators, which the kernel
-    would refuse, too, past the limit.
+    The kernel counts mappings, not bytes. Each segment is one in its owner and one in every rank
+    that reads it. Segments leave a quarter of the limit to libraries, stacks and allocators, which
+    the kernel would refuse, too, past the limit.
     """
 
     limit: int = field(default_factory=max_map_count)
     count: int = 0
 
     def take(self, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` maps, and count it. Raises MappingRefused where it would be too many."""
+        """Return what ``make`` maps, and count it.
+
+        Raises MappingRefused where it would be too many.
+        """
         if self.count >= self.limit * 3 // 4:
             raise MappingRefused(self.count, self.limit)
         made = make()
@@ -92,7 +95,9 @@ class MappingBudget:
         return made
 
     def allow(self, own: int, ranks: int) -> bool:
-        """Say whether ``ranks`` that have ``own`` segments each, and map each other's, stay below half of the limit."""
+        """Say whether ``ranks`` that have ``own`` segments each, and map each other's, stay below
+        half of the limit.
+        """
         return own * ranks <= self.limit // 2
 
 
@@ -128,7 +133,10 @@ class SharedSegment:
         return False
 
     def wait_for_readers(self, timeout: float) -> None:
-        """Return when all readers have read. Raises RuntimeError where one has ended (``closed``) or does not read (``timed out``)."""
+        """Return when all readers have read.
+
+        Raises RuntimeError where one has ended (``closed``) or does not read (``timed out``).
+        """
         for reader in () if self.peers is None else self.readers:
             self.peers.wait_for(reader, self.window.marks, reader, self.generation, timeout)  # type: ignore[union-attr]
 
@@ -156,7 +164,9 @@ class SegmentHandle(NamedTuple):
 
 @dataclass
 class SharedMemory:
-    """This process's segments, and its mappings of other processes'. Grows to what is in flight at once and is then reused.
+    """This process's segments, and its mappings of other processes'.
+
+    Grows to what is in flight at once and is then reused.
 
     Price: the bytes of the payloads in flight, rounded up to 64 KiB.
     """
@@ -167,7 +177,9 @@ class SharedMemory:
     _mapped: dict[tuple[int, int], MappedSegment] = field(default_factory=dict)
 
     def acquire(self, nbytes: int, readers: Sequence[int]) -> SharedSegment:
-        """Return a segment for ``nbytes`` of payload that the ranks ``readers`` will read, under a new generation."""
+        """Return a segment for ``nbytes`` of payload that the ranks ``readers`` will read, under a
+        new generation.
+        """
         found = next(
             (s for s in self.segments if nbytes <= s.capacity <= max(4 * nbytes, SMALLEST) and not s.has_readers), None
         )
@@ -180,7 +192,9 @@ class SharedMemory:
         return found
 
     def read(self, handle: SegmentHandle, dtype: torch.dtype, numel: int, offset: int = 0) -> torch.Tensor:
-        """Return a peer's payload, from ``offset`` bytes after the handle's place, as a view of its memory: valid until :meth:`acknowledge`."""
+        """Return a peer's payload, from ``offset`` bytes after the handle's place, as a view of its
+        memory: valid until :meth:`acknowledge`.
+        """
         window = self._mapped.get(handle[:2]) or self._map(handle)
         return torch.frombuffer(window.block, dtype=dtype, count=numel, offset=HEADER + handle.offset + offset)
 
@@ -200,7 +214,10 @@ def capacity_for(nbytes: int) -> int:
 
 
 def create_segment(capacity: int) -> SharedSegment:
-    """Make an anonymous segment of ``capacity`` payload bytes. Raises OSError where the system has none to give."""
+    """Make an anonymous segment of ``capacity`` payload bytes.
+
+    Raises OSError where the system has none to give.
+    """
     descriptor = os.memfd_create("zero_trial", os.MFD_CLOEXEC)
     if many_open(descriptor):
         allow_more()
@@ -213,7 +230,9 @@ def create_segment(capacity: int) -> SharedSegment:
 
 
 def many_open(descriptor: int) -> bool:
-    """Say whether half of the descriptors that this process may have are in use: a new one's number is the lowest that is free."""
+    """Say whether half of the descriptors that this process may have are in use: a new one's number
+    is the lowest that is free.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most != resource.RLIM_INFINITY and descriptor >= most // 2
 
@@ -228,7 +247,8 @@ def allow_more() -> None:
 def map_segment(process: int, descriptor: int) -> MappedSegment:
     """Map a process's whole segment. Raises OSError where it cannot be reached.
 
-    Mapped by torch, because Python's ``mmap`` would keep a descriptor open for every segment of every peer.
+    Mapped by torch, because Python's ``mmap`` would keep a descriptor open for every segment of
+    every peer.
     """
     path = f"/proc/{process}/fd/{descriptor}"
     size = os.stat(path).st_size
@@ -242,7 +262,10 @@ def map_segment(process: int, descriptor: int) -> MappedSegment:
 
 
 def open_descriptor(process: int, descriptor: int) -> int:
-    """Open a descriptor of this process for the same file. Raises OSError where it cannot be reached."""
+    """Open a descriptor of this process for the same file.
+
+    Raises OSError where it cannot be reached.
+    """
     return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -261,7 +284,8 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 1 | 2  # of fallocate(2)
 
 @dataclass(eq=False)
 class SharedTensor(SharedSegment):
-    """A segment, and the tensor that lives in it (a weak reference to what its storage holds on to).
+    """A segment, and the tensor that lives in it (a weak reference to what its storage holds on
+    to).
 
     It has the readers of one collective at a time, because a reader has one mark in it.
     """
@@ -274,17 +298,18 @@ class SharedTensor(SharedSegment):
 
     @property
     def taken(self) -> bool:
-        """Its tensor is alive."""
+        """Say whether its tensor is alive."""
         return self.lease is not None and self.lease() is not None
 
     def lend(
         self, tensor: torch.Tensor, readers: tuple[int, ...], peers: PeerProcesses, *, again: bool = False
     ) -> SegmentHandle | None:
-        """Let ``readers`` (axis indices) read ``tensor``, a part of this one; return the handle to it.
+        """Let ``readers`` (axis indices) read ``tensor``, a part of this one; return the handle to
+        it.
 
         None where it still has readers. ``again``: even then, if those are the same ``peers`` and
-        ``tensor`` is part of what they read, for a collective that they read after the present one: an
-        older generation must never be acknowledged after a newer one.
+        ``tensor`` is part of what they read, for a collective that they read after the present one:
+        an older generation must never be acknowledged after a newer one.
         """
         start = tensor.data_ptr() - self.start
         stop = start + tensor.nbytes
@@ -298,11 +323,12 @@ class SharedTensor(SharedSegment):
 
 @dataclass
 class SharedTensorPool:
-    """This process's shared tensors by address. ``ranks``: how many processes map each other's, this one included.
+    """This process's shared tensors by address.
 
-    They leave half of the process's descriptors to others, and half of the mappings that the kernel
-    allows (see :class:`MappingBudget`). Price: the bytes of the tensors, each rounded up to 64 KiB, and
-    4 KiB and one descriptor per tensor; peers map the same pages.
+    ``ranks`` is how many processes map each other's, this one included. The tensors leave half of
+    the process's descriptors to others, and half of the mappings that the kernel allows (see
+    :class:`MappingBudget`). Price: the bytes of the tensors, each rounded up to 64 KiB, and 4 KiB
+    and one descriptor per tensor; peers map the same pages.
     """
 
     mappings: MappingBudget = field(default_factory=MappingBudget)
@@ -311,8 +337,14 @@ class SharedTensorPool:
     _starts: list[int] = field(default_factory=list)
     _refused: bool = False
 
+    def share_with(self, ranks: int) -> None:
+        """Note that ``ranks`` processes, this one included, map each other's tensors."""
+        self.ranks = max(self.ranks, ranks)
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of zeros in a segment of its own; in ordinary memory, with one warning, where the system has none to give."""
+        """Return a flat tensor of zeros in a segment of its own; in ordinary memory, with one
+        warning, where the system has none to give.
+        """
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.zeros(numel, dtype=dtype)
@@ -345,11 +377,13 @@ class SharedTensorPool:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of the tensors that are alive here."""
+        """Return how many bytes the tensors have that are alive here."""
         return sum(found.nbytes for found in self._tensors.values() if found.taken)
 
     def _vacant(self, nbytes: int) -> SharedTensor:
-        """Return the smallest empty segment that is large enough (its size is only a range of addresses), or a new one."""
+        """Return the smallest empty segment that is large enough (its size is only a range of
+        addresses), or a new one.
+        """
         fitting = [
             found
             for found in self._tensors.values()
@@ -374,7 +408,10 @@ class SharedTensorPool:
 
 
 def _new_segment(nbytes: int) -> SharedSegment:
-    """Make a segment for ``nbytes``. Raises OSError where the system has none to give, or too few would be left for others."""
+    """Make a segment for ``nbytes``.
+
+    Raises OSError where the system has none to give, or too few would be left for others.
+    """
     segment = create_segment(capacity_for(nbytes))
     if many_open(segment.descriptor):
         os.close(segment.descriptor)
@@ -383,7 +420,9 @@ def _new_segment(nbytes: int) -> SharedSegment:
 
 
 def _vacate(found: SharedTensor) -> None:
-    """Give the pages of a tensor that was freed back to the system; they read as zeros when they are used again. Not while peers read."""
+    """Give the pages of a tensor that was freed back to the system; they read as zeros when they
+    are used again. Not while peers read.
+    """
     if found.owner == os.getpid() and not found.has_readers:
         punch = ctypes.CDLL(None, use_errno=True).fallocate
         punch.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
@@ -402,8 +441,10 @@ _LOOK_SECONDS = 0.05  # how often a waiting rank checks that its peers are alive
 
 
 def shared_waits_supported() -> bool:
-    """Say whether ranks can wait for one another in shared memory: processes can be watched, and this machine keeps the order of
-    writes (x86), on which a number that is written after its payload relies."""
+    """Say whether ranks can wait for one another in shared memory: processes can be watched, and
+    this machine keeps the order of writes (x86), on which a number that is written after its
+    payload relies.
+    """
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "pidfd_open")
 
 
@@ -414,11 +455,12 @@ class PeerProcesses:
         self._watches = {index: os.pidfd_open(process) for index, process in processes.items()}
 
     def wait_for(self, index: int, numbers: memoryview, at: int, least: int, timeout: float) -> None:
-        """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]`` (int64).
+        """Return when axis index ``index`` has written ``least`` or more at ``numbers[at]``
+        (int64).
 
         Raises RuntimeError when its process has ended (``closed``) or after ``timeout`` seconds
-        (``timed out``). Spins for a moment, then naps: a rank that waits long leaves its core to the one
-        that it waits for.
+        (``timed out``). Spins for a moment, then naps: a rank that waits long leaves its core to
+        the one that it waits for.
         """
         if numbers[at] >= least:
             return

@@ -44,10 +44,13 @@ WORTH_BYTES = 1
 
 
 class SharedTransport(Transport):
-    """Exchange on one axis whose ranks are all on this host. What has no elements goes through ``direct``.
+    """Exchange on one axis whose ranks are all on this host.
 
-    ``exchange`` carries the handles. ``tensors`` holds what peers read in place; they do so only where
-    ranks can wait for one another in shared memory, which ``exchange`` knows. ``add`` makes the sums.
+    What has no elements goes through ``direct``.
+
+    ``exchange`` carries the handles. ``tensors`` holds what peers read in place; they do so only
+    where ranks can wait for one another in shared memory, which ``exchange`` knows. ``add`` makes
+    the sums.
     """
 
     name = "shared memory"
@@ -78,10 +81,7 @@ class SharedTransport(Transport):
             return self._direct.reduce_scatter(full, out, tag)
         parts, numel, memory = full.view(self._size, -1), out.numel(), self._memory
         part_bytes = numel * full.element_size()
-        home = self.tensors.find(full) if self.tensors is not None else None
-        handle = (
-            home.lend(full, self._peers, self._processes) if home is not None and self._processes is not None else None
-        )
+        handle = self._lend(full)
         if handle is None:
             segment = memory.acquire(part_bytes * len(self._peers), self._peers)
             for peer in self._peers:
@@ -113,7 +113,9 @@ class SharedTransport(Transport):
         if full.nbytes < WORTH_BYTES:
             return self._direct.all_gather(full, shard, tag)
         parts, memory = full.view(self._size, -1), self._memory
-        posted = self._exchange.post(self._handle(shard, again=again, lend=lend), tag, self._peers)
+        posted = self._exchange.post(
+            (self._lend(shard, again) if lend else None) or self._copy(shard), tag, self._peers
+        )
         own = parts[self._index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -127,7 +129,7 @@ class SharedTransport(Transport):
 
     def broadcast(self, values: torch.Tensor, source: int, tag: int) -> tuple[Works, Finish]:
         if self._index == source:
-            return [self._exchange.post(self._handle(values), tag, [])], nothing
+            return [self._exchange.post(self._lend(values) or self._copy(values), tag, [])], nothing
         posted = self._exchange.post(None, tag, [source])
 
         def copy_in() -> None:
@@ -137,20 +139,24 @@ class SharedTransport(Transport):
 
         return [posted], copy_in
 
-    def _handle(self, values: torch.Tensor, *, again: bool = False, lend: bool = True) -> SegmentHandle:
-        """Return a handle to ``values``, if peers can read them in place now, else to a copy."""
-        if lend and self.tensors is not None and self._processes is not None:
-            home = self.tensors.find(values)
-            handle = home.lend(values, self._peers, self._processes, again=again) if home is not None else None
-            if handle is not None:
-                return handle
+    def _lend(self, values: torch.Tensor, again: bool = False) -> SegmentHandle | None:
+        """Return a handle to ``values``, if peers can read them in place now."""
+        if self.tensors is None or self._processes is None:
+            return None
+        shared = self.tensors.find(values)
+        return shared.lend(values, self._peers, self._processes, again=again) if shared is not None else None
+
+    def _copy(self, values: torch.Tensor) -> SegmentHandle:
+        """Return a handle to a copy of ``values``."""
         segment = self._memory.acquire(values.nbytes, self._peers)
         segment.payload(values.dtype, values.numel()).copy_(values)
         return SegmentHandle(os.getpid(), segment.descriptor, segment.generation, 0)
 
 
 def place(reader: int, owner: int) -> int:
-    """Return which part of ``owner``'s segment is for ``reader``: parts are in the order of the readers."""
+    """Return which part of ``owner``'s segment is for ``reader``: parts are in the order of the
+    readers.
+    """
     return reader - (reader > owner)
 
 
@@ -165,15 +171,17 @@ HANDLE_BLOCK_BYTES = _FIRST + HANDLE_SLOTS * _SLOT.size
 class SharedHandleExchange:
     """Handles between ranks of one host through shared memory, without a socket or a thread.
 
-    Every rank has one block that it alone writes and all others read: a ring of the handles of its last collectives, numbered.
+    Every rank has one block that it alone writes and all others read: a ring of the handles of its
+    last collectives, numbered.
 
         | number up to which I have read every rank's | slot 0: number, tag, handle | slot 1 ... | slot n - 1 |
 
-    All ranks of the axis start their collectives in one order (also those of several engines on the same
-    ranks), so number k is the same collective everywhere. Its handle goes into slot k mod n once
-    every rank has read the slot's previous one: no rank is ever n collectives ahead.
+    All ranks of the axis start their collectives in one order (also those of several engines on the
+    same ranks), so number k is the same collective everywhere. Its handle goes into slot k mod n
+    once every rank has read the slot's previous one: no rank is ever n collectives ahead.
 
-    Price: about 2 microseconds to post, and as much per peer to read; a message through a socket costs 100 and more on both sides.
+    Price: about 2 microseconds to post, and as much per peer to read; a message through a socket
+    costs 100 and more on both sides.
     """
 
     def __init__(self, own: mmap.mmap, others: Mapping[int, mmap.mmap], peers: PeerProcesses, timeout: float) -> None:
@@ -186,7 +194,9 @@ class SharedHandleExchange:
         self.unread: set[int] = set()  # collectives whose handles this rank has not read yet
 
     def post(self, handle: SegmentHandle | None, tag: int, sources: Iterable[int]) -> PostedHandles:
-        """Start the next collective: post ``handle``, if this rank sends something, and expect one from each of ``sources``."""
+        """Start the next collective: post ``handle``, if this rank sends something, and expect one
+        from each of ``sources``.
+        """
         self._number += 1
         number = self._number
         for index, (_, numbers) in self.others.items():
@@ -207,7 +217,9 @@ class SharedHandleExchange:
 
 @dataclass(eq=False)
 class PostedHandles:
-    """The handles of collective ``number`` from ``sources``, on their way; waited for like a work of torch.distributed."""
+    """The handles of collective ``number`` from ``sources``, on their way; waited for like a work
+    of torch.distributed.
+    """
 
     exchange: SharedHandleExchange
     number: int
@@ -216,7 +228,10 @@ class PostedHandles:
     handles: dict[int, SegmentHandle] = field(default_factory=dict)
 
     def wait(self, timeout: timedelta) -> None:
-        """Fill ``handles``, once they are all there. Raises RuntimeError where one does not come, or is of another operation."""
+        """Fill ``handles``, once they are all there.
+
+        Raises RuntimeError where one does not come, or is of another operation.
+        """
         exchange, number = self.exchange, self.number
         start = _FIRST + number % HANDLE_SLOTS * _SLOT.size
         at = start // 8
@@ -280,13 +295,15 @@ CONTROL_BLOCK_BYTES = 64 + 2 * HALF_BYTES
 
 
 class SharedControlBlock:
-    """This rank's block and its view of the others', by axis index. Every rank writes its own block alone, and all others read it:
+    """This rank's block and its view of the others', by axis index.
+
+    Every rank writes its own block alone, and all others read it:
 
         | number of my last exchange | half 0: header, payload | half 1: header, payload |
 
-    Exchange k goes into half k mod 2. A rank writes its half, then its number, and waits until every
-    other rank's number is k or more. That number shows the others that this rank has read all of exchange
-    k - 1, so a half is never overwritten before every rank has read it.
+    Exchange k goes into half k mod 2. A rank writes its half, then its number, and waits until
+    every other rank's number is k or more. That number shows the others that this rank has read all
+    of exchange k - 1, so a half is never overwritten before every rank has read it.
 
     Price: one write of the payload, one read per peer; about 10 microseconds between two ranks that
     arrive together, where a message takes 100.
@@ -301,9 +318,12 @@ class SharedControlBlock:
         self._number = 0
 
     def exchange(self, name: str, payload: bytes, timeout: float) -> dict[int, bytes]:
-        """Return every other rank's payload of this exchange. All ranks must call it with the same ``name`` and number of bytes.
+        """Return every other rank's payload of this exchange.
 
-        Raises RuntimeError where a rank has ended (``closed``), does not come (``timed out``) or is at another operation.
+        All ranks must call it with the same ``name`` and number of bytes.
+
+        Raises RuntimeError where a rank has ended (``closed``), does not come (``timed out``) or is
+        at another operation.
         """
         self._number += 1
         start = 64 + self._number % 2 * HALF_BYTES

@@ -199,7 +199,7 @@ class StepOutcome(StepStatus):
         result, unscale = self._result, self.gradient_multiplier()
         with trace_range("norm"):
             total, late = self._sum_over_ranks(model, reducer.late_groups())
-            if late.item():  # on some rank: all learn it here
+            if (late > 0).item():  # on some rank: all learn it here; a dry run takes conditions for False
                 reducer.reduce_late()
                 total = self._sum_over_ranks(model)
         change = self._decide(total.item(), unscale, step)

@@ -32,7 +32,7 @@ from zero_trial.trial.context import EngineFactory
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of one rank; the same for every rank."""
+    """Parse the arguments of one rank, which are the same for every rank."""
     parser = argparse.ArgumentParser(prog="python -m zero_trial.run", description=__doc__)
     parser.add_argument("entrypoint", nargs="?", help="module:Class; the experiment's entrypoint unless given")
     parser.add_argument("--run-dir", type=Path, help="the run's folder; a checkpoint in it is continued")
@@ -50,7 +50,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:
-    """Run one rank; returns the exit code. An error is recorded in ``<run>/errors/rank-<r>.json``."""
+    """Run one rank; return the exit code. An error is recorded in ``<run>/errors/rank-<r>.json``."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = parse_arguments(words)
     options.repeat = options.repeat or shlex.join(["python", "-m", "zero_trial.run", *words])
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
 
 
 def run_task(options: argparse.Namespace, engine_factory: EngineFactory) -> None:
-    """One rank of a task of a Determined master."""
+    """Run one rank of a task of a Determined master."""
 
     def load(platform: Platform) -> type[zero_trial.ZeroTrial]:
         name = parse_entrypoint(options.entrypoint or platform.experiment.get("entrypoint"))
@@ -76,7 +76,7 @@ def run_task(options: argparse.Namespace, engine_factory: EngineFactory) -> None
 
 
 def run_folder(options: argparse.Namespace, engine_factory: EngineFactory) -> None:
-    """One rank of a run in a folder."""
+    """Run one rank of a run in a folder."""
     state = RankState(folder=options.run_dir)
     with rank_of_folder(state) as stop:
         if options.run_dir is None or options.experiment is None:

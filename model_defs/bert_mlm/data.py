@@ -43,7 +43,7 @@ class MaskedBytes(Dataset[tuple[Tensor, Tensor]]):
         return _framed(tokens, CLS, SEP), _framed(targets, IGNORED, IGNORED)
 
     def predicted_bytes(self) -> Tensor:
-        """All masked bytes, (windows * masked,) uint8: what a baseline is to be measured on."""
+        """Return all masked bytes, (windows * masked,) uint8: what a baseline is measured on."""
         targets = torch.stack([self[index][1] for index in range(len(self))])
         return targets[targets != IGNORED].to(torch.uint8)
 

@@ -22,7 +22,7 @@ from zero_trial.data import local_corpus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of both scripts."""
+    """Add the arguments of both scripts."""
     parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder for checkpoints and train_log.jsonl")
     parser.add_argument("--num_iterations", type=int, default=1000)
     parser.add_argument("--log_every", type=int, default=100)
@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_model(args: argparse.Namespace) -> MaskedLanguageModel:
-    """The model that the arguments describe."""
+    """Build the model that the arguments describe."""
     sizes = {name: getattr(args, name) for name in ("sequence", "layers", "heads", "width", "dropout")}
     return MaskedLanguageModel(EncoderConfig(vocabulary=VOCABULARY, **sizes), seed=args.seed)
 
 
 def endless(loader: DataLoader) -> Iterator[list[torch.Tensor]]:
-    """Batches without end, epoch after epoch."""
+    """Yield batches without end, epoch after epoch."""
     for epoch in itertools.count():
         if isinstance(loader.sampler, DistributedSampler):
             loader.sampler.set_epoch(epoch)  # another order in every epoch
@@ -55,7 +55,7 @@ def endless(loader: DataLoader) -> Iterator[list[torch.Tensor]]:
 
 
 def log(folder: Path, step: int, total: int, nats: float) -> None:
-    """One line on the screen and one in ``train_log.jsonl``; ``nats`` is the mean loss since the last call."""
+    """Write one line on the screen and one in ``train_log.jsonl``; ``nats`` is the mean loss since the last call."""
     bits = nats / math.log(2)
     print(f"step {step}/{total}  loss {nats:.4f}  {bits:.4f} bits per masked byte", flush=True)
     with (folder / "train_log.jsonl").open("a") as file:
@@ -63,7 +63,7 @@ def log(folder: Path, step: int, total: int, nats: float) -> None:
 
 
 def main() -> None:
-    """Trains, logs and saves."""
+    """Train, log and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     args = parser.parse_args()

@@ -18,7 +18,9 @@ from zero_trial.data import local_corpus
 
 
 def ds_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Used unless --deepspeed_config names a file. DeepSpeed's "Adam" means AdamW mode; without decay they agree."""
+    """Return the ds_config used unless --deepspeed_config names a file. DeepSpeed's "Adam" means AdamW mode; without
+    decay they agree.
+    """
     return {
         "train_micro_batch_size_per_gpu": args.batch_size,
         "optimizer": {"type": "Adam", "params": {"lr": args.lr}},
@@ -28,7 +30,7 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains, logs and saves, on as many ranks as were launched."""
+    """Train, log and save, on as many ranks as were launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--stage", type=int, default=1, choices=range(4), help="ZeRO stage of the built-in ds_config")

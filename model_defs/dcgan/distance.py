@@ -50,7 +50,7 @@ def frechet_distance(one: Tensor, other: Tensor) -> float:
 
 
 def gaussian_like(images: Tensor, count: int, seed: int) -> Tensor:
-    """``count`` images with the mean and covariance of ``images`` and nothing else of them: blots, which is what a generator has to beat."""
+    """Draw ``count`` images with the mean and covariance of ``images``: blots, which a generator has to beat."""
     flat = images.flatten(1).double()
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, flat.shape[1], generator=generator, dtype=torch.float64)

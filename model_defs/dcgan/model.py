@@ -64,7 +64,7 @@ class Discriminator(nn.Module):
 
 
 def seeded(kind: type[nn.Module], config: GanConfig, seed: int) -> nn.Module:
-    """A network whose weights depend on the seed only; torch's own random state is left as it was."""
+    """Build a network whose weights depend on the seed only; torch's own random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = kind(config)
@@ -80,7 +80,9 @@ def _norm(channels: int) -> nn.Module:
 
 
 def _up(before: int, after: int) -> list[nn.Module]:
-    """Twice the side. Doubling pixels before a convolution leaves no checkerboard, as a transposed one does (Odena et al. 2016)."""
+    """Double the side. Doubling pixels before a convolution avoids the checkerboard of a transposed one (Odena et al.
+    2016).
+    """
     return [nn.Upsample(scale_factor=2), nn.Conv2d(before, after, 3, padding=1), _norm(after), nn.ReLU()]
 
 

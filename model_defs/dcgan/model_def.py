@@ -53,7 +53,9 @@ class DCGANTrial(ZeroTrial):
         )  # the letters' features are known
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Tensor]:
-        """One optimizer step of each engine, the discriminator first; the loss is not saturating (Goodfellow et al. 2014, section 3)."""
+        """Train one optimizer step of each engine, the discriminator first; the loss is not saturating (Goodfellow et
+        al. 2014, section 3).
+        """
         return {
             "discriminator_loss": self.train_discriminator(dataloader_iter, batch_idx),
             "loss": self.train_generator(batch_idx),
@@ -88,13 +90,15 @@ class DCGANTrial(ZeroTrial):
         return torch.stack(losses).mean()
 
     def noise(self, count: int, step: int, micro: int) -> Tensor:
-        """(count, latent). A function of seed, rank, step and micro-batch, so that a resumed run draws the same."""
+        """Draw (count, latent) numbers from seed, rank, step and micro-batch, so that a resumed run draws the same."""
         name = ((self.seed * 1_000_003 + step) * 2003 + micro) * 4099 + self.context.distributed.rank
         generator = torch.Generator().manual_seed(name % 2**63)
         return torch.randn(count, self.config.latent, generator=generator).to(self.context.device)
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, float]:
-        """As many generated letters as there are held-out ones, from noise that is always the same."""
+        """Return the distance of as many generated letters as there are held-out ones, from noise that is always the
+        same.
+        """
         made = self.made(len(self.real))
         if self.context.distributed.rank == 0:
             self.show(made[:SHOWN])
@@ -105,7 +109,9 @@ class DCGANTrial(ZeroTrial):
         return torch.cat([self.generator(part.to(self.context.device)) for part in noise.split(256)]).float()
 
     def show(self, made: Tensor) -> None:
-        """A sheet of generated letters, into ``samples/`` beside the TensorBoard folder and into TensorBoard itself."""
+        """Write a sheet of generated letters into ``samples/`` beside the TensorBoard folder and into TensorBoard
+        itself.
+        """
         step = self.context.current_train_batch() if self.context.position is not None else 0
         sheet = contact_sheet(((made.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
         write_png(self.context.get_tensorboard_path().parent / "samples" / f"step-{step:06d}.png", sheet)
@@ -113,7 +119,7 @@ class DCGANTrial(ZeroTrial):
             self.context.get_tensorboard_writer().add_image("samples", sheet, step)
 
     def summary(self) -> dict[str, Any]:
-        """What the distance would be for blots with the right mean and covariance, and for letters of the fonts that were trained on."""
+        """Return the distance of blots with the right mean and covariance, and of letters of the training fonts."""
         real = pixels(self.train_images.images)
         count = len(self.real)
         blots = gaussian_like(real, count, self.seed).to(self.context.device)
@@ -128,7 +134,7 @@ class DCGANTrial(ZeroTrial):
 
 @contextmanager
 def frozen(module: torch.nn.Module) -> Iterator[None]:
-    """Gradients pass through ``module`` and none arrive at its parameters: they are another engine's business."""
+    """Let gradients pass through ``module`` without reaching its parameters, which another engine trains."""
     module.requires_grad_(False)
     try:
         yield
@@ -137,7 +143,7 @@ def frozen(module: torch.nn.Module) -> Iterator[None]:
 
 
 def letters(data: dict[str, Any], size: int, split: str) -> GlyphImages:
-    """Letters of fonts, whole families held out, or a folder of images where ``data.source`` names one."""
+    """Return letters of fonts, whole families held out, or a folder of images where ``data.source`` names one."""
     if data.get("source"):
         return image_folder(data["source"], size, split)  # type: ignore[arg-type]
     variants = data.get("variants", 8)
@@ -145,10 +151,10 @@ def letters(data: dict[str, Any], size: int, split: str) -> GlyphImages:
 
 
 def pixels(images: Tensor) -> Tensor:
-    """uint8 -> float32 from -1 to 1."""
+    """Convert uint8 to float32 from -1 to 1."""
     return images.to(torch.float32) / 127.5 - 1
 
 
 def has_tensorboard() -> bool:
-    """Without it the pictures are files only."""
+    """Return whether TensorBoard is installed; without it the pictures are files only."""
     return importlib.util.find_spec("tensorboard") is not None

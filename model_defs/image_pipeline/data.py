@@ -15,7 +15,9 @@ CHARACTERS = string.ascii_uppercase + string.digits
 
 
 def letters(data: Mapping[str, Any], size: int, split: str) -> GlyphImages:
-    """One side of the split: of a folder of images where ``data.source`` names one, else of fonts, whole families held out."""
+    """Return one side of the split: of a folder of images where ``data.source`` names one, else of fonts, whole families
+    held out.
+    """
     if data.get("source"):
         return image_folder(data["source"], size, split)  # type: ignore[arg-type]
     variants = data.get("variants", 6) if split == "train" else data.get("validation_variants", 4)
@@ -23,5 +25,5 @@ def letters(data: Mapping[str, Any], size: int, split: str) -> GlyphImages:
 
 
 def samples(images: GlyphImages) -> TensorDataset:
-    """(pixels from -1 to 1, float32 [1, S, S]; class) per image."""
+    """Return (pixels from -1 to 1, float32 [1, S, S]; class) per image."""
     return TensorDataset(images.images.to(torch.float32) / 127.5 - 1, images.labels)

@@ -19,7 +19,9 @@ class NetConfig:
 
 
 def letter_net(config: NetConfig, classes: int, seed: int) -> nn.Sequential:
-    """(batch, 1, size, size) -> (batch, classes). The weights depend on the seed only; torch's random state is left as it was."""
+    """Build (batch, 1, size, size) -> (batch, classes). The weights depend on the seed only; torch's random state does
+    not change.
+    """
     first, second, third = config.width, 2 * config.width, 3 * config.width
     side = config.size // 2 // 2 // 2  # three times halved
     with torch.random.fork_rng(devices=[]):

@@ -37,7 +37,7 @@ class LetterTrial(ZeroTrial):
         return self.engine.train_batch(dataloader_iter)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
-        """The micro-batches of one pass; outputs are on the last stage, which reads its labels by itself."""
+        """Evaluate the micro-batches of one pass; the outputs are on the last stage, which reads its labels by itself."""
         count = self.context.get_num_micro_batches_per_slot()
         batches = list(islice(dataloader_iter, count)) if dataloader_iter is not None else []
         feed = iter(batches) if dataloader_iter is not None else None
@@ -51,7 +51,7 @@ class LetterTrial(ZeroTrial):
         return {"validation_loss": loss, "accuracy": torch.stack(right).mean()}
 
     def summary(self) -> dict[str, Any]:
-        """Which letters it was, and what guessing would give."""
+        """Return a description of the letters, and the accuracy of guessing."""
         chance = 1 / len(self.train_images.classes)
         return {
             "chance_accuracy": chance,

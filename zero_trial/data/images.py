@@ -70,7 +70,7 @@ class GlyphImages:
         return len(self.labels)
 
     def describe(self) -> dict[str, object]:
-        """JSON-able facts for a summary; holds no path."""
+        """Return JSON-able facts for a summary, without paths."""
         return {
             "images": len(self),
             "size": self.images.shape[-1],
@@ -95,7 +95,7 @@ def glyph_images(
     variants: int = 1,
     fonts: str | Path | None = None,
 ) -> GlyphImages:
-    """Every character in every font of one side of the split; N = fonts x characters x variants.
+    """Draw every character in every font of one side of the split; N = fonts x characters x variants.
 
     Whole families are held out for ``"validation"`` (the fifth of them whose names hash lowest), so no validation
     letter was seen in another weight or slant. The first variant is upright and centred; each further one is turned,
@@ -121,7 +121,7 @@ def glyph_images(
 
 
 def check_request(size: int, characters: str, split: str, variants: int) -> None:
-    """What a YAML file may hold in these places, and is no set of images."""
+    """Raise DataError for values that a YAML file may hold but that do not describe a set of images."""
     if not isinstance(size, int) or not 8 <= size <= 1024:
         raise DataError("cannot draw this size", where="size", got=size, expected="a whole number from 8 to 1024")
     if len(set(characters)) != len(characters) or len(characters) < 2:
@@ -133,7 +133,7 @@ def check_request(size: int, characters: str, split: str, variants: int) -> None
 
 
 def _faces(fonts: str | Path | None, characters: str) -> list[_Face]:
-    """Fonts that have every character, sorted by file name."""
+    """Return fonts that have every character, sorted by file name."""
     folder = _matplotlib_fonts() if fonts is None else Path(fonts).expanduser()
     found = []
     for path in sorted(folder.rglob("*"), key=lambda path: path.name):
@@ -149,7 +149,7 @@ def _faces(fonts: str | Path | None, characters: str) -> list[_Face]:
 
 
 def _matplotlib_fonts() -> Path:
-    """Found without importing matplotlib, which takes a second."""
+    """Return matplotlib's folder of fonts, found without importing it, which takes a second."""
     spec = importlib.util.find_spec("matplotlib")
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
@@ -170,13 +170,13 @@ def _font(path: Path, pixels: int) -> FreeTypeFont:
 
 
 def _family(font: FreeTypeFont) -> str:
-    """The family's name. Computer Modern's members each name themselves."""
+    """Return the family's name. Computer Modern's members each name themselves."""
     name = font.getname()[0] or ""
     return "Computer Modern" if re.fullmatch(r"cm[a-z]+\d+", name) else name
 
 
 def _covers(font: FreeTypeFont, characters: str) -> bool:
-    """Whether each character has a shape of its own, other than the box that stands for a missing one."""
+    """Return whether each character has a shape other than the box for a missing one."""
     missing = bytes(font.getmask("\uffff"))
     shapes = [bytes(font.getmask(character)) for character in characters]
     # In a placeholder font all letters look alike; in a real one only a few may (such as I and l).
@@ -191,7 +191,7 @@ def _of_split(faces: Sequence[_Face], split: str) -> list[_Face]:
 
 
 def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
-    """One letter, drawn large and scaled down, so that a turn leaves smooth edges."""
+    """Draw one letter large and scale it down, so that rotated edges are smooth."""
     from PIL import Image, ImageDraw
 
     side = size * OVERSAMPLING
@@ -207,7 +207,7 @@ def _draw(face: _Face, character: str, size: int, variant: int) -> Image:
 
 
 def _jitter(name: str) -> tuple[float, float, float, float]:
-    """Degrees, factor of the size, and shifts as parts of the side, that follow from ``name``."""
+    """Return degrees, factor of the size, and shifts as parts of the side, derived from ``name``."""
     amount = random.Random(hashlib.sha256(name.encode()).digest())
     turn, scale = amount.uniform(-MAX_TURN, MAX_TURN), 1 + amount.uniform(-MAX_SCALE, MAX_SCALE)
     return turn, scale, amount.uniform(-MAX_SHIFT, MAX_SHIFT), amount.uniform(-MAX_SHIFT, MAX_SHIFT)
@@ -216,7 +216,7 @@ def _jitter(name: str) -> tuple[float, float, float, float]:
 def collected(
     drawn: Sequence[tuple[bytes, int]], size: int, classes: tuple[str, ...], sources: tuple[str, ...]
 ) -> GlyphImages:
-    """Pixels and label of each image as one record."""
+    """Return pixels and label of each image as one record."""
     joined = bytearray().join(pixels for pixels, _ in drawn)
     labels = torch.tensor([label for _, label in drawn])
     digest = hashlib.sha256(joined)
@@ -225,17 +225,15 @@ def collected(
     return GlyphImages(images, labels, classes, sources, digest.hexdigest())
 
 
-# A folder of the user's own images, as small grey squares with labels, split into train and validation by file.
-
-
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
 
 def image_folder(folder: str | Path, size: int = 32, split: Split = "train", *, val_share: float = 0.1) -> GlyphImages:
-    """The images below ``folder``, grey, cut to a centred square and scaled; bright is ink. A file's class is its subfolder's name.
+    """Return the images below ``folder``, grey, cut to a centred square and scaled; bright is ink. A file's class is its
+    subfolder's name.
 
     A file is validation when its sha256 falls in the first ``val_share`` of all hashes, so the split does not move
-    when files are added. Raises DataError when a side is empty or a file is no image.
+    when files are added. Raises DataError when a side is empty or a file is not an image.
     """
     check_request(size, "ab", split, 1)
     root = Path(folder).expanduser()
@@ -273,11 +271,8 @@ def _class_of(path: Path, root: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
-# Grey images as something to look at: side by side on one sheet, and as a PNG file.
-
-
 def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
-    """Images [N, 1, S, S] uint8 side by side in rows: [1, rows * S, columns * S]; places that are left are 0."""
+    """Arrange images [N, 1, S, S] uint8 in rows: [1, rows * S, columns * S]; unused places are 0."""
     count, _, height, width = images.shape
     rows = -(-count // columns)
     sheet = images.new_zeros(rows * columns, height, width)
@@ -286,13 +281,15 @@ def contact_sheet(images: torch.Tensor, columns: int = 8) -> torch.Tensor:
 
 
 def write_png(path: Path, image: torch.Tensor) -> None:
-    """A grey image [1, H, W] uint8 as a PNG file; the folder is made. Needs no Pillow."""
+    """Write a grey image [1, H, W] uint8 as a PNG file and make its folder. Needs no Pillow."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(_png_chunks(image)))
 
 
 def _png_chunks(image: torch.Tensor) -> Iterator[bytes]:
-    """The parts of a PNG file (W3C Portable Network Graphics, 3rd edition, section 11): header, one block of pixels, end."""
+    """Yield the parts of a PNG file (W3C Portable Network Graphics, 3rd edition, section 11): header, one block of
+    pixels, end.
+    """
     _, height, width = image.shape
     rows = torch.cat(
         [image.new_zeros(height, 1), image[0]], 1

@@ -45,7 +45,7 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.windows
 
     def start(self, index: int) -> int:
-        """Where window ``index`` begins in the text."""
+        """Return where window ``index`` begins in the text."""
         if not 0 <= index < self.windows:
             raise IndexError(f"window {index} of {self.windows}")
         return (index * self._fitting // self.windows) * self.sequence
@@ -56,19 +56,16 @@ class ByteDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return window[:-1], window[1:]
 
     def predicted_bytes(self) -> torch.Tensor:
-        """All bytes that the windows predict, (windows * sequence,) uint8: what a baseline is to be measured on."""
+        """Return all bytes that the windows predict, (windows * sequence,) uint8: what a baseline is measured on."""
         starts = (self.start(index) + 1 for index in range(self.windows))
         return torch.cat([self.text[start : start + self.sequence] for start in starts])
-
-
-# Baselines: bits per byte that need no model.
 
 
 BYTE_VALUES = 256
 
 
 def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
-    """Cross entropy of ``val`` under the byte frequencies of ``train``, in bits per byte.
+    """Return the cross entropy of ``val`` under the byte frequencies of ``train``, in bits per byte.
 
     Both are 1-D uint8. Add-one (Laplace) smoothing: p(b) = (count(b) + 1) / (len(train) + 256), so a byte that
     training never showed costs a finite number of bits.
@@ -80,7 +77,8 @@ def unigram_bits_per_byte(train: torch.Tensor, val: torch.Tensor) -> float:
 
 
 def xz_bits_per_byte(val: torch.Tensor, max_bytes: int = 4_000_000) -> float:
-    """Size of ``val`` (1-D uint8, its first ``max_bytes``) as one xz stream at preset 6, in bits per input byte.
+    """Return the size of ``val`` (1-D uint8, its first ``max_bytes``) as one xz stream at preset 6, in bits per input
+    byte.
 
     xz sees the validation text alone and learns while it reads; the model has seen other files before. It is a
     yardstick, not a like for like rival.
@@ -93,11 +91,6 @@ def xz_bits_per_byte(val: torch.Tensor, max_bytes: int = 4_000_000) -> float:
 def _not_empty(val: torch.Tensor) -> None:
     if val.numel() == 0:
         raise DataError("there is no validation text to measure a baseline on", where="baseline", got="0 bytes")
-
-
-# Corpora: text from local files, split into train and validation by file, with a fingerprint.
-#
-# Two numbers such as bits per byte may be compared only when the fingerprints of their corpora are equal.
 
 
 # Tests differ between distributions (Debian leaves them out), and the rest is installed or built here: none of it
@@ -134,7 +127,7 @@ class Corpus:
     fingerprint: Fingerprint
 
     def describe(self) -> dict[str, object]:
-        """JSON-able facts for a summary; holds no path."""
+        """Return JSON-able facts for a summary, without paths."""
         return {
             "source": self.source,
             "split": self.split,
@@ -159,7 +152,7 @@ def local_corpus(
     max_bytes: int | None = None,
     val_share: float = 0.1,
 ) -> Corpus:
-    """Reads ``source``: ``"stdlib"`` (Python's own library, without its tests), a folder, or one file.
+    """Read ``source``: ``"stdlib"`` (Python's own library, without its tests), a folder, or one file.
 
     Files are read in sorted order and exact duplicates dropped. A file belongs to validation when its sha256 falls in
     the first ``val_share`` of all hashes, so the split needs no random state and does not move when files are added.
@@ -186,7 +179,7 @@ def local_corpus(
 
 
 def _check(source: object, max_bytes: object) -> None:
-    """What a YAML file may hold in these places, and is no text source or size."""
+    """Raise DataError for values that a YAML file may hold but that are not a text source or a size."""
     if not isinstance(source, (str, Path)) or not str(source):
         raise DataError("no text source", where="local_corpus(source)", got=repr(source), expected="a path or stdlib")
     if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 2):

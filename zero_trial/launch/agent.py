@@ -1,6 +1,8 @@
-"""The command line of the agent: torch.distributed.run, which starts the ranks of one host and meets the agents of other hosts.
+"""The command line of the agent: torch.distributed.run, which starts the ranks of one host and meets the agents of other
+hosts.
 
-Its output goes to ``<run>/logs/agent.log``, and what the supervisor needs of it to ``agent.json`` beside it (zero_trial.runtime.agent).
+Its output goes to ``<run>/logs/agent.log``, and what the supervisor needs of it to ``agent.json`` beside it
+(zero_trial.runtime.agent).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class RankProgram:
     local_rank: bool = False  # append --local_rank=N, as DeepSpeed's launcher does
 
     def guarded(self) -> list[str]:
-        """The arguments after the guard's own options."""
+        """Return the arguments after the guard's own options."""
         flag = {"module": ["-m"], "script": [], "program": ["--exec"]}[self.kind]
         return [*flag, self.name, *self.arguments]
 
@@ -52,7 +54,7 @@ class AgentCommand:
         return self.log.with_suffix(".json")
 
     def argv(self, parent: int) -> list[str]:
-        """The whole command: guard, torch.distributed.run, and for each rank again the guard and the target."""
+        """Return the whole command: guard, torch.distributed.run, and for each rank again the guard and the target."""
         rank = ["-m", "zero_trial.launch.guard", "--run-dir", self.run_dir]
         rank += ["--cwd", self.cwd] if self.cwd else []
         rank += ["--inject-local-rank"] if self.target.local_rank else []
@@ -68,5 +70,5 @@ class AgentCommand:
 
 
 def tail(text: str, lines: int = 5) -> Sequence[str]:
-    """The last lines of a log that say something."""
+    """Return the last lines of a log that are not empty."""
     return [line for line in text.splitlines() if line.strip()][-lines:]

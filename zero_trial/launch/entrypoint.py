@@ -26,15 +26,16 @@ class Entrypoint:
         return f"{self.module}:{self.name}"
 
     def file(self, model_dir: Path) -> Path | None:
-        """The module's source in the model folder, or None."""
+        """Return the module's source in the model folder, or None."""
         stem = model_dir.joinpath(*self.module.split("."))
         candidates = (stem.with_name(stem.name + ".py"), stem / "__init__.py")
         return next((path for path in candidates if path.is_file()), None)
 
 
 def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint") -> Entrypoint:
-    """The class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or last in a cluster's launch command
-    (``python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial``)."""
+    """Return the class that an experiment's ``entrypoint`` names: ``model_def:MyTrial`` alone, or last in a cluster's
+    launch command (``python3 -m determined.launch.torch_distributed python3 -m zero_trial.run model_def:MyTrial``).
+    """
     words = value.split() if isinstance(value, str) else list(value or ())
     found = [match for word in words if (match := _FORM.fullmatch(word))]
     if len(found) != 1:
@@ -49,7 +50,7 @@ def parse_entrypoint(value: str | Sequence[str] | None, where: str = "entrypoint
 
 
 def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None = None) -> None:
-    """Raises ConfigError when the class is not there, by what the source says. What only running could tell is let through."""
+    """Raise ConfigError when the source shows that the class does not exist. What only running could show passes."""
     path = entrypoint.file(model_dir)
     if path is None:
         there = sorted(p.name for p in model_dir.glob("*.py")) if model_dir.is_dir() else []
@@ -78,7 +79,7 @@ def check_entrypoint(entrypoint: Entrypoint, model_dir: Path, where: str | None 
 
 
 def read_source(path: Path) -> ast.Module:
-    """The syntax tree of a file; a syntax error is a ConfigError that names file and line."""
+    """Return the syntax tree of a file. Raises ConfigError with file and line for a syntax error."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError as error:
@@ -90,7 +91,9 @@ def read_source(path: Path) -> ast.Module:
 
 
 def trial_classes(source: ast.Module) -> list[str]:
-    """Names of the module's classes that descend from ZeroTrial as far as the file itself shows, in the order of definition."""
+    """Return the module's classes that descend from ZeroTrial, as far as the file itself shows, in the order of
+    definition.
+    """
     aliases = {BASE}
     for node in ast.walk(source):
         if isinstance(node, ast.ImportFrom):
@@ -104,7 +107,7 @@ def trial_classes(source: ast.Module) -> list[str]:
 
 
 def _name(base: ast.expr) -> str | None:
-    """The last part of a base class's name: ``zero_trial.ZeroTrial[int]`` is ZeroTrial."""
+    """Return the last part of a base class's name: ``zero_trial.ZeroTrial[int]`` is ZeroTrial."""
     if isinstance(base, ast.Subscript):
         return _name(base.value)
     if isinstance(base, ast.Attribute):
@@ -113,7 +116,7 @@ def _name(base: ast.expr) -> str | None:
 
 
 def _imported_or_assigned(source: ast.Module) -> set[str]:
-    """Names that the module gets by import or assignment; what they are, only running it would tell."""
+    """Return names that the module gets by import or assignment; what they are, only running it would show."""
     names: set[str] = set()
     for node in source.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -124,12 +127,12 @@ def _imported_or_assigned(source: ast.Module) -> set[str]:
 
 
 def _base_is_known(node: ast.ClassDef, source: ast.Module) -> bool:
-    """Whether all bases of the class are defined in this very file (or there are none), so that it surely is no trial."""
+    """Return whether all bases of the class (or none) are defined in this very file, so that it is surely not a trial."""
     local = {item.name for item in source.body if isinstance(item, ast.ClassDef)} | {"object"}
     return all(_name(base) in local for base in node.bases)
 
 
 def _advice(wanted: str, names: Sequence[str], after: str = "", before: str = "") -> str | None:
-    """``Use entrypoint: …`` with the only name there is, or the nearest."""
+    """Return ``Use entrypoint: …`` with the only name in ``names``, or the nearest."""
     near = list(names) if len(names) == 1 else difflib.get_close_matches(wanted, names, n=1)
     return f"Use entrypoint: {before}{near[0]}{after}." if near else None

@@ -1,4 +1,4 @@
-"""This host: its cores and GPUs, its network interface, its names, and the environment that its ranks are started with. No torch."""
+"""This host: its cores and GPUs, its network interface, its names, and the environment of its ranks. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostDevices:
 
 
 def count_devices(env: Mapping[str, str], device_files: Path = _GPU_FILES) -> HostDevices:
-    """Count what is there, after CUDA_VISIBLE_DEVICES has hidden some of it."""
+    """Count the devices that CUDA_VISIBLE_DEVICES leaves visible."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     present = len(list(device_files.glob("nvidia[0-9]*")))
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -36,7 +36,7 @@ def count_devices(env: Mapping[str, str], device_files: Path = _GPU_FILES) -> Ho
 
 
 def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
-    """Raises ConfigError for more ranks than GPUs on a host with GPUs; on a host without, ranks share the cores."""
+    """Raise ConfigError for more ranks than GPUs on a host with GPUs; without GPUs, ranks share the cores."""
     if slots < 1:
         raise ConfigError("a run needs at least one rank", where=where, got=slots, expected="a positive integer")
     if devices.gpus and slots > devices.gpus:
@@ -50,23 +50,22 @@ def check_slots(slots: int, devices: HostDevices, where: str = "slots") -> None:
 
 
 def threads_per_rank(slots: int, devices: HostDevices) -> int:
-    """Threads of each rank, so that all ranks together use the cores once."""
+    """Return the threads of each rank, so that all ranks together use each core once."""
     return max(1, devices.cores // slots)
-
-
-# The network interface through which this host reaches another, by name, for libraries that want to be told (gloo).
 
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def loopback() -> str:
-    """The interface on which a host talks to itself."""
+    """Return the interface on which a host talks to itself."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that packets to ``host`` leave by, or the one that has its address; None when there is no route or no way to tell."""
+    """Return the interface that packets to ``host`` leave by, or the one that has its address; None without a route, or
+    where that cannot be known.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only asks for the route
@@ -77,7 +76,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface, or None (it has none, or this is not Linux)."""
+    """Return the IPv4 address of an interface, or None (it has none, or this is not Linux)."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -90,11 +89,9 @@ def _address_of(interface: str) -> str | None:
             return None
 
 
-# The environment of the ranks: what the user has set is kept, the rest is filled in.
-
-
 def rank_environment(env: Mapping[str, str], *, threads: int, interface: str | None) -> dict[str, str]:
-    """``env`` with what ranks need: their share of threads, the interface for gloo, unbuffered output, no noise of torch.distributed.run.
+    """Return ``env`` with what ranks need: their share of threads, the interface for gloo, unbuffered output, a quiet
+    torch.distributed.run.
 
     Variables that would place this process as a rank of an outer run are dropped: the agent sets its own.
     """
@@ -122,7 +119,7 @@ _OUTER_RUN = frozenset(
 
 
 def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
-    """The environment of a host's ranks: threads, gloo's interface, and the GPUs that were chosen."""
+    """Return the environment of a host's ranks: threads, gloo's interface, and the GPUs that were chosen."""
     env = rank_environment(os.environ, threads=threads, interface=gloo_interface(plan.rendezvous))
     if plan.visible:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.visible))
@@ -130,12 +127,12 @@ def host_environment(plan: HostPlan, threads: int) -> dict[str, str]:
 
 
 def gloo_interface(rendezvous: RendezvousSpec) -> str | None:
-    """The interface for gloo: loopback on one host, else the one towards the meeting point."""
+    """Return the interface for gloo: loopback on one host, else the one towards the meeting point."""
     return loopback() if rendezvous.single else interface_towards(rendezvous.meeting_host)
 
 
 def host_names() -> list[str]:
-    """The names by which a hostfile may mean this host."""
+    """Return the names by which a hostfile may mean this host."""
     return list(
         dict.fromkeys(
             [socket.gethostname(), socket.gethostname().partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"]

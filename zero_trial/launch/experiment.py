@@ -109,7 +109,7 @@ def _experiment_path(request: RunRequest) -> Path:
 
 
 def _check_ds_config(checked: CheckedRun) -> CheckedRun:
-    """The ds_config read, and its batch sizes brought together with the ranks, unless the trial brings its own."""
+    """Read the ds_config and reconcile its batch sizes with the ranks, unless the trial brings its own."""
     experiment = checked.experiment
     if not experiment.names_ds_config():
         return checked
@@ -120,7 +120,9 @@ def _check_ds_config(checked: CheckedRun) -> CheckedRun:
 
 
 def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> tuple[LaunchResult, Path]:
-    """Run a checked experiment to its end; returns the outcome and the run's folder, which nobody else may use meanwhile."""
+    """Run a checked experiment to its end; return the outcome and the run's folder, which no other process may use
+    meanwhile.
+    """
     leads = checked.own.rendezvous.leads
     with contextlib.ExitStack() as stack:
         if leads and request.resume is not None:
@@ -132,7 +134,7 @@ def run_experiment(checked: CheckedRun, request: RunRequest, screen: Screen) -> 
 
 
 def _run_in(folder: Path, checked: CheckedRun, screen: Screen, events_before: bool) -> LaunchResult:
-    """The run in its folder; on one host it is started again after a crash, where that may help."""
+    """Run in the folder; on one host, start again after a crash where that may help."""
     lock = RunFolder(folder).config_lock
     if checked.own.rendezvous.leads:
         locked = LockedFacts(checked.model_dir, checked.ranks, checked.seed)
@@ -169,7 +171,7 @@ def _supervisor(folder: Path, lock: Path, checked: CheckedRun, screen: Screen, e
 
 
 def write_report(folder: Path, checked: CheckedRun) -> None:
-    """Where every value came from; a run that goes on keeps what was said when it began."""
+    """Write where every value came from; a run that goes on keeps the report of its beginning."""
     path = RunFolder(folder).resolved_config
     if checked.ds_config is not None and not path.exists():
         rows = checked.batch.rows if checked.batch is not None else ()
@@ -177,7 +179,7 @@ def write_report(folder: Path, checked: CheckedRun) -> None:
 
 
 def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
-    """The run's folder, and whether events of an earlier part of the run lie in it."""
+    """Return the run's folder, and whether it holds events of an earlier part of the run."""
     if request.resume is not None:
         return resumed_run_folder(request.resume).resolve(), True
     if request.run_dir is None:
@@ -193,43 +195,45 @@ def _folder(checked: CheckedRun, request: RunRequest) -> tuple[Path, bool]:
 
 
 def repeat_command(folder: Path) -> str:
-    """The command that repeats the run in ``folder``, as it would be typed here."""
+    """Return the command that repeats the run in ``folder``, as it would be typed here."""
     return shlex.join(["zero-trial", "run", os.path.relpath(RunFolder(folder).config_lock)])
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The run's ``summary.json``, or None when it has none."""
+    """Return the run's ``summary.json``, or None without one."""
     path = RunFolder(folder).summary
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def timed_check(request: RunRequest) -> tuple[CheckedRun, float]:
-    """``check``, and how many seconds it took."""
+    """Return the result of ``check`` and the seconds it took."""
     start = time.perf_counter()
     checked = check(request, os.environ)
     return checked, time.perf_counter() - start
 
 
-# Restarts. A master starts a crashed trial again whatever the reason. Here the user watches, so a run is started again only
-# if the reason may pass (a killed process, a lost connection, an error that is not this package's) and it has saved a new
-# checkpoint: without one it would fail at the same place after the same time.
-
-
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest finished checkpoint in a run's folder."""
+    """Return the step of the newest finished checkpoint in a run's folder."""
     checkpoints = RunFolder(folder).checkpoints
     steps = (checkpoint_step(path) for path in checkpoints.iterdir()) if checkpoints.is_dir() else ()
     return max((step for step in steps if step is not None), default=None)
 
 
 def restart_may_help(outcome: LaunchResult, before: int | None, now: int | None) -> bool:
-    """Whether to start again, by the step of the newest checkpoint before the run and after it. Pure."""
+    """Return whether to start a failed run again.
+
+    Here the user watches, so a run is started again only if the reason may pass (a killed process, a lost connection,
+    an error that is not this package's) and it has saved a new checkpoint: without one it would fail at the same
+    place after the same time.
+
+    ``before`` and ``now``: the step of the newest checkpoint before the run and after it.
+    """
     if outcome.exit_code not in (ExitStatus.INFRASTRUCTURE, ExitStatus.TRIAL_FAULT):
         return False  # it ended well, was asked to stop, or would fail in the same way
     return now is not None and (before is None or now > before)
 
 
 def restart_line(outcome: LaunchResult, number: int, most: int, step: int | None) -> str:
-    """``restart 1 of 3, from step 40: rank 1: killed by SIGKILL``."""
+    """Return ``restart 1 of 3, from step 40: rank 1: killed by SIGKILL``."""
     cause = outcome.cause.headline.splitlines()[0] if outcome.cause is not None else f"exit code {outcome.exit_code}"
     return f"restart {number} of {most}, from step {step}: {cause}"

@@ -30,7 +30,7 @@ from zero_trial.runs.records import ErrorRecord, RankRecord, write_error, write_
 from zero_trial.util.failures import with_user_line
 
 PARENT = "ZERO_TRIAL_PARENT_PID"
-"""Environment variable in which the guard of torch.distributed.run tells the guards of the ranks whose children they are."""
+"""Environment variable with the pid of torch.distributed.run, whose children the ranks are."""
 
 
 RUN_DIR = "ZERO_TRIAL_RUN_DIR"
@@ -45,7 +45,7 @@ _OWN_FRAMES = (__file__, "<frozen runpy>")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Guard and run one process; returns its exit code (``--exec`` does not return)."""
+    """Guard and run one process; return its exit code (``--exec`` does not return)."""
     options = _parse(argv)
     die_with_parent(options.parent or int(os.environ.get(PARENT, os.getppid())))
     if options.run_dir is None:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def own_record(env: Mapping[str, str], *, watched: bool) -> RankRecord:
-    """This process as torch.distributed.run has placed it."""
+    """Return the record of this process, as torch.distributed.run has placed it."""
     return RankRecord(
         int(env.get("RANK", "0")), int(env.get("LOCAL_RANK", "0")), os.getpid(), watched, host=socket.gethostname()
     )
@@ -114,7 +114,7 @@ def _run_rank(run_dir: Path, rank: int, options: argparse.Namespace) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """The traceback without the frames of this file and of runpy, into the log."""
+    """Print the traceback into the log, without the frames of this file and of runpy."""
     inner = error.__traceback__
     while inner is not None and inner.tb_next is not None and inner.tb_frame.f_code.co_filename in _OWN_FRAMES:
         inner = inner.tb_next
@@ -147,7 +147,9 @@ def _run_code(options: argparse.Namespace) -> int:
 
 
 def _exit_code(ending: SystemExit) -> int:
-    """The code of a SystemExit by Python's own rule: None is 0, a number is itself, anything else is printed and is 1."""
+    """Return the code of a SystemExit by Python's own rule: None is 0, a number is itself, anything else is printed and
+    is 1.
+    """
     if ending.code is None:
         return 0
     if isinstance(ending.code, int):
@@ -163,7 +165,7 @@ _WATCH_SECONDS = 0.5
 
 
 def die_with_parent(parent: int) -> None:
-    """Tie this process to ``parent`` (its pid): it is killed when the parent ends. Ends at once when the parent is gone already."""
+    """Tie this process to ``parent`` (its pid): it is killed when the parent ends, at once if it has ended already."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -175,7 +177,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def _watch_parent(parent: int) -> None:
-    """The tie for kernels without a parent-death signal: a daemon thread that looks every half second."""
+    """Watch the parent from a daemon thread, every half second, on kernels without a parent-death signal."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -12,11 +12,18 @@ from zero_trial.errors import ConfigError
 
 DEFAULT_PORT = 29500
 
+Slots = dict[str, list[int]]
+"""Slot numbers by host, in the order of the hostfile."""
+
 
 @dataclass(frozen=True)
 class RendezvousSpec:
-    """``hosts`` is a number, or for an elastic run ``least:most``; ``endpoint`` (host:port) hands the ordering of hosts to torch's c10d rendezvous,
-    otherwise host ``node_rank`` meets the others at ``master_addr``:``master_port``. One host needs neither: it picks a free port."""
+    """Where the hosts of a run meet.
+
+    ``hosts`` is a number, or for an elastic run ``least:most``. ``endpoint`` (host:port) leaves the order of hosts to
+    torch's c10d rendezvous; without it, host ``node_rank`` meets the others at ``master_addr``:``master_port``. One
+    host needs neither: it picks a free port.
+    """
 
     hosts: str = "1"
     node_rank: int = 0
@@ -41,7 +48,7 @@ class RendezvousSpec:
         return (self.endpoint or self.master_addr).rpartition(":")[0] if self.endpoint else self.master_addr
 
     def agent_arguments(self) -> list[str]:
-        """The arguments of torch.distributed.run that say this."""
+        """Return the arguments of torch.distributed.run for this rendezvous."""
         if self.single:
             # A host name that does not resolve must not matter to a run that never leaves the machine.
             return ["--standalone", "--local-addr", "127.0.0.1"]
@@ -73,7 +80,9 @@ class HostPlan:
 def plan_hosts(
     chosen: Mapping[str, list[int]], present: Mapping[str, list[int]], master_addr: str, master_port: int
 ) -> list[HostPlan]:
-    """One plan per chosen host, numbered in hostfile order; they meet at the first one unless ``master_addr`` says otherwise."""
+    """Return one plan per chosen host, numbered in hostfile order; they meet at the first one unless ``master_addr``
+    says otherwise.
+    """
     address = master_addr or next(iter(chosen))
     return [
         HostPlan(
@@ -87,7 +96,7 @@ def plan_hosts(
 
 
 def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | None) -> HostPlan:
-    """The plan of this host: by its number when given, else the one whose host is among this host's ``names``.
+    """Return this host's plan: by its number when given, else the one whose host is among this host's ``names``.
 
     Raises ConfigError when neither finds exactly one.
     """
@@ -110,14 +119,16 @@ def own_plan(plans: Sequence[HostPlan], names: Sequence[str], node_rank: int | N
 
 
 def ssh_command(plan: HostPlan, command: Sequence[str], cwd: str, exports: Mapping[str, str]) -> list[str]:
-    """The command that starts one host's part from here. ``-tt``: when ssh ends here, the other side is told (SIGHUP)."""
+    """Return the command that starts one host's part from here. ``-tt``: when ssh ends here, the other side gets SIGHUP."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(exports.items())]
     line = " ".join(["exec env", *settings, shlex.join(command)]) if settings else "exec " + shlex.join(command)
     return ["ssh", "-tt", "-o", "BatchMode=yes", plan.host, f"cd {shlex.quote(cwd)} && {line}"]
 
 
 def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts. Raises ConfigError for any other line."""
+    """Parse ``NAME=value`` lines, as in DeepSpeed's environment file, which go to the other hosts. Raises ConfigError
+    for any other line.
+    """
     exports = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
@@ -133,24 +144,18 @@ def parse_exports(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
 
 
 def localhost(slots: int) -> Slots:
-    """The hosts of a run without a hostfile."""
+    """Return the hosts of a run without a hostfile."""
     return {"localhost": list(range(slots))}
-
-
-# A hostfile in DeepSpeed's grammar, ``host slots=N`` per line, and the filters that choose hosts and slots from it. Pure.
-#
-# A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it names, ``exclude`` drops what it names.
-
-
-Slots = dict[str, list[int]]
-"""Slot numbers by host, in the order of the hostfile."""
 
 
 _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
-    """Hosts and their slots. ``#`` starts a comment. Raises ConfigError, with the line, for anything else and for a host named twice."""
+    """Parse hosts and their slots from DeepSpeed's grammar, ``host slots=N`` per line; ``#`` starts a comment.
+
+    Raises ConfigError, with the line, for anything else and for a host named twice.
+    """
     hosts: Slots = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.partition("#")[0].strip()
@@ -176,7 +181,11 @@ def parse_hostfile(text: str, name: str = "hostfile") -> Slots:
 
 
 def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """The hosts and slots that are left by one of the filters. Raises ConfigError when both are given, or one names what is not there."""
+    """Return the hosts and slots that one of the filters leaves.
+
+    A filter is ``host1@host2:0,2``: whole hosts, or slots of a host. ``include`` keeps only what it names,
+    ``exclude`` drops what it names. Raises ConfigError when both are given, or one names what does not exist.
+    """
     if include and exclude:
         raise ConfigError("--include and --exclude exclude each other", fix="Give one of them.")
     if include:
@@ -193,7 +202,9 @@ def choose(hosts: Mapping[str, list[int]], include: str = "", exclude: str = "")
 
 
 def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
-    """The first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all). Raises ConfigError when there are fewer."""
+    """Return the first ``num_nodes`` hosts, and on each the first ``num_slots`` slots (None: all). Raises ConfigError
+    when there are fewer.
+    """
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         raise ConfigError(
             "there are not so many hosts", where="--num_nodes", got=num_nodes, expected=f"1 to {len(hosts)}"
@@ -208,7 +219,7 @@ def first_hosts(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots
 
 
 def _parse_filter(text: str, option: str, hosts: Mapping[str, list[int]]) -> Slots:
-    """``a@b:0,2`` as slots by host, checked against the hosts that there are."""
+    """Parse ``a@b:0,2`` into slots by host, checked against ``hosts``."""
     named: Slots = {}
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
@@ -233,11 +244,9 @@ def _slots(numbers: str, present: list[int], part: str, option: str) -> list[int
     return slots
 
 
-# SLURM: one task per host, and host lists such as ``gpu[01-03,7],login``.
-
-
 def from_slurm(env: Mapping[str, str], port: int = DEFAULT_PORT) -> RendezvousSpec | None:
-    """The rendezvous that SLURM's variables describe, for one task per host; None outside a SLURM step or on one host.
+    """Return the rendezvous that SLURM's variables describe, for one task per host; None outside a SLURM step or on one
+    host.
 
     The first host of the step's list is where they meet. Raises ConfigError when the step runs several tasks per host: the ranks of a host are
     started here, not by srun.
@@ -270,7 +279,9 @@ _MOST_HOSTS = 100_000
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b. Raises ConfigError when it is not a host list."""
+    """Expand a host list in order, with leading zeros kept: ``a[08-10]x,b`` is a08x a09x a10x b. Raises ConfigError for
+    other text.
+    """
     hosts = [host for part in _split(text) for host in _expand(part, text)]
     if not hosts or not all(hosts):
         raise _bad(text)
@@ -278,7 +289,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas that are not inside brackets."""
+    """Return the parts between commas that are not inside brackets."""
     parts, depth, start = [], 0, 0
     for place, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
@@ -293,7 +304,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(part: str, text: str) -> list[str]:
-    """All names of one part: each bracket is a choice, and the choices multiply."""
+    """Return all names of one part: each bracket is a choice, and the choices multiply."""
     pieces = re.split(r"\[([^\]]*)\]", part)
     choices = [[piece] if place % 2 == 0 else _numbers(piece, text) for place, piece in enumerate(pieces)]
     count = 1
@@ -305,7 +316,7 @@ def _expand(part: str, text: str) -> list[str]:
 
 
 def _numbers(inside: str, text: str) -> list[str]:
-    """The numbers of one bracket: ``08-10,12`` is 08 09 10 12."""
+    """Return the numbers of one bracket: ``08-10,12`` is 08 09 10 12."""
     numbers: list[str] = []
     for item in inside.split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", item)

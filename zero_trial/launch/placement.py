@@ -23,7 +23,7 @@ from zero_trial.launch.hosts import (
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What the user said about hosts; None and "" mean not said. ``hostfile`` is the file's text, ``hostfile_name`` its name."""
+    """What the user asked for; None and "" mean nothing. ``hostfile`` is the file's text, ``hostfile_name`` its name."""
 
     slots: int | None = None
     hostfile: str | None = None
@@ -51,9 +51,11 @@ class HostPlacement:
 def place(
     request: PlacementRequest, env: Mapping[str, str], devices: HostDevices, names: Sequence[str], default_slots: int
 ) -> HostPlacement:
-    """The placement; ``names`` are this host's names. The first of these that was given decides: a meeting point, a hostfile, SLURM, this host alone.
+    """Return the placement. The first of these that was given decides: a meeting point, a hostfile, SLURM, this host
+    alone.
 
-    Raises ConfigError where they contradict each other or ask for what is not there.
+    ``names`` are this host's names. Raises ConfigError where they contradict each other or ask for what does not
+    exist.
     """
     port = request.master_port or DEFAULT_PORT
     slots = request.slots or default_slots
@@ -84,7 +86,7 @@ def _alone(plan: HostPlan, devices: HostDevices) -> HostPlacement:
 
 
 def _explicit(request: PlacementRequest, port: int) -> RendezvousSpec | None:
-    """The rendezvous that the arguments of torch.distributed.run describe, if they were given."""
+    """Return the rendezvous that the arguments of torch.distributed.run describe, if they were given."""
     if request.rdzv_endpoint:
         return RendezvousSpec(
             request.nnodes or "1:1", request.node_rank or 0, endpoint=request.rdzv_endpoint, run_id=request.rdzv_id

@@ -102,7 +102,7 @@ class Screen:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether the stream is a terminal with room for a line; some (a pseudo-terminal of a build system) say that they have none."""
+    """Return whether the stream is a terminal with room for a line; pseudo-terminals of build systems may have none."""
     if not stream.isatty():
         return False
     try:
@@ -113,7 +113,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def with_size(event: Event, run_dir: Path) -> Event:
-    """A checkpoint event with its folder's path, as it would be typed here, and the bytes in it."""
+    """Return a checkpoint event with its folder's path, as it would be typed here, and the bytes in it."""
     folder = RunFolder(run_dir).checkpoints / str(event.get("storage_id") or "")
     count = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {**event, "path": os.path.relpath(folder), "bytes": count}
@@ -165,7 +165,7 @@ class NoWatcher:
     """Watches nothing: on hosts that do not hold rank 0."""
 
     def tick(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""

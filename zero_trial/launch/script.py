@@ -30,7 +30,7 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 @dataclass(frozen=True)
 class ScriptRequest:
-    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None when the script's source shall decide."""
+    """What to run and where. ``kind`` is "script", "module" or "program"; ``local_rank`` is None when the script's source decides."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ def launch_script(request: ScriptRequest, output: TextIO) -> tuple[LaunchResult,
 
 
 def read_hostfile(given: str | None) -> tuple[str | None, str]:
-    """The text and the name of the hostfile: the one that is given, else DeepSpeed's default if it is there, else none."""
+    """Return the text and the name of the hostfile: the given one, else DeepSpeed's default if it exists, else none."""
     path = Path(given) if given else DEFAULT_HOSTFILE
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
@@ -74,7 +74,9 @@ def read_hostfile(given: str | None) -> tuple[str | None, str]:
 
 
 def wants_local_rank(source: str) -> bool:
-    """Whether a script's source declares an option ``--local_rank`` or ``--local-rank``, as scripts for DeepSpeed's launcher do."""
+    """Return whether a script's source declares ``--local_rank`` or ``--local-rank``, as scripts for DeepSpeed's
+    launcher do.
+    """
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -93,7 +95,7 @@ def _target(request: ScriptRequest) -> RankProgram:
 
 
 def _run_folder(given: Path | None, shared: bool) -> Path:
-    """The folder of logs and records, absolute; hosts of one run may share a given one."""
+    """Return the folder of logs and records, absolute; hosts of one run may share a given one."""
     if given is None:
         return new_run_folder(Path("runs")).resolve()
     if shared:
@@ -121,7 +123,7 @@ def _start_others(placement: HostPlacement, request: ScriptRequest, folder: Path
 
 
 def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list[str]:
-    """The ``zero-trial launch`` that another host shall run for its part. Pure."""
+    """Return the ``zero-trial launch`` that another host runs for its part."""
     where = plan.rendezvous
     command = [
         sys.executable,
@@ -144,7 +146,9 @@ def remote_command(plan: HostPlan, request: ScriptRequest, folder: Path) -> list
 
 
 def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
-    """What the other hosts get of this environment: PYTHONPATH, and the lines of the first environment file found."""
+    """Return what the other hosts get of this environment: PYTHONPATH, and the lines of the first environment file
+    found.
+    """
     exports = {"PYTHONPATH": env["PYTHONPATH"]} if env.get("PYTHONPATH") else {}
     for folder in folders:
         path = folder / ENVIRONMENT_FILE
@@ -154,7 +158,7 @@ def _exports(env: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> LaunchResult:
-    """The outcome of a run that has no part on this host: that of the first part which fails."""
+    """Return the outcome of a run that has no part on this host: that of the first part which fails."""
     codes = [process.wait() for process in processes]
     bad = next((code for code in codes if code), 0)
     return LaunchResult(bad if 0 <= bad < 256 else 5)

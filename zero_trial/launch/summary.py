@@ -12,11 +12,11 @@ Event = Mapping[str, Any]
 
 
 COUNTERS = ("batches", "epochs")
-"""Among validation metrics for the searcher's sake; the step says it already."""
+"""Validation metrics for the searcher alone; the line has the step."""
 
 
 def training_facts(event: Event) -> str:
-    """``loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12``, whatever of it the event tells."""
+    """Return ``loss 2.113  9.8k tok/s  lr 2.7e-04  eta 00:12``, as far as the event has them."""
     facts = []
     if event.get("loss") is not None:
         facts.append(f"loss {format_metric(event['loss'])}")
@@ -32,13 +32,13 @@ def training_facts(event: Event) -> str:
 
 
 def training_line(event: Event) -> str:
-    """The plain line of a training step: ``train   step 140/200  loss 2.113 …``."""
+    """Return the plain line of a training step: ``train   step 140/200  loss 2.113 …``."""
     total = f"/{event['total_steps']}" if event.get("total_steps") else ""
     return f"train   step {event.get('step', '?')}{total}  {training_facts(event)}".rstrip()
 
 
 def event_line(event: Event) -> str | None:
-    """The line of any other event; None for one that is not shown."""
+    """Return the line of any other event; None for one that is not shown."""
     kind = event.get("kind")
     if kind == "validation":
         metrics = [
@@ -60,7 +60,7 @@ def event_line(event: Event) -> str | None:
 
 
 def start_line(event: Event) -> str | None:
-    """``start   params 1.2 M  train_batch_size 32 …`` from the facts of a start event."""
+    """Return ``start   params 1.2 M  train_batch_size 32 …`` from the facts of a start event."""
     facts = []
     if event.get("parameters"):
         facts.append(f"params {format_count(event['parameters'])}")
@@ -69,16 +69,15 @@ def start_line(event: Event) -> str | None:
     return "start   " + "  ".join(facts) if facts else None
 
 
-# The last lines of a run: what summary.json says.
-
-
 def summary_lines(summary: Mapping[str, Any], repeat: str) -> list[str]:
-    """``done`` with time, metrics before and after, baselines, throughput and memory, then ``repeat`` with the command."""
+    """Return ``done`` with time, metrics before and after, baselines, throughput and memory, then ``repeat`` with the
+    command.
+    """
     return [done_line(summary), f"repeat  {repeat}"]
 
 
 def done_line(summary: Mapping[str, Any], word: str = "done") -> str:
-    """The first of them. ``word``: how it ended."""
+    """Return the first of these lines. ``word``: how the run ended."""
     return " · ".join([f"{word:8}{_duration(summary)}", *_metrics(summary), *_figures(summary)])
 
 
@@ -90,7 +89,7 @@ def _duration(summary: Mapping[str, Any]) -> str:
 
 
 def _metrics(summary: Mapping[str, Any]) -> list[str]:
-    """Each validation metric as ``before -> after``, with its baselines in brackets where the summary has any."""
+    """Return each validation metric as ``before -> after``, with its baselines in brackets where the summary has any."""
     before, after = summary.get("initial_validation") or {}, summary.get("final_validation") or {}
     shown = []
     for name, value in after.items():
@@ -121,7 +120,7 @@ def _figures(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _tensors(summary: Mapping[str, Any]) -> list[str]:
-    """The measured peak of live tensors beside the planned one: another thing than the process's peak, which holds the libraries too."""
+    """Return the measured peak of live tensors beside the planned one; the process's own peak also holds the libraries."""
     measured, planned = summary.get("memory_measured_peak_bytes"), summary.get("memory_planned_bytes")
     if not measured:
         return []

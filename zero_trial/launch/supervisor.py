@@ -114,7 +114,7 @@ class Supervisor:
         return self._outcome(code, log)
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
-        """Watch ranks and agent until the agent has ended; returns its code."""
+        """Watch ranks and agent until the agent has ended; return its code."""
         handled = 0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +129,7 @@ class Supervisor:
                 self._kill_ranks(agent)
 
     def _handle_stop(self, times: int) -> None:
-        """The first request lets the ranks save; each further one ends them now."""
+        """Let the ranks save after the first request; end them at each further one."""
         if times == 1 and self._own_ranks():
             self._stop()
             self._allow(self.timeouts.after_stop)
@@ -140,7 +140,7 @@ class Supervisor:
         self._deadline = time.monotonic() + seconds
 
     def _has_failed(self) -> bool:
-        """Whether a rank has left an error, or is gone and the agent has begun to end the others."""
+        """Return whether a rank has left an error, or is gone and the agent has begun to end the others."""
         if read_errors(self.run_dir):
             return True
         gone = {record.pid for record in self._open_ranks() if not is_running(record.pid)}
@@ -154,11 +154,11 @@ class Supervisor:
         return [record for record in self._own_ranks() if record.watched and record.exit_code is None]
 
     def _own_ranks(self) -> list[RankRecord]:
-        """The ranks of this host; other hosts may share the folder."""
+        """Return the ranks of this host; other hosts may share the folder."""
         return [record for record in read_ranks(self.run_dir) if record.host == socket.gethostname()]
 
     def _time_to_end(self) -> float:
-        """How long the others may take: a preempted rank may still be saving."""
+        """Return how long the others may take: a preempted rank may still be saving."""
         preempted = any(error.exit_code == PREEMPTED for error in read_errors(self.run_dir))
         return self.timeouts.after_stop if preempted else self.timeouts.after_failure
 
@@ -185,7 +185,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Count Ctrl-C and SIGTERM instead of dying of them; only the main thread may."""
+        """Count Ctrl-C and SIGTERM instead of dying of them; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -225,9 +225,6 @@ class Supervisor:
         return LaunchResult(cause.exit_code, cause)
 
 
-# The cause of a failure
-
-
 # How gloo, NCCL, TCPStore and our own communication say that another rank has gone.
 _SECONDARY = re.compile(
     r"connection (was )?(closed|reset|refused)|reset by peer|broken pipe|socket (timeout|closed)|connectFullMesh failed"
@@ -262,7 +259,7 @@ class Cause:
 
 
 def is_secondary(error: ErrorRecord) -> bool:
-    """Whether the error only says that another rank has gone: it blames a connection or the mesh, not the trial."""
+    """Return whether the error only says that another rank has gone: it blames a connection or the mesh, not the trial."""
     return error.type == "MeshError" or bool(_SECONDARY.search(error.message))
 
 
@@ -272,7 +269,7 @@ def first_cause(
     exits: Sequence[RankExit],
     vanished: Sequence[RankRecord],
 ) -> Cause | None:
-    """The cause of a failed run, or None when nothing is known. Pure.
+    """Return the cause of a failed run, or None when nothing is known.
 
     When one rank dies, the others fail too: their connections to it break. In this order: the earliest error that does
     not only say so, a rank that died without an error record, the earliest error that does.
@@ -302,20 +299,20 @@ def _silent(
     exits: Sequence[RankExit],
     vanished: Sequence[RankRecord],
 ) -> Cause | None:
-    """The rank that died without an error record: by what the agent saw if it saw one, else by its absence.
+    """Return the rank that died without an error record: by what the agent saw if it saw one, else by its absence.
 
     The agent ends the others with SIGTERM, and on a busy machine it may miss the first one. So a rank that died of
     anything else comes first, then one that was gone before any was asked to stop, and last those that died of SIGTERM.
     """
-    spoke = {error.rank for error in errors}
+    reported = {error.rank for error in errors}
     by_pid = {record.pid: record.rank for record in ranks}
     silent = [(by_pid.get(end.pid, end.local_rank), end.code) for end in exits]
-    silent = [(rank, code) for rank, code in silent if rank not in spoke]
+    silent = [(rank, code) for rank, code in silent if rank not in reported]
     for rank, code in silent:
         if code != -signal.SIGTERM:
             return _from_exit(rank, code)
     for record in vanished:
-        if record.rank in spoke:
+        if record.rank in reported:
             continue
         if (record.rank, -signal.SIGTERM) in silent:
             return _from_exit(record.rank, -signal.SIGTERM)
@@ -345,11 +342,8 @@ def how_it_ended(code: int) -> str:
     return f"killed by {name} (signal {-code}).{why}"
 
 
-# Processes
-
-
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -359,7 +353,7 @@ def is_running(pid: int) -> bool:
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Pids of this user's running processes whose environment carries ``mark``; never this process."""
+    """Return the pids of this user's running processes whose environment carries ``mark``; never this process."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it is another user's, or it ends meanwhile

@@ -1,7 +1,7 @@
 """A Determined cluster as a platform: metrics, checkpoints, preemption and progress of one trial over a core.Context.
 
-The classes import nothing of Determined: the context is passed in, and a test passes another one. The functions at the end are
-the only place that imports it.
+The classes import nothing of Determined: they are given a context, and a test gives another one. The functions at the
+end are the only place that imports it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from zero_trial.errors import CheckpointError, ConfigError
 from zero_trial.runtime.protocols import Distributed
 
 EARLY_EXITS = {"INVALID_HP": "EXITED_REASON_INVALID_HP"}  # our reason -> the master's
-
-
 TENSORBOARD_SECONDS = 1.1  # core copies TensorBoard files once a second at most, and skips what comes sooner
-
 
 Show = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What the master told this task about its trial."""
+    """What the master says about this task's trial."""
 
     trial_id: str
     experiment_id: str
@@ -42,7 +39,7 @@ class TrialFacts:
 
 
 def reportable(value: Any) -> Any:
-    """``value`` with numbers that JSON has no words for in Determined's: NaN, Infinity, -Infinity."""
+    """Return ``value`` with the numbers that JSON lacks written as Determined does: NaN, Infinity, -Infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -54,7 +51,7 @@ def reportable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class DeterminedMetrics:
-    """Metrics to the master. They are shipped by a thread of core's; what it could not ship is raised by the next report."""
+    """Reports metrics to the master. A thread of core's ships them; the next report raises what it could not ship."""
 
     core: Any
 
@@ -78,14 +75,16 @@ class DeterminedCheckpoints:
 
     @contextmanager
     def store_path(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        """Collective. A rank that fails inside the block leaves at once; the launch layer then ends the others."""
+        """Collective. Write into rank 0's folder. A rank that fails inside the block leaves at once; the launcher then
+        ends the others.
+        """
         with self.core.checkpoint.store_path(dict(metadata), shard=True) as (own, storage_id):
             yield Path(self.distributed.broadcast(str(own))), storage_id
-            self.distributed.barrier()  # nobody takes its own (empty) folder away while rank 0 is still written to
+            self.distributed.barrier()  # no rank removes its own (empty) folder while rank 0's is written to
 
     @contextmanager
     def restore_path(self, storage_id: str) -> Iterator[Path]:
-        """Collective. Downloaded once per host where the storage is no file system."""
+        """Collective. Download once per host where the storage is not a file system."""
         restoring = self.core.checkpoint.restore_path(storage_id)
         try:
             path = restoring.__enter__()
@@ -101,12 +100,12 @@ class DeterminedCheckpoints:
             restoring.__exit__(None, None, None)
 
     def retain(self, storage_ids: Sequence[str]) -> None:
-        """Nothing: the master collects garbage by the policy of checkpoint_storage."""
+        """Do nothing: the master collects garbage by the policy of checkpoint_storage."""
 
 
 @dataclass(frozen=True)
 class DeterminedPreemption:
-    """Whether the master wants this trial to stop: rank 0 asks (PreemptMode.ChiefOnly), the others are told."""
+    """Asks whether the master wants this trial to stop, on rank 0 (PreemptMode.ChiefOnly), and broadcasts the answer."""
 
     core: Any
     distributed: Distributed
@@ -117,7 +116,7 @@ class DeterminedPreemption:
 
 @dataclass(frozen=True)
 class DeterminedProgress:
-    """Progress to the master; events to the task's log."""
+    """Reports progress to the master and prints events into the task's log."""
 
     core: Any
     show: Show
@@ -126,7 +125,7 @@ class DeterminedProgress:
         self.core.train.report_progress(min(max(fraction, 0.0), 1.0))
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Without paths: they are of the task's own file system, and whoever reads its log has the storage id."""
+        """Print the event without paths, which are of the task's own file system; the log has the storage id."""
         self.show({name: value for name, value in event.items() if name != "path"})
 
 
@@ -152,7 +151,7 @@ class TensorboardSync:
             self._copy()
 
     def close(self) -> None:
-        """What was written since the last copy is copied, after the wait that core asks for."""
+        """Copy what was written since the last copy, after the wait that core asks for."""
         if self._has_files():
             self.sleep(max(0.0, self._last + TENSORBOARD_SECONDS - self.clock()))
             self._copy()
@@ -235,15 +234,15 @@ class DeterminedPlatform:
         return DeterminedProgress(self.core, self.show)
 
     def resumed_at(self, checkpoint: str, step: int) -> DeterminedPlatform:
-        """The same trial, going on from a checkpoint of its own."""
+        """Return the same trial, going on from a checkpoint of its own."""
         return replace(self, facts=replace(self.facts, latest_checkpoint=checkpoint, steps_completed=step))
 
     def started_from(self, named: str | Path, note: Callable[[str], None]) -> DeterminedPlatform:
-        """The same trial, starting from another checkpoint of the cluster's, by its uuid."""
+        """Return the same trial, starting from another checkpoint of the cluster's, by its uuid."""
         return replace(self, facts=replace(self.facts, latest_checkpoint=str(named)))
 
     def best_validation(self) -> float | None:
-        """The best over the whole experiment, as the master knows it."""
+        """Return the best value over the whole experiment, as the master knows it."""
         best = self.core.train.get_experiment_best_validation()
         return None if best is None else float(best)
 
@@ -255,9 +254,9 @@ class DeterminedPlatform:
         return True
 
     def keep(self, figures: Mapping[str, Any]) -> None:
-        """Rank 0: figures of the whole trial into its metadata, under ``zero_trial``, beside what the user keeps there.
+        """Write figures of the whole trial into its metadata, under ``zero_trial``, beside the user's own; rank 0 only.
 
-        They decide nothing, so a master that does not take them ends no trial; it is said in the log.
+        The figures are informative, so a master that does not take them does not end the trial; the log says it.
         """
         try:
             kept = self.core.train.get_metadata() or {}
@@ -272,16 +271,13 @@ class DeterminedPlatform:
             self.core.train.report_early_exit(EARLY_EXITS[reason])
 
 
-# Determined itself, imported only here: the task's facts, a core.Context for a trial, the harness's base classes.
-
-
 def installed() -> bool:
-    """Whether Determined can be imported; it is not imported for that."""
+    """Return whether Determined can be imported, without importing it."""
     return find_spec("determined") is not None
 
 
 def trial_facts() -> TrialFacts | None:
-    """What the master told this task, or None where this is no trial's task of a cluster."""
+    """Return what the master says about this task's trial; None where this process is not a cluster trial."""
     if not installed():
         return None
     import determined
@@ -302,7 +298,7 @@ def trial_facts() -> TrialFacts | None:
 
 
 def require_facts() -> TrialFacts:
-    """``trial_facts``, or ConfigError with what is missing."""
+    """Return ``trial_facts``. Raises ConfigError with what is missing."""
     if not installed():
         raise ConfigError(
             "Determined is not installed in this image",
@@ -311,7 +307,7 @@ def require_facts() -> TrialFacts:
         )
     facts = trial_facts()
     if facts is None:
-        raise ConfigError("this is no trial's task of a Determined cluster", where="cluster")
+        raise ConfigError("this is not a trial task of a Determined cluster", where="cluster")
     return facts
 
 
@@ -324,7 +320,7 @@ def open_platform(
     launched: bool,
     core_context: Any = None,
 ) -> Iterator[DeterminedPlatform]:
-    """Collective. This trial's platform, with a core.Context of its own unless one is given, which stays open then.
+    """Collective. Open this trial's platform, with a core.Context of its own unless one is given, which stays open then.
 
     ``launched``: a launch layer has set the rank variables, so that there may be several ranks.
     """
@@ -339,7 +335,9 @@ def open_platform(
 
 
 def _open_core(launched: bool) -> Any:
-    """A core.Context in the modes that this package expects: rank 0 asks about preemption, TensorBoard files are ours."""
+    """Open a core.Context in the modes that this package expects: rank 0 asks about preemption, TensorBoard files are
+    uploaded here.
+    """
     import determined
     from determined import core
 
@@ -359,7 +357,9 @@ def _open_core(launched: bool) -> Any:
 
 
 def invalid_hp_class() -> type[BaseException] | None:
-    """What trials written for Determined raise when hyperparameters cannot be trained; None without Determined."""
+    """Return the error that trials written for Determined raise for hyperparameters that cannot be trained; None without
+    Determined.
+    """
     if not installed():
         return None
     import determined
@@ -369,7 +369,7 @@ def invalid_hp_class() -> type[BaseException] | None:
 
 
 def harness_bases() -> tuple[type, type]:
-    """The classes that the harness asks of a trial and of its controller: ``(LegacyTrial, TrialController)``."""
+    """Return the classes that the harness asks of a trial and of its controller: ``(LegacyTrial, TrialController)``."""
     import determined
 
     return determined.LegacyTrial, determined.TrialController

@@ -90,7 +90,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """SIGTERM asks, however often it comes: a scheduler may send it to every process, and a launcher pass it on.
+        """Count SIGTERM as a request to stop, however often it comes: a scheduler may send it to every process, and a
+        launcher pass it on.
 
         Only the main thread can listen.
         """
@@ -114,9 +115,9 @@ class StopRequest:
 
 @contextmanager
 def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRequest]:
-    """One rank of a run in a folder, from its first line to its last.
+    """Run one rank of a run in a folder, from its first line to its last.
 
-    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, as soon as ``state`` knows it, and
+    SIGTERM asks it to save and stop. An error of the block is recorded in the folder, once ``state`` knows it, and
     ends the process. ``script``: errors that are not this package's are raised as they are.
     """
     stop = StopRequest(lambda: state.folder is not None and RunFolder(state.folder).has_failed_ranks())
@@ -141,7 +142,8 @@ def rank_of_folder(state: RankState, *, script: bool = False) -> Iterator[StopRe
 def open_folder(
     run: LocalRun, state: RankState, stop: StopRequest, *, show: EventLog | None = None
 ) -> Iterator[LocalPlatform]:
-    """Collective. The platform of a run in its folder, on ranks that have joined, at the checkpoint where the run starts.
+    """Collective. Open the platform of a run in its folder, on ranks that have joined, at the checkpoint where the run
+    starts.
 
     Raises CheckpointError on every rank where there are checkpoints and all of them are damaged.
     """
@@ -175,7 +177,7 @@ def open_folder(
 
 @contextmanager
 def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
-    """Collective at its beginning. Rank 0 takes the run lock; every rank raises ConfigError if another process has it."""
+    """Collective at its beginning. Take the run lock on rank 0; every rank raises ConfigError if another process has it."""
     with ExitStack() as stack:
         fault: str | None = None
         if ranks.rank == 0:
@@ -190,7 +192,9 @@ def lock_run_together(folder: Path, ranks: Distributed) -> Iterator[None]:
 
 
 def forget_errors(state: RankState) -> None:
-    """Each rank removes its own error of an earlier start in this folder, rank 0 those of ranks that do not exist now."""
+    """Remove this rank's error of an earlier start in this folder; rank 0 also removes those of ranks that do not exist
+    now.
+    """
     if state.folder is None:
         return
     env = state.env

@@ -25,7 +25,7 @@ Train = Callable[[Callable[[DeterminedPlatform], TrialFactory], Any], None]
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """The harness's context of a trial. Only the open core.Context in it is used."""
+    """Holds what the harness gives a trial. Only the open core.Context in it is used."""
 
     core: Any
     env: Any
@@ -64,7 +64,7 @@ def install(train: Train = train_deferred) -> None:
 
         @classmethod
         def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:
-            """Nothing: ``run`` joins the ranks."""
+            """Do nothing: ``run`` joins the ranks."""
 
         @classmethod
         def from_trial(cls, trial_inst: Any, context: Any, env: Any, workloads: Any = None) -> Bridge:

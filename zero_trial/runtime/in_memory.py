@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class ThreadExchange:
-    """Where ``size`` threads exchange values. One that never comes ends the wait of all others with MeshError."""
+    """Where ``size`` threads exchange values. If one does not come in time, all others raise MeshError."""
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         self.size = size
@@ -52,7 +52,9 @@ class ThreadExchange:
 
 
 def run_ranks(size: int, work: Callable[[Distributed], Result]) -> list[Result | BaseException]:
-    """``work`` on ``size`` threads that are each other's ranks; their results, or what they raised, in rank order."""
+    """Call ``work`` on ``size`` threads that are each other's ranks; return their results, or what they raised, in rank
+    order.
+    """
     meeting = ThreadExchange(size)
     outcomes: list[Any] = [None] * size
 

@@ -78,7 +78,7 @@ class LocalCheckpoints:
                 raise self._not_written(error, str(temporary)) from error
             raise
         self.distributed.barrier()  # all files are there
-        self._lead(lambda: self._finish(temporary, name, metadata), name)  # nobody looks for it before it has its name
+        self._lead(lambda: self._finish(temporary, name, metadata), name)  # no rank looks for it before it has its name
 
     def _make(self, name: str) -> str:
         (self.folder / name).mkdir(parents=True)
@@ -148,14 +148,14 @@ class LocalPreemption:
 
 @dataclass(frozen=True)
 class LocalProgress:
-    """Events, one JSON line each, in ``events.jsonl``, for whoever shows them."""
+    """Events, one JSON line each, in ``events.jsonl``."""
 
     folder: RunFolder
     clock: Callable[[], float] = time.time
     show: Callable[[Mapping[str, Any]], None] | None = None
 
     def report_progress(self, fraction: float) -> None:
-        """Nothing: the steps in the events say it already."""
+        """Do nothing: the events have the steps."""
 
     def emit(self, event: Mapping[str, Any]) -> None:
         append_line(self.folder.events, {"time": self.clock(), **event})
@@ -208,7 +208,8 @@ class LocalPlatform:
         return LocalProgress(self.folder, show=self.show)
 
     def tidy(self) -> None:
-        """Rank 0, before training: remove what a run that was killed here left beyond the step where this one goes on.
+        """Remove what a run that was killed here left beyond the step where this one goes on; rank 0 only, before
+        training.
 
         Then no step is reported twice, and the summary of an earlier end does not stand for this one.
         """
@@ -217,7 +218,7 @@ class LocalPlatform:
         keep_lines(self.folder.metrics, lambda line: line.get("step", 0) <= self.steps_completed)
 
     def resumed_at(self, checkpoint: str, step: int) -> LocalPlatform:
-        """The same run, going on from a checkpoint of its own."""
+        """Return the same run, going on from a checkpoint of its own."""
         return replace(self, latest_checkpoint=checkpoint, steps_completed=step)
 
     def started_from(self, named: str | Path, note: Note) -> LocalPlatform:
@@ -235,7 +236,7 @@ class LocalPlatform:
         return min(values) if searcher.get("smaller_is_better", True) else max(values)
 
     def sync_tensorboard(self) -> None:
-        """Nothing: the files are where they shall be."""
+        """Do nothing: the files are in their final place."""
 
     def profile_system(self) -> bool:
         return False
@@ -249,13 +250,14 @@ class LocalPlatform:
 def agree_on_start(
     ranks: Distributed, run_dir: Path | None, resume: Path | None = None, warm_start: Path | None = None, *, note: Note
 ) -> dict[str, Any]:
-    """Collective. The newest whole checkpoint where a run starts, its step and its trial's id (see ``starting_point``).
+    """Collective. Return the newest intact checkpoint where a run starts, its step and its trial's id (see
+    ``starting_point``).
 
-    A checkpoint may have been damaged since it was made. Then the one before it is taken, and rank 0 says so with
-    ``note``. All files are read for that, each by one rank; the engine's load does not read them for their sums again.
+    A checkpoint may have been damaged since it was written. Then the one before it is taken, with a note on rank 0.
+    All files are read for that, each by one rank; the engine's load checks once more what it reads.
 
-    Raises CheckpointError on every rank where there are checkpoints and all are damaged: to start afresh then is not
-    what was meant.
+    Raises CheckpointError on every rank where there are checkpoints and all are damaged: the user did not mean to
+    start afresh then.
     """
     damaged: dict[str, str] = {}
     while True:
@@ -281,7 +283,7 @@ def agree_on_start(
 def _propose(
     damaged: Mapping[str, str], run_dir: Path | None, resume: Path | None, warm_start: Path | None
 ) -> dict[str, Any]:
-    """Rank 0: the next candidate, or the first fault where all have been damaged."""
+    """Return the next candidate, or the first fault where all are damaged; on rank 0."""
     try:
         start = starting_point(run_dir, resume, warm_start, apart_from=damaged)
     except CheckpointError:
@@ -290,7 +292,7 @@ def _propose(
 
 
 def verify_checkpoint(folder: Path, index: int, count: int) -> str | None:
-    """What is wrong with a finished checkpoint; None if nothing.
+    """Return what is wrong with a finished checkpoint; None if nothing.
 
     Of ``count`` ranks each reads its share of the tensor files; rank 0 also compares all other files.
     """

@@ -28,16 +28,16 @@ class Distributed(Protocol):
     def local_rank(self) -> int: ...
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Collective. All ranks' values in rank order on rank 0, None elsewhere."""
+        """Collective. Return all ranks' values in rank order on rank 0, None elsewhere."""
 
     def allgather(self, value: Any) -> list[Any]:
-        """Collective. All ranks' values in rank order, on every rank."""
+        """Collective. Return all ranks' values in rank order, on every rank."""
 
     def broadcast(self, value: Any) -> Any:
-        """Collective. Rank 0's value on every rank; the others' values are ignored."""
+        """Collective. Return rank 0's value on every rank; the others' values are ignored."""
 
     def barrier(self) -> None:
-        """Collective. Returns once every rank has arrived."""
+        """Collective. Return once every rank has arrived."""
 
 
 class Metrics(Protocol):
@@ -49,23 +49,22 @@ class Metrics(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints lie. A checkpoint is a folder with a storage id; it exists completely or not at all."""
+    """Where checkpoints are stored. A checkpoint is a folder with a storage id; it exists completely or not at all."""
 
     def store_path(self, metadata: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, str]]:
-        """Collective. A folder to write into and the storage id that it gets; it becomes a checkpoint when the block
-        ends well on every rank.
+        """Collective. Yield a folder to write into and its storage id; it becomes a checkpoint when the block ends well
+        on every rank.
 
         ``metadata`` holds ``steps_completed`` and whatever else describes the checkpoint (JSON-able).
         """
 
     def restore_path(self, storage_id: str) -> AbstractContextManager[Path]:
-        """Collective.
-
-        The folder of a checkpoint, to be read inside the block. Raises CheckpointError if there is none.
+        """Collective. Yield the folder of a checkpoint, to be read inside the block. Raises CheckpointError if there is
+        none.
         """
 
     def retain(self, storage_ids: Sequence[str]) -> None:
-        """Rank 0 only: every checkpoint of this trial that is not named may be deleted.
+        """Delete, if that is up to this platform, every checkpoint of this trial that is not named; rank 0 only.
 
         Does nothing where the cluster deletes checkpoints.
         """
@@ -75,17 +74,17 @@ class Preemption(Protocol):
     """Whether this trial is asked to stop, save, and be resumed later."""
 
     def should_preempt(self) -> bool:
-        """Collective. The same answer on every rank: rank 0 asks, the others get its answer."""
+        """Collective. Ask on rank 0 and return the same answer on every rank."""
 
 
 class Progress(Protocol):
     """How far the trial is, for a searcher and for the user. Called on rank 0 only."""
 
     def report_progress(self, fraction: float) -> None:
-        """``fraction`` of the whole run, 0 to 1."""
+        """Report the ``fraction`` of the whole run that is done, 0 to 1."""
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """One live event (``kind``, ``step``, ``loss`` ...); it may be dropped."""
+        """Emit one live event (``kind``, ``step``, ``loss`` ...); it may be dropped."""
 
 
 class Platform(Protocol):
@@ -139,35 +138,33 @@ class Platform(Protocol):
     def tensorboard_path(self) -> Path | None: ...
 
     def best_validation(self) -> float | None:
-        """Rank 0 only: the best value of the searcher's metric that was reported so far."""
+        """Return the best value of the searcher's metric that was reported so far; rank 0 only."""
 
     def sync_tensorboard(self) -> None:
-        """Each rank, after TensorBoard files may have changed: a platform that keeps them elsewhere may copy them now."""
+        """Copy TensorBoard files that may have changed, where they are also stored elsewhere; called on each rank."""
 
     def profile_system(self) -> bool:
-        """Each rank: measure this host's processors, memory and network from now on; False where this platform does not."""
-
-    def report_early_exit(self, reason: str) -> None:
-        """From the rank that fails, whichever it is: posted once however many ranks call it.
-
-        ``reason`` is ``INVALID_HP``, say.
+        """Measure this host's processors, memory and network from now on, on each rank; return False where this platform
+        does not.
         """
 
-
-# Ranks that exchange JSON-able values through one injected all-gather.
+    def report_early_exit(self, reason: str) -> None:
+        """Report why the trial ends early (``INVALID_HP``), from any rank that fails; posted once, however many ranks
+        call it.
+        """
 
 
 AllGather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """The exchange of a world of one. It goes through JSON too, so that one rank sees what many would see."""
+    """Return the values of a world of one. They go through JSON too, so that one rank sees what many would see."""
     return [json.loads(json.dumps(value))]
 
 
 @dataclass(frozen=True)
 class JsonDistributed:
-    """The ``Distributed`` of protocols.py over ``exchange``: a collective that gives every rank's value, in rank order."""
+    """Implements ``Distributed`` over ``exchange``: a collective that gives every rank's value, in rank order."""
 
     rank: int = 0
     size: int = 1
@@ -175,7 +172,7 @@ class JsonDistributed:
     exchange: AllGather = alone
 
     def get_rank(self) -> int:
-        """``rank``, as trials written for Determined ask for it; so are the next two."""
+        """Return ``rank``. Trials written for Determined use this method and the next two."""
         return self.rank
 
     def get_size(self) -> int:

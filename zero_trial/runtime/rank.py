@@ -67,7 +67,7 @@ class Trained:
 
 
 def rank_world(env: RankEnv) -> JsonDistributed:
-    """The trial's ranks over the mesh's communicator.
+    """Return the trial's ranks, over the mesh's communicator.
 
     Its groups are those that the engines use; its traffic is not counted with theirs.
     """
@@ -78,7 +78,7 @@ def rank_world(env: RankEnv) -> JsonDistributed:
 
 
 def own_device(env: RankEnv) -> torch.device:
-    """The CUDA device of this local rank, or the CPU."""
+    """Return the CUDA device of this local rank, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", env.local_rank % torch.cuda.device_count())
     return torch.device("cpu")
@@ -145,7 +145,7 @@ def refuse_sys_exit() -> Iterator[None]:
 
 
 def as_known_error(error: BaseException) -> BaseException:
-    """Memory that ran out, as DoesNotFit; any other error as it is."""
+    """Return DoesNotFit for an error that says that memory ran out; any other error as it is."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         fix = "Halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps, or raise the ZeRO stage."
         wrapped = DoesNotFit(f"memory ran out: {str(error).splitlines()[0] if str(error) else 'MemoryError'}", fix=fix)
@@ -187,7 +187,7 @@ def print_error(error: BaseException) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error of this package, of any other the last line of its traceback.
+    """Return the message of an error of this package; of any other the last line of its traceback.
 
     Errors that arose in the trial's code name the line of that code.
     """
@@ -215,7 +215,7 @@ def write_error_file(text: str, *, printed: bool, path: str | None = None, now: 
 
 
 def figures_of(trained: Trained) -> dict[str, Any]:
-    """Collective. The run's figures on rank 0; empty on the others."""
+    """Collective. Return the run's figures on rank 0; empty on the others."""
     context = trained.context
     memory = context.distributed.gather(peak_memory(context.device))
     if context.distributed.rank != 0:
@@ -227,7 +227,9 @@ def figures_of(trained: Trained) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of this process's device memory on CUDA, of its resident set on CPU (interpreter and libraries included)."""
+    """Return peak bytes: of this process's device memory on CUDA, of its resident set on CPU (interpreter and libraries
+    included).
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -260,13 +262,15 @@ class EventLog:
 
 
 def done_event(outcome: Outcome, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The last event of a trial that ran to an end; with its figures where no file has them."""
+    """Return the last event of a trial that ran to an end, with its figures where no file has them."""
     event = {"kind": "done", "step": outcome.step, "total_steps": outcome.total_steps, "end": outcome.end.value}
     return {**event, "checkpoint": outcome.checkpoint, **({"figures": dict(figures)} if figures else {})}
 
 
 def done_lines(event: Mapping[str, Any]) -> list[str]:
-    """``done    step 200/200  checkpoint <uuid>``, or how else it ended; with the figures, if the event has them, in a line before."""
+    """Return ``done    step 200/200  checkpoint <uuid>`` or another ending; the event's figures, if any, in a line
+    before.
+    """
     word = {End.STOPPED.value: "stopped", End.PREEMPTED.value: "paused"}.get(event["end"], "done")
     where = f"step {event['step']}/{event['total_steps']}  checkpoint {event['checkpoint']}"
     if not event.get("figures"):

@@ -119,7 +119,7 @@ def _open_folder(
     run_dir: str | Path | None,
     seed: int | None,
 ) -> LocalPlatform:
-    """Collective. The platform of a script's run in a folder that no other process may use meanwhile."""
+    """Collective. Open the platform of a script's run in a folder that no other process may use meanwhile."""
     state.env = init_distributed()
     ranks = rank_world(state.env)
     experiment, own, own_seed = _experiment(exp_conf)
@@ -140,7 +140,7 @@ def _open_folder(
 
 
 def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str, Any], Mapping[str, Any], int]:
-    """The experiment as plain data, its hyperparameters and its seed."""
+    """Return the experiment as plain data, its hyperparameters and its seed."""
     if isinstance(given, (str, Path)):
         read = read_experiment(Path(given))
         return read.plain(), read.hyperparameters, read.experiment_seed or 0
@@ -156,7 +156,7 @@ def _experiment(given: Mapping[str, Any] | str | Path | None) -> tuple[dict[str,
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """``value`` if it is a mapping, an empty one for nothing."""
+    """Return ``value`` if it is a mapping, an empty one for None. Raises ConfigError otherwise."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -165,7 +165,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _run_folder(given: str | Path | None) -> Path:
-    """The run's folder, absolute: the given one, that of ``zero-trial launch``, or the next of ``runs/NNNN``."""
+    """Return the run's folder, absolute: the given one, that of ``zero-trial launch``, or the next of ``runs/NNNN``."""
     named = given if given is not None else launcher_run_dir()
     folder = Path(named) if named is not None else new_run_folder(Path("runs"))
     try:
@@ -195,7 +195,7 @@ def _check_trial(given: object) -> None:
 
 
 class Trainer:
-    """Trains ``trial``, which was made with ``context``, inside of the block of ``zero_trial.init()``."""
+    """Trains ``trial``, which was made with ``context``, inside the block of ``zero_trial.init()``."""
 
     def __init__(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
         if not isinstance(context, ScriptContext):
@@ -287,7 +287,7 @@ class Trainer:
         return settings
 
     def _warn_of_another_length(self, length: TrainUnit) -> None:
-        """A search that stops trials early measures them by its own idea of how long they are."""
+        """Note a length other than ``searcher.max_time``, by which a search that stops trials early measures them."""
         searcher = self._context.platform.experiment.get("searcher") or {}
         most, metric = searcher.get("max_time"), searcher.get("time_metric")
         own = {"batches": "Batch", "epochs": "Epoch"}.get(str(metric))

@@ -59,10 +59,10 @@ class ImageTrial(ZeroTrial):
         return {"validation_loss": F.cross_entropy(logits, labels), "accuracy": right}
 
     def summary(self) -> dict[str, Any]:
-        """Which letters it was measured on."""
+        """Return a description of the letters."""
         return {"data": self.val_images.describe()}
 
 
 def dataset(images: GlyphImages) -> TensorDataset:
-    """Images as floats from 0 (paper) to 1 (ink), with their labels."""
+    """Return images as floats from 0 (paper) to 1 (ink), with their labels."""
     return TensorDataset(images.images.float() / 255, images.labels)

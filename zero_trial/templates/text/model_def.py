@@ -81,6 +81,6 @@ class TextTrial(ZeroTrial):
         return {"validation_loss": loss, "val_bits_per_byte": loss / math.log(2)}
 
     def summary(self) -> dict[str, Any]:
-        """What a model that only knows how often each byte comes would reach on the same files, and which text it was."""
+        """Return the baseline of byte frequencies on the same files, and a description of the text."""
         unigram = unigram_bits_per_byte(self.corpus.train, self.val_data.predicted_bytes())
         return {"unigram_bits_per_byte": unigram, "data": self.corpus.describe()}

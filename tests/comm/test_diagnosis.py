@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from zero_trial.comm.diagnosis import RankPosition, behind, listing
 from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
-from zero_trial.comm.waits import Heartbeat, RankPosition, behind, explain, listing
+from zero_trial.comm.waits import Heartbeat, explain
 
 
 class FakeHeartbeat(Heartbeat):

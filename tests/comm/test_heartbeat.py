@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from tests.support.pool import Pools
 from zero_trial.comm import MeshShape, build_mesh, waits
-from zero_trial.comm.waits import Heartbeat, RankPosition, names
+from zero_trial.comm.diagnosis import RankPosition, names
+from zero_trial.comm.waits import Heartbeat
 
 PATIENCE = 30.0
 

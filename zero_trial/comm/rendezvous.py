@@ -31,7 +31,8 @@ from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from zero_trial.comm.backends import moves_host_tensors
 from zero_trial.comm.collective import AxisComm
-from zero_trial.comm.waits import Heartbeat, names, printable
+from zero_trial.comm.diagnosis import names, printable
+from zero_trial.comm.waits import Heartbeat
 from zero_trial.errors import CheckpointError, MeshError, ZeroTrialError
 
 log = logging.getLogger("zero_trial")

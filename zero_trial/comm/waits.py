@@ -4,7 +4,7 @@
     Watchdog    bounds the waits of one axis and turns their failures into MeshErrors
     Pending     a collective under way, which owns its buffers until it has been waited for
     Message     a tensor on its way between two ranks
-    explain     reads what every rank last published and names the missing ranks
+    explain     makes the error of a failed wait from what every rank last published
 
 Price: the hot path assigns one attribute per collective. A daemon thread writes to the store, at most
 :data:`WRITES_PER_SECOND` times per second over all ranks together, so that a store that serves
@@ -17,15 +17,16 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from zero_trial.comm.shm.segments import ELSEWHERE, MappingRefused
+from zero_trial.comm.diagnosis import RankPosition, behind, diagnose, listing, names
+from zero_trial.comm.shm.segments import MappingRefused
 from zero_trial.errors import MeshError
 
 log = logging.getLogger("zero_trial")
@@ -35,31 +36,7 @@ WRITES_PER_SECOND = 100  # of all ranks together, to the store
 STILL_SECONDS = 10.0  # a rank that has not moved for so long publishes that at once, in a world of any size
 SLOW_SECONDS = 10.0  # a wait that takes longer is reported while it lasts, again at 20, 40, 80 ... seconds
 
-MOST_NAMED = 8  # ranks in one message
-
 _KEY = "zero_trial/position/"
-
-
-class RankPosition(NamedTuple):
-    """One rank's place in the sequence of collectives.
-
-    A tuple: the hot path makes four of them per collective.
-    """
-
-    step: int = 0
-    sequence: int = 0
-    operation: str = "start"
-    since: float = 0.0  # time.time() of entering it
-    inside: bool = False  # still waiting in it
-    gave_up: bool = False  # it raised a MeshError there and no longer waits
-
-    def describe(self) -> str:
-        verb = "gave up in" if self.gave_up else "in" if self.inside else "after"
-        age = max(time.time() - self.since, 0)
-        return f"at step {self.step}, {verb} {self.operation} (collective {self.sequence}, {age:.0f} s ago)"
-
-
-Positions = Mapping[int, RankPosition | None]
 
 
 class Heartbeat:
@@ -424,9 +401,6 @@ class Message:
 
 # --- from a failure to an error that names the rank ----------------------------------------------------------------
 
-_SLOW = "if it is only slow, raise comm_timeout_seconds in ds_config"
-_LOST = ("closed", "reset by peer", "connection refused", "broken pipe", "socket error")
-
 
 def explain(
     heartbeat: Heartbeat, ranks: tuple[int, ...], operation: str, error: Exception, timeout: float
@@ -434,125 +408,5 @@ def explain(
     """Return the MeshError for ``operation`` on this rank, from what ``ranks`` last published."""
     heartbeat.give_up()
     time.sleep(2 * PERIOD_SECONDS)  # lets the other ranks publish where they are now
-    positions = heartbeat.positions(ranks)
-    text = printable(error)
     here = f"rank {heartbeat.rank}, step {heartbeat.step}, {operation}"
-    if isinstance(error, MappingRefused):
-        return too_many_mapped(error, here)
-    lost = any(part in text.lower() for part in _LOST)
-    known = (
-        lost_peer(positions, heartbeat.rank, text) if lost else absent_peer(positions, heartbeat.rank, text, timeout)
-    )
-    if known is not None:
-        return MeshError(known[0], where=here, fix=known[1])
-    return MeshError(
-        "a collective failed",
-        where=here,
-        got=text[:200],
-        fix=f"Ranks: {listing(positions, heartbeat.rank)}. Look for an earlier error in another rank's log.",
-    )
-
-
-def printable(error: Exception) -> str:
-    """Return the first line of an error's text, or its type's name, without control characters."""
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else type(error).__name__
-    return "".join(char if char.isprintable() else "?" for char in first)
-
-
-def lost_peer(positions: Positions, own: int, text: str) -> tuple[str, str]:
-    """Return what a broken connection means, and what to do: the peer ended, or had given up before
-    this rank came.
-    """
-    gone = [rank for rank in positions if rank != own and not gave_up(positions, rank, own)]
-    if gone:
-        return (
-            "another rank ended while this one waited for it",
-            f"Look for that rank's own error: {listing(positions, own, gone)}. If it ended without one, it never made this call, which "
-            f"every rank must make. ({text[:160]})",
-        )
-    return (
-        f"{names(rank for rank in positions if rank != own)} gave up before this rank came",
-        f"{listing(positions, own)}. Find out why this rank was late or called another collective; {_SLOW}. ({text[:160]})",
-    )
-
-
-def absent_peer(positions: Positions, own: int, text: str, timeout: float) -> tuple[str, str] | None:
-    """Return what a timeout, or a mismatch of collectives, means, and what to do; None for an error
-    of another kind.
-    """
-    others = listing(positions, own)
-    order = f"The ranks disagree about what comes next: {others}. Every rank must make the same collective calls in the same order."
-    if ELSEWHERE in text:
-        return "collective mismatch: another rank makes another collective call at this point", order
-    if late := behind(positions, own):
-        return (
-            f"waited {timeout:g} s for {names(late)}, which never reached this collective",
-            f"{listing(positions, own, late)}. Every rank must run the same number of batches and collective calls; {_SLOW}.",
-        )
-    if "timed out" not in text.lower():
-        return None
-    if differing(positions, own):
-        return f"collective mismatch: waited {timeout:g} s although every rank has come this far", order
-    return f"waited {timeout:g} s for a rank that came too late", f"{others}. Find out what held it up; {_SLOW}."
-
-
-def too_many_mapped(error: MappingRefused, here: str) -> MeshError:
-    """Return the MeshError for a shared segment that may not be mapped."""
-    return MeshError(
-        "the ranks of this host share too many pieces of memory",
-        where=here,
-        got=f"{error.count} mapped segments",
-        expected=f"fewer than three quarters of vm.max_map_count, which is {error.limit}",
-        fix=f"Raise it on the host (sysctl -w vm.max_map_count={4 * error.limit}), or set comm_transport to gloo in ds_config.",
-    )
-
-
-def gave_up(positions: Positions, rank: int, own: int) -> bool:
-    """Say whether ``rank`` raised an error of its own at a collective that ``own`` had not entered
-    before.
-    """
-    at, mine = positions[rank], positions[own]
-    return at is not None and at.gave_up and (mine is None or at.sequence >= mine.sequence)
-
-
-def differing(positions: Positions, own: int) -> list[int]:
-    """Return the ranks whose last collective has the number of ``own``'s and another name.
-
-    A rank that is further on has passed this one.
-    """
-    mine = positions[own]
-    if mine is None:
-        return []
-    return [
-        rank
-        for rank, at in positions.items()
-        if at is not None and at.sequence == mine.sequence and at.operation != mine.operation
-    ]
-
-
-def behind(positions: Positions, own: int) -> list[int]:
-    """Return the ranks that have entered fewer collectives than ``own``, or have published nothing."""
-    mine = positions.get(own)
-    reached = mine.sequence if mine is not None else 0
-    return [rank for rank, at in positions.items() if rank != own and (at is None or at.sequence < reached)]
-
-
-def names(ranks: Iterable[int]) -> str:
-    """Return ``rank 1, rank 2``; of many ranks the first ones and how many more there are."""
-    return _first_ones([f"rank {rank}" for rank in ranks], ", ")
-
-
-def listing(positions: Positions, own: int, only: list[int] | None = None) -> str:
-    """Return ``rank 1 at step 17, after all_gather(block.3) ...; rank 2 ...`` for the other ranks."""
-    chosen = only if only is not None else [rank for rank in positions if rank != own]
-    texts = []
-    for rank in chosen:
-        at = positions[rank]
-        texts.append(f"rank {rank} {at.describe() if at is not None else 'has reported nothing'}")
-    return _first_ones(texts, "; ") or "no other rank"
-
-
-def _first_ones(texts: list[str], separator: str) -> str:
-    more = len(texts) - MOST_NAMED
-    return separator.join(texts[:MOST_NAMED]) + (f"{separator}and {more} more ranks" if more > 0 else "")
+    return diagnose(heartbeat.positions(ranks), heartbeat.rank, here, error, timeout)

@@ -40,7 +40,7 @@ def test_the_tasks_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_elsewhere_there_are_none(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     on(monkeypatch, found)
     assert door.trial_facts() is None
-    with pytest.raises(ConfigError, match="no trial's task"):
+    with pytest.raises(ConfigError, match="cluster: this is not a trial task"):
         door.require_facts()
 
 

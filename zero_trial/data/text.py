@@ -118,7 +118,10 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Corpus:
-    """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end; no file is on both sides."""
+    """``train`` and ``val``: 1-D uint8 tensors, the files of each side end to end; no file is on both sides.
+
+    Figures such as bits per byte compare only between corpora with the same fingerprint.
+    """
 
     source: str
     split: str  # "by file", or "by position" where there is one file only

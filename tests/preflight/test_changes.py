@@ -22,13 +22,13 @@ class Formula:
         self.refused = refused
         self.asked: list[tuple[int, int]] = []
 
-    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         stage = settings.zero_optimization.stage
         self.asked.append((stage, micro_batch))
         if stage in self.refused:
             raise ConfigError("this stage cannot be", where="zero_optimization.stage")
         states, activations = (16 - 4 * stage) * GIB, 5 * GIB * micro_batch
-        return Figures(states, 0, 0, activations, states + activations), "imagined"
+        return Figures(states, 0, 0, activations, states + activations), "fake"
 
 
 def planner(stage: int = 2, micro: int = 4, accumulation: int = 1, **formula: tuple[int, ...]) -> Planner:

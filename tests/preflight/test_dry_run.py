@@ -17,14 +17,14 @@ from zero_trial.preflight.dry_run import Blueprint, Role, Way, dry_run, dry_run_
 from zero_trial.preflight.plan import Figures
 
 
-def planned(folder: str, config: dict[str, Any], *, imagined: bool, ranks: int = 2) -> Figures:
+def planned(folder: str, config: dict[str, Any], *, fake: bool, ranks: int = 2) -> Figures:
     role = Role(Blueprint(build(folder)), read_ds_config(config))
 
     def micro(engines: Any, batches: Any) -> None:
         engines[0].backward(engines[0](*batches[0]))
         engines[0].step()
 
-    return dry_run([role], ranks, micro, [batch()], calls=config["gradient_accumulation_steps"], imagined=imagined)
+    return dry_run([role], ranks, micro, [batch()], calls=config["gradient_accumulation_steps"], fake=fake)
 
 
 def assert_as_measured(figures: Figures, real: dict[str, int]) -> None:
@@ -42,7 +42,7 @@ def assert_as_measured(figures: Figures, real: dict[str, int]) -> None:
 @pytest.mark.parametrize("folder", ["gpt", "bert_mlm"])
 def test_the_plan_is_what_real_ranks_need(ranks: Pools, folder: str, stage: int, bf16: bool) -> None:
     config = ds_config(stage, bf16=bf16)
-    figures = planned(folder, config, imagined=True)
+    figures = planned(folder, config, fake=True)
     assert figures.peak is not None and figures.activations is not None
     for real in ranks(2).run(watched_step, folder, config):
         states = real["parameters"] + real["gradients"] + real["optimizer"]
@@ -60,15 +60,15 @@ def test_the_plan_is_what_real_ranks_need(ranks: Pools, folder: str, stage: int,
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_imagined_and_real_numbers_give_one_plan(stage: int) -> None:
+def test_fake_and_real_tensors_give_one_plan(stage: int) -> None:
     config = ds_config(stage, bf16=True, accumulation=2, gradient_clipping=1.0)
-    assert planned("gpt", config, imagined=True) == planned("gpt", config, imagined=False)
+    assert planned("gpt", config, fake=True) == planned("gpt", config, fake=False)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulation_of_bf16_gradients_in_fp32(ranks: Pools, stage: int) -> None:
     config = ds_config(stage, bf16=True, accumulation=2)
-    figures = planned("gpt", config, imagined=True)
+    figures = planned("gpt", config, fake=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert_as_measured(figures, real)
 
@@ -76,7 +76,7 @@ def test_accumulation_of_bf16_gradients_in_fp32(ranks: Pools, stage: int) -> Non
 @pytest.mark.parametrize("name", ["Lion", "Adagrad", "SGD", "Lamb"])
 def test_every_optimizer_makes_its_own_state(ranks: Pools, name: str) -> None:
     config = ds_config(2) | {"optimizer": {"type": name, "params": {"lr": 1e-3}}}
-    figures = planned("gpt", config, imagined=True)
+    figures = planned("gpt", config, fake=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert figures.optimizer == real["optimizer"]
     assert figures.peak == pytest.approx(real["peak"], rel=0.10)
@@ -88,11 +88,11 @@ def test_optimizer_state_on_nvme(ranks: Pools, tmp_path: Path, stage: int, bf16:
     config = ds_config(stage, bf16=bf16)
     offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2}
     config["zero_optimization"] |= {"offload_optimizer": offload, "sub_group_size": 4096}
-    figures = planned("gpt", config, imagined=True)
+    figures = planned("gpt", config, fake=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert_as_measured(figures, real)
-    assert figures.optimizer < planned("gpt", ds_config(stage, bf16=bf16), imagined=True).optimizer
-    assert planned("gpt", config, imagined=False).states == figures.states
+    assert figures.optimizer < planned("gpt", ds_config(stage, bf16=bf16), fake=True).optimizer
+    assert planned("gpt", config, fake=False).states == figures.states
 
 
 @pytest.mark.parametrize(("bf16", "state"), [(False, "nvme"), (True, "none")], ids=["fp32", "bf16"])
@@ -101,10 +101,10 @@ def test_parameters_on_nvme(ranks: Pools, tmp_path: Path, bf16: bool, state: str
     params = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 2, "max_in_cpu": 0, "buffer_size": 4096}
     offload = {"device": state, "nvme_path": str(tmp_path), "buffer_count": 2}
     config["zero_optimization"] |= {"offload_param": params, "offload_optimizer": offload, "sub_group_size": 4096}
-    figures = planned("gpt", config, imagined=True)
+    figures = planned("gpt", config, fake=True)
     real = ranks(2).run(watched_step, "gpt", config)[0]
     assert_as_measured(figures, real)
-    assert figures.parameters < planned("gpt", ds_config(3, bf16=bf16), imagined=True).parameters
+    assert figures.parameters < planned("gpt", ds_config(3, bf16=bf16), fake=True).parameters
 
 
 def test_states_alone_are_the_papers_figures() -> None:
@@ -117,7 +117,7 @@ def test_states_alone_are_the_papers_figures() -> None:
 
 
 class Reads(torch.nn.Module):
-    """Reads an integer out of a tensor, which an imagined one does not have."""
+    """Reads an integer out of a tensor, which a fake one does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,35 +140,35 @@ def micro_of(model: torch.nn.Module, *, broken: bool = False) -> tuple[Role, Any
     return role, micro
 
 
-def test_a_model_that_reads_its_values_is_traced_on_real_ones() -> None:
+def test_a_model_that_reads_its_values_gets_real_ones() -> None:
     role, micro = micro_of(Reads())
     figures, how = dry_run_any([role], 2, micro, [torch.ones(2, 4)])
-    assert how == "traced" and figures.peak is not None
+    assert how == "real tensors" and figures.peak is not None
 
 
-def test_small_work_is_traced_and_large_work_imagined() -> None:
+def test_small_work_has_real_tensors_and_large_work_fake_ones() -> None:
     class Sums(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).sum()
 
     role, micro = micro_of(Sums(4, 4))
-    assert dry_run_any([role], 2, micro, [torch.ones(2, 4)])[1] == "traced"
+    assert dry_run_any([role], 2, micro, [torch.ones(2, 4)])[1] == "real tensors"
     large = torch.ones(1, 1).expand(20_000_000, 4)  # 20 parameters times 80 M elements, in no memory
-    assert dry_run_any([role], 2, micro, [large])[1] == "imagined"
+    assert dry_run_any([role], 2, micro, [large])[1] == "fake tensors"
 
 
 def test_the_ways_to_rehearse() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert ways(cpu, work=1, scaled=False) == [Way.TRACED, Way.IMAGINED]
-    assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.IMAGINED, Way.TRACED]
-    assert ways(cuda, work=1, scaled=False) == [Way.IMAGINED, Way.IMAGINED_ON_CPU, Way.TRACED]
+    assert ways(cpu, work=1, scaled=False) == [Way.REAL, Way.FAKE]
+    assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.FAKE, Way.REAL]
+    assert ways(cuda, work=1, scaled=False) == [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch can imagine a GPU")
-def test_a_gpu_is_imagined_on_the_cpu_where_torch_knows_none() -> None:
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has fake tensors of a GPU")
+def test_a_gpu_is_faked_on_the_cpu_where_torch_knows_none() -> None:
     """NCCL receives into no tensor and no segment; between CPU ranks gradients are read where they are. The states are the same."""
     on_cpu, on_gpu = (memory_plan(build("gpt"), ds_config(0), 2, batch(), device=device) for device in ("cpu", "cuda"))
-    assert on_gpu.how == "imagined on the CPU" and on_gpu.figures.states == on_cpu.figures.states
+    assert on_gpu.how == "fake tensors on the CPU" and on_gpu.figures.states == on_cpu.figures.states
     assert on_gpu.figures.exchange == 0 == on_cpu.figures.exchange and on_gpu.figures.peak == on_cpu.figures.peak
 
 
@@ -199,16 +199,18 @@ def test_a_config_that_cannot_be_is_refused_as_it_would_be() -> None:
 
 def test_the_random_state_is_untouched() -> None:
     before = torch.get_rng_state()
-    planned("bert_mlm", ds_config(0), imagined=False)
+    planned("bert_mlm", ds_config(0), fake=False)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_variant_is_silent() -> None:
-    settings = read_ds_config(ds_config(2, steps_per_print=1, wall_clock_breakdown=True, csv_monitor={"enabled": True}))
-    other = variant(settings, stage=3, micro_batch=2, accumulation=5)
-    assert (other.zero_optimization.stage, other.train_micro_batch_size_per_gpu, other.gradient_accumulation_steps) == (
-        3,
-        2,
-        5,
-    )
-    assert not other.csv_monitor.enabled and not other.wall_clock_breakdown and other.steps_per_print is None
+def test_a_variant_has_its_stage_and_batch() -> None:
+    other = variant(read_ds_config(ds_config(2)), stage=3, micro_batch=2, accumulation=5)
+    sizes = (other.zero_optimization.stage, other.train_micro_batch_size_per_gpu, other.gradient_accumulation_steps)
+    assert sizes == (3, 2, 5)
+
+
+def test_a_dry_run_writes_and_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Monitors and timers of the ds_config are those of the run."""
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    planned("gpt", ds_config(2, steps_per_print=1, wall_clock_breakdown=True, csv_monitor=monitor), fake=False)
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""

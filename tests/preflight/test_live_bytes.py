@@ -70,7 +70,7 @@ def test_an_address_that_is_given_again_is_another_storage() -> None:
     assert live.live == 28 and live.peak == 4000 and kept.numel()
 
 
-def test_what_imagined_tensors_answer() -> None:
+def test_what_fake_tensors_answer() -> None:
     with FakeTensorMode(), LiveBytes():
         x = torch.zeros(3)
         assert x.sum().item() == 1.0

@@ -55,12 +55,12 @@ def test_what_is_whole_is_counted_while_it_is():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_imagined_and_traced_agree(schedule: str):
+def test_fake_and_real_tensors_agree(schedule: str):
     for rank in (0, 1):
-        imagined, traced = (held(schedule, rank, imagined=way) for way in (True, False))
-        assert imagined.activations == traced.activations
+        fake, traced = (held(schedule, rank, fake=way) for way in (True, False))
+        assert fake.activations == traced.activations
         # Two halves of a backward visit the weights in no fixed order.
-        assert imagined.peak == pytest.approx(traced.peak, rel=0.1 if schedule == "1f1b" else 0.25)
+        assert fake.peak == pytest.approx(traced.peak, rel=0.1 if schedule == "1f1b" else 0.25)
 
 
 def test_recomputed_layers_hold_their_inputs_only():

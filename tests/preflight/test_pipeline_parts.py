@@ -39,5 +39,5 @@ def test_layers_that_are_built_stay_as_they_are():
 @pytest.mark.parametrize("interval", [0, 1])
 def test_checkpointed_layers(interval: int):
     one = pipeline_settings(settings(pipeline={"activation_checkpoint_interval": interval}))
-    model = parts_of(pipeline(), one).whole.options(imagined=True)["model"]
+    model = parts_of(pipeline(), one).whole.options(fake=True)["model"]
     assert all(chunk.recomputes == bool(interval) for chunk in model.values())

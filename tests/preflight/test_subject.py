@@ -36,7 +36,7 @@ class Head(torch.nn.Module):
 
 
 def figures(model: torch.nn.Module, batch: Any, loss: Any = None) -> Figures:
-    return ModelSubject(model, batch, loss).rehearse(read_ds_config(ds_config(1)), 2, 4)[0]
+    return ModelSubject(model, batch, loss).dry_run(read_ds_config(ds_config(1)), 2, 4)[0]
 
 
 @pytest.mark.parametrize("form", ["output", "dict"])
@@ -80,4 +80,4 @@ def test_batches_are_cut_and_repeated() -> None:
 def test_a_subject_of_a_blueprint() -> None:
     x, model = torch.zeros(4, 8), Head("loss")
     made = ModelSubject.of(Blueprint(model), x, lambda engine, batch: engine(batch))
-    assert made.parameters == 9000 and made.rehearse(read_ds_config(ds_config(1)), 2, 4)[0] == figures(model, x)
+    assert made.parameters == 9000 and made.dry_run(read_ds_config(ds_config(1)), 2, 4)[0] == figures(model, x)

@@ -64,7 +64,6 @@ BEFORE = "self.engine = context"
 INVALID = "raise __import__('zero_trial.errors').errors.InvalidHP('too wide')"
 FLIES = "context.initialize(model=torch.nn.Linear(2, 2)).fly()"
 AFTER = "\n        self.engine = context"
-REST = "which only a run has; what comes after it was not looked at."
 
 WRONG = [
     ("import torch\n", "import torch\n1 / 0\n", "error: model_def.py:3: import raised ZeroDivisionError: division by zero in: 1 / 0."),
@@ -77,7 +76,7 @@ WRONG = [
     (ITEMS, "return list([1]", f"error: model_def.py:13: {LOADER} raised TypeError: list expected"),
     (ITEMS, "(lambda *a: 0)([1]", f"error: {LOADER} must return"),
     (MICRO, "* 40, 3", f"warn: {LOADER}: batches of 3 samples, but"),
-    (BEFORE, FLIES + AFTER, f"note: LineTrial.__init__ asks for engine.fly, {REST}"),
+    (BEFORE, FLIES + AFTER, "error: model_def.py:10: LineTrial.__init__ raised AttributeError: 'Engine' object has no attribute 'fly'"),
     (BEFORE, INVALID + AFTER, "error: too wide."),
     ("def evaluate_batch", "def evaluate", 'warn: const.yaml:7 searcher.metric: "validation_loss" never reported; the trial has no'),
     ("LineTrial(ZeroTrial)", "LineTrial(object)", "error: entrypoint: model_def:LineTrial not found in"),
@@ -99,7 +98,7 @@ def test_another_loader_is_named_with_the_way_out(tmp_path: Path):
 
 
 def test_an_engine_that_the_trial_makes_itself(tmp_path: Path):
-    """As in code for DeepSpeed: the recording engine takes the place of the real one."""
+    """As in code for DeepSpeed: the engine on the fake mesh takes the place of the real one."""
     own = (
         "engine, *_ = zero_trial.initialize(model=torch.nn.Linear(4, 1), config=context.get_data_config()['ds_config'])\n"
         "        self.engine = context.wrap_model_engine(engine)"
@@ -215,9 +214,9 @@ def test_a_pipeline(tmp_path: Path):
 def test_a_pipeline_that_is_used_like_a_model(tmp_path: Path):
     wrong = PIPELINE.replace("self.engine.eval_batch(dataloader_iter)", "self.engine(next(dataloader_iter))")
     (message,) = messages(project(tmp_path, ds_config=STAGES, model=wrong).check(dry_run=True))
-    assert "only whole batches go through a pipeline" in message
+    assert "PipelineEngine.forward: only train_batch() and eval_batch()" in message
 
 
 def test_stages_for_a_model_that_has_no_layers_to_share(tmp_path: Path):
     (message,) = messages(project(tmp_path, ds_config={**DS_CONFIG, "mesh": {"pipe": 2}}).check())
-    assert "mesh.pipe: the model is no pipeline: got 2 stages for a Linear" in message
+    assert message.startswith("error: mesh.pipe: ") and "got 2 stages for a Linear" in message

@@ -128,9 +128,8 @@ def trial_planner(
     import torch
 
     from zero_trial.preflight.compare import Planner
+    from zero_trial.preflight.fake_engine import TrialSubject
     from zero_trial.preflight.pipeline_plan import PipelinePlanner
-    from zero_trial.preflight.proxy_engine import TrialSubject
-    from zero_trial.preflight.recording_engine import comes_in_layers, recording_factory
     from zero_trial.runtime.in_memory import InMemoryPlatform
     from zero_trial.runtime.protocols import JsonDistributed
     from zero_trial.trial.context import ZeroTrialContext
@@ -150,21 +149,16 @@ def trial_planner(
         kind = import_trial_class(checked.entrypoint.module, checked.entrypoint.name, checked.model_dir.resolve())
         seed_everything(checked.seed)
         device = _device()
-        subject, stand_in = TrialSubject(ranks, device), recording_factory(ranks)
-
-        def factory(model: Any = None, **options: Any) -> Any:
-            return (stand_in if comes_in_layers(model) else subject.factory)(model=model, **options)
-
-        context = ZeroTrialContext(platform, factory, torch.device("cpu"))
+        subject = TrialSubject(ranks, device)
+        context = ZeroTrialContext(platform, subject.factory, torch.device("cpu"))
         trial = kind(context)
-        pipelines = [engine for engine in context.engines if comes_in_layers(engine.module)]
         one_host = ranks == checked.own.ranks
         feed = open_train_data(trial, context, Resume()).feed
-        if pipelines:
-            settings = _at_stage(pipelines[0].config, stage)
+        if subject.pipeline is not None:
+            model, settings = subject.pipeline
             batch = _pair(next(feed)) if feed is not None else (None, None)
             yield PipelinePlanner(
-                pipelines[0].module, settings, ranks, batch, device=device, one_host=one_host, limit=limit
+                model, _at_stage(settings, stage), ranks, batch, device=device, one_host=one_host, limit=limit
             )
             return
         if feed is not None:

@@ -192,13 +192,18 @@ class ControlChannel:
         root = self._watch.ranks[source]
         self._run("broadcast", label, raw, lambda: dist.broadcast(raw, root, group=self._group, async_op=True))
 
+    def gather_row(self, row: list[int], label: str, index: int) -> list[list[int]]:
+        """Return every rank's ``row`` of integers, in rank order, by one all-reduce; this rank is axis index ``index``."""
+        table = torch.zeros(self._size, len(row), dtype=torch.int64, device=self.device)
+        table[index] = torch.tensor(row, device=self.device)
+        self.all_reduce(table, label, "sum")
+        rows: list[list[int]] = table.tolist()
+        return rows
+
     def gather_json(self, value: Any, label: str, index: int) -> list[Any]:
         """Return every rank's ``value``, in rank order; this rank is axis index ``index``."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self._size, dtype=torch.int64, device=self.device)
-        lengths[index] = data.numel()
-        self.all_reduce(lengths, label, "sum")
-        sizes = [int(n) for n in lengths.tolist()]
+        sizes = [size for (size,) in self.gather_row([data.numel()], label, index)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data.to(self.device)
         rows = self._exchange("gather", label, padded)
@@ -501,6 +506,13 @@ class AxisComm:
         if self.size > 1:
             self.counters.add("all_reduce", self.name, values.numel(), values.element_size())
             self._control.all_reduce(values, label, op)
+
+    def gather_row(self, row: list[int], label: str) -> list[list[int]]:
+        """Return every rank's ``row`` of a few integers, in rank order, on every rank. All rows must have the same length."""
+        if self.size == 1:
+            return [row]
+        self.counters.add("all_reduce", self.name, self.size * len(row), 8)
+        return self._control.gather_row(row, label, self.index)
 
     def gather_json(self, value: Any, label: str) -> list[Any]:
         """Return every rank's ``value`` (anything that JSON holds), in rank order, on every rank.

@@ -87,13 +87,7 @@ def initialize(
     from the optimizer). "auto" takes what ``args`` (TrainingArguments, or argparse's) and ``model.config`` say.
     All ranks start from rank 0's weights. Collective over the world. Raises ConfigError, MeshError.
     """
-    if model is None:
-        raise ConfigError(
-            "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
-        )
-    source = _config_source(args, config, config_params)
-    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model) | hints_of(args))
-    settings = with_stages(settings, model)
+    model, settings = read_settings(args, model, config, config_params)
     open_console(settings.log_level)
     mesh = _join(settings, mpu, distributed_port, dist_init_required)
     if _device().type == "cpu" or offloads(settings):
@@ -121,6 +115,17 @@ def initialize(
         for line in filter(None, lines):
             log.info("%s", line)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def read_settings(args: Any, model: nn.Module | None, config: Any, config_params: Any) -> tuple[nn.Module, DsConfig]:
+    """Return the model and the ds_config that the arguments of :func:`initialize` mean. Raises ConfigError."""
+    if model is None:
+        raise ConfigError(
+            "initialize() needs a model", where="initialize(model)", got=None, expected="a torch.nn.Module"
+        )
+    source = _config_source(args, config, config_params)
+    settings = source if isinstance(source, DsConfig) else read_ds_config(source, hints=_hints(model) | hints_of(args))
+    return model, with_stages(settings, model)
 
 
 def _configure_checkpointing(settings: DsConfig, mesh: Mesh) -> None:
@@ -159,7 +164,8 @@ def build_engine(
     if isinstance(model, PipelineModule):
         given = model_parameters is not None or isinstance(optimizer, torch.optim.Optimizer)
         build_layers(model, settings, mesh, has_parameters=given)
-    _require_values(model)
+    if device.type != "meta":  # a dry run may be asked for sizes only
+        _require_values(model)
     if any(tensor.device != device for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
     optimizes = optimizer is not None or settings.optimizer is not None
@@ -201,7 +207,7 @@ def build_engine(
 
 
 def _require_values(model: nn.Module) -> None:
-    """Raises ConfigError for a model that was built on the meta device: training has to start from some values."""
+    """Raise ConfigError for a model that was built on the meta device: training has to start from some values."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if (name := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
         raise ConfigError(

@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from zero_trial.comm import Mesh
 from zero_trial.errors import DataError
 from zero_trial.pipeline.channel import tensors_in
 from zero_trial.pipeline.schedule import ChunkPlacement
 
 HAS_ITERATOR, GOT, SAMPLES, LEAST, MOST = range(5)
-_FIELDS = 5
 
 Read = Callable[[Any], tuple[Any, Any]]
 """Turns what the iterator gives into (inputs, label) on the device."""
@@ -77,7 +74,8 @@ def read_step(
             inputs.append(value)
             labels.append(label)
     samples = [sample_count(value) for value in inputs] if here == first else []
-    table = _exchange(mesh, [int(reads), len(inputs), sum(samples), min(samples, default=0), max(samples, default=0)])
+    row = [int(reads), len(inputs), sum(samples), min(samples, default=0), max(samples, default=0)]
+    table = mesh.world.gather_row(row, "what each rank has read")
     stage_of = [mesh.shape.coordinates(rank)["pipe"] for rank in range(mesh.world.size)]
     count = _agreed(table, stage_of, first)
     rows = [row for row, stage in zip(table, stage_of, strict=True) if stage == first]
@@ -100,16 +98,6 @@ def sample_count(value: Any) -> int:
     """Return the length of the first tensor's first dimension; 1 where there is none."""
     tensors = tensors_in(value)
     return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
-
-
-def _exchange(mesh: Mesh, row: list[int]) -> list[list[int]]:
-    """Return every rank's row, in rank order."""
-    device = mesh.world.control_device
-    table = torch.zeros(mesh.world.size * _FIELDS, dtype=torch.int64, device=device)
-    table[mesh.world.index * _FIELDS : (mesh.world.index + 1) * _FIELDS] = torch.tensor(row, device=device)
-    mesh.world.all_reduce_small(table, "what each rank has read")
-    found: list[list[int]] = table.view(-1, _FIELDS).tolist()
-    return found
 
 
 def _agreed(table: Sequence[Sequence[int]], stage_of: Sequence[int], first: int) -> int:

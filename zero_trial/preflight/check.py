@@ -103,7 +103,7 @@ def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -
     if request.build and entrypoint is not None and slots > 0:
         point = first.point if first is not None else _only_point(experiment, report)
         if point is not None:
-            parameters = _rehearse(request, experiment, entrypoint, point, model_dir, slots, report)
+            parameters = _dry_run(request, experiment, entrypoint, point, model_dir, slots, report)
     if first is not None:
         report.findings += check_nvme(first.config, max(slots, 1), parameters, base=model_dir)
 
@@ -200,7 +200,7 @@ def _only_point(experiment: ExperimentConfig, report: CheckReport) -> Point | No
     return report.space.points[0] if report.space is not None and not experiment.names_ds_config() else None
 
 
-def _rehearse(
+def _dry_run(
     request: CheckRequest,
     experiment: ExperimentConfig,
     entrypoint: Entrypoint,

@@ -17,14 +17,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from zero_trial.ds_config.keys_running import (
-    CometSection,
-    CommsLoggerSection,
-    CsvMonitorSection,
-    FlopsProfilerSection,
-    TensorBoardSection,
-    WandbSection,
-)
 from zero_trial.ds_config.keys_zero import OffloadOptimizerSection
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.engine import Engine
@@ -65,9 +57,9 @@ class Blueprint:
         """Made when first needed: torch loads some 800 modules for it, which takes a second."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
-    def options(self, *, imagined: bool) -> dict[str, Any]:
-        """A new copy. ``imagined``: without values, to be used inside :meth:`without_values`; else real tensors, on the CPU, of zeros and ones."""
-        if imagined:
+    def options(self, *, fake: bool) -> dict[str, Any]:
+        """A new copy. ``fake``: without values, to be used inside :meth:`without_values`; else real tensors, on the CPU, of zeros and ones."""
+        if fake:
             with self.mode:
                 return _twin(
                     self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -75,9 +67,9 @@ class Blueprint:
         return _twin(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
 
     @contextmanager
-    def without_values(self, *, imagined: bool) -> Iterator[None]:
+    def without_values(self, *, fake: bool) -> Iterator[None]:
         """Inside, operations compute shapes, dtypes and lifetimes of tensors, and no values."""
-        if not imagined:
+        if not fake:
             yield
             return
         with self.mode:
@@ -92,9 +84,9 @@ class Blueprint:
         finally:
             self.device = before
 
-    def batch(self, value: Any, *, imagined: bool) -> Any:
-        """A batch for a rehearsal: the same nested form; its tensors without values where ``imagined``."""
-        if not imagined:
+    def batch(self, value: Any, *, fake: bool) -> Any:
+        """A batch for a rehearsal: the same nested form; its tensors without values where ``fake``."""
+        if not fake:
             return value
         memo: dict[int, Any] = {}
         return torch.utils._pytree.tree_map(
@@ -129,7 +121,7 @@ def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-# Training steps of one rank, played through with the engine's own code on an imagined mesh, and what they held in memory.
+# Training steps of one rank, played through with the engine's own code on a fake mesh, and what they held in memory.
 #
 # The second step counts: from then on the optimizer has its state and the order of reductions is known. Nothing is computed twice here: layouts,
 # buckets, landings and flights are those of the engine, because it is the engine that runs.
@@ -141,7 +133,7 @@ STEPS = 2
 MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
 
 
-SMALL_WORK = 1_000_000_000  # parameters times elements of the batch: below, real numbers are faster than imagined ones
+SMALL_WORK = 1_000_000_000  # parameters times elements of the batch: below, real numbers are faster than fake ones
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,7 @@ class Role:
 
 @dataclass(frozen=True)
 class FakeWorld:
-    """The imagined ranks: how many, how they exchange, and what that costs in shared segments."""
+    """The fake ranks: how many, how they exchange, and what that costs in shared segments."""
 
     ranks: int
     exchange: Exchange
@@ -172,21 +164,21 @@ def dry_run(
     batches: Sequence[Any] = (),
     *,
     calls: int = 1,
-    imagined: bool = True,
+    fake: bool = True,
     exchange: Exchange = Exchange.SHARED,
 ) -> Figures:
     """Bytes on rank 0 of ``ranks``. ``micro(engines, batches)`` is called ``calls`` times per step; without it the states alone are measured.
 
-    ``imagined``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
+    ``fake``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
     memory as the rank itself would need. torch's random state is left as it was.
     """
     first = roles[0].blueprint
     live, segments = LiveBytes(first.device.type), Segments()
-    given = [first.batch(batch, imagined=imagined) for batch in batches]
+    given = [first.batch(batch, fake=fake) for batch in batches]
     live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
-    cast = [role.blueprint.options(imagined=imagined) for role in roles]
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(imagined=imagined), live:
-        warnings.simplefilter("ignore")  # imagined tensors have no addresses, and torch warns who asks for one
+    cast = [role.blueprint.options(fake=fake) for role in roles]
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(fake=fake), live:
+        warnings.simplefilter("ignore")  # fake tensors have no addresses, and torch warns who asks for one
         engines = [
             _engine(role, options, FakeWorld(ranks, exchange, segments), live)
             for role, options in zip(roles, cast, strict=True)
@@ -216,16 +208,16 @@ def dry_run(
 class Way(Enum):
     """How a micro-batch is rehearsed, as a plan says it."""
 
-    IMAGINED = "imagined"  # tensors without values, on the device of the training
-    IMAGINED_ON_CPU = "imagined on the CPU"  # the same, where this torch cannot imagine that device: kernels may save other things there
-    TRACED = "traced"  # real numbers on the CPU
+    FAKE = "fake tensors"  # tensors without values, on the device of the training
+    FAKE_ON_CPU = "fake tensors on the CPU"  # the same, where this torch cannot imagine that device: kernels may save other things there
+    REAL = "real tensors"  # real numbers on the CPU
 
 
 def ways(device: torch.device, *, work: int, scaled: bool) -> list[Way]:
     """The ways to try, best first. Half precision with a loss scale (``scaled``) may overflow on the numbers of a rehearsal."""
     if device.type != "cpu":
-        return [Way.IMAGINED, Way.IMAGINED_ON_CPU, Way.TRACED]
-    return [Way.TRACED, Way.IMAGINED] if work <= SMALL_WORK and not scaled else [Way.IMAGINED, Way.TRACED]
+        return [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
+    return [Way.REAL, Way.FAKE] if work <= SMALL_WORK and not scaled else [Way.FAKE, Way.REAL]
 
 
 def dry_run_any(
@@ -250,15 +242,13 @@ def dry_run_any(
     scaled = any(role.settings.fp16.enabled for role in roles)
     faults: list[Exception] = []
     for way in ways(device, work=work, scaled=scaled):
-        place = device if way is Way.IMAGINED else torch.device("cpu")
+        place = device if way is Way.FAKE else torch.device("cpu")
         try:
             with ExitStack() as stack:
                 for role in roles:
                     stack.enter_context(role.blueprint.on(place))
-                imagined = way is not Way.TRACED
-                return dry_run(
-                    roles, ranks, micro, batches, calls=calls, imagined=imagined, exchange=exchange
-                ), way.value
+                fake = way is not Way.REAL
+                return dry_run(roles, ranks, micro, batches, calls=calls, fake=fake, exchange=exchange), way.value
         except TrialError as error:
             faults.append(error)
         except ZeroTrialError:
@@ -270,35 +260,19 @@ def dry_run_any(
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
-    """``settings`` at another ZeRO stage and batch, without monitors and profilers."""
+    """``settings`` at another ZeRO stage and batch."""
     return replace(
         settings,
         train_batch_size=None,
         train_micro_batch_size_per_gpu=micro_batch,
         gradient_accumulation_steps=accumulation,
         zero_optimization=replace(settings.zero_optimization, stage=stage),
-        **_SILENT,
     )
 
 
 def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> DsConfig:
     """``settings`` with optimizer state somewhere else."""
     return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
-
-
-_SILENT: dict[str, Any] = {
-    "tensorboard": TensorBoardSection(),
-    "csv_monitor": CsvMonitorSection(),
-    "wandb": WandbSection(),
-    "comet": CometSection(),
-    "flops_profiler": FlopsProfilerSection(),
-    "comms_logger": CommsLoggerSection(),
-    "steps_per_print": None,
-    "wall_clock_breakdown": False,
-    "memory_breakdown": False,
-    "dump_state": False,
-    "disable_python_gc": False,
-}
 
 
 def _engine(role: Role, options: dict[str, Any], world: FakeWorld, live: LiveBytes) -> Engine:
@@ -339,7 +313,7 @@ class Subject(Protocol):
     def parameters(self) -> int:
         """Elements of all parameters, each once."""
 
-    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         """The figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on one host or not, and how they were had."""
 
 
@@ -377,7 +351,7 @@ class ModelSubject:
     def parameters(self) -> int:
         return self._blueprint.parameters
 
-    def rehearse(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
         batch = self._batch if self._rows is None else first_rows(self._batch, self._rows, micro_batch)
 
         def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:

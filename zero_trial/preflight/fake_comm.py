@@ -139,6 +139,9 @@ class FakeControl(ControlChannel):
     def broadcast(self, raw: torch.Tensor, label: str, source: int) -> None:
         """Leave ``raw`` as it is."""
 
+    def gather_row(self, row: list[int], label: str, index: int) -> list[list[int]]:
+        return [row] * self._size
+
     def gather_json(self, value: Any, label: str, index: int) -> list[Any]:
         return [value] * self._size
 

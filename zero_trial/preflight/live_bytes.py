@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
-            return _imagined_number(args[0])
+            return _fake_number(args[0])
         out = func(*args, **(kwargs or {}))
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_flatten(out)[0]:
             if isinstance(leaf, torch.Tensor) and (self._knows(leaf) or not _is_of(leaf, args)):
@@ -151,7 +151,7 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _imagined_number(tensor: torch.Tensor) -> float | bool:
+def _fake_number(tensor: torch.Tensor) -> float | bool:
     """What a tensor without values answers to ``item()``: losses and norms are 1.0, conditions False.
 
     An integer could decide a shape, and a wrong shape a wrong plan: LookupError.

@@ -164,17 +164,17 @@ def dry_run_rank(
     copies: Copies,
     dtype: torch.dtype = torch.float32,
     *,
-    imagined: bool = True,
+    fake: bool = True,
 ) -> HeldBytes:
     """What pipeline rank ``rank`` holds in one step of ``schedule`` on micro-batches like ``batch`` (inputs, labels).
 
-    ``imagined``: tensors without values. torch's random state stays as it was. Raises TrialError where a layer cannot be run so.
+    ``fake``: tensors without values. torch's random state stays as it was. Raises TrialError where a layer cannot be run so.
     """
     live = LiveBytes()
-    inputs, labels = parts.whole.batch(batch, imagined=imagined)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), parts.whole.without_values(imagined=imagined):
-        warnings.simplefilter("ignore")  # imagined tensors have no addresses, and torch warns who asks for one
-        model = parts.whole.options(imagined=imagined)["model"]
+    inputs, labels = parts.whole.batch(batch, fake=fake)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), parts.whole.without_values(fake=fake):
+        warnings.simplefilter("ignore")  # fake tensors have no addresses, and torch warns who asks for one
+        model = parts.whole.options(fake=fake)["model"]
         chunks = {int(name): chunk for name, chunk in model.items()}
         for param in model.parameters():
             param.data = param.data.to(dtype)

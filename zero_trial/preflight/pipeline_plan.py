@@ -206,8 +206,8 @@ class PipelinePlanner:
         stages = []
         for rank, counted in enumerate(report.ranks):
             held = _either(
-                lambda imagined, rank=rank: dry_run_rank(  # type: ignore[misc]
-                    parts, schedule, rank, batch, copies, dtypes.param, imagined=imagined
+                lambda fake, rank=rank: dry_run_rank(  # type: ignore[misc]
+                    parts, schedule, rank, batch, copies, dtypes.param, fake=fake
                 )
             )
             states = self._states(settings, rank)

@@ -17,8 +17,8 @@ import zero_trial
 from zero_trial.errors import InvalidHP, TrialError, ZeroTrialError
 from zero_trial.experiment.experiment import ExperimentConfig
 from zero_trial.launch.entrypoint import Entrypoint
+from zero_trial.preflight.fake_engine import fake_initialize
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
-from zero_trial.preflight.recording_engine import NotInDryRun, recording_factory
 from zero_trial.preflight.trial_source import reported_metrics, training_issues
 from zero_trial.runtime.in_memory import InMemoryPlatform
 from zero_trial.runtime.protocols import JsonDistributed
@@ -69,7 +69,7 @@ def dry_run_trial(scene: DryRunRequest) -> DryRunResult:
         storage as folder,
         contextlib.redirect_stdout(sys.stderr),
         _model_folder(scene.model_dir),
-        _engine(scene.slots),
+        _fake_engines(scene.slots, evaluates=scene.dry_run),
         contextlib.suppress(_Ended),
     ):
         _Stage(scene, found, Path(folder)).run()
@@ -103,7 +103,7 @@ class _Stage:
             Area.ENTRYPOINT, lambda: import_trial_class(name.module, name.name, scene.model_dir.resolve()), "import"
         )
         seed_everything(scene.seed)
-        context = ZeroTrialContext(self._platform, recording_factory(scene.slots), torch.device("cpu"))
+        context = ZeroTrialContext(self._platform, zero_trial.initialize, torch.device("cpu"))
         trial = self._try(Area.TRIAL, lambda: kind(context), f"{name.name}.__init__")
         self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
         self._found.parameters = context.parameters
@@ -163,9 +163,6 @@ class _Stage:
             self._found.findings += issues_of(area, error, Severity.WARNING if search else Severity.FAULT)
         except ZeroTrialError as error:
             self._found.findings += issues_of(area, error)
-        except NotInDryRun as error:
-            what = f"{doing} asks for {error}, which only a run has; what comes after it was not looked at"
-            self._found.findings.append(note(area, Severity.NOTE, what))
         except (Exception, SystemExit) as error:
             self._found.findings.append(
                 CheckIssue(area, Severity.FAULT, trial_code_error(error, self._scene.model_dir, doing))
@@ -228,14 +225,14 @@ def _model_folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _engine(ranks: int) -> Iterator[None]:
-    """``zero_trial.initialize`` is the recording one for a while: a trial may call it by itself and wrap what comes back."""
-    had = vars(zero_trial).get("initialize")
-    vars(zero_trial)["initialize"] = recording_factory(ranks)
+def _fake_engines(ranks: int, *, evaluates: bool) -> Iterator[None]:
+    """Replace ``zero_trial.initialize`` inside: a trial may call it itself and wrap the engine that it returns."""
+    before = vars(zero_trial).get("initialize")
+    vars(zero_trial)["initialize"] = fake_initialize(ranks, evaluates=evaluates)
     try:
         yield
     finally:
-        if had is None:
+        if before is None:
             del vars(zero_trial)["initialize"]
         else:
-            vars(zero_trial)["initialize"] = had
+            vars(zero_trial)["initialize"] = before

@@ -1,0 +1,211 @@
+"""The engines of a dry run: with real values for a check, behind a proxy for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.preflight.measured import ROWS, batch, build, ds_config
+from zero_trial.errors import ConfigError, TrialError
+from zero_trial.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec
+from zero_trial.preflight.compare import Planner, memory_plan
+from zero_trial.preflight.fake_engine import TrialSubject, fake_initialize
+from zero_trial.trial.context import make_engine_mpu
+
+
+def planned(subject: TrialSubject, train: Any, *batches: Any, **more: Any) -> Any:
+    subject.perform(train, batches, **more)
+    return Planner(subject, subject.settings, subject.ranks)
+
+
+def test_a_trial_is_planned_like_its_model() -> None:
+    subject = TrialSubject(2)
+    engine = subject.factory(model=build("gpt"), config=ds_config(2))[0]
+    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size(), engine.world_size) == (
+        ROWS,
+        2 * ROWS,
+        2,
+    )
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        engine.backward(engine(*next(batches)))
+        engine.step()
+
+    planner = planned(subject, train_batch, batch())
+    assert planner.plan() == memory_plan(build("gpt"), ds_config(2), 2, batch())
+    rows = planner.compare()
+    assert [row.plan is None for row in rows] == [False] * 7
+    away = rows[-1].plan
+    assert away is not None and away.figures.optimizer < planner.plan().figures.optimizer / 2
+
+
+def test_two_engines_are_planned_together() -> None:
+    subject = TrialSubject(2)
+    one = subject.factory(model=build("gpt"), config=ds_config(1))[0]
+    two = subject.factory(model=build("gpt"), config=ds_config(1))[0]
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        given = next(batches)
+        for engine in (one, two):
+            engine.backward(engine(*given))
+            engine.step()
+
+    both, single = planned(subject, train_batch, batch()).plan(), memory_plan(build("gpt"), ds_config(1), 2, batch())
+    assert both.figures.states == 2 * single.figures.states and both.parameter_count == 2 * single.parameter_count
+    assert both.figures.peak > single.figures.peak + single.figures.states * 0.9
+
+
+def test_a_trial_that_does_its_own_accumulation() -> None:
+    subject = TrialSubject(2)
+    engine = subject.factory(model=build("gpt"), config=ds_config(1, accumulation=3))[0]
+    calls = []
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        calls.append(engine.gradient_accumulation_steps())
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*next(batches)))
+            engine.step()
+
+    assert engine.gradient_accumulation_steps() == 3
+    plan = planned(subject, train_batch, batch(), calls_per_step=1).plan()
+    assert calls == [2, 2] and plan.accumulation == 3  # a third micro-batch needs nothing that the second does not
+
+
+def test_client_optimizers_and_generators_of_parameters() -> None:
+    model = build("gpt")
+    config = ds_config(1)
+    del config["optimizer"]
+    subject = TrialSubject(2)
+    engine, optimizer, _, _ = subject.factory(
+        model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    assert optimizer is not None and engine.get_lr() == [0.1]
+
+    def train_batch(batches: Iterator[Any]) -> None:
+        engine.backward(engine(*next(batches)))
+        engine.step()
+
+    assert planned(subject, train_batch, batch()).plan().figures.optimizer == 0  # SGD without momentum keeps nothing
+    other = TrialSubject(2)
+    other.factory(model=build("gpt"), config=ds_config(1), model_parameters=iter([]))
+
+
+def test_faults() -> None:
+    with pytest.raises(ConfigError, match="needs a model"):
+        TrialSubject(2).factory(config=ds_config(1))
+    with pytest.raises(TrialError, match="the trial made no engine"):
+        _ = TrialSubject(2).settings
+
+
+def test_plan_fills_auto_from_the_width_of_the_model() -> None:
+    class Wide(torch.nn.Linear):
+        class Config:
+            d_model = 8
+
+        config = Config()
+
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    subject = TrialSubject(1)
+    subject.factory(model=Wide(1, 1), config=config)
+    assert subject.settings.zero_optimization.reduce_bucket_size == 64
+    assert engine(1, model=Wide(1, 1), config=config).config.zero_optimization.reduce_bucket_size == 64
+
+
+CONFIG = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+}
+
+
+def engine(ranks: int = 4, *, evaluates: bool = False, **options: Any) -> Any:
+    given = {"model": torch.nn.Linear(2, 1), "config": CONFIG, **options}
+    made = fake_initialize(ranks, evaluates=evaluates)(**given)
+    assert made[0].optimizer is made[1] and made[0].lr_scheduler is made[3]
+    return made[0]
+
+
+def test_an_engine_answers_for_the_whole_run() -> None:
+    found = engine()
+    sizes = (found.train_batch_size(), found.train_micro_batch_size_per_gpu(), found.gradient_accumulation_steps())
+    assert sizes == (16, 2, 2)
+    assert (found.world_size, found.dp_world_size, found.mpu.get_data_parallel_world_size()) == (4, 4, 4)
+    assert found.get_lr() == [0.5] and str(found.device) == "cpu"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_an_engine_evaluates_in_the_precision_of_the_run(stage: int, precision: str) -> None:
+    half = {} if precision == "fp32" else {precision: {"enabled": True}}
+    found = engine(config={**CONFIG, **half, "zero_optimization": {"stage": stage}})
+    with torch.no_grad():
+        output = found(torch.ones(3, 2))
+    assert output.shape == (3, 1) and output.isfinite().all() and found.zero_optimization_stage() == stage
+    assert (found.fp16_enabled(), found.bfloat16_enabled()) == (precision == "fp16", precision == "bf16")
+    assert {param.dtype for param in found.module.parameters()} == {output.dtype}
+
+
+def test_a_mesh_with_a_model_axis() -> None:
+    mpu = engine(config={**CONFIG, "mesh": {"model": 2}}).mpu
+    assert (mpu.get_data_parallel_world_size(), mpu.get_model_parallel_world_size()) == (2, 2)
+    assert (mpu.get_pipe_parallel_world_size(), mpu.get_slice_parallel_rank(), mpu.get_data_parallel_rank()) == (
+        1,
+        0,
+        0,
+    )
+
+
+def pipeline(ranks: int = 4, *, evaluates: bool = False, num_stages: int | None = None, **config: Any) -> Any:
+    tied = TiedLayerSpec("tied", torch.nn.Linear, 3, 3)
+    layers = [LayerSpec(torch.nn.Linear, 2, 3), tied, torch.nn.functional.relu, tied, LayerSpec(torch.nn.Linear, 3, 1)]
+    model = PipelineModule(layers, num_stages=num_stages, loss_fn=mse_loss)
+    return engine(ranks, evaluates=evaluates, config={**CONFIG, "mesh": {"pipe": 2}, **config}, model=model)
+
+
+def test_a_pipeline_has_fewer_data_parallel_ranks_and_reports() -> None:
+    found = pipeline()
+    assert found.is_pipe_parallel and found.is_last_stage()
+    assert (found.dp_world_size, found.train_micro_batch_size_per_gpu(), found.train_batch_size()) == (2, 4, 16)
+    mpu = make_engine_mpu(found.mpu)
+    assert mpu.should_report_metrics and mpu.should_build_data_loader
+    assert all(parameter.is_meta for parameter in found.parameters()), "no memory for a look at the sizes"
+    assert str(found.device) == "cpu", "where the trial puts its tensors"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_pipeline_evaluates_its_micro_batches(stage: int, schedule: str) -> None:
+    config = {"zero_optimization": {"stage": stage if schedule == "1f1b" else 0}, "pipeline": {"schedule": schedule}}
+    found = pipeline(evaluates=True, **config)
+    feed = iter([(torch.full((4, 2), float(number)), torch.zeros(4, 1)) for number in range(6)])
+    assert found.eval_batch(feed).isfinite() and len(list(feed)) == 4
+
+
+def test_stages_that_the_model_brings_along() -> None:
+    assert pipeline(num_stages=2, mesh={}).dp_world_size == 2
+    with pytest.raises(ConfigError):
+        engine(config={**CONFIG, "mesh": {"pipe": 2}})
+    with pytest.raises(ConfigError):
+        engine(ranks=3)
+
+
+def test_optimizers_and_schedulers_of_the_user() -> None:
+    model = torch.nn.Linear(2, 1)
+    config = {name: value for name, value in CONFIG.items() if name != "optimizer"}
+    mine = torch.optim.SGD(model.parameters(), lr=0.25)
+    assert engine(model=model, optimizer=mine, config=config).get_lr() == [0.25]
+    assert engine(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.125)).get_lr() == [0.125]
+    scheduled = engine(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    assert scheduled.lr_scheduler.step_size == 2
+
+
+def test_where_the_ds_config_comes_from() -> None:
+    class Arguments:
+        deepspeed_config = CONFIG
+
+    assert engine(config=None, config_params=CONFIG).train_batch_size() == 16
+    assert engine(config=None, args=Arguments()).train_batch_size() == 16

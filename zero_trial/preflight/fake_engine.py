@@ -1,0 +1,213 @@
+"""Build what a dry run gives a trial in place of ``zero_trial.initialize``: the real engine, as rank 0 of a fake mesh.
+
+    fake_initialize   one engine with real values on the CPU, for ``check``: the trial builds, loads and evaluates with it
+    TrialSubject      engines without values behind a proxy, for ``plan``: the trial's train_batch runs on one planned engine after another
+
+A pipeline is one engine of one stage that holds all layers, because the stages of a real one exchange tensors and
+the other ranks of a fake mesh send none. Its layers have no values where only its sizes are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_trial.ds_config.keys_running import PipelineSection
+from zero_trial.ds_config.table import DsConfig
+from zero_trial.engine import Engine
+from zero_trial.engine.build import build_engine, read_settings
+from zero_trial.engine.resolved_config import mesh_shape
+from zero_trial.errors import TrialError
+from zero_trial.pipeline.module import PipelineModule
+from zero_trial.preflight.dry_run import Blueprint, Role, dry_run_any, first_rows, rows_of, variant, with_state_at
+from zero_trial.preflight.fake_comm import FAKE_SWAP, Exchange, fake_mesh
+from zero_trial.preflight.plan import Figures
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+class ProxyEngine:
+    """What a trial takes for its engine. Calls and attributes go to ``playing``, the engine that is planned at the moment.
+
+    ``device``: where the trial should put its tensors.
+    """
+
+    def __init__(self, playing: Engine, device: torch.device) -> None:
+        self.playing = playing
+        self.device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.playing(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.playing, name)
+
+
+def fake_initialize(ranks: int, *, evaluates: bool) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return a function with the signature of ``zero_trial.initialize`` for a run of ``ranks`` ranks.
+
+    Its engines compute on the CPU, in the precision of ds_config. Collectives move nothing: at ZeRO stage 3 the
+    parameters of other ranks are zeros, so outputs have the right form and not the right values. ``evaluates``:
+    pipelines get values, too.
+    """
+
+    def initialize(
+        args: Any = None,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        distributed_port: int = 0,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Any = None,
+        config: Any = None,
+        mesh_param: Any = None,
+        config_params: Any = None,
+    ) -> tuple[Any, Any, Any, Any]:
+        model, settings = read_settings(args, model, config, config_params)
+        given = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+        given |= {"training_data": training_data, "collate_fn": collate_fn}
+        engine: Any
+        if isinstance(model, PipelineModule) and not evaluates:
+            engine = ProxyEngine(_whole_pipeline(model, settings, ranks, META, given), CPU)
+        elif isinstance(model, PipelineModule):
+            engine = _whole_pipeline(model, settings, ranks, CPU, given)
+        else:
+            engine = _rank_0(model, settings, ranks, CPU, given)
+        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+    return initialize
+
+
+def _rank_0(model: nn.Module, settings: DsConfig, ranks: int, device: torch.device, options: dict[str, Any]) -> Engine:
+    mesh = fake_mesh(mesh_shape(settings, ranks), Exchange.DIRECT)
+    return build_engine(model, settings, mesh, device, places=FAKE_SWAP, **options)
+
+
+def _whole_pipeline(
+    model: PipelineModule, settings: DsConfig, ranks: int, device: torch.device, options: dict[str, Any]
+) -> Engine:
+    """Build the engine of all layers on the ranks that share one stage of ``settings``."""
+    whole = replace(settings, mesh=replace(settings.mesh, pipe=1), pipeline=PipelineSection())
+    if not (model.built and model.num_stages == 1):
+        with device if device == META else nullcontext():
+            model.build_whole()
+    return _rank_0(model, whole, ranks // settings.mesh.pipe, device, options)
+
+
+@dataclass(frozen=True)
+class _Part:
+    blueprint: Blueprint
+    settings: DsConfig
+    proxy: ProxyEngine
+
+
+class TrialSubject:
+    """A trial built with :meth:`factory` in place of ``zero_trial.initialize``; see :class:`zero_trial.preflight.dry_run.Subject`.
+
+    Give it the trial's micro-batch with :meth:`perform` before a dry run. Several engines (a GAN) are planned together.
+    A pipeline is planned by :class:`zero_trial.preflight.PipelinePlanner`, from ``pipeline``: its module and ds_config.
+    """
+
+    def __init__(self, ranks: int, device: torch.device | str = "cpu") -> None:
+        self.ranks = ranks
+        self.pipeline: tuple[PipelineModule, DsConfig] | None = None
+        self._device = torch.device(device)
+        self._parts: list[_Part] = []
+        self._train: Callable[[Any], Any] | None = None
+        self._batches: list[Any] = []
+        self._calls_per_step: int | None = None
+
+    def factory(
+        self,
+        args: Any = None,
+        model: nn.Module | None = None,
+        config: Any = None,
+        config_params: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Take the arguments of ``zero_trial.initialize`` and return what it does, with a :class:`ProxyEngine` for the engine."""
+        model, settings = read_settings(args, model, config, config_params)
+        names = ("optimizer", "model_parameters", "lr_scheduler")
+        given = {name: _listed(value) for name, value in options.items() if name in names}
+        if isinstance(model, PipelineModule):
+            self.pipeline = self.pipeline or (model, settings)
+            engine = _whole_pipeline(model, settings, self.ranks, META, given)
+            return ProxyEngine(engine, CPU), engine.optimizer, None, engine.lr_scheduler
+        blueprint = Blueprint(model, given, self._device)
+        with blueprint.without_values(fake=True):
+            copied = blueprint.options(fake=True)
+            engine = _rank_0(copied.pop("model"), settings, self.ranks, self._device, copied)
+        proxy = ProxyEngine(engine, engine.device)
+        self._parts.append(_Part(blueprint, settings, proxy))
+        return proxy, engine.optimizer, None, engine.lr_scheduler
+
+    def perform(
+        self, train: Callable[[Any], Any], batches: Sequence[Any], *, calls_per_step: int | None = None
+    ) -> None:
+        """Set what a dry run does: ``train(iterator)`` is one call of the trial's ``train_batch``.
+
+        Args:
+            batches: real ones of the trial's loader, handed out in turn.
+            calls_per_step: 1 for a trial that does all micro-batches of a step itself; None: once per micro-batch.
+        """
+        self._train, self._batches, self._calls_per_step = train, list(batches), calls_per_step
+
+    @property
+    def settings(self) -> DsConfig:
+        """The ds_config of the first engine."""
+        if not self._parts:
+            raise TrialError(
+                "the trial made no engine", where="plan", fix="Call context.initialize(model=...) in its __init__."
+            )
+        return self._parts[0].settings
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.blueprint.parameters for part in self._parts)
+
+    def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
+        stage, accumulation = settings.zero_optimization.stage, settings.gradient_accumulation_steps or 1
+        place = settings.zero_optimization.offload_optimizer
+        roles = [
+            Role(
+                part.blueprint,
+                variant(
+                    with_state_at(part.settings, place),
+                    stage=stage,
+                    micro_batch=micro_batch,
+                    accumulation=accumulation,
+                ),
+            )
+            for part in self._parts
+        ]
+        if self._train is None:
+            return dry_run_any(roles, ranks, None, one_host=one_host)
+        train = self._train
+        given = [first_rows(batch, rows, micro_batch) if (rows := rows_of(batch)) else batch for batch in self._batches]
+
+        def micro(engines: Sequence[Engine], batches: Sequence[Any]) -> None:
+            for part, engine in zip(self._parts, engines, strict=True):
+                part.proxy.playing = engine
+            train(_repeated(batches))
+
+        return dry_run_any(roles, ranks, micro, given, calls=self._calls_per_step or accumulation, one_host=one_host)
+
+
+def _repeated(batches: Sequence[Any]) -> Any:
+    """Yield the batches in turn, without an end."""
+    while True:
+        yield from batches
+
+
+def _listed(value: Any) -> Any:
+    """Return a generator of parameters as a list, so that it can be read more than once."""
+    return list(value) if hasattr(value, "__next__") else value

@@ -234,13 +234,10 @@ class GradReducer:
 
         Exchanges one flag per group. Collective over shard and replica: see the top of this file for when ranks call it.
         """
-        late = [grad_buffer.has_gradients for grad_buffer in self.grad_buffers]
-        axes = [axis for axis in (self._shard, self._replica) if axis.size > 1]
-        if axes:
-            flags = torch.tensor(late, dtype=torch.int32, device=axes[0].control_device)
-            for axis in axes:
-                axis.all_reduce_small(flags, "groups with late gradients", "max")
-            late = [bool(flag) for flag in flags.tolist()]
+        late = [int(grad_buffer.has_gradients) for grad_buffer in self.grad_buffers]
+        for axis in (self._shard, self._replica):
+            rows = axis.gather_row(late, "groups with late gradients")
+            late = [max(flags) for flags in zip(*rows, strict=True)]
         for grad_buffer, is_late in zip(self.grad_buffers, late, strict=True):
             if is_late:
                 self._launch(grad_buffer)

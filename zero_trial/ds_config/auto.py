@@ -13,7 +13,7 @@ from typing import Any
 from zero_trial.ds_config.key import Support
 from zero_trial.ds_config.table import TABLE
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document
+from zero_trial.schema.document import Document, Location, Provenance
 from zero_trial.schema.types import ValidationError
 
 AUTO = "auto"
@@ -142,9 +142,9 @@ def resolve_auto(document: Document, hints: Hints, *, fill: bool = False) -> tup
         rule = RULES.get(path, AutoRule())
         found = _search(rule, hints, document)
         if found is not None:
-            document = document.with_value(parts, found.value, place.noted(f"auto: {found.source}"))
+            document = document.with_value(parts, found.value, place.noted(f"auto: {found.source}", Provenance.AUTO))
         elif rule.derived or _may_default(path):
-            document = document.with_value(parts, None, place.noted("auto: left to zero_trial"))
+            document = document.with_value(parts, None, place.noted("auto: left to zero_trial", Provenance.OPEN))
         else:
             faults.append(_no_source(place.where(path), path, rule))
     if fill:
@@ -178,7 +178,9 @@ def _fill(document: Document, hints: Hints) -> Document:
         found = named(hints, rule.names)
         belongs = parts[0] not in ("optimizer", "scheduler") or document.get(parts[:1]) is not None
         if rule.fill and found is not None and belongs and document.get(parts) is None:
-            document = document.with_value(parts, found.value, document.place.noted(found.source, nowhere=True))
+            document = document.with_value(
+                parts, found.value, Location(note=found.source, provenance=Provenance.HYPERPARAMETER)
+            )
     return document
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero_trial.errors import ConfigError
+from zero_trial.schema.document import GIVEN, Provenance, ValueSource
 
 _NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -17,7 +18,7 @@ class BatchTriple:
     train_batch_size: int
     micro_batch_size: int
     accumulation: int
-    how: Mapping[str, str]
+    how: Mapping[str, ValueSource]
 
 
 def solve_batch(
@@ -26,7 +27,7 @@ def solve_batch(
     accumulation: int | None,
     dp_world: int,
     *,
-    given_by: Mapping[str, str] | None = None,
+    given_by: Mapping[str, ValueSource] | None = None,
 ) -> BatchTriple:
     """The triple that agrees with what is given, for ``dp_world`` data-parallel ranks (world size divided by pipeline and model axes).
 
@@ -52,7 +53,7 @@ def solve_batch(
         else "derived: 1, because only one batch size is given",
     )
     how = {
-        name: derived[number] if given[number] is None else places.get(name, "given")
+        name: ValueSource(derived[number], Provenance.DERIVED) if given[number] is None else places.get(name, GIVEN)
         for number, name in enumerate(_NAMES)
     }
     if batch != micro * steps * dp_world:
@@ -80,10 +81,10 @@ def _check_positive(
             )
 
 
-def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, str]) -> ConfigError:
+def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource]) -> ConfigError:
     """The refusal, in the form ``train_batch_size 6 != micro 4 x accumulation 1 x ranks 2 = 8``, with each value's origin and ways out."""
     product = micro * steps * dp_world
-    if how[_NAMES[1]].startswith("derived") or how[_NAMES[2]].startswith("derived"):
+    if any(how[name].provenance is Provenance.DERIVED for name in _NAMES[1:]):
         first = ""
     else:
         first = f"Set train_batch_size: {product}, or remove it and it is derived. "
@@ -99,7 +100,7 @@ def _contradiction(batch: int, micro: int, steps: int, dp_world: int, how: Mappi
 
 
 def nearest_triples(
-    batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, str], count: int = 3
+    batch: int, micro: int, steps: int, dp_world: int, how: Mapping[str, ValueSource], count: int = 3
 ) -> tuple[tuple[int, int, int], ...]:
     """The legal (batch, micro, accumulation) closest to what was asked.
 
@@ -113,8 +114,7 @@ def nearest_triples(
         found.update((per_rank * dp_world, m, per_rank // m) for m in _divisors_near(per_rank, micro))
     for s in {max(share // micro, 1), share // micro + 1}:
         found.add((micro * s * dp_world, micro, s))
-    micro_free = how.get(_NAMES[1], "").startswith("derived")
-    steps_free = how.get(_NAMES[2], "").startswith("derived")
+    micro_free, steps_free = (how.get(name, GIVEN).provenance is Provenance.DERIVED for name in _NAMES[1:])
 
     def distance(triple: tuple[int, int, int]) -> float:
         micro_change = 0.0 if micro_free else _change(triple[1], micro)

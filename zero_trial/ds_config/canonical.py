@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.table import lookup, nearest
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, Path, shown
+from zero_trial.schema.document import Document, Location, Path, Provenance, shown
 from zero_trial.schema.types import Section, ValidationError
 
 Assignments = list[tuple[str, Any]]
@@ -125,7 +125,7 @@ def _enter(document: Document, row: Key, value: Any, raw_path: Path, result: Can
         result.put(
             f"{row.path}.{kind.switch}",
             int(value),
-            replace(place, note=f"written as {row.path}: {str(value).lower()}"),
+            place.noted(f"written as {row.path}: {str(value).lower()}", Provenance.REWRITTEN),
             row.path,
         )
         return
@@ -217,7 +217,7 @@ def _checked(row: Key, value: Any, place: Location, dotted: str, result: Canonic
 def _assign(path: str, meaning: Any, place: Location, dotted: str, note: str, result: Canonical) -> None:
     result.notes.append(note)
     for leaf, inner in _leaves(path, meaning):
-        result.put(leaf, inner, replace(place, note=f"written as {dotted}"), dotted)
+        result.put(leaf, inner, place.noted(f"written as {dotted}", Provenance.REWRITTEN), dotted)
 
 
 def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from zero_trial.ds_config.params import (
 from zero_trial.ds_config.rules import cross_faults
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
-from zero_trial.schema.document import Document, shown
+from zero_trial.schema.document import DEFAULT, Document, Provenance, ValueSource, shown
 from zero_trial.schema.source import Source, open_source
 from zero_trial.schema.types import Float, ValidationError, as_number
 
@@ -287,19 +287,19 @@ def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
     return cls(**found)
 
 
-def _sources(document: Document) -> dict[str, str]:
-    """Every known leaf to where its value came from; a null in the source is a default, and says so."""
+def _sources(document: Document) -> dict[str, ValueSource]:
+    """Return where the value of every known leaf came from; a null in the source is a default, and says so."""
     given = dict(_leaves(document.value, ()))
-    found: dict[str, str] = {}
+    found: dict[str, ValueSource] = {}
     for path, row in TABLE.items():
         parts = tuple(path.split("."))
         if row.is_section or (row.support is Support.MAPPED and parts not in given):
             continue
         place = document.at(parts)
         if parts not in given:
-            found[path] = "default"
+            found[path] = DEFAULT
         elif given[parts] is None and not place.note:
-            found[path] = f"default (null in {place.source()})"
+            found[path] = ValueSource(f"default (null in {place.source()})", Provenance.DEFAULT)
         else:
             found[path] = place.source()
         if path in ("optimizer.params", "scheduler.params") and isinstance(given.get(parts), Mapping):

@@ -10,6 +10,7 @@ from zero_trial.ds_config.batch import BatchTriple, solve_batch
 from zero_trial.ds_config.report import Row, render_rows
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
+from zero_trial.schema.document import GIVEN, Provenance, ValueSource
 from zero_trial.sharding.plan import plan_for_stage
 
 
@@ -107,11 +108,14 @@ def reconcile(
         faults.append(
             _differs("hyperparameters.data_parallel_world_size", wanted, how, f"Set it to {data}, or remove it.")
         )
-    places = {name: config.sources.get(name, "given") for name in _GIVEN}
+    places = {name: config.sources.get(name, GIVEN) for name in _GIVEN}
     batch = config.train_batch_size
     hinted = hints.get("global_batch_size")
     if batch is None and isinstance(hinted, int):
-        batch, places["train_batch_size"] = hinted, "hyperparameter global_batch_size"
+        batch, places["train_batch_size"] = (
+            hinted,
+            ValueSource("hyperparameter global_batch_size", Provenance.HYPERPARAMETER),
+        )
     elif hinted is not None and hinted != batch:
         fix = 'Set one of them, or write "auto" in ds_config.'
         faults.append(_differs("hyperparameters.global_batch_size", hinted, f"train_batch_size {batch}", fix))

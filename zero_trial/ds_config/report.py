@@ -11,7 +11,7 @@ from typing import Any
 
 from zero_trial.ds_config.key import Key, Support
 from zero_trial.ds_config.table import FIELDS, TABLE, DsConfig
-from zero_trial.schema.document import shown
+from zero_trial.schema.document import Provenance, ValueSource, shown
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ReportEntry:
 
     key: str
     value: Any
-    source: str
+    source: ValueSource
     answer: str
     remark: str
 
@@ -53,8 +53,8 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
     """Every value of ``config``, the ones that the user did not write included, and every given key that has no field of its own."""
     found: list[ReportEntry] = []
     for path, row in TABLE.items():
-        source = config.sources.get(path, "default")
-        given = not source.startswith("default")
+        source = config.source(path)
+        given = source.provenance is not Provenance.DEFAULT
         if row.is_section or row.support is Support.MAPPED or (path not in FIELDS and not given):
             continue
         exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
@@ -70,7 +70,7 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
         for entry in entries
-        if everything or not entry.source.startswith("default") or "before" in entry.remark
+        if everything or entry.source.provenance is not Provenance.DEFAULT or "before" in entry.remark
     ]
     notes = "".join(f"\nwarning: {warning}" for warning in config.warnings)
     return render_rows(rows) + notes
@@ -83,10 +83,10 @@ def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
     """
     listed = list(entries)
     off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
-    own = [entry for entry in listed if not _is_file(entry.source) and entry.answer == Support.SUPPORTED.value]
+    own = [entry for entry in listed if not entry.source.is_given and entry.answer == Support.SUPPORTED.value]
     counts = [e for e in own if e.value not in (None, False, (), []) and e.key.rpartition(".")[0] not in off]
-    defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.startswith("default")]
-    filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if not e.source.startswith("default")]
+    defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.provenance is Provenance.DEFAULT]
+    filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if e.source.provenance is not Provenance.DEFAULT]
     idle = [f"{e.key} ({e.source}; {e.remark})" for e in listed if e.remark.startswith("no effect")]
     parts = {"defaults": defaults, "filled in": filled, "without effect": idle}
     lines = [
@@ -101,7 +101,7 @@ def filled_line(config: DsConfig) -> str:
     """What every "auto" became, and from what; "" where nothing was left open."""
     filled = []
     for path, source in config.sources.items():
-        if source.startswith("auto: ") and not source.startswith("auto: left"):
+        if source.provenance is Provenance.AUTO:
             value: Any = config
             for part in path.split("."):
                 value = value[part] if isinstance(value, Mapping) else getattr(value, part)
@@ -128,7 +128,7 @@ def report_json(config: DsConfig, batch: Iterable[Row] = ()) -> str:
 
 def entries_of(body: Mapping[str, Any]) -> tuple[ReportEntry, ...]:
     """The entries of a report that was written as JSON."""
-    entries = (ReportEntry(**value) for value in body["values"])
+    entries = (ReportEntry(**{**value, "source": ValueSource(value["source"])}) for value in body["values"])
     # Reports of older releases say "honoured".
     return tuple(replace(each, answer="supported") if each.answer == "honoured" else each for each in entries)
 
@@ -146,11 +146,6 @@ def resolved_ds_config(config: DsConfig) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[row.name] = _as_json(value)
     return {key: value for key, value in found.items() if value != {}}  # a section that held only nulls says nothing
-
-
-def _is_file(source: str) -> bool:
-    """Whether the value stands in a file or was given as it is, rather than having been found for the user."""
-    return not source.startswith(("default", "auto", "hyperparameter", "derived", "written as"))
 
 
 def _remark(row: Key, value: Any, given: bool) -> str:

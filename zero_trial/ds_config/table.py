@@ -19,6 +19,7 @@ from zero_trial.ds_config.keys_running import RunningKeys
 from zero_trial.ds_config.keys_training import TrainingKeys
 from zero_trial.ds_config.keys_zero import ZeroKeys
 from zero_trial.ds_config.params import OPTIMIZERS, SCHEDULERS
+from zero_trial.schema.document import DEFAULT, ValueSource
 
 
 # The last base comes first in the table.
@@ -36,9 +37,13 @@ class DsConfig(LegacyKeys, RunningKeys, ZeroKeys, TrainingKeys):
         raw: the checked input with canonical key names, from which an equal DsConfig can be read again.
     """
 
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, ValueSource] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
+
+    def source(self, key: str) -> ValueSource:
+        """Return where the value of a dotted key came from."""
+        return self.sources.get(key, DEFAULT)
 
 
 def _rows(cls: Any, parent: str = "") -> Iterator[Key]:

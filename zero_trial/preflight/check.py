@@ -18,6 +18,7 @@ from zero_trial.preflight.ds_configs import ConfigChecks, Resolved, check_ds_con
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
 from zero_trial.preflight.machine import check_machine, check_nvme
 from zero_trial.runs.provenance import locked_model_dir
+from zero_trial.schema.document import Provenance
 from zero_trial.util.text import format_bytes
 
 MOST_POINTS = 128
@@ -191,7 +192,9 @@ def _breaks_space(finding: CheckIssue) -> bool:
 
 
 def _filled(checks: ConfigChecks) -> str:
-    autos = sum(source.startswith("auto") for source in checks.legal[0].config.sources.values()) if checks.legal else 0
+    filled = (Provenance.AUTO, Provenance.OPEN)
+    sources = checks.legal[0].config.sources.values() if checks.legal else ()
+    autos = sum(source.provenance in filled for source in sources)
     return f"ds_config ({autos} 'auto' filled)" if autos else "ds_config"
 
 

@@ -11,6 +11,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices, check_slots
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
+from zero_trial.schema.document import GIVEN, Provenance
 from zero_trial.sharding.plan import plan_for_stage
 from zero_trial.util.text import format_bytes
 
@@ -32,9 +33,7 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
     if config is not None and config.fp16.enabled and not devices.gpus:
         what = "fp16 on a machine without a GPU: it is slow there, and its gradients need a loss scale"
         fix = 'Use "bf16": {"enabled": true} in its place; the processor supports it.'
-        place = config.sources.get("fp16.enabled", "")
-        where = f"{place} fp16.enabled" if place not in ("", "given", "default") else "fp16.enabled"
-        found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=where, fix=fix))
+        found.append(note(Area.DS_CONFIG, Severity.WARNING, what, where=_where(config, "fp16.enabled"), fix=fix))
     return found
 
 
@@ -76,7 +75,8 @@ def check_nvme(
     start in ``base``."""
     wanted: dict[Path, list[tuple[str, int | None]]] = {}
     for key, path, size in _places(config, slots, parameters):
-        wanted.setdefault((base / path).absolute(), []).append((_where(config, key), size))
+        where = _where(config, f"zero_optimization.{key}.nvme_path")
+        wanted.setdefault((base / path).absolute(), []).append((where, size))
     return [finding for folder, uses in wanted.items() for finding in _of_folder(folder, uses, look(folder))]
 
 
@@ -134,10 +134,10 @@ def _copies(config: DsConfig, slots: int) -> int:
     return max(ranks // shard, 1) if shard is not None and shard > 0 else 1
 
 
-def _where(config: DsConfig, section: str) -> str:
-    key = f"zero_optimization.{section}.nvme_path"
-    source = config.sources.get(key, "")
-    return f"{source} {key}" if source not in ("", "given", "default") else key
+def _where(config: DsConfig, key: str) -> str:
+    """Return a dotted key behind the place of its value, where it has one."""
+    source = config.source(key)
+    return key if source.provenance is Provenance.DEFAULT or source == GIVEN else f"{source} {key}"
 
 
 def _kind(folder: Path) -> str:

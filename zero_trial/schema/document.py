@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from zero_trial.errors import ConfigError
@@ -18,6 +19,49 @@ MOST_LEVELS = 64  # of nesting, in dicts as in files
 MOST_VALUES = 100_000
 
 
+class Provenance(Enum):
+    """How a configuration value came about. The values are how its text in a report begins."""
+
+    DEFAULT = "default"
+    AUTO = "auto: "  # "auto", filled in
+    OPEN = "auto: left"  # "auto", left to zero_trial
+    HYPERPARAMETER = "hyperparameter"  # taken where the file says nothing
+    DERIVED = "derived"  # from other values: batch arithmetic, sizes of the mesh
+    REWRITTEN = "written as"  # an older spelling of the key
+    OVERLAY = "hyperparameters.ds_config"  # laid over the file
+    MODEL = "PipelineModule"  # the model says it
+    GIVEN = ""  # a file, or a dict that was passed in
+
+
+class ValueSource(str):
+    """Where a value came from: the text that reports print and run folders keep, with the provenance by which code decides."""
+
+    provenance: Provenance
+
+    def __new__(cls, text: str, provenance: Provenance | None = None) -> ValueSource:
+        """Without ``provenance`` it is read from the text: that of a report that was written as JSON."""
+        made = super().__new__(cls, text)
+        made.provenance = provenance if provenance is not None else _provenance_of(text)
+        return made
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user wrote this value: into a file, an overlay, a dict, or the model."""
+        return self.provenance in (Provenance.GIVEN, Provenance.OVERLAY, Provenance.MODEL)
+
+
+def _provenance_of(text: str) -> Provenance:
+    """Return the provenance that a report's text means. ``ds_config.json:3 hyperparameters.ds_config`` ends with its own."""
+    if text.endswith(Provenance.OVERLAY.value):
+        return Provenance.OVERLAY
+    order = sorted(Provenance, key=lambda each: -len(each.value))
+    return next(each for each in order if text.startswith(each.value))
+
+
+DEFAULT = ValueSource("default", Provenance.DEFAULT)
+GIVEN = ValueSource("given", Provenance.GIVEN)
+
+
 @dataclass(frozen=True)
 class Location:
     """Where a value stands: file and line, the dotted prefix under which a ds_config lies there, and a note on how the value came about."""
@@ -26,6 +70,7 @@ class Location:
     line: int | None = None
     prefix: str = ""
     note: str = ""
+    provenance: Provenance = Provenance.GIVEN
 
     def spot(self) -> str:
         """``const.yaml:14``, or "" for a dict that was passed in."""
@@ -38,18 +83,19 @@ class Location:
         full = f"{self.prefix}.{dotted}" if self.prefix else dotted
         return f"{self.spot()} {full}".strip()
 
-    def noted(self, note: str, *, nowhere: bool = False) -> Location:
-        """The same place with a note; ``nowhere`` for a value that does not stand in the file at all."""
-        return Location(note=note) if nowhere else replace(self, note=note)
+    def noted(self, note: str, provenance: Provenance) -> Location:
+        """Return the same place with a note on how the value came about."""
+        return replace(self, note=note, provenance=provenance)
 
-    def source(self) -> str:
-        """What the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter lr``, ``given`` for a plain dict."""
+    def source(self) -> ValueSource:
+        """Return what the report says of a value: ``ds_config.json:14``, ``auto: hyperparameter lr``, ``given`` for a plain dict."""
         spot = self.spot()
         if self.prefix and spot:
             spot = f"{spot} {self.prefix}"
         if self.note:
-            return f"{self.note} ({spot})" if spot else self.note
-        return spot or "given"
+            return ValueSource(f"{self.note} ({spot})" if spot else self.note, self.provenance)
+        overlay = Provenance.OVERLAY if self.prefix == Provenance.OVERLAY.value else self.provenance
+        return ValueSource(spot or GIVEN, overlay)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from zero_trial.ds_config.reconcile import reconcile
 from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError, InvalidHP
 from zero_trial.runtime.protocols import Platform
-from zero_trial.schema.document import Document, Location
+from zero_trial.schema.document import Document, Location, Provenance
 from zero_trial.schema.source import open_source
 from zero_trial.trial.settings import Batch, run_length
 
@@ -85,7 +85,7 @@ def with_stages(config: Document, model: Any) -> Document:
     names = (("mesh", "pipe"), ("pipeline", "stages"))
     said = next((path for path in names if isinstance(config.get(path), int)), None)
     if said is None:
-        place = Location(note=f"PipelineModule(num_stages={stages})")
+        place = Location(note=f"PipelineModule(num_stages={stages})", provenance=Provenance.MODEL)
         return config if stages == 1 else config.with_value(("mesh", "pipe"), stages, place)
     if config.get(said) != stages:
         raise ConfigError(

@@ -66,8 +66,12 @@ def tracked_files() -> list[Path]:
     if (ROOT / ".git").exists():
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
         return [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
-    products = {".venv", "build", "dist", "runs", "__pycache__"}
-    return [path for path in ROOT.rglob("*") if path.is_file() and not products & set(path.relative_to(ROOT).parts)]
+    return [path for path in ROOT.rglob("*") if path.is_file() and not _is_product(path.relative_to(ROOT))]
+
+
+def _is_product(path: Path) -> bool:
+    """Whether a build or a run made this file. ``runs`` is one at the top only: a room of the package has that name too."""
+    return path.parts[0] in {".venv", "build", "dist", "runs"} or "__pycache__" in path.parts
 
 
 def _imports(tree: ast.AST, name: str, is_package: bool, *, top: bool, types: bool) -> Iterator[Import]:

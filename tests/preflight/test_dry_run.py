@@ -1,4 +1,4 @@
-"""The rehearsed rank against real ranks that train."""
+"""The dry run of a rank against real ranks that train."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_small_work_has_real_tensors_and_large_work_fake_ones() -> None:
     assert dry_run_any([role], 2, micro, [large])[1] == "fake tensors"
 
 
-def test_the_ways_to_rehearse() -> None:
+def test_the_ways_of_a_dry_run() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert ways(cpu, work=1, scaled=False) == [Way.REAL, Way.FAKE]
     assert ways(cpu, work=1, scaled=True) == ways(cpu, work=10**12, scaled=False) == [Way.FAKE, Way.REAL]
@@ -187,7 +187,7 @@ def test_the_plan_is_what_a_gpu_needs(folder: str, stage: int, bf16: bool) -> No
 
 def test_the_users_own_fault_is_named() -> None:
     role, micro = micro_of(Reads(), broken=True)
-    with pytest.raises(TrialError, match="cannot be rehearsed: the user's own fault: got ValueError"):
+    with pytest.raises(TrialError, match="cannot be run: the user's own fault: got ValueError"):
         dry_run_any([role], 2, micro, [torch.ones(2, 4)])
 
 

@@ -45,10 +45,10 @@ def test_a_disk_with_room() -> None:
 def test_no_folder_and_no_permission() -> None:
     key = "zero_optimization.offload_optimizer.nvme_path"
     assert said(DiskSpace(False), state={}) == [
-        f"error: {key}: there is no such folder on this machine: got /disk. Make it, or name another one."
+        f"error: {key}: the folder does not exist on this machine: got /disk. Make it, or name another one."
     ]
     assert said(DiskSpace(True, False, 1 << 50, "ext4"), state={}) == [
-        f"error: {key}: nothing can be written to this folder: got /disk. Name another one."
+        f"error: {key}: the folder is not writable: got /disk. Name another one."
     ]
 
 
@@ -108,7 +108,7 @@ def test_the_check_says_it(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path / "none")}
     report = project(tmp_path, ds_config={**DS_CONFIG, "zero_optimization": {"offload_optimizer": offload}}).check()
     (text,) = messages(report)
-    assert text.startswith("error: ds_config.json:") and "nvme_path: there is no such folder on this machine" in text
+    assert text.startswith("error: ds_config.json:") and "nvme_path: the folder does not exist on this machine" in text
     assert report.exit_code == 2
 
 

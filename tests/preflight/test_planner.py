@@ -1,4 +1,4 @@
-"""Plans of one subject, each rehearsed once."""
+"""Plans of one subject, each made once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_smaller_micro_batches_hold_smaller_activations() -> None:
     assert half.figures.states == whole.figures.states
 
 
-def test_each_plan_is_rehearsed_once() -> None:
+def test_each_plan_is_made_once() -> None:
     chosen = planner(micro=4)
     chosen.compare()
     chosen.compare()

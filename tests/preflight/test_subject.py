@@ -1,4 +1,4 @@
-"""A model with a batch, as it is rehearsed."""
+"""A model with a batch, as it is planned."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from zero_trial.ds_config.reader import read_ds_config
 from zero_trial.errors import ConfigError
-from zero_trial.schema.document import Document, Location, twice
+from zero_trial.schema.document import Document, Location, Provenance, twice
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_of_copies():
             "c.yaml:3 hyperparameters.ds_config",
         ),
         (Location("f.json", 3, note="auto: lr"), "f.json:3 k", "auto: lr (f.json:3)"),
-        (Location("f.json", 3).noted("filled", nowhere=True), "k", "filled"),
-        (Location("f.json", 3).noted("filled"), "f.json:3 k", "filled (f.json:3)"),
+        (Location(note="filled", provenance=Provenance.AUTO), "k", "filled"),
+        (Location("f.json", 3).noted("filled", Provenance.AUTO), "f.json:3 k", "filled (f.json:3)"),
     ],
 )
 def test_places_in_words(place: Location, where: str, source: str):

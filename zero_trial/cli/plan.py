@@ -25,8 +25,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="say what a trial will need in memory",
-        description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one rehearsed "
-        "micro-batch of the trial. Every ZeRO stage and smaller micro-batches stand side by side. Starts no ranks and writes nothing; the "
+        description="Plan the memory of each rank: states from the layouts that the engine would build, activations from one micro-batch "
+        "of the trial in a dry run. Every ZeRO stage and smaller micro-batches stand side by side. Starts no ranks and writes nothing; the "
         "trial is built once, and its train_batch is called. Exit code 3 if it does not fit.",
         allow_abbrev=False,
     )

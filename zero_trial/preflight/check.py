@@ -26,7 +26,13 @@ MOST_POINTS = 128
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """``points``: how many points of a search are looked at, at most. ``build``: whether the model definition is imported and built."""
+    """What to check.
+
+    Args:
+        points: points of a search to look at, at most.
+        build: whether the model definition is imported and built.
+        dry_run: whether one batch is evaluated.
+    """
 
     experiment: Path
     model_dir: Path | None = None
@@ -38,7 +44,7 @@ class CheckRequest:
 
 @dataclass
 class CheckReport:
-    """``looked``: what each area came to, in a few words, in the order in which it was looked at."""
+    """All issues, and in ``looked`` a few words on each area, in the order of the check."""
 
     findings: list[CheckIssue] = field(default_factory=list)
     looked: dict[Area, str] = field(default_factory=dict)
@@ -53,12 +59,15 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        """That of the worst fault: 2 where the user's configuration is wrong, 1 where only the trial's code is, 0 without faults."""
+        """Return 2 where the configuration is wrong, 1 where only the trial's code is, 0 without faults."""
         return max((finding.error.exit_code for finding in self.faults), default=0)
 
 
 def check_experiment(request: CheckRequest, env: Mapping[str, str]) -> CheckReport:
-    """Read, resolve and rehearse. Raises nothing for a faulty experiment: the report holds all findings. Starts no ranks, writes nothing."""
+    """Read and resolve the experiment, and build its trial in a dry run. Starts no ranks, writes nothing.
+
+    Faults of the experiment are not raised: the report holds all issues.
+    """
     started = time.perf_counter()
     report = CheckReport()
     _check(request, env, report)
@@ -110,7 +119,7 @@ def _check(request: CheckRequest, env: Mapping[str, str], report: CheckReport) -
 
 
 def check_searcher(experiment: ExperimentConfig) -> list[CheckIssue]:
-    """Check ``searcher`` and the ranges together: a length, and something to search. Pure."""
+    """Check that the searcher has a length and something to search. Pure."""
     return [*_lengths(experiment), *_ranges(experiment)]
 
 
@@ -149,10 +158,10 @@ def _model_dir(request: CheckRequest, experiment: ExperimentConfig, report: Chec
 
 
 def _entrypoint(experiment: ExperimentConfig, model_dir: Path, report: CheckReport) -> Entrypoint | None:
-    """By the source; None where there is no such class."""
+    """Find the trial's class by reading the source; None where it does not exist."""
     where = experiment.document.at(("entrypoint",)).where("entrypoint")
     if not experiment.entrypoint:
-        return None  # said already
+        return None  # reported already
     try:
         entrypoint = parse_entrypoint(experiment.entrypoint, where)
         check_entrypoint(entrypoint, model_dir, where)
@@ -166,7 +175,7 @@ def _entrypoint(experiment: ExperimentConfig, model_dir: Path, report: CheckRepo
 def _configs(
     request: CheckRequest, experiment: ExperimentConfig, model_dir: Path, slots: int, report: CheckReport
 ) -> Resolved | None:
-    """Every point's ds_config; the first that can be trained."""
+    """Resolve the ds_config of every point and return the first that can be trained."""
     if any(finding.area is Area.EXPERIMENT and _breaks_space(finding) for finding in report.faults):
         return None
     searcher, seed = experiment.searcher.name, experiment.experiment_seed or 0
@@ -187,7 +196,7 @@ def _configs(
 
 
 def _breaks_space(finding: CheckIssue) -> bool:
-    """A range that lacks its ends cannot be sampled."""
+    """Return whether the issue is about a range, which cannot be sampled then."""
     return "hyperparameters" in (finding.error.where or "") and 'nested key "type"' not in finding.error.what
 
 
@@ -199,7 +208,7 @@ def _filled(checks: ConfigChecks) -> str:
 
 
 def _only_point(experiment: ExperimentConfig, report: CheckReport) -> Point | None:
-    """Where the trial brings its own ds_config, any point will do."""
+    """Return the first point where the trial brings its own ds_config; else None."""
     return report.space.points[0] if report.space is not None and not experiment.names_ds_config() else None
 
 
@@ -212,7 +221,7 @@ def _dry_run(
     slots: int,
     report: CheckReport,
 ) -> int | None:
-    """How many parameters the trial's engines have, where it got so far."""
+    """Build the trial and return how many parameters its engines have; None where it did not get so far."""
     from zero_trial.preflight.trial_dry_run import DryRunRequest, dry_run_trial  # torch, and the user's code
 
     seed = experiment.experiment_seed or 0
@@ -229,11 +238,8 @@ def _dry_run(
     return found.parameters
 
 
-# A check's report as lines for people and as one object for programs.
-
-
 def render_check(report: CheckReport) -> list[str]:
-    """A line with what was looked at, then one block per finding, faults first; each begins with the word for its severity."""
+    """Return a line on what was checked, then one block per issue, faults first, each with its severity in front."""
     bad = {finding.area for finding in report.faults}
     answer = dict.fromkeys((Area.EXPERIMENT, Area.ENTRYPOINT, Area.DS_CONFIG), " ok") | dict.fromkeys(bad, " wrong")
     done = [f"{says}{answer.get(area, '')}" for area, says in report.looked.items() if area is not Area.SPACE]
@@ -249,7 +255,7 @@ def render_check(report: CheckReport) -> list[str]:
 
 
 def check_as_json(report: CheckReport) -> dict[str, Any]:
-    """``findings`` with every part by itself, ``looked`` by area, and the points of a search that were looked at."""
+    """Return the report for programs: issues with their parts, ``looked`` by area, and the points of a search."""
     found: dict[str, Any] = {
         "ok": not report.faults,
         "exit_code": report.exit_code,

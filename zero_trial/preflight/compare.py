@@ -94,8 +94,8 @@ class Planner:
 
     def _make(self, stage: int, micro_batch: int, on_nvme: bool) -> MemoryPlan:
         accumulation = self._accumulation(micro_batch)
-        rehearsed = min(accumulation, MOST_ACCUMULATION)
-        settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=rehearsed)
+        simulated = min(accumulation, MOST_ACCUMULATION)
+        settings = variant(self._settings, stage=stage, micro_batch=micro_batch, accumulation=simulated)
         if on_nvme != self.on_nvme:
             settings = with_state_at(settings, _NVME if on_nvme else None)
         figures, how = self._subject.dry_run(settings, self.ranks, micro_batch, self._one_host)

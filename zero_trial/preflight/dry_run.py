@@ -29,46 +29,46 @@ from zero_trial.preflight.plan import Figures
 
 
 class NotCopyable(ZeroTrialError):
-    """The model cannot be copied, so nothing can be rehearsed with it."""
+    """The model cannot be copied, so there is no dry run with it."""
 
 
 class Blueprint:
-    """A copy of ``model`` and of ``options`` (optimizer, model_parameters, lr_scheduler) without values: it costs no memory.
+    """Copy ``model`` and ``options`` (optimizer, model_parameters, lr_scheduler) without values, so that the copy needs no memory.
 
     The copy is made at once: what happens to the model later (an engine that shards it) does not matter. ``device`` is where the training will
-    be. Tensors that are neither parameters nor buffers are copied as they are. Raises NoTwin.
+    be. Tensors that are neither parameters nor buffers are copied as they are. Raises NotCopyable.
     """
 
     def __init__(
         self, model: nn.Module, options: Mapping[str, Any] | None = None, device: torch.device | str = "cpu"
     ) -> None:
         place = torch.device(device)
-        # With its number, as tensors say it of themselves.
+        # With its number, as in ``tensor.device``.
         self.device = torch.device(f"{place.type}:0") if place.type != "cpu" and str(place) == place.type else place
         given = {"model": model, **(options or {})}
         parameters = given.get("model_parameters")
         if isinstance(parameters, Iterator):
             raise NotCopyable("model_parameters can be read only once", fix="Give a list.")
         self.parameters = sum(param.numel() for param in model.parameters())
-        self._given = _twin(given, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._given = _copied(given, lambda tensor: torch.empty_like(tensor, device="meta"))
 
     @cached_property
     def mode(self) -> FakeTensorMode:
-        """Made when first needed: torch loads some 800 modules for it, which takes a second."""
+        """Return the mode, made when first needed: torch loads some 800 modules for it, which takes a second."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     def options(self, *, fake: bool) -> dict[str, Any]:
-        """A new copy. ``fake``: without values, to be used inside :meth:`without_values`; else real tensors, on the CPU, of zeros and ones."""
+        """Return a new copy. ``fake``: without values, for use inside :meth:`without_values`; else real tensors on the CPU."""
         if fake:
             with self.mode:
-                return _twin(
+                return _copied(
                     self._given, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                 )
-        return _twin(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
+        return _copied(self._given, lambda tensor: _filled(tensor.shape, tensor.dtype))
 
     @contextmanager
     def without_values(self, *, fake: bool) -> Iterator[None]:
-        """Inside, operations compute shapes, dtypes and lifetimes of tensors, and no values."""
+        """Compute shapes, dtypes and lifetimes of tensors inside, and no values, where ``fake``."""
         if not fake:
             yield
             return
@@ -77,7 +77,7 @@ class Blueprint:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Inside, copies and batches are on another device than that of the training."""
+        """Make copies and batches on another device inside than that of the training."""
         before, self.device = self.device, device
         try:
             yield
@@ -85,7 +85,7 @@ class Blueprint:
             self.device = before
 
     def batch(self, value: Any, *, fake: bool) -> Any:
-        """A batch for a rehearsal: the same nested form; its tensors without values where ``fake``."""
+        """Return a batch of the same nested form; its tensors have no values where ``fake``."""
         if not fake:
             return value
         memo: dict[int, Any] = {}
@@ -101,8 +101,8 @@ class Blueprint:
         return memo[id(tensor)]
 
 
-def _twin(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
-    """A deep copy in which ``like(tensor)`` stands for every parameter and buffer; what was shared stays shared."""
+def _copied(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
+    """Return a deep copy with ``like(tensor)`` in place of every parameter and buffer; what was shared stays shared."""
     model: nn.Module = given["model"]
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -117,28 +117,18 @@ def _twin(given: Mapping[str, Any], like: Any) -> dict[str, Any]:
 
 
 def _filled(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Small numbers that no layer turns into nan."""
+    """Return small numbers that no layer turns into nan."""
     return torch.full(shape, 0.01, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
 
-# Training steps of one rank, played through with the engine's own code on a fake mesh, and what they held in memory.
-#
-# The second step counts: from then on the optimizer has its state and the order of reductions is known. Nothing is computed twice here: layouts,
-# buckets, landings and flights are those of the engine, because it is the engine that runs.
-
-
-STEPS = 2
-
-
+STEPS = 2  # the second is measured: from then on the optimizer has its state and the order of reductions is known
 MOST_ACCUMULATION = 2  # a third micro-batch of a step needs what the second needs
-
-
 SMALL_WORK = 1_000_000_000  # parameters times elements of the batch: below, real numbers are faster than fake ones
 
 
 @dataclass(frozen=True)
 class Role:
-    """One engine to be: what it is built from, and its ds_config with all batch sizes solved."""
+    """What one engine is built from, and its ds_config with all batch sizes solved."""
 
     blueprint: Blueprint
     settings: DsConfig
@@ -146,15 +136,15 @@ class Role:
 
 @dataclass(frozen=True)
 class FakeWorld:
-    """The fake ranks: how many, how they exchange, and what that costs in shared segments."""
+    """The fake ranks: their number, how they exchange tensors, and the shared segments that this takes."""
 
     ranks: int
     exchange: Exchange
     segments: Segments
 
 
-# Runs one micro-batch out of the given ones: forward, backward and step of every engine.
 Micro = Callable[[Sequence[Engine], Sequence[Any]], None]
+"""Runs one micro-batch out of the given ones: forward, backward and step of every engine."""
 
 
 def dry_run(
@@ -167,7 +157,7 @@ def dry_run(
     fake: bool = True,
     exchange: Exchange = Exchange.SHARED,
 ) -> Figures:
-    """Bytes on rank 0 of ``ranks``. ``micro(engines, batches)`` is called ``calls`` times per step; without it the states alone are measured.
+    """Return the bytes on rank 0 of ``ranks``. ``micro(engines, batches)`` is called ``calls`` times per step; None measures the states.
 
     ``fake``: tensors without values, which cost neither memory nor time to compute; else real ones on this machine's CPU, in as much
     memory as the rank itself would need. torch's random state is left as it was.
@@ -176,14 +166,14 @@ def dry_run(
     live, segments = LiveBytes(first.device.type), Segments()
     given = [first.batch(batch, fake=fake) for batch in batches]
     live.hold(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, torch.Tensor))
-    cast = [role.blueprint.options(fake=fake) for role in roles]
+    copies = [role.blueprint.options(fake=fake) for role in roles]
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), first.without_values(fake=fake), live:
         warnings.simplefilter("ignore")  # fake tensors have no addresses, and torch warns who asks for one
         engines = [
             _engine(role, options, FakeWorld(ranks, exchange, segments), live)
-            for role, options in zip(roles, cast, strict=True)
+            for role, options in zip(roles, copies, strict=True)
         ]
-        cast.clear()
+        copies.clear()
         live.follow(lambda: [buffer for engine in engines for buffer in engine.sharded.buffers()])
         if micro is None:
             for engine in engines:
@@ -194,9 +184,7 @@ def dry_run(
                 with live.saving():
                     _call(micro, engines, given)
     if any(engine.skipped_steps for engine in engines):
-        raise TrialError(
-            "the gradients of the rehearsed step are not finite, so the optimizer made no state", where="plan"
-        )
+        raise TrialError("the gradients of the dry run are not finite, so the optimizer made no state", where="plan")
     states = [engine.persistent_bytes() for engine in engines]
     parameters, gradients, optimizer = (
         sum(state[kind] for state in states) for kind in ("parameters", "gradients", "optimizer")
@@ -206,15 +194,15 @@ def dry_run(
 
 
 class Way(Enum):
-    """How a micro-batch is rehearsed, as a plan says it."""
+    """What tensors a dry run has, as a plan prints it."""
 
     FAKE = "fake tensors"  # tensors without values, on the device of the training
-    FAKE_ON_CPU = "fake tensors on the CPU"  # the same, where this torch cannot imagine that device: kernels may save other things there
+    FAKE_ON_CPU = "fake tensors on the CPU"  # where this torch has no fake tensors for that device: kernels may save other things there
     REAL = "real tensors"  # real numbers on the CPU
 
 
 def ways(device: torch.device, *, work: int, scaled: bool) -> list[Way]:
-    """The ways to try, best first. Half precision with a loss scale (``scaled``) may overflow on the numbers of a rehearsal."""
+    """Return the ways to try, best first. Half precision with a loss scale (``scaled``) may overflow on the numbers of a dry run."""
     if device.type != "cpu":
         return [Way.FAKE, Way.FAKE_ON_CPU, Way.REAL]
     return [Way.REAL, Way.FAKE] if work <= SMALL_WORK and not scaled else [Way.FAKE, Way.REAL]
@@ -229,10 +217,10 @@ def dry_run_any(
     calls: int = 1,
     one_host: bool = True,
 ) -> tuple[Figures, str]:
-    """As :func:`rehearse`, in the way that suits, or in the next one if that fails; and which it was.
+    """Run :func:`dry_run` in the best way, or in the next one if that fails; return the figures and the way.
 
-    Little work (parameters times batch elements) is traced first, because that is faster. A model that reads values out of its tensors can only
-    be traced.
+    Real tensors come first for little work (parameters times batch elements), because that is faster. A model that reads values of its
+    tensors needs them.
     """
     device = roles[0].blueprint.device
     exchange = Exchange.NATIVE if device.type != "cpu" else Exchange.SHARED if one_host else Exchange.DIRECT
@@ -255,12 +243,12 @@ def dry_run_any(
             raise  # a config that cannot be used, in any way
         except Exception as error:
             faults.append(error)
-    last = faults[-1]  # of the traced one, or the only one: the user's own fault looks the same in all
-    raise TrialError(f"a micro-batch cannot be rehearsed: {last}", where="plan", got=type(last).__name__) from last
+    last = faults[-1]  # of the last way: a fault of the user's code is the same in all
+    raise TrialError(f"a micro-batch cannot be run: {last}", where="plan", got=type(last).__name__) from last
 
 
 def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: int) -> DsConfig:
-    """``settings`` at another ZeRO stage and batch."""
+    """Return ``settings`` at another ZeRO stage and batch."""
     return replace(
         settings,
         train_batch_size=None,
@@ -271,7 +259,7 @@ def variant(settings: DsConfig, *, stage: int, micro_batch: int, accumulation: i
 
 
 def with_state_at(settings: DsConfig, place: OffloadOptimizerSection | None) -> DsConfig:
-    """``settings`` with optimizer state somewhere else."""
+    """Return ``settings`` with optimizer state somewhere else."""
     return replace(settings, zero_optimization=replace(settings.zero_optimization, offload_optimizer=place))
 
 
@@ -288,7 +276,7 @@ def _call(micro: Micro | None, engines: Sequence[Engine], batches: Sequence[Any]
 
 
 def _empty_step(engine: Engine) -> None:
-    """A step on gradients of zero: all that it leaves is the optimizer's state."""
+    """Take a step on gradients of zero: it leaves the optimizer's state and nothing else."""
     if engine.optimizer is not None:
         engine.set_gradient_accumulation_boundary(True)
         engine.sharded.reducer.reduce_missing()  # gradients that have not come count as zeros
@@ -296,25 +284,22 @@ def _empty_step(engine: Engine) -> None:
 
 
 def largest(batch: Any) -> int:
-    """Elements of the batch's largest tensor."""
+    """Return the elements of the batch's largest tensor."""
     return max((leaf.numel() for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)), default=0)
-
-
-# What is planned for: a model with a batch and a loss, or whatever else can be rehearsed at another stage and micro-batch.
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Subject(Protocol):
-    """Can be rehearsed."""
+    """What a plan is made for: a model with its batch, or a trial."""
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters, each once."""
+        """Return the elements of all parameters, each counted once."""
 
     def dry_run(self, settings: DsConfig, ranks: int, micro_batch: int, one_host: bool = True) -> tuple[Figures, str]:
-        """The figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on one host or not, and how they were had."""
+        """Return the figures with ``settings`` (all batch sizes solved) on ``ranks`` ranks, all on one host or not, and the way of the dry run."""
 
 
 class ModelSubject:
@@ -336,7 +321,7 @@ class ModelSubject:
 
     @classmethod
     def of(cls, blueprint: Blueprint, batch: Any, loss: Loss) -> ModelSubject:
-        """The same from a blueprint that there is already."""
+        """Make the subject from an existing blueprint."""
         made = cls.__new__(cls)
         made._set(blueprint, batch, loss)
         return made
@@ -364,14 +349,14 @@ class ModelSubject:
 
 
 def call_and_reduce(engine: Any, batch: Any) -> torch.Tensor:
-    """The model called on ``batch``, and the loss that it returns or that stands for it."""
+    """Call the model on ``batch`` and return its loss, or one made of its outputs."""
     if isinstance(batch, Mapping):
         return loss_in(engine(**batch))
     return loss_in(engine(*batch) if isinstance(batch, (tuple, list)) else engine(batch))
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """The first single number with a history in a model's output: its loss, as in the outputs of Hugging Face's models.
+    """Return the first scalar that requires grad in a model's output: its loss, as in the outputs of Hugging Face's models.
 
     Where there is none, the loss is made outside of the model and not known here: a log-softmax over the last dimension of each floating
     output stands for it, which holds as much as a cross entropy does.
@@ -384,7 +369,7 @@ def loss_in(output: Any) -> torch.Tensor:
 
 
 def _leaves(output: Any) -> list[Any]:
-    """Leaves of nested outputs; objects with attributes (dataclasses, say) count as dicts."""
+    """Return the leaves of nested outputs; objects with attributes, such as dataclasses, count as dicts."""
     found: list[Any] = []
     for leaf in tree_flatten(output)[0]:
         opens = hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
@@ -393,14 +378,14 @@ def _leaves(output: Any) -> list[Any]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
+    """Return the samples in a batch: the first dimension of its first tensor that has one; None where there is none."""
     return next(
         (leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), None
     )
 
 
 def first_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """The batch cut, or repeated, to ``wanted`` samples: every tensor whose first dimension is ``rows``; the rest stays as it is."""
+    """Cut or repeat the batch to ``wanted`` samples: every tensor whose first dimension is ``rows``; the rest stays as it is."""
 
     def fit(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or rows == wanted:

@@ -14,7 +14,7 @@ _FILE = re.compile(r"(?P<file>\S+?\.(?:ya?ml|json|hjson|py|sh|txt|detignore))(?:
 
 
 class Severity(Enum):
-    """What a finding means for the run; the values are the words that are printed."""
+    """What an issue means for the run; the values are printed."""
 
     FAULT = "error"  # the run would not start, or end in an error
     WARNING = "warn"  # the run does something that is probably not meant
@@ -22,7 +22,7 @@ class Severity(Enum):
 
 
 class Area(Enum):
-    """What was looked at."""
+    """The part of an experiment that an issue is about."""
 
     EXPERIMENT = "experiment"
     ENTRYPOINT = "entrypoint"
@@ -37,7 +37,7 @@ class Area(Enum):
 
 @dataclass(frozen=True)
 class IssueLocation:
-    """Where a finding points to: a file with its line, and a dotted key; each may be missing."""
+    """Where an issue is: a file with its line, and a dotted key; each may be missing."""
 
     file: str | None = None
     line: int | None = None
@@ -45,7 +45,7 @@ class IssueLocation:
 
 
 def split_where(where: str | None) -> IssueLocation:
-    """``const.yaml:14 searcher.metric`` taken apart."""
+    """Split ``const.yaml:14 searcher.metric`` into its parts."""
     if where is None:
         return IssueLocation()
     found = _FILE.match(where)
@@ -57,7 +57,12 @@ def split_where(where: str | None) -> IssueLocation:
 
 @dataclass(frozen=True)
 class CheckIssue:
-    """``points``: numbers of the points of the search at which it holds; empty where it holds for all. ``at`` says that in words."""
+    """One issue.
+
+    Args:
+        points: numbers of the points of the search at which it occurs; empty where it occurs at all.
+        at: the same as a phrase for people.
+    """
 
     area: Area
     severity: Severity
@@ -67,11 +72,11 @@ class CheckIssue:
 
     @property
     def text(self) -> str:
-        """The message as it is shown."""
+        """Return the message for people."""
         return f"{self.error.describe()} ({self.at})" if self.at else self.error.describe()
 
     def as_json(self) -> dict[str, Any]:
-        """For programs: every part by itself."""
+        """Return the parts for programs."""
         place, error = split_where(self.error.where), self.error
         return {
             "severity": self.severity.value,
@@ -89,17 +94,17 @@ class CheckIssue:
 
 
 def issues_of(area: Area, error: ZeroTrialError, severity: Severity = Severity.FAULT) -> list[CheckIssue]:
-    """One finding per fault that ``error`` holds."""
+    """Return one issue per fault that ``error`` holds."""
     return [CheckIssue(area, severity, fault) for fault in flat([error])]
 
 
 def flat(errors: Iterable[ZeroTrialError]) -> list[ZeroTrialError]:
-    """The single faults of errors of which some hold several."""
+    """Return the single faults of errors of which some hold several."""
     return [fault for error in errors for fault in (getattr(error, "faults", ()) or (error,))]
 
 
 def note(area: Area, severity: Severity, what: str, **parts: Any) -> CheckIssue:
-    """A finding that no error was raised for; ``parts`` are those of an error: where, got, expected, fix."""
+    """Return an issue without an exception; ``parts`` are those of an error: where, got, expected, fix."""
     return CheckIssue(area, severity, ConfigError(what, **parts))
 
 

@@ -17,7 +17,7 @@ from zero_trial.util.text import format_bytes
 
 
 def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig | None) -> list[CheckIssue]:
-    """Findings about ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
+    """Return issues of ``slots`` ranks (named at ``where``) of ``config`` on ``devices``. Pure.
 
     More ranks than GPUs is a fault, as ``zero-trial run`` would refuse it; more ranks than cores works, slowly.
     """
@@ -37,9 +37,6 @@ def check_machine(slots: int, where: str, devices: HostDevices, config: DsConfig
     return found
 
 
-# What offload asks of this machine's disks: folders that can be written, with room, on something that is no memory.
-
-
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -48,7 +45,7 @@ _MOMENTS = {"lion": 1, "adagrad": 1, "rmsprop": 1}  # per element; others have t
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """What there is to know of a folder: whether it exists and can be written, its free bytes, and the type of its file system."""
+    """A folder: whether it exists and can be written, its free bytes, and the type of its file system."""
 
     exists: bool
     writable: bool = False
@@ -57,7 +54,7 @@ class DiskSpace:
 
 
 def disk_of(folder: Path) -> DiskSpace:
-    """As the system says."""
+    """Ask the system about ``folder``."""
     if not os.path.isdir(folder):  # what may not be looked at is not there; Path.is_dir raises
         return DiskSpace(False)
     found = os.statvfs(folder)
@@ -71,8 +68,14 @@ def check_nvme(
     look: Callable[[Path], DiskSpace] = disk_of,
     base: Path = Path(),
 ) -> list[CheckIssue]:
-    """Findings about the folders of ``config``'s offload, for ``slots`` ranks on this machine that train ``parameters`` (None: not known) and
-    start in ``base``."""
+    """Return issues of the folders that ``config`` offloads to.
+
+    Args:
+        slots: ranks on this machine.
+        parameters: elements of the model; None if unknown.
+        look: asks about a folder.
+        base: where relative folders start.
+    """
     wanted: dict[Path, list[tuple[str, int | None]]] = {}
     for key, path, size in _places(config, slots, parameters):
         where = _where(config, f"zero_optimization.{key}.nvme_path")
@@ -83,10 +86,10 @@ def check_nvme(
 def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace) -> list[CheckIssue]:
     where, fault = uses[0][0], Severity.FAULT
     if not disk.exists:
-        what, fix = "there is no such folder on this machine", "Make it, or name another one."
+        what, fix = "the folder does not exist on this machine", "Make it, or name another one."
         return [note(Area.DS_CONFIG, fault, what, where=where, got=str(folder), fix=fix)]
     if not disk.writable:
-        what = "nothing can be written to this folder"
+        what = "the folder is not writable"
         return [note(Area.DS_CONFIG, fault, what, where=where, got=str(folder), fix="Name another one.")]
     found = []
     if disk.kind in _IN_MEMORY:
@@ -102,7 +105,7 @@ def _of_folder(folder: Path, uses: list[tuple[str, int | None]], disk: DiskSpace
 
 
 def _places(config: DsConfig, slots: int, parameters: int | None) -> list[tuple[str, str, int | None]]:
-    """(key, folder, bytes) of what goes to a disk."""
+    """Return (key, folder, bytes) of what goes to a disk."""
     zero, found = config.zero_optimization, []
     state, params = zero.offload_optimizer, zero.offload_param
     narrow = config.bf16.enabled or config.fp16.enabled
@@ -126,7 +129,7 @@ def _moments(config: DsConfig) -> int:
 
 
 def _copies(config: DsConfig, slots: int) -> int:
-    """How many ranks have the same shard."""
+    """Return how many ranks have the same shard."""
     zero, ranks = config.zero_optimization, max(slots // config.mesh.pipe, 1)
     if not plan_for_stage(zero.stage).shard_optimizer:
         return ranks

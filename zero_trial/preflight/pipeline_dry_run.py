@@ -19,8 +19,8 @@ from zero_trial.pipeline.generators import RECIPES
 from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import Action, ActionKind, ChunkPlacement, Row, Schedule
 from zero_trial.pipeline.stage import SplitBackward, StageBoundary
-from zero_trial.preflight.dry_run import Blueprint
-from zero_trial.preflight.live_bytes import LiveBytes
+from zero_trial.precurrent.dry_run import Blueprint
+from zero_trial.precurrent.live_bytes import LiveBytes
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Copies:
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """One chunk's micro-batch from its forward to its last gradient."""
 
     gate: StageBoundary
@@ -124,28 +124,28 @@ class _Player:
     last: int
     micro_batches: int
     anchor: torch.Tensor
-    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
 
     def perform(self, action: Action) -> None:
         kind, chunk, number, _ = action
         if kind is ActionKind.F:
             self._forward(chunk, number)
         elif kind is ActionKind.B:
-            flight = self.flights.pop((chunk, number))
-            torch.autograd.backward(flight.outputs, _gradients(flight.outputs))
+            current = self.in_flight.pop((chunk, number))
+            torch.autograd.backward(current.outputs, _gradients(current.outputs))
         elif kind is ActionKind.I:
-            flight = self.flights[chunk, number]
-            if flight.gate.node is None:  # nothing to hand back: all of it is the weights'
+            current = self.in_flight[chunk, number]
+            if current.gate.node is None:  # nothing to hand back: all of it is the weights'
                 return
-            flight.split = SplitBackward(flight.outputs, flight.gate.node, self.anchor)
-            flight.split.inputs(_gradients(flight.outputs))
-            flight.outputs = []
+            current.split = SplitBackward(current.outputs, current.gate.node, self.anchor)
+            current.split.inputs(_gradients(current.outputs))
+            current.outputs = []
         elif kind is ActionKind.W:
-            flight = self.flights.pop((chunk, number))
-            if flight.split is not None:
-                flight.split.weights()
+            current = self.in_flight.pop((chunk, number))
+            if current.split is not None:
+                current.split.weights()
             else:
-                torch.autograd.backward(flight.outputs, _gradients(flight.outputs))
+                torch.autograd.backward(current.outputs, _gradients(current.outputs))
 
     def _forward(self, chunk: int, number: int) -> None:
         gate = StageBoundary(to_payload(_fresh(self.inputs[chunk]))[1], self.anchor)
@@ -153,7 +153,7 @@ class _Player:
         if chunk == self.last:
             value = (value if self.loss_fn is None else self.loss_fn(value, self.labels)) / self.micro_batches
         outputs = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        self.flights[chunk, number] = _Flight(gate, outputs)
+        self.in_flight[chunk, number] = _InFlight(gate, outputs)
 
 
 def dry_run_rank(
@@ -178,7 +178,7 @@ def dry_run_rank(
         chunks = {int(name): chunk for name, chunk in model.items()}
         for param in model.parameters():
             param.data = param.data.to(dtype)
-            param.register_post_accumulate_grad_hook(_landed)
+            param.register_post_accumulate_grad_hook(_drop_grad)
         templates = _templates(chunks, _cast(inputs, dtype))
         mine = {chunk: chunks[chunk] for chunk in parts.placement.of(rank)}
         anchor = torch.zeros((), requires_grad=True)
@@ -255,6 +255,6 @@ def _gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(output) for output in outputs]
 
 
-def _landed(param: torch.Tensor) -> None:
+def _drop_grad(param: torch.Tensor) -> None:
     """The gradient is in its buffer, which is counted elsewhere."""
     param.grad = None

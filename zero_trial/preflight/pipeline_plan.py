@@ -189,13 +189,13 @@ class PipelinePlanner:
             settings = replace(
                 settings, zero_optimization=zero, pipeline=replace(settings.pipeline, zero_policy="auto")
             )
-        wiring, pipeline = resolve_config(settings, self.data_ranks), pipeline_settings(settings)
-        parts, dtypes = self._parts, wiring.policy
+        resolved, pipeline = resolve_config(settings, self.data_ranks), pipeline_settings(settings)
+        parts, dtypes = self._parts, resolved.policy
         shard = mesh_shape(settings, self.ranks).shard
         weights = [weigh(count, dtypes, shard) for count in parts.elements]
-        choice = choose_policy(pipeline, wiring.plan, weights, accumulation, self._limit)
+        choice = choose_policy(pipeline, resolved.plan, weights, accumulation, self._limit)
         schedule = training_schedule(pipeline, choice.policy, accumulation, parts.ties)
-        report, sharding = validate(schedule), sharding_of(wiring.plan)
+        report, sharding = validate(schedule), sharding_of(resolved.plan)
         copies = Copies(
             dtypes.param.itemsize if sharding.parameters else 0,
             dtypes.grad.itemsize if sharding.gradients else 0,
@@ -238,18 +238,16 @@ class PipelinePlanner:
         return dry_run_any([role], self.ranks // settings.mesh.pipe, None, one_host=self._one_host)[0]
 
 
-def _either(rehearse: Callable[[bool], HeldBytes]) -> HeldBytes:
-    """Imagined, or with real numbers on the CPU where a layer reads values."""
+def _either(run: Callable[[bool], HeldBytes]) -> HeldBytes:
+    """Run with fake tensors, or with real ones on the CPU where a layer reads values."""
     try:
-        return rehearse(True)
+        return run(True)
     except Exception:  # whatever a layer does without values
         pass
     try:
-        return rehearse(False)
+        return run(False)
     except Exception as error:
-        raise TrialError(
-            f"a micro-batch cannot be rehearsed: {error}", where="plan", got=type(error).__name__
-        ) from error
+        raise TrialError(f"a micro-batch cannot be run: {error}", where="plan", got=type(error).__name__) from error
 
 
 def pipeline_table(rows: Sequence[PipelineCandidate], limit: int | None = None) -> str:

@@ -62,7 +62,7 @@ class MemoryPlan:
     micro_batch: int
     accumulation: int
     parameter_count: int
-    how: str  # how activations were had: "fake" (no values computed), "traced" (a real micro-batch on the CPU), "none"
+    how: str  # the tensors of the dry run: "fake tensors", "fake tensors on the CPU", "real tensors", or "none" without a batch
 
     def fits(self, limit: int | None) -> bool:
         return limit is None or self.figures.total <= limit

@@ -1,4 +1,4 @@
-"""Build the user's trial in this process as rank 0 of all, with the stand-in engine, and report what fails."""
+"""Build the user's trial in this process, with the engine of a fake rank 0, and report what fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zero_trial.trial.validation import Validator
 
 @dataclass(frozen=True)
 class DryRunRequest:
-    """What is rehearsed: one point of an experiment on ``slots`` ranks."""
+    """What to run: one point of an experiment on ``slots`` ranks. ``dry_run``: evaluate one batch, too."""
 
     experiment: ExperimentConfig
     entrypoint: Entrypoint
@@ -45,7 +45,7 @@ class DryRunRequest:
 
 @dataclass
 class DryRunResult:
-    """What came of it; None: not got that far, or not asked for."""
+    """What was found; None where the dry run did not get so far, or was not asked to."""
 
     findings: list[CheckIssue] = field(default_factory=list)
     parameters: int | None = None
@@ -55,66 +55,66 @@ class DryRunResult:
 
 
 class _Ended(Exception):
-    """The rehearsal cannot go on; the findings say why."""
+    """The dry run cannot go on; the issues say why."""
 
 
-def dry_run_trial(scene: DryRunRequest) -> DryRunResult:
-    """Import, build, look at the loaders and at what evaluation says that it reports, and with ``dry_run`` evaluate one batch.
+def dry_run_trial(request: DryRunRequest) -> DryRunResult:
+    """Import and build the trial, check its loaders and the metrics that it reports, and with ``dry_run`` evaluate one batch.
 
-    Nothing is raised: what goes wrong is a finding.
+    Whatever the trial raises becomes an issue.
     """
     found = DryRunResult()
     storage = tempfile.TemporaryDirectory(prefix="zero-trial-check-")
     with (
         storage as folder,
         contextlib.redirect_stdout(sys.stderr),
-        _model_folder(scene.model_dir),
-        _fake_engines(scene.slots, evaluates=scene.dry_run),
+        _model_folder(request.model_dir),
+        _fake_engines(request.slots, evaluates=request.dry_run),
         contextlib.suppress(_Ended),
     ):
-        _Stage(scene, found, Path(folder)).run()
+        _Stage(request, found, Path(folder)).run()
     return found
 
 
 class _Stage:
-    """The steps of one rehearsal, each of which may end it."""
+    """The steps of one dry run, each of which may end it."""
 
-    def __init__(self, scene: DryRunRequest, found: DryRunResult, storage: Path) -> None:
-        self._scene = scene
+    def __init__(self, request: DryRunRequest, found: DryRunResult, storage: Path) -> None:
+        self._request = request
         self._found = found
-        self._ranks = JsonDistributed(0, scene.slots, 0, lambda value: [value] * scene.slots)
+        self._ranks = JsonDistributed(0, request.slots, 0, lambda value: [value] * request.slots)
         self._platform = InMemoryPlatform(
-            hparams=scene.hyperparameters,
-            experiment=scene.experiment.plain(),
-            model_dir=scene.model_dir.resolve(),
-            seed=scene.seed,
+            hparams=request.hyperparameters,
+            experiment=request.experiment.plain(),
+            model_dir=request.model_dir.resolve(),
+            seed=request.seed,
             distributed=self._ranks,
             storage=storage,
         )
 
     def run(self) -> None:
-        scene = self._scene
-        if scene.experiment.searcher.max_length is not None:
-            settings = lambda: settings_from_experiment(self._platform.experiment, scene.hyperparameters)  # noqa: E731
+        request = self._request
+        if request.experiment.searcher.max_length is not None:
+            settings = lambda: settings_from_experiment(self._platform.experiment, request.hyperparameters)  # noqa: E731
             with contextlib.suppress(_Ended):
                 self._try(Area.EXPERIMENT, settings)
-        name = scene.entrypoint
+        name = request.entrypoint
         kind = self._try(
-            Area.ENTRYPOINT, lambda: import_trial_class(name.module, name.name, scene.model_dir.resolve()), "import"
+            Area.ENTRYPOINT, lambda: import_trial_class(name.module, name.name, request.model_dir.resolve()), "import"
         )
-        seed_everything(scene.seed)
+        seed_everything(request.seed)
         context = ZeroTrialContext(self._platform, zero_trial.initialize, torch.device("cpu"))
         trial = self._try(Area.TRIAL, lambda: kind(context), f"{name.name}.__init__")
         self._try(Area.TRIAL, context.get_train_micro_batch_size_per_gpu)
         self._found.parameters = context.parameters
-        self._found.findings += _remarks(trial)
+        self._found.findings += _training_issues(trial)
         with contextlib.suppress(_Ended):
             self._try(Area.LOADERS, lambda: self._train_loader(trial, context), TRAIN_LOADER)
         validator = self._try(Area.LOADERS, lambda: Validator(trial, context, [], 1), "build_validation_data_loader")
         self._metric(trial, validator, context)
 
     def _train_loader(self, trial: ZeroTrial, context: ZeroTrialContext) -> None:
-        """As the controller opens it, but that no batch is read and no worker started."""
+        """Check the loader as the controller does, without reading a batch or starting a worker."""
         loader, before = trial.build_training_data_loader(), len(self._platform.record.events)
         check_reproducible(loader, TRAIN_LOADER, context.check_reproducibility)
         compare_batch(loader, context)
@@ -124,18 +124,18 @@ class _Stage:
             self._found.findings.append(note(Area.LOADERS, Severity.WARNING, event["message"]))
 
     def _metric(self, trial: ZeroTrial, validator: Validator, context: ZeroTrialContext) -> None:
-        searcher = self._scene.experiment.searcher
-        where = self._scene.experiment.document.at(("searcher", "metric")).where("searcher.metric")
+        searcher = self._request.experiment.searcher
+        where = self._request.experiment.document.at(("searcher", "metric")).where("searcher.metric")
         if not validator.enabled:
             severity = Severity.FAULT if searcher.searches else Severity.WARNING
             what = f'"{searcher.metric}" never reported; the trial has no evaluate_batch'
             self._found.findings.append(note(Area.METRIC, severity, what, where=where))
             return
         self._found.validation_batches = validator.batches
-        if self._scene.dry_run:
+        if self._request.dry_run:
             metrics = self._try(Area.METRIC, validator.run, "evaluation")
             self._found.metrics = tuple(sorted(without_counters(metrics)))
-        elif (stated := _stated(trial, context)) is not None:
+        elif (stated := _metric_names(trial, context)) is not None:
             metrics = dict.fromkeys(stated, 0.0)  # their values are not known
         else:
             what = f'whether "{searcher.metric}" is reported is not known without --dry-run: the source does not name every metric'
@@ -148,38 +148,38 @@ class _Stage:
         if value is None:
             what = f'"{searcher.metric}" never reported; the trial reports [{listed}]'
         elif not isinstance(value, (int, float)):
-            what = f'"{searcher.metric}" is no number; the trial reports [{listed}]'
+            what = f'"{searcher.metric}" is not a number; the trial reports [{listed}]'
         else:
             return
         fix = f"Write metric: {reported[0]}." if len(reported) == 1 else "Name one of these."
         self._found.findings.append(note(Area.METRIC, Severity.FAULT, what, where=where, fix=fix))
 
     def _try(self, area: Area, work: Callable[[], Any], doing: str = "") -> Any:
-        """``work`` done; what it raises becomes a finding, and ends the rehearsal."""
+        """Return what ``work`` returns; what it raises becomes an issue and ends the dry run. ``doing`` names it in messages."""
         try:
             return work()
         except InvalidHP as error:
-            search = self._scene.experiment.searcher.searches
+            search = self._request.experiment.searcher.searches
             self._found.findings += issues_of(area, error, Severity.WARNING if search else Severity.FAULT)
         except ZeroTrialError as error:
             self._found.findings += issues_of(area, error)
         except (Exception, SystemExit) as error:
             self._found.findings.append(
-                CheckIssue(area, Severity.FAULT, trial_code_error(error, self._scene.model_dir, doing))
+                CheckIssue(area, Severity.FAULT, trial_code_error(error, self._request.model_dir, doing))
             )
         raise _Ended
 
 
-def _remarks(trial: ZeroTrial) -> list[CheckIssue]:
-    """What the source of ``train_batch`` does in vain."""
+def _training_issues(trial: ZeroTrial) -> list[CheckIssue]:
+    """Return what the source of ``train_batch`` does without effect."""
     return [
         note(Area.TRIAL, Severity.WARNING, f"train_batch: {each.what}", where=each.where, fix=each.fix)
         for each in training_issues(trial.train_batch)
     ]
 
 
-def _stated(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:
-    """All names that an evaluation can report, by its source and the reducers that the trial has wrapped; None where they do not say."""
+def _metric_names(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | None:
+    """Return all metric names that evaluation can report, by its source and the wrapped reducers; None if unknown."""
     whole = overrides(trial, "evaluate_full_dataset")
     names = reported_metrics(trial.evaluate_full_dataset if whole else trial.evaluate_batch)
     reducers = [item.name for item in context.reducers.wrapped if item.for_validation]
@@ -189,30 +189,30 @@ def _stated(trial: ZeroTrial, context: ZeroTrialContext) -> frozenset[str] | Non
 
 
 class TrialCodeError(TrialError):
-    """The trial's own code raised something."""
+    """The trial's own code raised an exception."""
 
     exit_code = 1
 
 
 def trial_code_error(error: BaseException, model_dir: Path, doing: str) -> ZeroTrialError:
-    """What the user's code raised, with the last line of theirs on the way."""
+    """Return the error for what the user's code raised, with the last line of that code in the traceback."""
     root = model_dir.resolve()
-    theirs = [
+    own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename).resolve().is_relative_to(root)
     ]
-    where = f"{Path(theirs[-1].filename).resolve().relative_to(root)}:{theirs[-1].lineno}" if theirs else None
-    if not theirs and isinstance(error, RuntimeError):
+    where = f"{Path(own[-1].filename).resolve().relative_to(root)}:{own[-1].lineno}" if own else None
+    if not own and isinstance(error, RuntimeError):
         return TrialError(str(error))  # ours, about what the trial did: Determined raises the same
-    line = f" in: {theirs[-1].line}" if theirs and theirs[-1].line else ""
-    said = str(error).strip()
-    return TrialCodeError(f"{doing} raised {type(error).__name__}{f': {said}' if said else ''}{line}", where=where)
+    line = f" in: {own[-1].line}" if own and own[-1].line else ""
+    text = str(error).strip()
+    return TrialCodeError(f"{doing} raised {type(error).__name__}{f': {text}' if text else ''}{line}", where=where)
 
 
 @contextlib.contextmanager
 def _model_folder(folder: Path) -> Iterator[None]:
-    """What is imported from the model's folder is forgotten afterwards, so that another one with the same names can follow."""
+    """Forget afterwards what was imported from the model's folder: the next one may have modules of the same names."""
     path, before, root = list(sys.path), set(sys.modules), folder.resolve()
     try:
         yield

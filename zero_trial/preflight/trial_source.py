@@ -18,7 +18,7 @@ class _Unknown(Exception):
 
 
 def reported_metrics(method: Callable[..., Any]) -> frozenset[str] | None:
-    """Every name that a dict returned by ``method`` can hold; None where the source does not say all of them.
+    """Return every name that a dict returned by ``method`` can hold; None where the source does not name all of them.
 
     What is understood: dict displays and ``dict(name=...)``, joined by ``|`` or chosen by ``if``, and local names that hold nothing else and
     get more entries only by constant keys. A name that is in the answer may still be missing in a call; one that is not in it is never there.
@@ -108,12 +108,9 @@ def _is(node: ast.AST | None, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-# What the source of a trial's training says that will not do what it looks like: calls of plain torch that an engine replaces. Runs nothing.
-
-
 @dataclass(frozen=True)
 class SourceIssue:
-    """``where`` is file and line; ``what`` is wrong, ``fix`` is what to write instead."""
+    """A call of plain torch that an engine replaces: file and line, what is wrong, what to write instead."""
 
     where: str
     what: str
@@ -133,11 +130,11 @@ _CALLS = {
         "Leave it out; engine.step() does.",
     ),
 }
-"""How a call's name ends -> why it is in vain, and what to write."""
+"""How a call's name ends -> why it has no effect, and what to write."""
 
 
 def training_issues(method: Callable[..., Any]) -> list[SourceIssue]:
-    """Remarks on the source of ``train_batch``; none where it cannot be read, or does its work elsewhere."""
+    """Return issues in the source of ``train_batch``; none where it cannot be read, or calls other code."""
     try:
         plain = inspect.unwrap(method)
         file = Path(inspect.getsourcefile(plain) or "").name
@@ -145,12 +142,12 @@ def training_issues(method: Callable[..., Any]) -> list[SourceIssue]:
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
         return []
-    remarks = []
+    issues = []
     for call, name in _named_calls(tree):
         for ending, (what, fix) in _CALLS.items():
             if f".{name}".endswith((f".{ending}", f"_{ending}")):
-                remarks.append(SourceIssue(f"{file}:{first + call.lineno - 1}", f"{name} {what}", fix))
-    return remarks
+                issues.append(SourceIssue(f"{file}:{first + call.lineno - 1}", f"{name} {what}", fix))
+    return issues
 
 
 def _named_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:

@@ -581,7 +581,7 @@ def test_state_of_another_width() -> None:
 
 
 @pytest.mark.parametrize("build", [FusedAdam, torch.optim.AdamW])
-def test_a_rehearsal_with_imagined_tensors_finds_them_too(build: Any) -> None:
+def test_a_dry_run_with_fake_tensors_finds_them_too(build: Any) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         base = build(weights())
         assert [column.kind for column in state_columns(base)] == ["exp_avg", "exp_avg_sq"]

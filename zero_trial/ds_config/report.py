@@ -54,7 +54,7 @@ def config_report(config: DsConfig) -> tuple[ReportEntry, ...]:
     found: list[ReportEntry] = []
     for path, row in TABLE.items():
         source = config.source(path)
-        given = source.provenance is not Provenance.DEFAULT
+        given = not source.is_default
         if row.is_section or row.support is Support.MAPPED or (path not in FIELDS and not given):
             continue
         exists, value = _value(config, path) if path in FIELDS else (True, _raw(config.raw, path))
@@ -70,7 +70,7 @@ def render_report(config: DsConfig, *, everything: bool = False) -> str:
     rows = [
         Row(entry.key, entry.value, entry.source, entry.remark)
         for entry in entries
-        if everything or entry.source.provenance is not Provenance.DEFAULT or "before" in entry.remark
+        if everything or not entry.source.is_default or "before" in entry.remark
     ]
     notes = "".join(f"\nwarning: {warning}" for warning in config.warnings)
     return render_rows(rows) + notes
@@ -85,8 +85,8 @@ def short_report(entries: Iterable[ReportEntry], width: int = 120) -> str:
     off = {entry.key.rpartition(".")[0] for entry in listed if entry.key.endswith(".enabled") and entry.value is False}
     own = [entry for entry in listed if not entry.source.is_given and entry.answer == Support.SUPPORTED.value]
     counts = [e for e in own if e.value not in (None, False, (), []) and e.key.rpartition(".")[0] not in off]
-    defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.provenance is Provenance.DEFAULT]
-    filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if e.source.provenance is not Provenance.DEFAULT]
+    defaults = [f"{e.key} {shown(e.value)}" for e in counts if e.source.is_default]
+    filled = [f"{e.key} {shown(e.value)} ({e.source})" for e in counts if not e.source.is_default]
     idle = [f"{e.key} ({e.source}; {e.remark})" for e in listed if e.remark.startswith("no effect")]
     parts = {"defaults": defaults, "filled in": filled, "without effect": idle}
     lines = [

@@ -32,7 +32,6 @@ from zero_trial.pipeline.module import PipelineModule
 from zero_trial.pipeline.schedule import ChunkPlacement, ParameterLifetime, ReductionTiming, Schedule
 from zero_trial.pipeline.simulate import validate
 from zero_trial.precision import DtypePolicy
-from zero_trial.schema.document import Provenance
 from zero_trial.sharding.grouping import ManualGroup
 from zero_trial.sharding.plan import ReduceAt, ZeroPlan, plan_for_stage
 from zero_trial.zero import ShardedModel
@@ -259,7 +258,7 @@ def with_stages(config: DsConfig, model: nn.Module) -> DsConfig:
         return config
     if model.num_stages is None or model.num_stages == config.mesh.pipe:
         return config
-    if config.source("mesh.pipe").provenance is not Provenance.DEFAULT:
+    if not config.source("mesh.pipe").is_default:
         raise ConfigError(
             "ds_config and the model disagree about the pipeline stages",
             where="mesh.pipe",

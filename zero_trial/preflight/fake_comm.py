@@ -168,7 +168,7 @@ def _free(segment: _Segment | None) -> None:
         segment.used = False
 
 
-# The place of offloaded state in a rehearsal: buffers in memory, as the run will have them, and no disk behind them.
+# --- offloaded state: buffers in memory, as the run has them, and no disk ---
 
 
 class FakeSwapFile:

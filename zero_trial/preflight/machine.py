@@ -11,7 +11,7 @@ from zero_trial.ds_config.table import DsConfig
 from zero_trial.errors import ConfigError
 from zero_trial.launch.environment import HostDevices, check_slots
 from zero_trial.preflight.issues import Area, CheckIssue, Severity, issues_of, note
-from zero_trial.schema.document import GIVEN, Provenance
+from zero_trial.schema.document import GIVEN
 from zero_trial.sharding.plan import plan_for_stage
 from zero_trial.util.text import format_bytes
 
@@ -140,7 +140,7 @@ def _copies(config: DsConfig, slots: int) -> int:
 def _where(config: DsConfig, key: str) -> str:
     """Return a dotted key behind the place of its value, where it has one."""
     source = config.source(key)
-    return key if source.provenance is Provenance.DEFAULT or source == GIVEN else f"{source} {key}"
+    return key if source.is_default or source == GIVEN else f"{source} {key}"
 
 
 def _kind(folder: Path) -> str:

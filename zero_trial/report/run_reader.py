@@ -31,7 +31,7 @@ from zero_trial.report.data import (
 from zero_trial.runs.events import read_lines
 from zero_trial.runs.layout import RunFolder
 from zero_trial.runs.records import baselines
-from zero_trial.schema.document import Provenance, ValueSource
+from zero_trial.schema.document import ValueSource
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration, format_number
 
@@ -246,16 +246,14 @@ def _counts(entry: Any) -> bool:
     """Not a default of a key that has no effect, nor one that is not there."""
     if not isinstance(entry, Mapping) or "key" not in entry:
         return False
-    default = ValueSource(str(entry.get("source", "default"))).provenance is Provenance.DEFAULT
+    default = ValueSource(str(entry.get("source", "default"))).is_default
     return not default or (entry.get("value") is not None and entry.get("answer") in ("supported", "honoured"))
 
 
 def _setting(entry: Record) -> Setting:
     source = ValueSource(str(entry.get("source", "")))
     key = str(entry.get("key", entry.get("name", "")))
-    return Setting(
-        key, entry.get("value"), source, str(entry.get("remark", "")), source.provenance is not Provenance.DEFAULT
-    )
+    return Setting(key, entry.get("value"), source, str(entry.get("remark", "")), not source.is_default)
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> tuple[CheckpointRow, ...]:

@@ -45,8 +45,13 @@ class ValueSource(str):
         return made
 
     @property
+    def is_default(self) -> bool:
+        """Return whether the value is the default of its key."""
+        return self.provenance is Provenance.DEFAULT
+
+    @property
     def is_given(self) -> bool:
-        """Whether the user wrote this value: into a file, an overlay, a dict, or the model."""
+        """Return whether the user wrote this value: into a file, an overlay, a dict, or the model."""
         return self.provenance in (Provenance.GIVEN, Provenance.OVERLAY, Provenance.MODEL)
 
 

@@ -37,7 +37,8 @@ from zero_trial.report.data import (
     reach,
     swept_axes,
 )
-from zero_trial.report.run_reader import finite, series
+from zero_trial.report.run_reader import series
+from zero_trial.runs.records import is_finite
 from zero_trial.schema.json_source import read_json
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_duration
@@ -126,7 +127,7 @@ class _Reader:
                 asked[report.trial_id], float(report.metrics[unit]), _number(report.metrics.get(self.metric))
             )
             for report in validations
-            if finite(report.metrics.get(unit)) and self.metric in report.metrics
+            if is_finite(report.metrics.get(unit)) and self.metric in report.metrics
         ]
         names = {trial.request_id: str(trial.id) for trial in self.trials}
         return bracket_histories(
@@ -244,7 +245,7 @@ def steps_per_second(reports: Sequence[MetricReport]) -> float | None:
 
 
 def _number(value: Any) -> float:
-    return float(value) if finite(value) else float("nan")
+    return float(value) if is_finite(value) else float("nan")
 
 
 def _best_of(curve: Series, smaller: bool) -> float | None:
@@ -254,7 +255,7 @@ def _best_of(curve: Series, smaller: bool) -> float | None:
 def _memory(facts: Mapping[str, Any]) -> Memory:
     planned, measured = _number(facts.get("memory_planned_bytes")), _number(facts.get("memory_measured_peak_bytes"))
     return Memory(
-        planned=int(planned) if finite(planned) else None, measured=int(measured) if finite(measured) else None
+        planned=int(planned) if is_finite(planned) else None, measured=int(measured) if is_finite(measured) else None
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from zero_trial.report.data import (
 )
 from zero_trial.runs.events import read_lines
 from zero_trial.runs.layout import RunFolder
-from zero_trial.runs.records import baselines
+from zero_trial.runs.records import baselines, is_finite
 from zero_trial.schema.document import ValueSource
 from zero_trial.schema.yaml_source import read_yaml
 from zero_trial.util.text import format_count, format_duration, format_number
@@ -95,14 +94,9 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def finite(value: Any) -> bool:
-    """Whether it is a number that can be drawn."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def series(name: str, pairs: Iterable[tuple[Any, Any]]) -> Series:
     """A series of the pairs that can be drawn; of two at one step the later one counts."""
-    kept = {float(step): float(value) for step, value in pairs if finite(step) and finite(value)}
+    kept = {float(step): float(value) for step, value in pairs if is_finite(step) and is_finite(value)}
     steps = tuple(sorted(kept))
     return Series(name, steps, tuple(kept[step] for step in steps))
 
@@ -111,9 +105,9 @@ def in_force(records: Sequence[Record]) -> list[Record]:
     """Records that count: a run that starts again from step s takes back what it said of later steps."""
     found: list[Record] = []
     for record in records:
-        if record.get("kind") == "start" and finite(record.get("step")):
+        if record.get("kind") == "start" and is_finite(record.get("step")):
             found = [
-                earlier for earlier in found if not finite(earlier.get("step")) or earlier["step"] <= record["step"]
+                earlier for earlier in found if not is_finite(earlier.get("step")) or earlier["step"] <= record["step"]
             ]
         found.append(record)
     return found
@@ -160,12 +154,12 @@ def _changes(summary: Record, reports: Sequence[tuple[Any, dict[str, Any]]]) -> 
     return tuple(
         MetricChange(
             str(name),
-            float(first[name]) if finite(first.get(name)) else None,
+            float(first[name]) if is_finite(first.get(name)) else None,
             float(value),
             tuple(baselines(str(name), summary).items()),
         )
         for name, value in last.items()
-        if finite(value)
+        if is_finite(value)
     )
 
 
@@ -183,7 +177,7 @@ def _status(summary: Record, errors: Sequence[Record], events: Sequence[Record])
 
 
 def _subtitle(folder: Path, events: Sequence[Record]) -> str:
-    times = [event["time"] for event in events if finite(event.get("time"))]
+    times = [event["time"] for event in events if is_finite(event.get("time"))]
     started = datetime.fromtimestamp(times[0], timezone.utc).strftime("%Y-%m-%d %H:%M UTC") if times else ""
     return " · ".join(
         part for part in (f"run {folder.resolve().name}", f"started {started}" if started else "") if part
@@ -193,13 +187,13 @@ def _subtitle(folder: Path, events: Sequence[Record]) -> str:
 def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], ...]:
     """The first three stand large."""
     start = next((event for event in reversed(events) if event.get("kind") == "start"), {})
-    last = next((event for event in reversed(events) if finite(event.get("step"))), {})
+    last = next((event for event in reversed(events) if is_finite(event.get("step"))), {})
     step = summary.get("step", last.get("step"))
     total = summary.get("total_steps", start.get("total_steps"))
-    speed = next((name for name in ("tokens_per_second", "samples_per_second") if finite(summary.get(name))), None)
+    speed = next((name for name in ("tokens_per_second", "samples_per_second") if is_finite(summary.get(name))), None)
     stage = summary.get("zero_stage")
     found = [
-        ("trained for", format_duration(summary["train_seconds"]) if finite(summary.get("train_seconds")) else None),
+        ("trained for", format_duration(summary["train_seconds"]) if is_finite(summary.get("train_seconds")) else None),
         ("steps", f"{step} of {total}" if step is not None else None),
         (speed.replace("_per_second", " per second") if speed else "", format_count(summary[speed]) if speed else None),
         (
@@ -227,19 +221,19 @@ def _facts(summary: Record, events: Sequence[Record]) -> tuple[tuple[str, str], 
 def _memory(summary: Record, events: Sequence[Record]) -> Memory:
     plan: Record = next((event for event in reversed(events) if event.get("kind") == "plan"), {})
     figures = plan.get("figures") if isinstance(plan.get("figures"), Mapping) else {}
-    parts = {name: int(value) for name, value in (figures or {}).items() if finite(value)}
+    parts = {name: int(value) for name, value in (figures or {}).items() if is_finite(value)}
     processes = summary.get("peak_memory_bytes")
     return Memory(
         parts=parts,
         planned=_whole(summary.get("memory_planned_bytes", parts.get("peak"))),
         measured=_whole(summary.get("memory_measured_peak_bytes")),
-        processes=tuple(int(value) for value in processes if finite(value)) if isinstance(processes, list) else (),
+        processes=tuple(int(value) for value in processes if is_finite(value)) if isinstance(processes, list) else (),
         processes_kind=str(summary.get("peak_memory_kind") or ""),
     )
 
 
 def _whole(value: Any) -> int | None:
-    return int(value) if finite(value) else None
+    return int(value) if is_finite(value) else None
 
 
 def _counts(entry: Any) -> bool:
@@ -260,7 +254,7 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> tuple[CheckpointRow,
     """By step; a step that was saved twice stands once."""
     found: dict[str, CheckpointRow] = {}
     for event in events:
-        if event.get("kind") == "checkpoint" and finite(event.get("step")):
+        if event.get("kind") == "checkpoint" and is_finite(event.get("step")):
             name = str(event.get("storage_id", ""))
             kept = "/" not in name and (RunFolder(folder).checkpoints / name).is_dir()
             found[name] = CheckpointRow(int(event["step"]), name, _whole(event.get("bytes")), kept)
@@ -378,5 +372,5 @@ def _best(trial: TrialReport, config: Mapping[str, Any], metric: str) -> BestCon
     """Its lock, which repeats the run wherever the model's folder is."""
     data = {key: value for key, value in (config.get("data") or {}).items() if key != "zero_trial"}
     text = as_yaml({**config, "data": data}, f"run {trial.id}: zero-trial run best.yaml MODEL_DIR")
-    value = trial.best if finite(trial.best) and trial.best is not None else float("nan")
+    value = trial.best if is_finite(trial.best) and trial.best is not None else float("nan")
     return BestConfig(trial.id, value, "best.yaml", text, "zero-trial run best.yaml MODEL_DIR")

@@ -130,11 +130,12 @@ def baselines(metric: str, summary: Mapping[str, Any]) -> dict[str, float]:
     return {
         key.removesuffix(f"_{quantity}").replace("_", " "): float(value)
         for key, value in summary.items()
-        if key.endswith(f"_{quantity}") and key not in measured and _is_finite(value)
+        if key.endswith(f"_{quantity}") and key not in measured and is_finite(value)
     }
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: Any) -> bool:
+    """Return whether ``value`` is a number that can be drawn."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
